@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         StepTimeout,
         TransportError,
     )
-    from .backends.program.fuse import FuseError
+    from .backends.fusion.fuse import FuseError
     from .backends.streams.library import CommunicationError
     from .ir.diagnostics import IRError
     from .ir.pipeline.costs import Costs, Link
@@ -145,7 +145,7 @@ _HOMES = {
     "TransportError": "backends.errors",
     "PeerLost": "backends.errors",
     "CommunicationError": "backends.streams.library",
-    "FuseError": "backends.program.fuse",
+    "FuseError": "backends.fusion.fuse",
     "ActorError": "tracer.actors.actors",
     "WorldError": "launch.world.waiting",
     "ConfigError": "launch.config",

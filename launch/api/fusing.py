@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ...backends.base import Body, World
-from ...backends.program.fuse import FuseError, fuser
+from ...backends.fusion.fuse import FuseError, fuser
 from ...ir.module import Function, Module
 from ...ir.ops import Call
 from ...passes.lower.fuse import refusal

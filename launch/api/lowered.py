@@ -12,7 +12,7 @@ from weakref import WeakSet
 from ...backends.base import World
 from ...backends.driven.participants import is_device_only
 from ...backends.failures.fallbacks import Fallbacks
-from ...backends.program.fuse import check_name
+from ...backends.fusion.fuse import check_name
 from ...ir.clone import clone
 from ...ir.module import Module
 from ...ir.phases import Phase

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cg.backends.program import attention
-from cg.backends.program.fuse import fuser
+from cg.backends.fusion import few_queries
+from cg.backends.fusion.fuse import fuser
 from tests.tracer.function_tools import trace, trace_vjp
 
 pytestmark = [
@@ -162,11 +162,11 @@ class Called(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.kernel |= func is attention.KERNEL
+        self.kernel |= func is few_queries.KERNEL
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("queries", [attention.FEW, attention.FEW + 1])
+@pytest.mark.parametrize("queries", [few_queries.FEW, few_queries.FEW + 1])
 def test_few_queries_need_no_kernel_for_attention(queries: int) -> None:
     query, key = torch.randn(2, queries, 3, 8).transpose(1, 2), torch.randn(2, 3, 7, 8)
     mask = torch.where(torch.arange(7) > torch.arange(queries)[:, None], -torch.inf, 0.0)
@@ -178,20 +178,20 @@ def test_few_queries_need_no_kernel_for_attention(queries: int) -> None:
         found = fused(query, key, mask)
     torch.testing.assert_close(found, right)
     assert plain.kernel
-    assert called.kernel is (queries > attention.FEW)
+    assert called.kernel is (queries > few_queries.FEW)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_loops_attend_as_the_kernel_does(dtype: torch.dtype, scale: float | None) -> None:
-    query = torch.randn(2, attention.FEW, 3, 8, dtype=dtype).transpose(1, 2)
+    query = torch.randn(2, few_queries.FEW, 3, 8, dtype=dtype).transpose(1, 2)
     key, value = torch.randn(2, 2, 3, 7, 8, dtype=dtype)
-    shut = torch.rand(2, 1, attention.FEW, 7) > 0.6
+    shut = torch.rand(2, 1, few_queries.FEW, 7) > 0.6
     shut[0, 0, 0] = True  # this one sees nothing
     mask = torch.zeros(shut.shape, dtype=dtype).masked_fill(shut, -torch.inf)
     for given in (None, mask):
-        right = attention.KERNEL(query, key, value, attn_mask=given, scale=scale)[0]
-        (found,) = attention.attend(query, key, value, attn_mask=given, scale=scale)
+        right = few_queries.KERNEL(query, key, value, attn_mask=given, scale=scale)[0]
+        (found,) = few_queries.attend(query, key, value, attn_mask=given, scale=scale)
         atol = 4e-3 if dtype is torch.bfloat16 else 1e-6  # in which the kernel holds shares
         torch.testing.assert_close(found, right, rtol=torch.finfo(dtype).eps * 8, atol=atol)
         assert found.stride() == right.stride()
@@ -202,16 +202,16 @@ def test_loops_attend_as_the_kernel_does(dtype: torch.dtype, scale: float | None
 )
 def test_what_loops_do_not_know_is_left_to_the_kernel(heads: int, options: Any) -> None:
     query, key = torch.randn(2, 3, 2, 8), torch.randn(2, heads, 7, 8)
-    right = attention.KERNEL(query, key, key, *options)
-    assert all(map(torch.equal, attention.attend(query, key, key, *options), right))
+    right = few_queries.KERNEL(query, key, key, *options)
+    assert all(map(torch.equal, few_queries.attend(query, key, key, *options), right))
 
 
 def test_attention_with_a_backward_keeps_the_kernel() -> None:
     graph = torch.fx.Graph()
     query = graph.placeholder("query")
     for index in (0, 1):
-        node = graph.call_function(attention.KERNEL, (query, query, query))
+        node = graph.call_function(few_queries.KERNEL, (query, query, query))
         graph.call_function(operator.getitem, (node, index))
-    attention.loop_over_few(graph)
+    few_queries.loop_over_few(graph)
     targets = [node.target for node in graph.nodes if node.target is not operator.getitem]
-    assert targets == ["query", attention.attend, attention.KERNEL]
+    assert targets == ["query", few_queries.attend, few_queries.KERNEL]

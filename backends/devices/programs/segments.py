@@ -16,7 +16,8 @@ from ...program.instructions import Instruction
 from ..ports import StreamPort
 from ..stream_order import StreamEvent, StreamOrder
 from .binder import DeviceBinder
-from .capture import Interface, Segment
+from .capture import Segment
+from .captured import Interface
 
 LEAST = 8
 """Operators of torch that a graph replaces at least: fewer take the host less than its replay and

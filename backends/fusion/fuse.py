@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .attention import loop_over_few
+from .few_queries import loop_over_few
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
 """Computes a graph, of tensors for its placeholders in a list, which it may empty."""

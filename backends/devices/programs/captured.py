@@ -1,0 +1,71 @@
+"""The data of a captured graph: the memory that it works on, and what outlives a replay of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..base import Graph
+from ..output_buffers import Loan
+from ..ports import StreamPort
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One graph, and the memory that it works on.
+
+    Attributes:
+        takes: for each register that it reads from outside, the memory that it reads.
+        gives: for each register that others read behind it, what it leaves there.
+        loans: the same for registers that the caller gets, if those are lent.
+        state: the tensors that were parameters and gradients when it was captured; they live on.
+        gradients: what `.grad` of each trained parameter is behind it.
+    """
+
+    graph: Graph
+    takes: tuple[tuple[int, Tensor], ...]
+    gives: tuple[tuple[int, Tensor], ...]
+    loans: tuple[tuple[int, Loan], ...]
+    state: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+
+    def is_free(self) -> bool:
+        """True if the caller holds nothing of what it has last made."""
+        return all(loan.is_back() for _, loan in self.loans)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlasting:
+    """Memory outside of the pool for what a graph makes and others use behind it.
+
+    Attributes:
+        landings: for messages whose values are used as they come.
+        copies: for values in registers, which the graph copies there at its end.
+        gradients: for those of parameters. What a body has made elsewhere is copied, too. Those
+            that stay in the pool need none.
+    """
+
+    landings: tuple[tuple[StreamPort, Tensor], ...]
+    copies: tuple[tuple[int, Tensor], ...] = ()
+    gradients: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The registers that a segment and the rest of the program have in common.
+
+    Attributes:
+        reads: registers that it reads and has not written.
+        inputs: those of `reads` that hold inputs of the program.
+        gives: registers that it writes and others read.
+        copied: those of `gives` that may leave the program's control, to methods or the caller, by
+            themselves or as another value that shares their memory.
+        lent: those of `copied` that nothing else in the program reads.
+    """
+
+    reads: tuple[int, ...]
+    inputs: tuple[int, ...]
+    gives: tuple[int, ...]
+    copied: frozenset[int]
+    lent: frozenset[int]
