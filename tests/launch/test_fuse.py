@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.program import fuse
+from cg.backends.fusion import fuse
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Effect
 from cg.ir.parser import parse_module

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cg
-from cg.backends.program import fuse
+from cg.backends.fusion import fuse
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
