@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 
 class FastEnum(enum.Enum):
@@ -92,7 +93,8 @@ class Stream(FastEnum):
     gradients, beside all other collectives.
     MESSAGE takes both directions of a transport that does a rank's messages one after the other.
     COPY takes the copies between a device and its host that are part of messages by way of hosts;
-    no op of a program is on it.
+    TAIL takes the tails of programs (the pass `split-tails`), whose ops are on it in place of
+    COMPUTE. No op of a program names these two.
     """
 
     COMPUTE = "compute"
@@ -103,6 +105,14 @@ class Stream(FastEnum):
     GATHER = "gather"
     REDUCE = "reduce"
     COPY = "copy"
+    TAIL = "tail"
+
+
+MAIN: Final = 0
+"""The number of the graph that is a program which its device runs as a whole, its tail aside."""
+
+TAIL: Final = 1
+"""The number of the graph that is the tail of such a program."""
 
 
 class Traffic(enum.Enum):

@@ -19,6 +19,7 @@ from .lower.fuse import Fuse
 from .lower.fuse_accumulation import FuseAccumulation
 from .lower.overlap import Overlap
 from .lower.plan_buffers import PlanBuffers
+from .lower.split_tails import SplitTails
 from .order.assign_stages import AssignStages
 from .order.schedule import SchedulePrograms
 from .placement.choose_transports import ChooseTransports
@@ -35,7 +36,7 @@ def default_pipeline(
     schedule: Schedule | None = None,
     switches: Switches | None = None,
     fabrics: Fabrics | None = None,
-    is_driven: bool = False,
+    in_flight: int = 0,
     fuse: str | None = None,
     fsdp: Fsdp | None = None,
     prefetch: int = 1,
@@ -46,8 +47,8 @@ def default_pipeline(
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
         switches: optional passes to leave out.
         fabrics: what joins the ranks' devices; None where no rank has any.
-        is_driven: whether one rank starts executions, so that hosts announce messages, and errors
-            may take their place.
+        in_flight: executions that may be in flight, where one rank starts them; hosts then announce
+            messages, and errors may take their place. 0 where all ranks run each step.
         fuse: what compiles the graphs of functions as a whole; None if nothing does.
         fsdp: how stored parameters are gathered; None: for each task.
         prefetch: as in `SchedulePrograms`.
@@ -107,28 +108,32 @@ def default_pipeline(
         CheckRaces(),
     ]
     if fabrics is not None:
-        steps = _for_devices(steps, fabrics, is_driven)
+        steps = _for_devices(steps, fabrics, in_flight)
     if fuse is not None:
         steps.append(Fuse(fuse))
     return (switches if switches is not None else Switches()).apply(tuple(steps))
 
 
-def _for_devices(steps: list[Pass], fabrics: Fabrics, is_driven: bool) -> list[Pass]:
+def _for_devices(steps: list[Pass], fabrics: Fabrics, in_flight: int) -> list[Pass]:
     """The steps, and those that devices need besides.
 
     Channels are made for one transport each, so it is chosen before there are any. Messages are put
     in order once receives have been posted as early as may be. Graphs only number the ops of
-    programs, which stay as they have been proved.
+    programs, which stay as they have been proved; tails move some, and are proved again.
     """
     found: list[Pass] = []
     for step in steps:
         if isinstance(step, AssembleInPlace):
             found.append(AssembleInPlace(fabrics.ranks))
         elif isinstance(step, AssignStreams):
-            order = BatchMessages(fabrics.rendezvous, batches=not is_driven)
+            order = BatchMessages(fabrics.rendezvous, batches=not in_flight)
             found += order, AssignStreams(fabrics.rendezvous)
         else:
             found.append(step)
         if isinstance(step, LowerTransfers):
             found.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
-    return [*found, Capture(fabrics.ranks, is_driven, fabrics.rendezvous)]
+    found.append(Capture(fabrics.ranks, in_flight > 0, fabrics.rendezvous))
+    if in_flight > 1:
+        # The next execution is there to be run beside it; and only what is whole has a tail.
+        found.append(SplitTails())
+    return found

@@ -28,6 +28,7 @@ from .lower.fuse import Fuse
 from .lower.fuse_accumulation import FuseAccumulation
 from .lower.overlap import Overlap
 from .lower.plan_buffers import PlanBuffers
+from .lower.split_tails import SplitTails
 from .order.assign_stages import AssignStages
 from .order.schedule import SchedulePrograms
 from .placement.choose_transports import ChooseTransports
@@ -78,6 +79,7 @@ for _pass in (
     Capture,
     Overlap,
     PlanBuffers,
+    SplitTails,
     AssignStages,
     SchedulePrograms,
     ChooseTransports,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -63,11 +63,11 @@ class Accelerator:
         self._current: Any = None
         self._streams: dict[Stream, Any] = {}
         self._callers: list[Any] = []
-        self._pool: Any = None
+        self._pools: dict[int, Any] = {}
         self._end_pool = end_pool
         self._capture_nodes = capture_nodes
         self._broken: list[Any] = []
-        self._graphs: WeakSet[Any] = WeakSet()
+        self._graphs: dict[int, WeakSet[Any]] = {}
         self._begin = self._module.Event()
         self._end = self._module.Event()
         self._module.set_device(index)
@@ -80,6 +80,9 @@ class Accelerator:
             priority = 0 if kind is Stream.COMPUTE else -1
             found = self._streams[kind] = self._module.Stream(self.torch_device, priority=priority)
         return found  # type: ignore[no-any-return]
+
+    def has(self, kind: Stream) -> bool:
+        return kind in self._streams
 
     def event(self) -> Event:
         return self._module.Event()  # type: ignore[no-any-return]
@@ -115,6 +118,15 @@ class Accelerator:
         self._module.set_stream(before)
         before.wait_event(self._end)
 
+    @contextmanager
+    def on(self, queue: Queue) -> Iterator[None]:
+        before = self._find_current()
+        self._module.set_stream(queue)
+        try:
+            yield
+        finally:
+            self._module.set_stream(before)
+
     def caller(self) -> Queue:
         if self._callers:
             return self._callers[-1]  # type: ignore[no-any-return]
@@ -129,9 +141,9 @@ class Accelerator:
             current = self._current = self._module.current_stream(self.index)
         return current
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+    def keep(self, tensors: Sequence[torch.Tensor], queue: Queue) -> None:
         for tensor in tensors:
-            tensor.record_stream(self._callers[-1])
+            tensor.record_stream(queue)  # type: ignore[arg-type]
 
     def seed(self, seed: int) -> None:
         self._module.default_generators[self.index].manual_seed(seed)
@@ -146,43 +158,41 @@ class Accelerator:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
-        before = self._find_current()
-        self._module.set_stream(queue)
-        try:
+        with self.on(queue):
             target.copy_(source, non_blocking=True)
-        finally:
-            self._module.set_stream(before)
 
-    def capture(self, work: Callable[[], object]) -> Graph:
-        """Record what `work` puts on the compute stream, and on those that join it, as a graph.
+    def capture(self, work: Callable[[], object], queue: Queue) -> Graph:
+        """Record what `work` puts on a stream, and on those that join it, as a graph.
 
         Other threads may ask for events meanwhile, as the watchdog does: only this one is held
         to what a capture allows.
         """
-        module = self._module
+        module, raw = self._module, self.raw(queue)
         # Not the whole device: a receive that was posted early may wait for what is captured here.
-        self.stream(Stream.COMPUTE).synchronize()
-        if self.begins_pool():
-            self._pool = module.graph_pool_handle()
+        queue.synchronize()
+        if self.begins_pool(queue):
+            self._pools[raw] = module.graph_pool_handle()
         graph = self._graph_class()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            work()
-            with warnings.catch_warnings():
-                # Messages are left out of a rehearsal, and there may be nothing else.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                graph.capture_end()
-        except BaseException:
-            self._end_failed(graph)
-            raise
-        self._graphs.add(graph)
+        with self.on(queue):
+            graph.capture_begin(pool=self._pools[raw], capture_error_mode="thread_local")
+            try:
+                work()
+                with warnings.catch_warnings():
+                    # Messages are left out of a rehearsal, and there may be nothing else.
+                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                    graph.capture_end()
+            except BaseException:
+                self._end_failed(graph, raw)
+                raise
+        self._graphs.setdefault(raw, WeakSet()).add(graph)
         return graph  # type: ignore[no-any-return]
 
-    def begins_pool(self) -> bool:
+    def begins_pool(self, queue: Queue) -> bool:
         # A pool is gone with the last graph that uses it, and so is what it has taken.
-        return not self._graphs or self._pool is None
+        raw = self.raw(queue)
+        return not self._graphs.get(raw) or raw not in self._pools
 
-    def _end_failed(self, graph: Any) -> None:
+    def _end_failed(self, graph: Any, raw: int) -> None:
         """End a capture in which something has gone wrong, if it has not ended.
 
         What went wrong may have broken the capture, and torch's allocator then believes that it
@@ -192,7 +202,7 @@ class Accelerator:
         try:
             graph.capture_end()
         except RuntimeError:
-            pool, self._pool = self._pool, None
+            pool = self._pools.pop(raw)
             try:
                 if self._end_pool is not None:
                     self._end_pool(self.index, pool)

@@ -83,6 +83,9 @@ class Device(Protocol):
     def stream(self, kind: Stream) -> Queue:
         """The stream of a kind; always the same one."""
 
+    def has(self, kind: Stream) -> bool:
+        """True if the stream of a kind has been asked for."""
+
     def event(self) -> Event:
         """A new event."""
 
@@ -102,11 +105,14 @@ class Device(Protocol):
         without blocking the host. Inside of another session it changes nothing.
         """
 
+    def on(self, queue: Queue) -> AbstractContextManager[None]:
+        """Inside a session: the stream is torch's current one in place of the compute stream."""
+
     def caller(self) -> Queue:
         """The stream of whoever calls: torch's current one; inside a session, that from before."""
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Inside a session: the caller's stream will use these tensors of the compute stream.
+    def keep(self, tensors: Sequence[torch.Tensor], queue: Queue) -> None:
+        """A stream will use these tensors of another one.
 
         Their memory is then not used again before that stream has come to where they are dropped.
         """
@@ -126,14 +132,15 @@ class Device(Protocol):
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
         """Put a copy on a stream, between the device and a `host_buffer`; neither is kept alive."""
 
-    def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what `work` puts on the compute stream, and on those that join it, as a graph.
+    def capture(self, work: Callable[[], None], queue: Queue) -> Graph:
+        """Record what `work` puts on a stream, and on those that join it, as a graph.
 
-        Nothing of it runs. All graphs of the device that there are share one pool of memory.
+        Nothing of it runs. The graph is to be replayed on that stream. All graphs of a stream that
+        there are share one pool of memory.
         """
 
-    def begins_pool(self) -> bool:
-        """True if the next graph is the first of its pool, so that no other one writes to it.
+    def begins_pool(self, queue: Queue) -> bool:
+        """True if the next graph of a stream is the first of its pool, to which no other writes.
 
         Graphs captured later leave alone what somebody holds of the pool by then.
         """

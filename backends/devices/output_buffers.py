@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils import dlpack
 
-from ...ir.attributes import Stream
 from .base import Device, Queue
 
 
@@ -54,10 +53,10 @@ class Loan:
         caller = device.caller()
         if caller not in self._users:
             self._users.append(caller)
-            device.keep((self._memory,))  # for when the graph is dropped
+            device.keep((self._memory,), caller)  # for when the graph is dropped
 
-    def await_users(self, device: Device) -> None:
-        """Inside a session: let the compute stream wait for those who have used the tensor.
+    def await_users(self, device: Device, queue: Queue) -> None:
+        """Inside a session: let a stream wait for those who have used the tensor.
 
         It is behind the caller's stream already.
         """
@@ -66,7 +65,7 @@ class Loan:
             if user != caller:
                 passed = device.event()
                 passed.record(user)
-                device.stream(Stream.COMPUTE).wait_event(passed)
+                queue.wait_event(passed)
 
 
 _export: Any = torch._C._to_dlpack

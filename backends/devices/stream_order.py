@@ -1,9 +1,10 @@
 """The order of work on a rank's streams: events that one stream records and another waits for.
 
-Some of a program may be captured as graphs, which run on the compute stream as a whole. A graph
-cannot wait for an event that is outside of it, nor the other way round. None needs to: what is in a
-graph is over when the compute stream goes on, and what a graph needs from outside the compute
-stream waits for before the graph begins. So an event is only waited for where it was recorded.
+Some of a program may be captured as graphs, which run on one stream as a whole: the compute stream,
+or that of tails. A graph cannot wait for an event that is outside of it, nor the other way round.
+None needs to: what is in a graph is over when that stream goes on, and what a graph needs from
+outside that stream waits for before the graph begins. So an event is only waited for where it was
+recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ OUTSIDE = 0
 
 
 class StreamOrder:
-    """The streams of one bound program.
+    """The streams of one bound program, or of its tail.
+
+    Args:
+        base: the stream that is its compute stream.
 
     Attributes:
         device: whose streams they are.
@@ -26,9 +30,9 @@ class StreamOrder:
         captured: what streams stand behind in that capture, or in the last one.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, base: Stream = Stream.COMPUTE) -> None:
         self.device = device
-        self.compute = device.stream(Stream.COMPUTE)
+        self.compute = device.stream(base)
         self.place = OUTSIDE
         self.captured = CaptureOrder(device)
         self._captures = 0
@@ -38,10 +42,11 @@ class StreamOrder:
 
     def use(self, stream: Stream) -> Queue:
         """The queue of a stream that the program puts work on."""
-        queue = self.device.stream(stream)
-        if stream is not Stream.COMPUTE and stream not in self._sides:
+        if stream is Stream.COMPUTE:
+            return self.compute
+        if stream not in self._sides:
             self._sides[stream] = StreamEvent(self)
-        return queue
+        return self.device.stream(stream)
 
     def fork(self) -> None:
         """Let the other streams go on from where the compute stream is."""

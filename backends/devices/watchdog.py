@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
-from ...ir.attributes import Stream
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call
 from ..failures.flight import Position
 from .base import Device, Event
 from .pending_work import Work
+from .programs.tail import last_stream
 
 INTERVAL = 0.25
 """Seconds between two looks."""
@@ -98,7 +98,6 @@ class Watchdog:
         putting: Callable[[], Position | None] = lambda: None,
     ) -> None:
         self._device = device
-        self._compute = device.stream(Stream.COMPUTE)
         self._timeout = timeout
         self._faults = faults
         self._bark = bark
@@ -119,7 +118,7 @@ class Watchdog:
             event = self._spare.popleft()
         except IndexError:
             event = self._device.event()
-        event.record(self._compute)
+        event.record(last_stream(self._device))
         self._line.append(Put(work, execution, monotonic(), event))
 
     def close(self) -> None:

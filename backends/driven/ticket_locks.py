@@ -14,6 +14,7 @@ from typing import Final
 from ...ir.attributes import Effect
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Collective, Send, Value
+from ..devices.base import Event
 
 STREAMS: Final = "the streams of the device"
 """The lock of a rank's streams, beside those of its actors, whose names have no spaces."""
@@ -25,13 +26,15 @@ class TicketLock:
     Attributes:
         issued: how many tickets have been taken.
         passed: how many executions have made their last call.
+        ended: behind what the last tail of a program has done with it; see `devices.programs.tail`.
     """
 
-    __slots__ = ("issued", "passed")
+    __slots__ = ("ended", "issued", "passed")
 
     def __init__(self) -> None:
         self.issued = 0
         self.passed = 0
+        self.ended: Event | None = None
 
 
 class TicketLocks:
@@ -72,6 +75,10 @@ class Tickets:
         for index, lock in enumerate(self._used):
             numbers[index] = lock.issued
             lock.issued += 1
+
+    def lock(self, actor: str) -> TicketLock:
+        """The actor's lock."""
+        return self._locks.of(actor)
 
     def acquire_and_release(self, actor: str) -> tuple[Callable[[], bool], Callable[[], bool]]:
         """The instructions that wait for the actor's lock, and that let the next pass."""

@@ -371,7 +371,7 @@ class Lowered:
             default_pipeline,
             switches=switches,
             fabrics=fabrics_of(self._world),
-            is_driven=is_driven,
+            in_flight=max_inflight if is_driven and max_inflight is not None else 0,
             fuse=fuse,
             prefetch=1 if fsdp is None else fsdp.prefetch,
         )

@@ -16,6 +16,7 @@ from ...backends.cpu.control.restart_epochs import SharedRestartEpochs
 from ...backends.cpu.node import MpiWorld
 from ...backends.cpu.waiting.serving import Serving
 from ...backends.devices.base import Device
+from ...backends.devices.programs.tail import follow_tails
 from ...backends.driven.commands import CONTEXTS, VARIANTS
 from ...backends.driven.execution_launcher import Launcher
 from ...backends.driven.executions import Executions
@@ -60,8 +61,11 @@ class OpenGraph:
         One session of the device spans all executions: to enter one for each would cost as much as
         a message.
         """
-        with nullcontext() if self.device is None else self.device.session():
+        device = self.device
+        with nullcontext() if device is None else device.session():
             self.executions.serve(self.graph)
+            if device is not None:
+                follow_tails(device, device.caller())
 
     @property
     def started(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.attributes import Stream
+from ...ir.attributes import MAIN, TAIL, Stream
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
@@ -248,8 +248,11 @@ def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
             continue
         graphs = {op.graph for op in program.ops if op.graph is not None}
         found = cuts(module, program, fabrics, messages)
-        is_whole = len(graphs) == 1 and not found
-        what = "one graph, the whole program" if is_whole else f"{len(graphs)} graphs"
+        what = f"{len(graphs)} graphs"
+        if not found and graphs == {MAIN}:
+            what = "one graph, the whole program"
+        elif not found and messages and graphs == {MAIN, TAIL}:
+            what = "one graph and its tail, the whole program"
         lines.append(f"rank {program.rank}: {what}")
         lines += _counted("cut", [cut.reason for cut in found])
         lines += _counted("left out", _left_out(program, {cut.index for cut in found}, messages))

@@ -74,8 +74,8 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or func.namespace == "prims":
-            return func(*args, **kwargs)
+        if func.is_view or func.namespace == "prims" or func.overloadpacket is _SET:
+            return func(*args, **kwargs)  # of the host alone
         here, kwhere = self._by_address((args, kwargs))
         if func._schema.is_mutable:
             self.steps.append(lambda: func(*here, **kwhere))
@@ -99,6 +99,10 @@ class Recording(TorchDispatchMode):
 
     def _by_address(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, self.pool.by_address, values)
+
+
+_SET: Any = torch.ops.aten.set_
+"""Says where a tensor lies in memory."""
 
 
 def _as_kernels_do(func: Any, made: Any) -> Any:

@@ -47,7 +47,7 @@ DRIVEN = [
 ]
 
 
-DEVICE_ONLY = ["device_only", "changed", "state", "nothing_is_written", "beside"]
+DEVICE_ONLY = ["device_only", "changed", "state", "nothing_is_written", "beside", "tails"]
 
 
 def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:

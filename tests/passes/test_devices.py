@@ -10,7 +10,9 @@ from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
 from cg.ir.ops import Recv, Send, Transfer
 from cg.ir.parser import parse_module
+from cg.ir.printer import format_module
 from cg.passes.lower.capture import Capture, describe
+from cg.passes.lower.split_tails import SplitTails
 from cg.passes.manager import PassManager
 from cg.passes.pipelines import default_pipeline
 from cg.passes.placement.choose_transports import ChooseTransports
@@ -282,3 +284,116 @@ def test_transports_that_do_messages_one_after_the_other() -> None:
         ("send", Stream.MESSAGE, None),
         ("recv", Stream.MESSAGE, None),
     ]
+
+
+def tailed(text: str) -> tuple[list[int | None], bool]:
+    """The graphs of rank 0's ops behind `capture` and `split-tails`, and whether that cut any."""
+    module = parse_module(text)
+    PassManager((Capture("nccl+nccl", True),)).run(module)
+    whole = format_module(module)
+    assert is_device_only(module)
+    changed = SplitTails().run(module)
+    assert changed == (format_module(module) != whole)
+    return [op.graph for op in module.program_of(0).ops], changed
+
+
+WHOLE = PROGRAM.replace("HOST", "")
+FIRST_CALL = "%h = call(%x) {fn = @a.f} : f32[4]"
+
+
+def test_what_comes_back_last_is_a_tail() -> None:
+    assert tailed(WHOLE) == ([0] * 3 + [1] * 4 + [None], True)
+    module = parse_module(WHOLE)
+    PassManager((Capture("nccl+nccl", True), SplitTails())).run(module)
+    assert describe(module, Fabrics("nccl+nccl")).splitlines() == [
+        "rank 0: one graph and its tail, the whole program",
+        "rank 1: one graph, the whole program",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # Whoever drives the graph reads gradients by themselves.
+        ("effect = read", "effect = accumulate"),
+        # There is nothing that the next execution could do meanwhile.
+        (FIRST_CALL, "%h = constant() {fill = 1.0} : f32[4]"),
+        # Rank 1 takes nothing before it is rid of what rank 0 would receive in the tail.
+        (
+            "    %r = recv() {chan = 0, peer = 0, seq = 0} : future<f32[4]>\n"
+            "    %v = wait(%r) : f32[4]\n"
+            "    %d = send(%v) {chan = 1, peer = 0, seq = 0} : future<unit>\n    wait(%d)\n",
+            "    %c = constant() {fill = 1.0} : f32[4]\n"
+            "    %d = send(%c) {chan = 1, peer = 0, seq = 0} : future<unit>\n    wait(%d)\n"
+            "    %r = recv() {chan = 0, peer = 0, seq = 0} : future<f32[4]>\n"
+            "    %v = wait(%r) : f32[4]\n",
+        ),
+    ],
+)
+def test_what_stays_whole(before: str, after: str) -> None:
+    assert before in WHOLE
+    text = WHOLE.replace(before, after)
+    graphs, changed = tailed(text)
+    assert not changed
+    assert set(graphs) == {0, None}
+
+
+def test_no_message_is_received_ahead_of_one_that_is_posted_before_it() -> None:
+    """Rank 0 awaits the second message of rank 1 first, and sends something back."""
+    text = """
+module @s phase=scheduled world=2 {
+  function @a.f(f32[4]) -> (f32[4]) {actor = a, effect = read}
+  channel 0 {ranks = {0..1}, via = nccl}
+  channel 1 {ranks = {1,0}, via = nccl}
+  program @0(%x: f32[4]) {
+    %r = recv() {chan = 1, peer = 1, seq = 0} : future<f32[4]>
+    %q = recv() {chan = 1, peer = 1, seq = 1} : future<f32[4]>
+    %w = wait(%q) : f32[4]
+    %h = call(%w) {fn = @a.f} : f32[4]
+    %d = send(%h) {chan = 0, peer = 1, seq = 0} : future<unit>
+    wait(%d)
+    %v = wait(%r) : f32[4]
+    return(%v)
+  }
+  program @1(%x: f32[4]) {
+    %d = send(%x) {chan = 1, peer = 0, seq = 0} : future<unit>
+    %e = send(%x) {chan = 1, peer = 0, seq = 1} : future<unit>
+    %r = recv() {chan = 0, peer = 0, seq = 0} : future<f32[4]>
+    wait(%d)
+    wait(%e)
+    %v = wait(%r) : f32[4]
+    return(%v)
+  }
+}
+"""
+    assert tailed(text) == ([0] * 7 + [None], False)
+    ahead = text.replace("chan = 1, peer = 1, seq = 0", "chan = 1, peer = 1, seq = 2")
+    ahead = ahead.replace("chan = 1, peer = 1, seq = 1", "chan = 1, peer = 1, seq = 0")
+    ahead = ahead.replace("chan = 1, peer = 1, seq = 2", "chan = 1, peer = 1, seq = 1")
+    first, second = (line for line in ahead.splitlines() if "recv() {chan = 1" in line)
+    ahead = ahead.replace(first, "X").replace(second, first).replace("X", second)
+    assert tailed(ahead) == ([0] * 5 + [1] * 2 + [None], True)
+
+
+def test_a_receive_into_a_part_of_a_whole_stays_where_it_is() -> None:
+    text = WHOLE.replace(
+        "%r = recv() {chan = 1",
+        "%w, %p, %q = reserve() {regions = {[0:2], [2:4]}} : f32[4], f32[2], f32[2]\n"
+        "    %g = constant() {fill = 1.0} : f32[2]\n"
+        "    %c = copy(%g, %p) : f32[2]\n"
+        "    %r = recv(%q) {chan = 1",
+    )
+    text = text.replace("seq = 0} : future<f32[4]>\n    %h", "seq = 0} : future<f32[2]>\n    %h")
+    text = text.replace(
+        "%v = wait(%r) : f32[4]\n    %a = call(%v)",
+        "%v.2 = wait(%r) : f32[2]\n"
+        "    %v = assemble(%w, %c, %v.2) {regions = {[0:2], [2:4]}} : f32[4]\n"
+        "    %a = call(%v)",
+    )
+    text = text.replace(
+        "%d = send(%v) {chan = 1",
+        "%v.2 = slice(%v) {region = [0:2]} : f32[2]\n    %d = send(%v.2) {chan = 1",
+    )
+    graphs, changed = tailed(text)
+    assert not changed
+    assert set(graphs) == {0, None}

@@ -98,6 +98,10 @@ class DeviceBinder(Binder):
         """The registers of values that methods or the caller get, or what shares their memory."""
         return frozenset(self._register(value) for value in self._layout.escaping)
 
+    def order_of(self, graph: int | None) -> StreamOrder:
+        """The streams of the ops of a graph, by its number; None: of those that are of none."""
+        return self.order
+
     def _land_inputs(self, code: Code) -> list[Instruction]:
         """Instructions that bring the inputs to the device, ahead of what is captured."""
         land = partial(landed, device=self.device)

@@ -4,17 +4,17 @@ A graph reads and writes the memory that it was captured with. So what a segment
 is copied into memory of its own first, unless it has come to the same place twice in a row; what
 methods or the caller may keep, or views of it, is copied behind it. What the caller alone gets is
 not: it is the graph's own memory, and while it is in use another graph of the same segment is
-replayed. Gradients
-stay in a graph's memory as `.grad` of their parameters, since that is what an optimizer reads.
-Which tensors the parameters and gradients are is looked at before each replay; a segment has graphs
-for each combination that it has met.
+replayed. Gradients stay in a graph's memory as `.grad` of their parameters, since that is what an
+optimizer reads. Which tensors the parameters and gradients are is looked at before each replay; a
+segment has graphs for each combination that it has met.
 
-All graphs share one pool for what lives within a replay: any replay may write all over it. So what
-outlives a replay is not there. What that is shows in a rehearsal, a capture that is thrown away; in
-the one that counts, messages land in memory outside of the pool, bodies make gradients there, and
-the rest is copied out at the end of the graph. Gradients of the first graph of a pool are in the
-pool: those captured later leave their memory alone as long as somebody holds them, and the graph
-itself is replayed only where parameters have none. So they come where operands have gone.
+All graphs of a stream share one pool for what lives within a replay: any replay may write all over
+it. So what outlives a replay is not there. What that is shows in a rehearsal, a capture that is
+thrown away; in the one that counts, messages land in memory outside of the pool, bodies make
+gradients there, and the rest is copied out at the end of the graph. Gradients of the first graph of
+a pool are in the pool: those captured later leave their memory alone as long as somebody holds
+them, and the graph itself is replayed only where parameters have none. So they come where operands
+have gone.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Segment:
         for event in self._needs:
             event.wait(self._order.compute)
         for _, loan in captured.loans:
-            loan.await_users(self._device)
+            loan.await_users(self._device, self._order.compute)
         for register, memory in captured.takes:
             value = registers[register]
             if value is not memory:
@@ -260,7 +260,7 @@ class Segment:
         the device, such as a receive that was posted early and waits for what comes later here.
         """
         registers = self._registers
-        stay = self._device.begins_pool()
+        stay = self._device.begins_pool(self._order.compute)
         rooms = ((port, port.room()) for port in self._ports)
         landings = [(port, room) for port, room in rooms if room is not None]
         outside = storages([*registers, *state])
@@ -268,7 +268,9 @@ class Segment:
         for port in self._ports:
             port.rehearses = True
         try:
-            graph = self._device.capture(lambda: self._record(Outlasting(tuple(landings))))
+            graph = self._device.capture(
+                lambda: self._record(Outlasting(tuple(landings))), self._order.compute
+            )
         finally:
             for port in self._ports:
                 port.rehearses = False
@@ -347,7 +349,7 @@ class Segment:
                 failures.append(error)
 
         try:
-            graph = self._device.capture(work)
+            graph = self._device.capture(work, self._order.compute)
         except RuntimeError:
             if failures:  # what went wrong has broken the capture, too
                 raise failures.pop() from None

@@ -3,7 +3,8 @@
 Its hosts exchange no announcements. When the record of an execution has come, each tells the others
 that it can do its part. When all have, each puts its part on its streams, and the parts meet there.
 So whoever has begun must go through with it: what the program waits for, earlier executions, it
-waits for first.
+waits for first. Its tail, if it has one, has streams of its own: the next execution does not wait
+for it.
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ from __future__ import annotations
 from itertools import chain
 from typing import NoReturn
 
+from torch import Tensor
+
+from ....ir.attributes import MAIN, TAIL, Stream
 from ....ir.module import FunctionKind
-from ....ir.ops import Alloc, Call, Op, Return
+from ....ir.ops import Alloc, Call, Collective, Communication, Op, Recv, Return, Value, Wait
 from ...base import Port
-from ...driven.ticket_locks import STREAMS, Tickets
+from ...driven.ticket_locks import STREAMS, TicketLock, Tickets, locked_ops
 from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ..base import Device
 from ..ports import StreamPort
+from ..stream_order import StreamOrder
 from .binder import DeviceBinder
 from .capture import WARM_UPS
-from .segments import cut
+from .segments import cut, interface_of
+from .tail import Tail, follow_tails
 
 Acquires = dict[int, list[Instruction]]
 
@@ -35,6 +41,7 @@ class DeviceOnlyBinder(DeviceBinder):
         acquires: how many instructions at the program's begin wait for earlier executions.
         agreement: the register that holds the error if some rank cannot do its part; all that is
             put on the device depends on it.
+        tail: the program's tail, if it has one.
     """
 
     def __init__(self, linked: LinkedProgram, tickets: Tickets, *, device: Device) -> None:
@@ -44,6 +51,13 @@ class DeviceOnlyBinder(DeviceBinder):
         self._acquires: list[Instruction] = []
         self._releases: list[Instruction] = []
         self._ran = 0
+        self.tail: Tail | None = None
+        self._main = self.order
+        self._awaited: list[TicketLock] = []
+        self._receives = any(
+            isinstance(op, Recv | Collective) and op.graph == MAIN for op in linked.program.ops
+        )
+        self._end = StreamOrder(device, Stream.TAIL) if self._has_tail() else self.order
 
     def bind(self) -> Code:
         """Bind the program.
@@ -51,19 +65,21 @@ class DeviceOnlyBinder(DeviceBinder):
         Raises:
             BindError: besides what every binder raises, an op of the program needs its host.
         """
-        for op in self._program.ops:
-            if op.graph != 0 and not isinstance(op, Alloc | Return):
-                self._refuse(op)
+        self._check_graphs()
         code = super().bind()
         self.acquires = len(self._acquires)
+        self.order = self._main
         cut(code, self)
+        self._put_off(code)
+        self._awaited = self._locks_of(MAIN)
         self.agreement = len(code.template)
         code.registers.append(None)
         code.template.append(None)
         for index, info in enumerate(code.infos):
             if info.role is Role.COMPUTE:
                 code.infos[index] = info._replace(sources=(*info.sources, self.agreement))
-        for instruction in reversed((self._make_room, *self._land_inputs(code))):
+        ahead = (self._make_room, self._catch_up, *self._land_inputs(code))
+        for instruction in reversed(ahead):
             code.insert(0, instruction, InstructionInfo(Role.COMPUTE, (self.agreement,)))
         code.put_first(self._acquires)
         self._at = max(len(self._program.ops) - 1, 0)
@@ -71,11 +87,36 @@ class DeviceOnlyBinder(DeviceBinder):
             self._emit(instruction, KEEP)
         return code
 
+    def order_of(self, graph: int | None) -> StreamOrder:
+        return self._end if graph == TAIL else self._main
+
     def forget(self) -> None:
         """Drop what was captured: its messages are no more."""
         self._ran = 0
         for segment in self.segments:
             segment.forget()
+
+    def _has_tail(self) -> bool:
+        return any(op.graph == TAIL for op in self._program.ops)
+
+    def _check_graphs(self) -> None:
+        """Refuse a program that is not one graph, or one and its tail."""
+        begun: set[Value] = set()
+        is_tail = False
+        for op in self._program.ops:
+            if isinstance(op, Alloc | Return):
+                continue
+            is_tail = is_tail or op.graph == TAIL
+            if op.graph != (TAIL if is_tail else MAIN):
+                self._refuse(op)
+            if isinstance(op, Communication) and not is_tail:
+                begun.add(op.result)
+            if isinstance(op, Wait) and is_tail and op.operands[0] in begun:
+                self._fail(
+                    op,
+                    "a tail waits for a message that is begun ahead of it",
+                    "await what is sent in graph 0, and post receives of graph 1 in graph 1",
+                )
 
     def _refuse(self, op: Op) -> NoReturn:
         self._fail(
@@ -83,6 +124,44 @@ class DeviceOnlyBinder(DeviceBinder):
             f"`{op.opcode}` needs its host, and the messages of the step are part of graphs",
             "in a graph that one rank drives they are so only if devices can do everything",
         )
+
+    def _bind_op(self, op: Op, arena: Tensor) -> None:
+        if op.graph == TAIL and self.order is self._main:
+            self.order = self._end
+            self._made.clear()  # the whole tail is behind what was made ahead of it
+        super()._bind_op(op, arena)
+
+    def _put_off(self, code: Code) -> None:
+        """Make the instructions of the tail one, which runs beside the next execution."""
+        ops = self._program.ops
+        within = [i for i, info in enumerate(code.infos) if ops[info.op].graph == TAIL]
+        if not within:
+            return
+        first, last = within[0], within[-1] + 1
+        interface = interface_of(code, self._program, first, last, self.escaping)
+        self.tail = Tail(
+            code.instructions[first:last],
+            code.registers,
+            interface.reads,
+            self._main,
+            self._end,
+            self._locks_of(TAIL),
+        )
+        info = InstructionInfo(
+            Role.COMPUTE, interface.reads, interface.gives, op=code.infos[first].op
+        )
+        code.instructions[first:last], code.infos[first:last] = [self.tail], [info]
+
+    def _locks_of(self, graph: int) -> list[TicketLock]:
+        """The locks of the actors that the ops of a graph touch."""
+        assert self._tickets is not None, "several executions may be in flight"
+        ops, functions = self._program.ops, self._module.functions
+        touched = locked_ops(self._program, functions, self._layout.registers)
+        return [
+            self._tickets.lock(actor)
+            for actor, indices in touched.items()
+            if any(ops[index].graph == graph for index in indices)
+        ]
 
     def _issue(self, op: Op, port: Port) -> None:
         if not isinstance(port, StreamPort):
@@ -111,6 +190,23 @@ class DeviceOnlyBinder(DeviceBinder):
         self._ran += 1
         return True
 
+    def _catch_up(self) -> bool:
+        """Go on behind the tails that have touched the same actors, and the program's own last one.
+
+        A message of the program stands behind all that its rank receives in tails.
+        """
+        compute = self._main.compute
+        if self._receives:
+            follow_tails(self.device, compute)
+            return True
+        ended = [lock.ended for lock in self._awaited]
+        if self.tail is not None:
+            ended.append(self.tail.ended)
+        for event in dict.fromkeys(ended):
+            if event is not None:
+                compute.wait_event(event)
+        return True
+
     def _join(self) -> bool:
-        self.order.join()
+        self._main.join()
         return True

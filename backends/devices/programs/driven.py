@@ -50,6 +50,7 @@ from ..ports import StreamPort
 from ..stream_order import StreamEvent
 from . import instructions
 from .binder import DeviceBinder, stream_of
+from .tail import follow_tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,15 @@ class DrivenBinder(DeviceBinder):
             follows = [instructions.follow(self._landed, queue) for queue in self._takers]
             acquires.setdefault(self._first_work, []).extend([acquire, *follows])
             releases.setdefault(self._last_work, []).append(release)
+        for each in acquires.values():
+            each.append(self._catch_up)
         self.acquires = frozenset(acquire for each in acquires.values() for acquire in each)
         return acquires, releases
+
+    def _catch_up(self) -> bool:
+        """Go on behind the tails of earlier executions, which may have touched the same actors."""
+        follow_tails(self.device, self.order.compute)
+        return True
 
     def _bind_op(self, op: Op, arena: object) -> None:
         super()._bind_op(op, arena)  # type: ignore[arg-type]

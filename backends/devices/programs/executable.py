@@ -16,6 +16,7 @@ from ..warm import warm
 from .binder import DeviceBinder, landed
 from .capture import WARM_UPS
 from .segments import cut
+from .tail import follow_tails
 
 
 class DeviceExecutable(Executable):
@@ -63,12 +64,14 @@ class DeviceExecutable(Executable):
             device.give_back()
         self._ran += 1
         with device.session():
+            follow_tails(device, order.compute)
             there = [landed(value, device) for value in inputs]
             if not self.segments:
                 order.fork()
             outputs = super().run(there, pause, execution, checked)
             order.join()
-            device.keep([value for value in outputs if isinstance(value, Tensor)])
+            returned = [value for value in outputs if isinstance(value, Tensor)]
+            device.keep(returned, device.caller())
             for segment in self.segments:
                 for _, loan in segment.lent:
                     loan.hand_to_caller(device)

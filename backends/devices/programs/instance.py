@@ -22,7 +22,7 @@ from ...program.linked import LinkedProgram
 from ...timing.statistics import Statistics
 from ...timing.tallies import Tally
 from ...timing.tracing import Log
-from ..base import Device
+from ..base import Device, Event
 from ..output_buffers import Loan
 from ..pending_work import Work
 from .binder import DeviceBinder
@@ -37,7 +37,7 @@ Shared = tuple[Statistics, Sequence[Guard], Reports | None]
 
 def hand_over(device: Device, tensors: Sequence[Tensor], loans: Sequence[Loan]) -> None:
     """Inside a session: let the caller's stream use a result, of which some is a graph's memory."""
-    device.keep(tensors)
+    device.keep(tensors, device.caller())
     for loan in loans:
         loan.hand_to_caller(device)
 
@@ -124,8 +124,12 @@ class DeviceInstance(Instance):
         )
         return self._session
 
-    def _deliver(self, outputs: tuple[Any, ...]) -> None:
-        """Inside a session, with all work on streams: let the caller's stream have the result."""
+    def _deliver(self, outputs: tuple[Any, ...], ended: Event | None = None) -> None:
+        """Inside a session, with all work on streams: let the caller's stream have the result.
+
+        Args:
+            ended: what it waits for when it takes the result, besides the compute stream.
+        """
         if self.on_end is None:
             return
         device, caller = self._device, self._device.caller()
@@ -136,6 +140,8 @@ class DeviceInstance(Instance):
             if device.caller() != caller:
                 with device.session():
                     hand_over(device, tensors, loans)
+            if ended is not None:
+                device.caller().wait_event(ended)
 
         hand_over(device, tensors, loans)
         self.delivery = deliver
@@ -254,7 +260,8 @@ class DeviceOnlyInstance(DeviceInstance):
 
     def _hand_over(self) -> bool:
         """All is on the streams: the result is there for whoever takes the execution's end."""
-        self._deliver(self.engine.outputs())
+        tail = self._binder.tail
+        self._deliver(self.engine.outputs(), None if tail is None else tail.ended)
         self._session.is_put = True
         return True
 

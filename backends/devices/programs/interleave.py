@@ -56,7 +56,7 @@ class Interleaved:
 def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
     """Replace each run of computation that is worth it by a graph; `code` stays as it is."""
     made = Interleaved([], [], {}, {}, code.instructions, [])
-    make = SegmentMaker(code, binder, StreamOrder(binder.device))
+    make, order = SegmentMaker(code, binder), StreamOrder(binder.device)
 
     def emit(indices: Sequence[int]) -> None:
         made.instructions.extend(code.instructions[i] for i in indices)
@@ -74,7 +74,7 @@ def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
         emit([*range(first, within[0]), *acquires])
         made.within[len(made.places)] = within
         made.behind[len(made.places)] = behind
-        segment = make(number, first, last, within)
+        segment = make(number, first, last, within, order)
         made.instructions.append(segment)
         made.segments.append(segment)
         made.places.append(within[0])

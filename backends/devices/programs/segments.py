@@ -32,7 +32,7 @@ def cut(code: Code, binder: DeviceBinder) -> None:
     """
     runs = runs_of(code, binder.linked.program)
     several = sum(number is not None for number, _, _ in runs) > 1
-    make = SegmentMaker(code, binder, binder.order)
+    make = SegmentMaker(code, binder)
     segments: list[Segment] = []
     instructions: list[Instruction] = []
     infos: list[InstructionInfo] = []
@@ -40,11 +40,12 @@ def cut(code: Code, binder: DeviceBinder) -> None:
         if number is None or (
             make.is_one_call(first, last) and not make.is_worth_it(number, first, last)
         ):
-            instructions += [_fork(binder.order), *code.instructions[first:last]]
+            instructions += [_fork(binder.order_of(number)), *code.instructions[first:last]]
             infos += [KEEP._replace(op=code.infos[first].op), *code.infos[first:last]]
             continue
-        behind = StreamEvent(binder.order) if several else None
-        segment = make(number, first, last, range(first, last), behind)
+        order = binder.order_of(number)
+        behind = StreamEvent(order) if several else None
+        segment = make(number, first, last, range(first, last), order, behind)
         segments.append(segment)
         instructions.append(segment)
         interface, at = segment.interface, code.infos[first].op
@@ -54,18 +55,13 @@ def cut(code: Code, binder: DeviceBinder) -> None:
 
 
 class SegmentMaker:
-    """Makes the segments of one bound program.
+    """Makes the segments of one bound program."""
 
-    Args:
-        order: the streams that the segments fork.
-    """
-
-    def __init__(self, code: Code, binder: DeviceBinder, order: StreamOrder) -> None:
+    def __init__(self, code: Code, binder: DeviceBinder) -> None:
         linked = binder.linked
         self.fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
         self._code = code
         self._binder = binder
-        self._order = order
         self._stable: dict[int, Tensor] = {}
 
     def bodies(self, first: int, last: int) -> list[Body]:
@@ -101,19 +97,24 @@ class SegmentMaker:
         first: int,
         last: int,
         within: Sequence[int],
+        order: StreamOrder,
         behind: StreamEvent | None = None,
     ) -> Segment:
-        """The segment of a run, which does those instructions of it that are `within`."""
+        """The segment of a run, which does those instructions of it that are `within`.
+
+        Args:
+            order: the streams that the segment forks.
+        """
         code, binder = self._code, self._binder
         ports = (code.infos[index].port for index in within)
         return Segment(
             number,
             [code.instructions[index] for index in within],
             code.registers,
-            _interface(code, binder.linked.program, first, last, binder.escaping),
+            interface_of(code, binder.linked.program, first, last, binder.escaping),
             self.bodies(first, last),
             [port for port in ports if isinstance(port, StreamPort)],
-            self._order,
+            order,
             self._stable,
             binder.awaited_outside(number),
             self.fallbacks,
@@ -139,7 +140,7 @@ def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
     return runs
 
 
-def _interface(
+def interface_of(
     code: Code, program: Program, first: int, last: int, escaping: frozenset[int]
 ) -> Interface:
     """The registers that some instructions in a row have in common with the rest of a program.

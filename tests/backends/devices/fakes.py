@@ -2,7 +2,9 @@
 
 The compute stream is the calling thread: what is put on it happens at once. Every other stream is a
 thread that does one thing after the other, and what a graph has on it another one. So messages
-really are under way while a rank goes on, and what is ordered wrongly shows as a wrong value.
+really are under way while a rank goes on, and what is ordered wrongly shows as a wrong value. That
+holds for torch's operations, too, where the stream of tails is the current one: what they make is
+NaN until its thread has done them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from weakref import WeakSet
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cg.backends.devices.base import Fabric
 from cg.backends.streams.library import Message
@@ -54,8 +57,11 @@ class FakeQueue:
 
     @property
     def branch(self) -> FakeQueue:
-        """Where graphs do what was captured of this stream: not behind what else is on it."""
-        if self.inline:
+        """Where graphs do what was captured of this stream: not behind what else is on it.
+
+        What they have on the stream that they are replayed on is on that stream.
+        """
+        if self.inline or self is self.device.base:
             return self
         if self._branch is None:
             self._branch = FakeQueue(f"{self.name} of graphs", False, self.device)
@@ -174,16 +180,29 @@ class FakeGraph:
             work()
 
 
-class _OnCompute:
-    """Notes down what torch does in a capture: it is work of the compute stream."""
+class _OnQueue:
+    """Takes what torch does for work of a stream, noted down where the device is capturing."""
 
-    def __init__(self, device: FakeDevice, recording: list[Callable[[], None]]) -> None:
-        self.device = device
-        self.recording = recording
+    def __init__(self, queue: FakeQueue) -> None:
+        self.queue = queue
 
-    def append(self, step: Callable[[], None], /) -> None:
-        self.recording.append(step)
-        self.device.note(self.device.stream(Stream.COMPUTE))
+    def append(self, step: Callable[[], object], /) -> None:
+        def work() -> None:
+            with torch.no_grad():
+                step()
+
+        self.queue.put("torch", work)
+
+
+class _Fresh(Pool):
+    """Memory that is given out once."""
+
+    def blank(self, like: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(like, device="cpu")
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    def by_address(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
 class FakeDevice:
@@ -201,8 +220,9 @@ class FakeDevice:
         self.recording: list[Callable[[], None]] | None = None
         self.recorded_of: list[FakeComm] = []
         self.before: list[frozenset[int]] = []
-        self.pool = Pool()
-        self.graphs: WeakSet[FakeGraph] = WeakSet()
+        self.base: FakeQueue | None = None
+        self.pools: dict[FakeQueue, Pool] = {}
+        self.graphs: dict[FakeQueue, WeakSet[FakeGraph]] = {}
         self.queues: dict[Stream, FakeQueue] = {}
         self.events: list[FakeEvent] = []
         self.current: FakeQueue | None = None
@@ -213,9 +233,12 @@ class FakeDevice:
         found = self.queues.get(kind)
         if found is None:
             found = self.queues[kind] = FakeQueue(kind.value, kind is Stream.COMPUTE, self)
-            found.delay = self.delay
+            found.delay = self.delay * (5 if kind is Stream.TAIL else 1)
             self._raw[id(found)] = found
         return found
+
+    def has(self, kind: Stream) -> bool:
+        return kind in self.queues
 
     def by_raw(self, raw: int) -> FakeQueue:
         return self._raw[raw]
@@ -254,10 +277,15 @@ class FakeDevice:
                 end.record(self.stream(Stream.COMPUTE))
                 before.wait_event(end)
 
+    def on(self, queue: FakeQueue) -> contextlib.AbstractContextManager[Any]:
+        if queue.inline or self.recording is not None:
+            return contextlib.nullcontext()
+        return Recording(_OnQueue(queue), _Fresh())
+
     def caller(self) -> FakeQueue:
         return self.stream(Stream.COMPUTE) if self.current is None else self.current
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+    def keep(self, tensors: Sequence[torch.Tensor], queue: FakeQueue) -> None:
         pass
 
     def seed(self, seed: int) -> None:
@@ -275,25 +303,26 @@ class FakeDevice:
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: FakeQueue) -> None:
         queue.put("copy", lambda: _copy(source, target))
 
-    def capture(self, work: Callable[[], None]) -> FakeGraph:
-        if self.begins_pool():
-            self.pool = Pool()
-        self.recording, self.recorded_of, self.before = [], [], []
+    def capture(self, work: Callable[[], None], queue: FakeQueue) -> FakeGraph:
+        queue.synchronize()  # to give out memory of the pool fills it with NaN
+        if self.begins_pool(queue):
+            self.pools[queue] = Pool()
+        self.recording, self.recorded_of, self.before, self.base = [], [], [], queue
         for each in self.queues.values():
-            each.nodes = () if each.inline else None
+            each.nodes = () if each is queue else None
         try:
-            with Recording(_OnCompute(self, self.recording), self.pool):
+            with _disable_current_modes(), Recording(_OnQueue(queue), self.pools[queue]):
                 work()
             graph = FakeGraph(self.recording)
         finally:
-            self.recording = None
+            self.recording = self.base = None
         for comm in self.recorded_of:
             comm.graphs.add(graph)
-        self.graphs.add(graph)
+        self.graphs.setdefault(queue, WeakSet()).add(graph)
         return graph
 
-    def begins_pool(self) -> bool:
-        return not self.graphs
+    def begins_pool(self, queue: FakeQueue) -> bool:
+        return not self.graphs.get(queue)
 
     def note(self, queue: FakeQueue) -> None:
         """Make a node of the graph that is being captured, behind those of a stream."""

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from cg.backends.devices.accelerator import Accelerator
+from cg.ir.attributes import Stream
 
 
 class Stub:
     """A module of torch for a kind of device, and its graph; `end` says how captures end."""
 
     Event = Stream = lambda *_, **__: Stub()
+    raw = 7
 
     def __init__(self) -> None:
         self.end: list[Exception | None] = []
@@ -35,6 +37,10 @@ class Stub:
         return (0, self.handles)
 
     def set_device(self, index: int) -> None: ...
+
+    def set_stream(self, stream: Any) -> None: ...
+
+    def current_stream(self, index: int) -> Any: ...
 
     def synchronize(self) -> None: ...
 
@@ -84,15 +90,16 @@ def nothing() -> None: ...
 def test_a_capture_that_can_be_ended_leaves_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Ended()
     device, module = device_of(monkeypatch, told)
-    kept = device.capture(nothing)
+    queue = device.stream(Stream.COMPUTE)
+    kept = device.capture(nothing, queue)
     with pytest.raises(ValueError, match="a call in the capture"):
-        device.capture(boom)
-    another = device.capture(nothing)
+        device.capture(boom, queue)
+    another = device.capture(nothing, queue)
     assert (module.ended, module.pools, told.pools) == (3, [(0, 1)] * 3, [])
-    assert not device.begins_pool()
+    assert not device.begins_pool(queue)
     del kept, another
     gc.collect()
-    assert device.begins_pool()
+    assert device.begins_pool(queue)
 
 
 @pytest.mark.parametrize("work", [boom, nothing])
@@ -101,13 +108,14 @@ def test_a_broken_capture_gives_up_the_pool(
 ) -> None:
     told = Ended()
     device, module = device_of(monkeypatch, told)
-    kept = device.capture(nothing)
+    queue = device.stream(Stream.COMPUTE)
+    kept = device.capture(nothing, queue)
     module.end = [RuntimeError("the capture is broken")] * 2
     with pytest.raises((ValueError, RuntimeError)):
-        device.capture(work)
+        device.capture(work, queue)
     module.end = []
-    assert device.begins_pool()
-    another = device.capture(nothing)
+    assert device.begins_pool(queue)
+    another = device.capture(nothing, queue)
     assert told.pools == [(0, 1)]
     assert module.pools == [(0, 1), (0, 1), (0, 2)]
     del kept, another
@@ -117,8 +125,9 @@ def test_a_broken_capture_gives_up_the_pool(
 
 def test_a_graph_that_cannot_be_made_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     device, module = device_of(monkeypatch, Ended(knows=True))
+    queue = device.stream(Stream.COMPUTE)
     module.end = [RuntimeError("out of memory"), RuntimeError("no capture")]
     with pytest.raises(RuntimeError, match="out of memory"):
-        device.capture(nothing)
+        device.capture(nothing, queue)
     gc.collect()
     assert len(module.graphs) == 0

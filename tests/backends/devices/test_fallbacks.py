@@ -109,7 +109,7 @@ class Told:
         return found
 
 
-def refuse(error: Exception, work: Callable[[], None]) -> Any:
+def refuse(error: Exception, work: Callable[[], None], _queue: object) -> Any:
     raise error
 
 

@@ -119,7 +119,7 @@ def test_what_was_lent_is_recorded_on_its_streams() -> None:
     """When its graph is dropped, the allocator does not give the memory away too early."""
     program = Program()
     kept: list[int] = []
-    program.device.keep = lambda tensors: kept.extend(t.data_ptr() for t in tensors)  # type: ignore[method-assign]
+    program.device.keep = lambda tensors, _: kept.extend(t.data_ptr() for t in tensors)  # type: ignore[method-assign]
     for _ in range(WARM_UPS):
         program(0.0, program.other)
     kept.clear()

@@ -1,0 +1,122 @@
+"""Cut the end off a program that waits for a last message, so that its rank goes on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.attributes import MAIN, TAIL
+from ...ir.diagnostics import IRError
+from ...ir.module import Module, Program
+from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait, batch_of
+from ...ir.phases import Phase
+from ..base import Pass
+from ..check.check_deadlock import CheckDeadlock
+from ..check.check_races import CheckRaces
+
+
+@dataclass(frozen=True)
+class SplitTails(Pass):
+    """Make the end of a program that devices run as a whole a graph of its own, its tail.
+
+    The tail begins where the rank waits for a message and sends none any more. It runs on a stream
+    of its own, beside what the rank does in the next execution: of several in flight, a rank of a
+    pipeline computes the next one while what it has sent comes back to it.
+
+    Receives of the tail are posted at its begin, and what the rank has sent is awaited ahead of it.
+    Deadlocks and races are looked for again; where there would be some, programs stay whole. So
+    they do where the tail adds to gradients, which whoever drives the graph reads by themselves.
+
+    Before, on rank 0, which `capture` has made one graph::
+
+        %r = recv() {chan = 1, graph = 0, peer = 1, seq = 0, stream = recv} : future<f32[4]>
+        %h = call(%x) {fn = @stage0.forward, graph = 0, stream = compute} : f32[4]
+        %d = send(%h) {chan = 0, graph = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        %v = wait(%r) {graph = 0, stream = compute} : f32[4]
+        %u = call(%v) {fn = @token.set, graph = 0, stream = compute} : unit
+        wait(%d) {graph = 0, stream = compute}
+
+    After::
+
+        %h = call(%x) {fn = @stage0.forward, graph = 0, stream = compute} : f32[4]
+        %d = send(%h) {chan = 0, graph = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        wait(%d) {graph = 0, stream = compute}
+        %r = recv() {chan = 1, graph = 1, peer = 1, seq = 0, stream = recv} : future<f32[4]>
+        %v = wait(%r) {graph = 1, stream = compute} : f32[4]
+        %u = call(%v) {fn = @token.set, graph = 1, stream = compute} : unit
+    """
+
+    name: ClassVar[str] = "split-tails"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+    optional: ClassVar[bool] = True
+
+    def run(self, module: Module) -> bool:
+        splits = {id(p): found for p in module.programs if (found := _split(module, p)) is not None}
+        if not splits:
+            return False
+        before = {id(p): list(p.ops) for p in module.programs}
+        for program in module.programs:
+            if id(program) in splits:
+                main, tail = splits[id(program)]
+                program.ops[:] = [*main, *tail]
+        if not _is_proved(module):
+            for program in module.programs:
+                program.ops[:] = before[id(program)]
+            return False
+        for _, tail in splits.values():
+            for op in tail:
+                op.graph = None if op.graph is None else TAIL
+        return True
+
+
+def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None:
+    """The ops of a program in front of its tail, and those of the tail; None if it has none."""
+    ops = program.ops
+    if any(isinstance(op, Send | Recv | Collective) and op.graph != MAIN for op in ops):
+        return None  # not whole on the device
+    made = {op.result: op for op in ops if isinstance(op, Send | Recv | Collective)}
+    begin = _begin(ops, made)
+    if begin is None or not any(isinstance(op, Call) for op in ops[:begin]):
+        return None
+    awaited = {op.operands[0] for op in ops[begin:] if isinstance(op, Wait)}
+    late = [op for op in ops[:begin] if isinstance(op, Recv) and op.result in awaited]
+    first = ops.index(late[0])
+    posted = [op for op in ops[first:begin] if isinstance(op, Recv)]
+    if posted != late or any(map(_is_bound, late)):
+        return None  # a message would overtake another one
+    sent = [op for op in ops[begin:] if isinstance(op, Wait) and _is_early(op, made)]
+    main = [*(op for op in ops[:begin] if op not in late), *sent]
+    tail = [*late, *(op for op in ops[begin:] if op not in sent)]
+    functions = module.functions
+    called = [functions[op.fn.name] for op in tail if isinstance(op, Call)]
+    return None if any(f.effect.is_on_gradients for f in called) else (main, tail)
+
+
+def _begin(ops: list[Op], made: Mapping[Value, Op]) -> int | None:
+    """The index of the first wait for a receive behind all that the rank sends."""
+    last = max((i for i, op in enumerate(ops) if isinstance(op, Send | Collective)), default=-1)
+    for index, op in enumerate(ops):
+        if index > last and isinstance(op, Wait) and isinstance(made.get(op.operands[0]), Recv):
+            return index
+    return None
+
+
+def _is_bound(op: Recv) -> bool:
+    """True if a receive cannot be posted later: it is part of something else."""
+    return bool(op.operands) or batch_of(op) is not None
+
+
+def _is_early(op: Wait, made: Mapping[Value, Op]) -> bool:
+    """True if a wait is for what its rank has begun in front of the tail."""
+    return isinstance(made.get(op.operands[0]), Send | Collective)
+
+
+def _is_proved(module: Module) -> bool:
+    """True if the programs come to their end, and no memory is written to while it is read."""
+    try:
+        CheckDeadlock().run(module)
+        CheckRaces().run(module)
+    except IRError:
+        return False
+    return True
