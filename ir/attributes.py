@@ -92,7 +92,7 @@ class Stream(FastEnum):
     GATHER and REDUCE take the collectives of parameters that are stored in pieces, and those of
     gradients, beside all other collectives.
     MESSAGE takes both directions of a transport that does a rank's messages one after the other.
-    COPY takes the copies between a device and its host that are part of messages by way of hosts;
+    COPY takes the copies between a device and its host that are part of messages by way of hosts.
     TAIL takes the tails of programs (the pass `split-tails`), whose ops are on it in place of
     COMPUTE. No op of a program names these two.
     """

@@ -6,6 +6,7 @@ scheduler, in the process of the engine's first rank.
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -23,7 +24,7 @@ from examples.serve.work import POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Pre
 
 from .bench import Bench
 
-BATCH, STEPS, PROMPT, BLOCK = 8, 60, 32, 16
+BATCH, STEPS, PROMPT, BLOCK = 8, 200, 32, 16
 """Rows of a group, its decode steps in a turn, tokens of their prompts, tokens of a block."""
 IN, OUT, RATE, REQUESTS = 233, 218, 4.0, 40
 """Of the requests that come one by one: tokens, arrivals a second, and how many there are."""
@@ -53,7 +54,7 @@ def _engine(bench: Bench, tp: int, context: int, rows: int, **more: Any) -> CgEn
 
 
 def _groups(bench: Bench, tp: int, name: str) -> None:
-    context = 128
+    context = 256
     engine = _engine(bench, tp, context, 2 * BATCH, groups=2, batches=(BATCH,), chunks=(PROMPT,))
     if engine is None:
         return
@@ -75,6 +76,8 @@ def _tokens_a_second(engine: CgEngine, groups: int, context: int) -> float:
         for row in table:
             chunk = Chunk([7] * PROMPT, 0, tuple(row[TABLE:].tolist()), True, GREEDY)
             engine.submit(Prefill((chunk,))).result()
+    gc.collect()
+    gc.freeze()  # as the server does: a collection among the steps is none of theirs
     began = time.perf_counter()
     results = []
     for _ in range(STEPS):

@@ -28,7 +28,9 @@ class SplitTails(Pass):
     Deadlocks and races are looked for again; where there would be some, programs stay whole. So
     they do where the tail adds to gradients, which whoever drives the graph reads by themselves.
 
-    Before, on rank 0, which `capture` has made one graph::
+    Rank 0 gets a token back, and `capture` has made its program one graph.
+
+    Before::
 
         %r = recv() {chan = 1, graph = 0, peer = 1, seq = 0, stream = recv} : future<f32[4]>
         %h = call(%x) {fn = @stage0.forward, graph = 0, stream = compute} : f32[4]

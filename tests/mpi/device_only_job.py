@@ -14,7 +14,7 @@ import torch
 import cg
 from cg.backends.devices.programs.instance import DeviceOnlyInstance
 
-from .driven_job import WIDTH, Part, driven, first, parts, play, x_of
+from .driven_job import WIDTH, Part, driven, first, parts, play, worked, x_of
 
 
 def device_only() -> None:
@@ -196,9 +196,11 @@ def tails() -> None:
 
         def step(x: torch.Tensor, stages: Any = stages, after: Any = after) -> Any:
             h = y = stages[0].work(x)
+            stages[0].add(h)
+            part = stages[0].seen()
             for stage in stages[1:]:
                 y = stage.work(stage.forward(y))
-            return after.join(h, after.add(y), x), h
+            return after.join(h, after.add(y), x), h, after.join(y, x, part)
 
         def front(x: torch.Tensor, stages: Any = stages, after: Any = after) -> torch.Tensor:
             return stages[1].forward(stages[1].work(after.plus(x)))
@@ -222,11 +224,12 @@ def tails() -> None:
                         futures += [graphs[0].execute(x), graphs[0].execute(x)]
                     if i % 3:
                         futures += [graphs[i % 3].execute(x)]
+                    assert [each.exception(timeout=30) for each in futures] == [None] * len(futures)
+                    x.fill_(float("nan"))
                     for future in futures:
-                        result = future.result(timeout=30)
+                        result = future.result()
                         found = result if isinstance(result, tuple | list) else (result,)
                         results += [each.clone() for each in found]
-                    x.fill_(float("nan"))
         segments = [s for c in contexts for each in c.instances for s in _segments(each)]
         assert {each.number for each in segments} == (
             {0, 1} if has_tails else set() if passes == "-capture" or is_ordered else {0}
@@ -241,12 +244,37 @@ def tails() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, announced, strict=True))
 
 
+def tail_of_another() -> None:
+    """A rank that serves reads what its tails have written, as soon as it serves no more."""
+    stages, turns = parts(), 9
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = stages[0].work(stages[1].work(x))
+        stages[1].add(y)
+        return y
+
+    with driven(step, x_of(0), max_inflight=2) as graph:
+        if cg.rank() == 0:
+            for future in [graph.execute(x_of(1)) for _ in range(turns)]:
+                future.result(timeout=30)
+        elif cg.rank() == 1:
+            graph.serve()
+            found = stages[1].local.total.clone()
+            contexts = graph._made.graph.contexts[1]
+            segments = [s for c in contexts for each in c.instances for s in _segments(each)]
+            assert {each.number for each in segments} == (set() if "hccl" in sys.argv else {0, 1})
+            right = torch.zeros_like(found)
+            for _ in range(turns):
+                right += worked(worked(torch.ones_like(found)))
+            assert torch.equal(found, right), (found, right)
+
+
 def _segments(instance: Any) -> tuple[Any, ...]:
     return tuple(instance.segments) if isinstance(instance, DeviceOnlyInstance) else ()
 
 
 def main() -> None:
-    play((device_only, changed, state, nothing_is_written, beside, tails))
+    play((device_only, changed, state, nothing_is_written, beside, tails, tail_of_another))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from .driven_job import Part, driven, first, x_of
 REASON = "it cannot be captured: this device records nothing"
 
 
-def refuse(work: Callable[[], None]) -> Any:
+def refuse(work: Callable[[], None], _queue: object) -> Any:
     raise RuntimeError("this device records nothing")
 
 

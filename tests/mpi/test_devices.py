@@ -47,7 +47,15 @@ DRIVEN = [
 ]
 
 
-DEVICE_ONLY = ["device_only", "changed", "state", "nothing_is_written", "beside", "tails"]
+DEVICE_ONLY = [
+    "device_only",
+    "changed",
+    "state",
+    "nothing_is_written",
+    "beside",
+    "tails",
+    "tail_of_another",
+]
 
 
 def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:

@@ -26,9 +26,8 @@ def test_it_leads_from_traced_to_scheduled() -> None:
 
 def test_every_pass_stands_in_it() -> None:
     switches = parse_switches(every("+"))
-    standing = {
-        pass_.name for pass_ in default_pipeline(None, switches, Fabrics("a"), fuse="inductor")
-    }
+    pipeline = default_pipeline(None, switches, Fabrics("a"), in_flight=2, fuse="inductor")
+    standing = {pass_.name for pass_ in pipeline}
     assert standing == set(names())
 
 
@@ -90,3 +89,9 @@ def test_a_clone_compiles_to_the_same(pipeline_module: Make) -> None:
     for one in (module, twin):
         PassManager(default_pipeline(switches=Switches())).run(one)
     assert module == twin
+
+
+def test_only_executions_that_may_overlap_have_tails() -> None:
+    for in_flight in (0, 1, 2):
+        found = [pass_.name for pass_ in default_pipeline(None, None, Fabrics("a"), in_flight)]
+        assert ("split-tails" in found) == (in_flight > 1)

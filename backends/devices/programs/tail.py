@@ -71,7 +71,11 @@ class Tail:
         return True
 
     def _hold(self) -> None:
-        """Copy what the tail reads: the next execution or the caller may write to it."""
+        """Copy what the tail reads, which others may write to before the tail has read it.
+
+        The caller may write to an input as soon as the execution is done, and the next execution to
+        the state of an actor, of which a method may have returned a part.
+        """
         registers, held = self._registers, []
         for register in self._reads:
             value = registers[register]
