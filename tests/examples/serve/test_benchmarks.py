@@ -18,6 +18,7 @@ from .servers import PROGRAM, Server, serving
 sys.path.insert(0, str(ROOT / "benchmarks" / "serving"))
 
 import ablate
+import nano
 import ratios
 from load import Arrival, Row, make_trace, run, summarize
 
@@ -48,6 +49,18 @@ def test_lengths() -> None:
     shared = make_trace(5, 0, lengths="fixed", means=(7, 3), prefix=10)
     assert {each.prompt[:10] for each in shared} == {tuple(range(10))}
     assert len({each.prompt for each in shared}) == 5
+
+
+def test_the_load_of_nano_vllm() -> None:
+    drawn = nano.REAL.draw()
+    assert drawn == nano.REAL.draw()
+    assert (len(drawn), sum(output for _, output in drawn)) == (256, 133_966)
+    assert {len(prompt) for prompt, _ in drawn} <= set(range(100, 1025))
+    assert {id_ for prompt, _ in drawn for id_ in prompt} <= set(range(10_001))
+    for load in (nano.REAL, nano.SMALL):
+        longest = max(len(prompt) + output for prompt, output in load.draw())
+        assert longest <= load.context <= load.block_size * (load.blocks - 1) // load.requests
+        assert len(load.warm_up()) == 4
 
 
 def test_figures_are_those_of_vllm() -> None:
