@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "serving"))
 import ablate
 import nano
 import ratios
-from load import Arrival, Row, make_trace, run, summarize
+from clients import ClientError
+from load import Arrival, Row, make_trace, run, split, summarize
 
 from examples.serve.features import DEFAULTS
 
@@ -89,6 +90,46 @@ def test_load_on_a_server(clean: Server) -> None:
     assert all(row.first is not None and row.began <= row.first <= row.ended for row in rows)
     rows = run(clean.url(""), trace, streams=False)
     assert [row.output for row in rows] == [each.output for each in trace]
+
+
+def test_several_processes_share_a_load(clean: Server) -> None:
+    trace = make_trace(20, 0, rate=200.0, means=(9, 8), longest=64)
+    rows = run(clean.url(""), trace, processes=3, concurrency=8, salt="apart")
+    assert [row.error for row in rows] == [""] * 20
+    assert [(row.input, row.output) for row in rows] == [
+        (len(each.prompt), each.output) for each in trace
+    ]
+    assert all(row.first is not None and row.began <= row.first <= row.ended for row in rows)
+    found = summarize(rows, trace)
+    assert found["requests"] == 20
+    assert found["arrivals_late"] < found["seconds"]
+    assert len(run(clean.url(""), trace[:2], processes=3)) == 2
+
+
+def test_requests_at_a_time_are_shared() -> None:
+    assert split(8, 3) == [3, 3, 2]
+    assert split(0, 3) == [0, 0, 0]
+    with pytest.raises(ValueError, match="2 requests at a time are too few for 3 processes"):
+        split(2, 3)
+
+
+HANGS = "input(); print('ready', flush=True); input(); import time; time.sleep(1000)"
+
+
+@pytest.mark.parametrize(
+    ("program", "deadline", "message"),
+    [
+        ("import sys; sys.exit(3)", 60.0, r"client \d is not ready: it has ended with code 3"),
+        ("input(); print('no')", 60.0, r"client \d is not ready"),
+        (HANGS.replace("import time", "1 / 0"), 60.0, "found nothing: it has ended with code 1"),
+        (HANGS, 2.0, "not (ready|through) after 2 s: client 0, 1"),
+        ("import time; time.sleep(1000)", 1.0, "not ready after 1 s: client 0, 1"),
+    ],
+)
+def test_a_client_that_fails_fails_the_run(program: str, deadline: float, message: str) -> None:
+    command = [sys.executable, "-c", program]
+    with pytest.raises(ClientError, match=message):
+        run("", [Arrival(0.0, (1,), 1)] * 4, processes=2, command=command, deadline=deadline)
 
 
 def test_clients_that_leave_are_counted_apart(tmp_path: Path) -> None:
