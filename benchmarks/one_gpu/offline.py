@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import nano
 import torch
-from serving import nano
 
 from examples.serve.engine import CgEngine, Options, start
 from examples.serve.requests import Request

@@ -1,9 +1,12 @@
-"""The load of nano-vllm's benchmark, and the sizes of engines that it is given to."""
+"""The load of nano-vllm's benchmark, and the options of engines and servers that it is given to."""
 
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,35 @@ class Nano:
 REAL = Nano()
 SMALL = Nano(5, 4, 20, 200, (2, 4), (2, 4), 32, 4 * 32, 16, 64)
 """For trials on hosts."""
+
+
+def server(model: Path, nano: Nano, dtype: str, fuse: str | None = None) -> list[str]:
+    """The command of a server on one rank that is like the engine of the offline section.
+
+    Args:
+        model: a folder.
+        fuse: as `--fuse` takes it.
+    """
+    batches = nano.fused_batches if fuse else nano.batches
+    given: dict[str, int | str | Sequence[int]] = {
+        "-n": 1,
+        "--port": 0,
+        "--model": str(model),
+        "--dtype": dtype,
+        "--groups": 1,
+        "--batch": batches[-1],
+        "--batches": batches[:-1],
+        "--chunk": nano.chunk,
+        "--chunks": (),
+        "--prompt-tokens": nano.prompt_tokens,
+        "--blocks": nano.blocks,
+        "--block-size": nano.block_size,
+        "--context": nano.context,
+    }
+    if fuse:
+        given["--fuse"] = fuse
+    line = [sys.executable, "-m", "examples.serve"]
+    for name, value in given.items():
+        line.append(name)
+        line += [str(value)] if isinstance(value, int | str) else map(str, value)
+    return line
