@@ -21,6 +21,8 @@ from cg.launch.job.job import descendants  # noqa: E402 - of the checkout
 
 READY = 600.0
 """Seconds for servers to be ready."""
+ASKING = 2.0
+"""Seconds for a server to answer, which it cannot while its front's process compiles."""
 LEAVING = 60.0
 """Seconds for a server to end after SIGTERM."""
 PR_SET_PDEATHSIG = 1
@@ -85,7 +87,7 @@ def together(wanted: Sequence[Wanted], seconds: float = READY) -> Iterator[list[
     """Servers that are started at one time, once all are ready; ended afterwards.
 
     Raises:
-        RuntimeError: one has ended, or is not ready after so many seconds.
+        RuntimeError: one has ended, or is not ready after so many seconds; or one does not end.
     """
     with contextlib.ExitStack() as stack:
         began = time.monotonic()
@@ -101,7 +103,7 @@ def together(wanted: Sequence[Wanted], seconds: float = READY) -> Iterator[list[
                     end = log.read_text()[-3000:]
                     raise RuntimeError(f"the server is not ready after {after:.0f} s:\n{end}")
                 url = _address(log)
-                if url is not None and get(f"{url}/ready") is not None:
+                if url is not None and get(f"{url}/ready", ASKING) is not None:
                     found[log] = Running(url, process.pid, time.monotonic() - began)
         yield [found[log] for log, _ in started]
 
@@ -138,7 +140,8 @@ def _started(wanted: Wanted) -> Iterator[subprocess.Popen[bytes]]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
             process.wait()
-            raise
+            message = f"the server has not ended within {LEAVING:g} s of SIGTERM, and was killed"
+            raise RuntimeError(message) from None
 
 
 def _address(log: Path) -> str | None:
@@ -147,10 +150,10 @@ def _address(log: Path) -> str | None:
     return f"http://{found.split('/')[0]}" if "/" in found else None
 
 
-def get(url: str) -> str | None:
-    """What is there, or None."""
+def get(url: str, seconds: float = 10.0) -> str | None:
+    """What is there, or None if nothing comes for so many seconds."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
             return str(answer.read().decode())
     except OSError:
         return None

@@ -170,6 +170,17 @@ def test_ratios_are_paired_and_have_an_interval() -> None:
     assert sorted(ratios.arms_in_order(["-a", "-b", "-c"], 0)) == ["-a", "-b", "-c"]
 
 
+def test_arms_that_take_turns_have_two_runs_of_the_base_each() -> None:
+    """The base's runs around one arm say nothing of the other, whose turn comes in between."""
+    bases = [100.0, 101.0, 200.0, 202.0, 50.0, 50.0]
+    found = comparison("-prefix", bases, [90.45, 180.9, 45.0])
+    assert found.around == [(0, 1), (2, 3), (4, 5)]
+    row = ratios.ratios(found)["offline: output_tokens_per_second"]
+    assert row["pairs"] == pytest.approx([0.9, 0.9, 0.9])
+    assert comparison("-prefix", bases[:3], [1.0, 1.0]).around == [(0, 1), (1, 2)]
+    assert comparison("-prefix", bases[:2], [1.0]).around == [(0, 1)]
+
+
 def test_each_switch_is_measured_by_one_plan() -> None:
     arms = [*ablate.FRONT.arms, *ablate.ENGINE.arms]
     assert sorted(arms) == sorted(f"{'-' if on else '+'}{name}" for name, on in DEFAULTS.items())
@@ -214,3 +225,42 @@ def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = ablate.draw({"-fast_sse": judged["ratios"]}, tmp_path)
     assert len(pictures) == 2 * 8
     assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def test_an_ablation_of_arms_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nano-vllm's load, small: one server of the base for both, in groups of two."""
+    server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"
+    line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "-fast_cnt", "-gc_freeze"]
+    line += ["--load", "nano", "--small", "--processes", "2", "--together", "2", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", [*line, "--server", server])
+    assert ablate.main() in (0, 1)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["failed"] == {}
+    found = {each["arm"]: each for each in manifest["comparisons"]["nano"]}
+    assert set(found) == {"-fast_sse", "-fast_cnt", "-gc_freeze"}
+    counts = sorted((len(each["bases"]), len(each["arms"])) for each in found.values())
+    assert counts == [(3, 2), (4, 2), (4, 2)]
+    drawn = [output for _, output in nano.SMALL.draw()]
+    for each in found.values():
+        for made_ in (*each["bases"], *each["arms"]):
+            (run_,) = made_.values()
+            assert [row["output"] for row in run_["rows"]] == drawn
+            assert run_["summary"]["ms"]["itl"]["p50"] > 0
+    assert len(list(tmp_path.glob("server-*.log"))) == 5
+    judged = json.loads((tmp_path / "ratios.json").read_text())["nano"]
+    assert judged["-fast_cnt"]["rounds"] == 2
+
+
+def test_an_arm_whose_server_ends_is_told_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = f"{sys.executable} -c raise(SystemExit('no'))"
+    line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "-gc_freeze"]
+    monkeypatch.setattr(sys, "argv", [*line, "--load", "nano", "--small", "--server", server])
+    assert ablate.main() == 1
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert set(manifest["failed"]) == {"-fast_sse", "-gc_freeze"}
+    assert manifest["comparisons"] == {"nano": []}
+    monkeypatch.setattr(sys, "argv", [*line[:3], "--load", "nano", "--arms", "-groups"])
+    with pytest.raises(SystemExit):
+        ablate.main()
