@@ -1,13 +1,14 @@
 """Time cg on one GPU against torch by hand: decoding, a stage's training step, serving.
 
-    python benchmarks/one_gpu.py [--sections decode,stage,serving] [--json FILE]
+    python benchmarks/one_gpu.py [--sections decode,stage,serving,server] [--json FILE]
 
 Started by plain python, as any program on one device. `CG_DEVICE=cpu … --device cpu` tries
 everything out on hosts, small. Sections, by files of `benchmarks/one_gpu/`: decode (a step of
 Qwen2.5-0.5B's shapes in float16), stage (forward and backward of four layers of Llama-7B), serving
-(`offline.py`, the requests of nano-vllm's benchmark). Arms take turns in one process and rows are
-printed as they come; times are medians. A ratio is cg's time by the other's, so less than 1 is
-faster. A section leaves out what it has no time for, and says so.
+(`offline.py`, the requests of nano-vllm's benchmark), server (`online.py`, the same as streams of a
+server in processes of its own). Arms take turns in one process and rows are printed as they come;
+times are medians. A ratio is cg's time by the other's, so less than 1 is faster. A section leaves
+out what it has no time for, and says so.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "serving"))
 
 from one_gpu.bench import OneGpu
 from one_gpu.decode import decode
 from one_gpu.offline import offline
+from one_gpu.online import online
 from one_gpu.stage import stage
 
 import cg
@@ -39,6 +42,7 @@ SECTIONS: dict[str, Callable[[OneGpu], None]] = {
     "decode": decode,
     "stage": stage,
     "serving": offline,
+    "server": online,
 }
 
 

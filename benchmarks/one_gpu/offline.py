@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import nano
 import torch
 
 from examples.serve.engine import CgEngine, Options, start
@@ -16,29 +17,12 @@ from examples.serve.scheduler import Scheduler, Ticket
 from .bench import OneGpu
 from .qwen2 import REAL, SMALL
 
-REQUESTS = 256
-SHORTEST, LONGEST = 100, 1024
-"""Tokens of a prompt, and of an output."""
-IDS = 10_000
-"""Prompts are of ids up to this one."""
-PROMPT_TOKENS = 16 * LONGEST
-"""Of the prompts of one prefill."""
-BATCHES = (16, 64, 128, 192, 256)
-FUSED_BATCHES = (64, 256)
-"""Fewer, since compiling a variant takes half a minute."""
 
-
-def load(count: int, shortest: int, longest: int, most: int) -> list[Request]:
-    """The requests of nano-vllm's bench.py, seed 0, greedy: ids first, lengths as it draws them."""
-    draw = random.Random(0)
-    prompts = [
-        tuple(draw.randint(0, most) for _ in range(draw.randint(shortest, longest)))
-        for _ in range(count)
-    ]
-    outputs = [draw.randint(shortest, longest) for _ in range(count)]
+def requests(drawn: Sequence[tuple[tuple[int, ...], int]]) -> list[Request]:
+    """Greedy requests with these prompts, for so many tokens."""
     return [
         Request(number, prompt, output, ignore_eos=True)
-        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        for number, (prompt, output) in enumerate(drawn)
     ]
 
 
@@ -48,28 +32,26 @@ def offline(bench: OneGpu) -> None:
     `--only fused` compiles the model by TorchInductor, for fewer sizes of batches.
     """
     sizes = SMALL if bench.is_small else REAL
-    work = load(5, 4, 20, 500) if bench.is_small else load(REQUESTS, SHORTEST, LONGEST, IDS)
-    context = 64 if bench.is_small else 2 * LONGEST
-    size = 16 if bench.is_small else 64
+    load = nano.SMALL if bench.is_small else nano.REAL
+    work = requests(load.draw())
     fuse = bench.fuse if "fused" in bench.only else None
     options = Options(
         groups=1,
-        batches=(2, 4) if bench.is_small else FUSED_BATCHES if fuse else BATCHES,
-        chunks=(32,) if bench.is_small else (LONGEST,),
-        prompt_tokens=4 * 32 if bench.is_small else PROMPT_TOKENS,
-        blocks=1 + len(work) * context // size,
-        block_size=size,
-        context=context,
+        batches=load.fused_batches if fuse else load.batches,
+        chunks=(load.chunk,),
+        prompt_tokens=load.prompt_tokens,
+        blocks=load.blocks,
+        block_size=load.block_size,
+        context=load.context,
         widths=(),  # kernels of devices read no further than a row is long
         fuse=fuse,
         dtype=torch.float16 if bench.is_gpu else torch.float32,
         draws=False,
     )
     with bench.timed("the engine, its graphs captured"):
-        engine = start(sizes.config(context), options)
+        engine = start(sizes.config(load.context), options)
     assert engine is not None, "there is one rank"
-    # Shorter than the whole, so that what is not warm yet is met before the clock runs.
-    _serve(engine, load(4, 4, 20, 500), 60.0)
+    _serve(engine, requests(load.warm_up()), 60.0)
     for turn in range(max(1, bench.rounds)):
         if turn and bench.left < 30.0:
             break

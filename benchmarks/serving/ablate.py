@@ -3,6 +3,7 @@
     python benchmarks/serving/ablate.py --out runs/ablation --minutes 12 --record
     python benchmarks/serving/ablate.py --arms -prefix +shm_ring --mode offline --out …
     python benchmarks/serving/ablate.py --scales 0.4 0.8 1.6 inf --rounds 5 --out …
+    python benchmarks/serving/ablate.py --load nano --processes 4 --together 4 --out …
     python benchmarks/serving/ablate.py --profile-only --out …
 
 Switches of the front are measured on a server whose engine costs nothing, which shows them larger
@@ -17,6 +18,10 @@ move.
 
 With --minutes every arm has its part of the time, most of which its servers take to start, and as
 many rounds as fit into the rest, at least three.
+
+With --together 4 the servers of four arms and one of the base start at one time, and when all are
+ready the arms have their turns in random order, with a run of the base before and behind each. With
+--load nano all is measured by the load of nano-vllm's benchmark on a server of one rank.
 """
 
 from __future__ import annotations
@@ -28,18 +33,22 @@ import json
 import math
 import os
 import platform
+import secrets
+import subprocess
 import sys
 import time
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from load import Arrival, make_trace, run, summarize  # noqa: E402 - a script's own folder
+import nano  # noqa: E402 - a script's own folder
+from load import Arrival, make_trace, run, summarize  # noqa: E402
 from plots import draw  # noqa: E402
-from processes import ROOT, Running, get, serving  # noqa: E402
+from processes import READY, ROOT, Running, Wanted, get, serving, together  # noqa: E402
 from provenance import provenance  # noqa: E402
 from ratios import Comparison, Run, arms_in_order, judge, table, without_problems  # noqa: E402
 
@@ -60,16 +69,18 @@ class Plan:
         arms: switches, each away from its default.
         share: of the time.
         requests, means, longest, prefix: of the trace, in tokens.
+        load: what takes the place of the trace.
     """
 
     name: str
     server: str
     arms: tuple[str, ...]
     share: float
-    requests: int
-    means: tuple[float, float]
-    longest: int
+    requests: int = 0
+    means: tuple[float, float] = (0.0, 0.0)
+    longest: int = 0
     prefix: int = 0
+    load: nano.Nano | None = None
 
 
 FRONT = Plan(
@@ -101,6 +112,16 @@ ENGINE = Plan(
     prefix=32,
 )
 
+SEVERAL = ("-thr_cap", "-affinity", "-groups")
+"""What changes something only where ranks are several."""
+NANO = Plan(
+    "nano",
+    "",  # depends on the folder
+    tuple(arm for arm in (*FRONT.arms, *ENGINE.arms) if arm not in SEVERAL),
+    share=1.0,
+    load=nano.REAL,
+)
+
 
 def counters(url: str) -> dict[str, float]:
     """How often each switch has changed something, as the server counts it."""
@@ -117,6 +138,9 @@ def traces(given: argparse.Namespace, plan: Plan) -> dict[str, list[Arrival]]:
     more: dict[str, Any] = {"means": plan.means, "longest": plan.longest, "prefix": plan.prefix}
     more["vocabulary"] = VOCABULARY
     number = given.requests or plan.requests
+    if plan.load:
+        drawn = plan.load.draw()[: number or None]
+        return {f"{given.mode} nano": [Arrival(0.0, prompt, output) for prompt, output in drawn]}
     if given.mode == "offline":
         return {"offline": make_trace(number, given.seed, lengths="fixed", **more)}
     return {
@@ -130,53 +154,82 @@ def traces(given: argparse.Namespace, plan: Plan) -> dict[str, list[Arrival]]:
     }
 
 
-def measure(server: Running, planned: dict[str, list[Arrival]], streams: bool) -> Run:
-    """One run: the traces, each with its summary and rows, and the CPU time of all processes."""
+def measure(given: argparse.Namespace, plan: Plan, server: Running, part: float = 1.0) -> Run:
+    """One run: the traces, each with its summary and rows, and the CPU time of all processes.
+
+    Args:
+        part: of each trace, to warm a server.
+    """
     found = {}
-    for name, trace in planned.items():
+    for name, whole in traces(given, plan).items():
+        trace = whole if part == 1.0 else whole[: max(8, int(len(whole) * part))]
         before = server.cpu_of_all()
-        rows = run(server.url, trace, streams=streams)
+        rows = run(
+            server.url,
+            trace,
+            streams=given.mode == "online",
+            processes=given.processes,
+            deadline=given.deadline,
+            # Its prompts have no prefixes in common, and are not to have those of the last run.
+            salt=secrets.token_hex(8) if plan.load else "",
+        )
         spent = server.cpu_of_all() - before
         summary = summarize(rows, trace)
+        kept = [asdict(row) for row in rows]
+        if plan.load:  # whose gaps are a hundred thousand
+            for row in kept:
+                del row["gaps"]
         found[name] = {
             "summary": summary,
             "cpu_ms_per_token": spent / max(1, summary["output_tokens"]) * 1e3,
-            "rows": [asdict(row) for row in rows],
+            "rows": kept,
         }
     return found
 
 
-def compare(given: argparse.Namespace, plan: Plan, arm: str, seconds: float) -> Comparison:
-    """Let two fresh servers take the traces in turns, for about so many seconds with all."""
+def compare(
+    given: argparse.Namespace, plan: Plan, arms: list[str], seconds: float
+) -> list[Comparison]:
+    """Let fresh servers, one of each arm and one of the base, take the traces in turns.
+
+    Args:
+        seconds: for everything, about.
+
+    Raises:
+        RuntimeError: a server is not ready in time, or a client has failed.
+    """
     end = time.monotonic() + seconds
     command = (given.server or plan.server).split()
-    planned = traces(given, plan)
-    warm = {name: trace[: max(8, len(trace) // 2)] for name, trace in planned.items()}
-    found = Comparison(arm)
-    with ExitStack() as stack:
-        servers, ready = [], []
-        for features in ("", arm):
+    logs = [
+        given.out / f"server-{arms[0]}-base.log",
+        *(given.out / f"server-{arm}.log" for arm in arms),
+    ]
+    wanted = [Wanted(command, arm, log) for arm, log in zip(("", *arms), logs, strict=True)]
+    found = {arm: Comparison(arm) for arm in arms}
+    rng = np.random.default_rng(given.seed)
+    with together(wanted, given.ready) as (base, *others):
+        servers = dict(zip(arms, others, strict=True))
+        for server in (base, *others):
+            measure(given, plan, server, part=0.5)
+        last = measure(given, plan, base)
+        rounds, round_ = 0, 0.0
+        while rounds < given.rounds:
             began = time.monotonic()
-            log = given.out / f"server-{arm}{'' if features else '-base'}.log"
-            servers.append(stack.enter_context(serving(command, features, log)))
-            ready.append(time.monotonic() - began)
-        base, other = servers
-        found.ready = (ready[0], ready[1])
-        streams = given.mode == "online"
-        for server in servers:
-            measure(server, warm, streams)
-        found.bases.append(measure(base, planned, streams))
-        round_ = 0.0
-        while len(found.arms) < given.rounds:
-            began = time.monotonic()
-            if len(found.arms) >= FEWEST and began + round_ > end:
+            if rounds >= FEWEST and began + round_ > end:
                 break
-            found.arms.append(measure(other, planned, streams))
-            found.bases.append(measure(base, planned, streams))
-            round_ = time.monotonic() - began
+            for arm in rng.permutation(arms):
+                each = found[str(arm)]
+                if len(arms) > 1 or not rounds:
+                    each.bases.append(last)
+                each.arms.append(measure(given, plan, servers[str(arm)]))
+                last = measure(given, plan, base)
+                each.bases.append(last)
+            rounds, round_ = rounds + 1, time.monotonic() - began
         time.sleep(1.2)  # the engine's counts come once a second
-        found.counters = counters(other.url)
-    return found
+        for arm, each in found.items():
+            each.counters = counters(servers[arm].url)
+            each.ready = (base.ready, servers[arm].ready)
+    return list(found.values())
 
 
 def profile(given: argparse.Namespace) -> None:
@@ -214,6 +267,23 @@ def parse() -> argparse.Namespace:
     add("--rate", type=float, default=16.0, help="requests a second at scale 1")
     add("--seed", type=int, default=0)
     add("--server", default=None, help="another command of the server, without --features")
+    add("--processes", type=int, default=1, help="that send the requests")
+    add("--deadline", type=float, default=600.0, help="seconds for a trace by several processes")
+    add("--together", type=int, default=1, metavar="N", help="arms whose servers start at one time")
+    add("--ready", type=float, default=READY, help="seconds for servers to be ready")
+    add(
+        "--load",
+        choices=("chat", "nano"),
+        default="chat",
+        help="nano: that of nano-vllm's benchmark",
+    )
+    add(
+        "--model",
+        type=Path,
+        help="a folder for --load nano; by default of random weights, in --out",
+    )
+    add("--fuse", action="store_true", help="with --load nano, TorchInductor compiles the model")
+    add("--small", action="store_true", help="with --load nano, tiny sizes for a trial on hosts")
     add("--record", action="store_true", help="write the ratios to benchmarks/results/")
     add("--profile-only", action="store_true")
     raw = sys.argv[1:]
@@ -223,13 +293,33 @@ def parse() -> argparse.Namespace:
         stop = next((i for i in range(start, len(raw)) if raw[i].startswith("--")), len(raw))
         arms, raw = raw[start:stop], raw[: start - 1] + raw[stop:]
     given = parser.parse_args(raw)
-    given.arms = [*FRONT.arms, *ENGINE.arms] if arms is None else arms
+    whole = NANO.arms if given.load == "nano" else (*FRONT.arms, *ENGINE.arms)
+    given.arms = list(whole) if arms is None else arms
     if arms is None and importlib.util.find_spec("uvloop") is None:
         print("+uvloop is left out: pip install uvloop")
         given.arms.remove("+uvloop")
     for arm in given.arms:
         switches.parse(arm)
+        if arm not in whole:
+            parser.error(f"{arm} is not measured by this load")
     return given
+
+
+def plans(given: argparse.Namespace) -> tuple[Plan, ...]:
+    """Those that are asked for; writes the folder of nano's model if there is none."""
+    if given.load != "nano":
+        return FRONT, ENGINE
+    load = nano.SMALL if given.small else nano.REAL
+    if given.server:
+        return (replace(NANO, load=load),)
+    model = (given.model or given.out / "model").resolve()
+    dtype = "float32" if given.small else "float16"
+    if not (model / "config.json").exists():
+        line = [sys.executable, "-m", "benchmarks.one_gpu.folder", str(model), "--dtype", dtype]
+        line += ["--context", str(load.context), *(["--small"] if given.small else [])]
+        subprocess.run(line, cwd=ROOT, check=True)
+    command = nano.server(model, load, dtype, "inductor" if given.fuse else None)
+    return (replace(NANO, load=load, server=" ".join(command)),)
 
 
 def main() -> int:
@@ -240,16 +330,44 @@ def main() -> int:
         return 0
     began = time.monotonic()
     compared: dict[str, list[Comparison]] = {}
-    for plan in (FRONT, ENGINE):
+    failed: dict[str, str] = {}
+    for plan in plans(given):
         arms = arms_in_order([arm for arm in plan.arms if arm in given.arms], given.seed)
         end = time.monotonic() + given.minutes * 60 * plan.share
         compared[plan.name] = []
-        for number, arm in enumerate(arms):
-            print(f"{plan.name}: {arm}", flush=True)
-            seconds = (end - time.monotonic()) / (len(arms) - number)
-            compared[plan.name].append(compare(given, plan, arm, seconds))
+        for first in range(0, len(arms), given.together):
+            group = arms[first : first + given.together]
+            print(f"{plan.name}: {' '.join(group)}", flush=True)
+            seconds = (end - time.monotonic()) * len(group) / (len(arms) - first)
+            try:
+                compared[plan.name] += compare(given, plan, group, seconds)
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+                failed |= dict.fromkeys(group, str(error))
+            write(given, compared, failed, time.monotonic() - began)
+    judged = write(given, compared, failed, time.monotonic() - began, is_whole=True)
+    for name, found in judged.items():
+        print(f"== {name}\n{table(found)}")
+        draw(without_problems(found), given.out / name)
+    refused = any(each["problems"] for found in judged.values() for each in found.values())
+    return int(refused or bool(failed))
+
+
+def write(
+    given: argparse.Namespace,
+    compared: dict[str, list[Comparison]],
+    failed: dict[str, str],
+    wall: float,
+    is_whole: bool = False,
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Write what is known so far, and give what is said of each arm, by plan.
+
+    Args:
+        failed: arms that could not be measured, and why.
+        wall: seconds that it has taken.
+        is_whole: whether nothing more comes, so that it can be recorded.
+    """
     origin = provenance()
-    wall = time.monotonic() - began
     manifest = {
         **origin,
         "argv": sys.argv,
@@ -261,6 +379,7 @@ def main() -> int:
         "affinity": sorted(os.sched_getaffinity(0)),
         "seed": given.seed,
         "wall_s": wall,
+        "failed": failed,
         "comparisons": {name: [asdict(each) for each in found] for name, found in compared.items()},
     }
     (given.out / "manifest.json").write_text(json.dumps(manifest) + "\n")
@@ -269,15 +388,13 @@ def main() -> int:
         for name, found in compared.items()
     }
     (given.out / "ratios.json").write_text(json.dumps(judged, indent=1) + "\n")
-    for name, found in judged.items():
-        print(f"== {name}\n{table(found)}")
-        draw(without_problems(found), given.out / name)
-    if given.record:
+    if given.record and is_whole:
         text = json.dumps(
             {**origin, "figures": {**judged, "wall_s": wall}}, indent=1, sort_keys=True
         )
-        (ROOT / "benchmarks" / "results" / "serving_ablation.json").write_text(text + "\n")
-    return int(any(each["problems"] for found in judged.values() for each in found.values()))
+        name = "serving_ablation_nano" if given.load == "nano" else "serving_ablation"
+        (ROOT / "benchmarks" / "results" / f"{name}.json").write_text(text + "\n")
+    return judged
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
     python benchmarks/serving/load.py --url http://127.0.0.1:8000 --requests 200 --rate 4
     python benchmarks/serving/load.py --url … --rate inf --scale 0.4 --goodput ttft:200 itl:50
+    python benchmarks/serving/load.py --url … --rate inf --requests 256 --processes 4
 
 Arrivals are drawn from a seed: gaps are exponential, or gamma with --burstiness, or none with
 `--rate inf`; --scale multiplies them. Prompts are token ids, so no server spends time on text.
+
+One process of Python reads some ten thousand chunks a second. With --processes each of several has
+its share of the requests, and all begin at one time.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import asyncio
 import json
 import math
 import resource
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,8 +27,13 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from clients import LEAD, deal, take
 
 PERCENTILES = (50, 90, 99)
+CLIENT = (sys.executable, str(Path(__file__).resolve()), "--client")
+"""The command of a process that sends its share of a trace."""
+DEADLINE = 3600.0
+"""Seconds for a trace."""
 
 
 @dataclass(frozen=True)
@@ -109,38 +119,45 @@ async def replay(
     *,
     streams: bool = True,
     concurrency: int = 0,
-    cancels: float = 0.0,
-    seed: int = 0,
+    leaving: Sequence[bool] = (),
     key: str | None = None,
+    salt: str = "",
+    start: float | None = None,
 ) -> list[Row]:
     """Send a trace; a row for each request, in its order.
 
     Args:
         streams: whether answers are streamed; without, a request has no first token.
         concurrency: requests at a time; 0: as many as come.
-        cancels: share of requests that are cut off at half of their output.
+        leaving: which requests are cut off at half of their output; none if empty.
+        salt: requests of another salt share no cached prefix with these.
+        start: when the trace begins, on the monotonic clock; by default now.
     """
-    leaves = np.random.default_rng(seed).random(len(trace)) < cancels
-    gate = asyncio.Semaphore(concurrency or len(trace))
+    gate = asyncio.Semaphore(concurrency or max(1, len(trace)))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=3600)
+    timeout = aiohttp.ClientTimeout(total=DEADLINE)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers
     ) as session:
-        start = monotonic() + 0.05
+        began = monotonic() + LEAD if start is None else start
 
         async def one(arrival: Arrival, is_leaving: bool) -> Row:
-            await asyncio.sleep(start + arrival.at - monotonic())
+            await asyncio.sleep(began + arrival.at - monotonic())
             async with gate:
-                return await ask(session, url, arrival, streams, is_leaving)
+                return await ask(session, url, arrival, streams, is_leaving, salt)
 
-        pairs = zip(trace, leaves, strict=True)
-        return list(await asyncio.gather(*(one(each, bool(left)) for each, left in pairs)))
+        pairs = zip(trace, leaving or [False] * len(trace), strict=True)
+        return list(await asyncio.gather(*(one(each, left) for each, left in pairs)))
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, arrival: Arrival, streams: bool, is_leaving: bool
+    session: aiohttp.ClientSession,
+    url: str,
+    arrival: Arrival,
+    streams: bool,
+    is_leaving: bool,
+    salt: str = "",
 ) -> Row:
     """Send one request and time its chunks; errors are in the row."""
     body: dict[str, Any] = {
@@ -152,6 +169,8 @@ async def ask(
     }
     if streams:
         body["stream_options"] = {"include_usage": True}
+    if salt:
+        body["cache_salt"] = salt
     row = Row(monotonic(), input=len(arrival.prompt))
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
@@ -238,11 +257,71 @@ def summarize(
     }
 
 
-def run(url: str, trace: Sequence[Arrival], **options: Any) -> list[Row]:
+def run(
+    url: str,
+    trace: Sequence[Arrival],
+    *,
+    cancels: float = 0.0,
+    seed: int = 0,
+    processes: int = 1,
+    deadline: float = DEADLINE,
+    command: Sequence[str] = CLIENT,
+    **options: Any,
+) -> list[Row]:
+    """Send a trace from this process, or from several; a row for each request, in its order.
+
+    Args:
+        cancels: share of requests that are cut off at half of their output.
+        seed: of the draw of these.
+        processes: that send; with 1 it is this one.
+        deadline: seconds for several processes, with their start.
+        command: of each of several processes.
+        options: as `replay` takes them.
+
+    Raises:
+        ClientError: one of several processes has ended without rows, or not by the deadline.
+    """
+    leaving = (np.random.default_rng(seed).random(len(trace)) < cancels).tolist()
+    if processes == 1:
+        return _here(url, trace, leaving=leaving, **options)
+    gates = split(options.pop("concurrency", 0), processes)
+    shares = [
+        {
+            "url": url,
+            "trace": [asdict(each) for each in trace[place::processes]],
+            "options": {**options, "leaving": leaving[place::processes], "concurrency": gate},
+        }
+        for place, gate in enumerate(gates)
+    ]
+    rows = [Row(began=0.0)] * len(trace)
+    for place, found in enumerate(deal(command, shares, deadline)):
+        rows[place::processes] = [Row(**each) for each in found]
+    return rows
+
+
+def split(concurrency: int, processes: int) -> list[int]:
+    """How many requests at a time are whose, of so many together; 0 is no bound.
+
+    Raises:
+        ValueError: there are fewer than processes.
+    """
+    if 0 < concurrency < processes:
+        raise ValueError(f"{concurrency} requests at a time are too few for {processes} processes")
+    return [concurrency // processes + (n < concurrency % processes) for n in range(processes)]
+
+
+def _here(url: str, trace: Sequence[Arrival], **options: Any) -> list[Row]:
     """`replay`, with as many files as this process may open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return asyncio.run(replay(url, trace, **options))
+
+
+def _client(share: Any, start: float) -> list[dict[str, Any]]:
+    """Send a share of a trace."""
+    trace = [Arrival(each["at"], tuple(each["prompt"]), each["output"]) for each in share["trace"]]
+    rows = _here(share["url"], trace, start=start, **share["options"])
+    return [asdict(row) for row in rows]
 
 
 def main() -> None:
@@ -262,6 +341,8 @@ def main() -> None:
     add("--cancels", type=float, default=0.0)
     add("--goodput", nargs="*", default=[], metavar="NAME:MS", help="ttft:200 itl:50 e2e:1000")
     add("--seed", type=int, default=0)
+    add("--processes", type=int, default=1, help="that send, each its share of the requests")
+    add("--deadline", type=float, default=DEADLINE, help="seconds for --processes to send all")
     add("--key")
     add("--json", type=Path, help="write the summary, and every request's times")
     given = parser.parse_args()
@@ -278,7 +359,13 @@ def main() -> None:
         given.prefix,
     )
     rows = run(
-        given.url, trace, concurrency=given.concurrency, cancels=given.cancels, key=given.key
+        given.url,
+        trace,
+        cancels=given.cancels,
+        processes=given.processes,
+        deadline=given.deadline,
+        concurrency=given.concurrency,
+        key=given.key,
     )
     limits = {name: float(ms) for name, _, ms in (each.partition(":") for each in given.goodput)}
     summary = summarize(rows, trace, limits)
@@ -289,4 +376,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--client"]:
+        take(_client)
+    else:
+        main()

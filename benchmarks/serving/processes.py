@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,16 +20,36 @@ sys.path.insert(0, str(ROOT))
 from cg.launch.job.job import descendants  # noqa: E402 - of the checkout
 
 READY = 600.0
-"""Seconds for a server to be ready."""
+"""Seconds for servers to be ready."""
+ASKING = 2.0
+"""Seconds for a server to answer, which it cannot while its front's process compiles."""
+LEAVING = 60.0
+"""Seconds for a server to end after SIGTERM."""
+PR_SET_PDEATHSIG = 1
+"""By which a process asks Linux for a signal at its parent's death."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """A server to start: its command, its switches, and the file of its log."""
+
+    command: Sequence[str]
+    features: str
+    log: Path
+
+
+@dataclass(frozen=True)
 class Running:
-    """A server: where it serves, and the process of its front."""
+    """A server: where it serves, the process of its front, and when it was ready.
+
+    Attributes:
+        ready: seconds after its start.
+    """
 
     url: str
     pid: int
+    ready: float
 
     def cpu(self) -> float:
         """Seconds of the front, in user mode and in the kernel."""
@@ -49,36 +70,90 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], features: str, log: Path) -> Iterator[Running]:
-    """A server with these switches, once it is ready; ended afterwards."""
-    line = [*command, *([f"--features={features}"] if features else [])]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
-    with log.open("w") as file:
-        process = subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file, env=environment)
-    try:
-        end = time.monotonic() + READY
-        url = ""
-        while not (url and get(f"{url}/ready") is not None):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server is not ready:\n{log.read_text()[-3000:]}")
+def serving(
+    command: Sequence[str], features: str, log: Path, seconds: float = READY
+) -> Iterator[Running]:
+    """A server with these switches, once it is ready; ended afterwards.
+
+    Raises:
+        RuntimeError: as `together`.
+    """
+    with together([Wanted(command, features, log)], seconds) as (server,):
+        yield server
+
+
+@contextlib.contextmanager
+def together(wanted: Sequence[Wanted], seconds: float = READY) -> Iterator[list[Running]]:
+    """Servers that are started at one time, once all are ready; ended afterwards.
+
+    Raises:
+        RuntimeError: one has ended, or is not ready after so many seconds; or one does not end.
+    """
+    with contextlib.ExitStack() as stack:
+        began = time.monotonic()
+        started = [(each.log, stack.enter_context(_started(each))) for each in wanted]
+        found: dict[Path, Running] = {}
+        while len(found) < len(started):
             time.sleep(0.05)
-            found = log.read_text().partition(" at http://")[2]
-            url = f"http://{found.split('/')[0]}" if "/" in found else ""
-        yield Running(url, process.pid)
+            after = time.monotonic() - began
+            for log, process in started:
+                if log in found:
+                    continue
+                if process.poll() is not None or after > seconds:
+                    end = log.read_text()[-3000:]
+                    raise RuntimeError(f"the server is not ready after {after:.0f} s:\n{end}")
+                url = _address(log)
+                if url is not None and get(f"{url}/ready", ASKING) is not None:
+                    found[log] = Running(url, process.pid, time.monotonic() - began)
+        yield [found[log] for log, _ in started]
+
+
+@contextlib.contextmanager
+def _started(wanted: Wanted) -> Iterator[subprocess.Popen[bytes]]:
+    """A server in a group of processes of its own, which Ctrl-C does not reach.
+
+    It is told to end as well if this process dies.
+    """
+    line = [*wanted.command, *([f"--features={wanted.features}"] if wanted.features else [])]
+    paths = [str(ROOT), str(ROOT / "examples"), *os.environ.get("PYTHONPATH", "").split(":")]
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
+    prctl = ctypes.CDLL(None).prctl
+    with wanted.log.open("w") as file:
+        process = subprocess.Popen(
+            line,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+        )
+    try:
+        yield process
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(LEAVING)
         except subprocess.TimeoutExpired:
-            process.kill()
+            for each in (*descendants(process.pid), process.pid):  # which it has started
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
             process.wait()
-            raise
+            message = f"the server has not ended within {LEAVING:g} s of SIGTERM, and was killed"
+            raise RuntimeError(message) from None
 
 
-def get(url: str) -> str | None:
-    """What is there, or None."""
+def _address(log: Path) -> str | None:
+    """Where a server listens, by its log."""
+    found = log.read_text().partition(" at http://")[2]
+    return f"http://{found.split('/')[0]}" if "/" in found else None
+
+
+def get(url: str, seconds: float = 10.0) -> str | None:
+    """What is there, or None if nothing comes for so many seconds."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
             return str(answer.read().decode())
     except OSError:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,11 @@ Run = dict[str, Any]
 class Comparison:
     """A server with one switch beside one without: base, arm, base, arm, base, and so on.
 
+    Where other arms have turns in between, each run of the arm has two runs of the base to itself.
+
     Attributes:
         arm: the switch.
-        bases, arms: their runs; there is one base more.
+        bases, arms: their runs; there is one base more, or there are twice as many.
         counters: of the switches, as the server of the arm counts them.
         ready: seconds until the servers were ready, of the base and of the arm.
     """
@@ -33,6 +34,12 @@ class Comparison:
     arms: list[Run] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     ready: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def around(self) -> list[tuple[int, int]]:
+        """For each run of the arm the places of the base's runs before and behind it."""
+        step = 1 if len(self.bases) == len(self.arms) + 1 else 2
+        return [(place * step, place * step + 1) for place in range(len(self.arms))]
 
 
 def figures(run: Run) -> dict[str, float]:
@@ -62,8 +69,8 @@ def ratios(comparison: Comparison, seed: int = 0) -> dict[str, dict[str, Any]]:
         if not all(each.get(name, 0.0) > 0 for each in (*bases, *arms)):
             continue
         pairs = [
-            each[name] * 2 / (before[name] + behind[name])
-            for each, (before, behind) in zip(arms, pairwise(bases), strict=True)
+            each[name] * 2 / (bases[before][name] + bases[behind][name])
+            for each, (before, behind) in zip(arms, comparison.around, strict=True)
         ]
         samples = np.median(rng.choice(pairs, (SAMPLES, len(pairs))), axis=1)
         low, high = np.percentile(samples, (2.5, 97.5))

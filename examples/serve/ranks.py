@@ -44,8 +44,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def options(given: argparse.Namespace, features: switches.Features) -> Options:
     """What the engine is to be like."""
-    batches = sizes(BATCHES, given.batch)
-    chunks = sizes(CHUNKS, given.chunk)
+    batches = sizes(BATCHES if given.batches is None else given.batches, given.batch)
+    chunks = sizes(CHUNKS if given.chunks is None else given.chunks, given.chunk)
     groups = given.groups if features.groups else 1
     if not features.chunk:
         if given.context is None:
@@ -85,7 +85,7 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
 
 def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
     """The buckets below the largest, and that."""
-    return (*(size for size in usual if size < most), most)
+    return (*sorted({size for size in usual if 0 < size < most}), most)
 
 
 def count(features: switches.Features, limits: Limits, given: argparse.Namespace) -> None:

@@ -18,8 +18,10 @@ from .servers import PROGRAM, Server, serving
 sys.path.insert(0, str(ROOT / "benchmarks" / "serving"))
 
 import ablate
+import nano
 import ratios
-from load import Arrival, Row, make_trace, run, summarize
+from clients import ClientError
+from load import Arrival, Row, make_trace, run, split, summarize
 
 from examples.serve.features import DEFAULTS
 
@@ -50,6 +52,18 @@ def test_lengths() -> None:
     assert len({each.prompt for each in shared}) == 5
 
 
+def test_the_load_of_nano_vllm() -> None:
+    drawn = nano.REAL.draw()
+    assert drawn == nano.REAL.draw()
+    assert (len(drawn), sum(output for _, output in drawn)) == (256, 133_966)
+    assert {len(prompt) for prompt, _ in drawn} <= set(range(100, 1025))
+    assert {id_ for prompt, _ in drawn for id_ in prompt} <= set(range(10_001))
+    for load in (nano.REAL, nano.SMALL):
+        longest = max(len(prompt) + output for prompt, output in load.draw())
+        assert longest <= load.context <= load.block_size * (load.blocks - 1) // load.requests
+        assert len(load.warm_up()) == 4
+
+
 def test_figures_are_those_of_vllm() -> None:
     rows = [
         Row(began=0.0, first=0.1, ended=0.5, gaps=[0.1, 0.1, 0.2], input=3, output=5),
@@ -76,6 +90,46 @@ def test_load_on_a_server(clean: Server) -> None:
     assert all(row.first is not None and row.began <= row.first <= row.ended for row in rows)
     rows = run(clean.url(""), trace, streams=False)
     assert [row.output for row in rows] == [each.output for each in trace]
+
+
+def test_several_processes_share_a_load(clean: Server) -> None:
+    trace = make_trace(20, 0, rate=200.0, means=(9, 8), longest=64)
+    rows = run(clean.url(""), trace, processes=3, concurrency=8, salt="apart")
+    assert [row.error for row in rows] == [""] * 20
+    assert [(row.input, row.output) for row in rows] == [
+        (len(each.prompt), each.output) for each in trace
+    ]
+    assert all(row.first is not None and row.began <= row.first <= row.ended for row in rows)
+    found = summarize(rows, trace)
+    assert found["requests"] == 20
+    assert found["arrivals_late"] < found["seconds"]
+    assert len(run(clean.url(""), trace[:2], processes=3)) == 2
+
+
+def test_requests_at_a_time_are_shared() -> None:
+    assert split(8, 3) == [3, 3, 2]
+    assert split(0, 3) == [0, 0, 0]
+    with pytest.raises(ValueError, match="2 requests at a time are too few for 3 processes"):
+        split(2, 3)
+
+
+HANGS = "input(); print('ready', flush=True); input(); import time; time.sleep(1000)"
+
+
+@pytest.mark.parametrize(
+    ("program", "deadline", "message"),
+    [
+        ("import sys; sys.exit(3)", 60.0, r"client \d is not ready: it has ended with code 3"),
+        ("input(); print('no')", 60.0, r"client \d is not ready"),
+        (HANGS.replace("import time", "1 / 0"), 60.0, "found nothing: it has ended with code 1"),
+        (HANGS, 2.0, "not (ready|through) after 2 s: client 0, 1"),
+        ("import time; time.sleep(1000)", 1.0, "not ready after 1 s: client 0, 1"),
+    ],
+)
+def test_a_client_that_fails_fails_the_run(program: str, deadline: float, message: str) -> None:
+    command = [sys.executable, "-c", program]
+    with pytest.raises(ClientError, match=message):
+        run("", [Arrival(0.0, (1,), 1)] * 4, processes=2, command=command, deadline=deadline)
 
 
 def test_clients_that_leave_are_counted_apart(tmp_path: Path) -> None:
@@ -114,6 +168,17 @@ def test_ratios_are_paired_and_have_an_interval() -> None:
     assert "-20.0%" in text
     assert "no effect" in text
     assert sorted(ratios.arms_in_order(["-a", "-b", "-c"], 0)) == ["-a", "-b", "-c"]
+
+
+def test_arms_that_take_turns_have_two_runs_of_the_base_each() -> None:
+    """The base's runs around one arm say nothing of the other, whose turn comes in between."""
+    bases = [100.0, 101.0, 200.0, 202.0, 50.0, 50.0]
+    found = comparison("-prefix", bases, [90.45, 180.9, 45.0])
+    assert found.around == [(0, 1), (2, 3), (4, 5)]
+    row = ratios.ratios(found)["offline: output_tokens_per_second"]
+    assert row["pairs"] == pytest.approx([0.9, 0.9, 0.9])
+    assert comparison("-prefix", bases[:3], [1.0, 1.0]).around == [(0, 1), (1, 2)]
+    assert comparison("-prefix", bases[:2], [1.0]).around == [(0, 1)]
 
 
 def test_each_switch_is_measured_by_one_plan() -> None:
@@ -160,3 +225,42 @@ def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = ablate.draw({"-fast_sse": judged["ratios"]}, tmp_path)
     assert len(pictures) == 2 * 8
     assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def test_an_ablation_of_arms_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nano-vllm's load, small: one server of the base for both, in groups of two."""
+    server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"
+    line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "-fast_cnt", "-gc_freeze"]
+    line += ["--load", "nano", "--small", "--processes", "2", "--together", "2", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", [*line, "--server", server])
+    assert ablate.main() in (0, 1)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["failed"] == {}
+    found = {each["arm"]: each for each in manifest["comparisons"]["nano"]}
+    assert set(found) == {"-fast_sse", "-fast_cnt", "-gc_freeze"}
+    counts = sorted((len(each["bases"]), len(each["arms"])) for each in found.values())
+    assert counts == [(3, 2), (4, 2), (4, 2)]
+    drawn = [output for _, output in nano.SMALL.draw()]
+    for each in found.values():
+        for made_ in (*each["bases"], *each["arms"]):
+            (run_,) = made_.values()
+            assert [row["output"] for row in run_["rows"]] == drawn
+            assert run_["summary"]["ms"]["itl"]["p50"] > 0
+    assert len(list(tmp_path.glob("server-*.log"))) == 5
+    judged = json.loads((tmp_path / "ratios.json").read_text())["nano"]
+    assert judged["-fast_cnt"]["rounds"] == 2
+
+
+def test_an_arm_whose_server_ends_is_told_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = f"{sys.executable} -c raise(SystemExit('no'))"
+    line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "-gc_freeze"]
+    monkeypatch.setattr(sys, "argv", [*line, "--load", "nano", "--small", "--server", server])
+    assert ablate.main() == 1
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert set(manifest["failed"]) == {"-fast_sse", "-gc_freeze"}
+    assert manifest["comparisons"] == {"nano": []}
+    monkeypatch.setattr(sys, "argv", [*line[:3], "--load", "nano", "--arms", "-groups"])
+    with pytest.raises(SystemExit):
+        ablate.main()

@@ -44,6 +44,10 @@ def test_buckets() -> None:
     assert found.in_flight == 2
     assert ranks.options(given("--groups", "3"), parse("")).in_flight == 3
     assert ranks.options(given("--batch", "1"), parse("")).batches == (1,)
+    few = given("--batch", "48", "--batches", "64", "24", "3", "--chunk", "100", "--chunks")
+    found = ranks.options(few, parse(""))
+    assert (found.batches, found.chunks) == ((3, 24, 48), (100,))
+    assert ranks.options(few, parse("-variants")).batches == (48,)
 
 
 def test_sequences_are_no_longer_than_blocks_hold() -> None:
@@ -97,4 +101,8 @@ def test_the_command_of_the_job() -> None:
     assert (passed.model, passed.batch, passed.features) == ("random", 4, "-affinity,-thr_cap")
     assert ranks.options(passed, parse("")).prompt_tokens == 2048
     assert ranks.options(given(), parse("")).prompt_tokens is None
+    words = command._parse([*own, "--batches", "1", "2", "--chunks"])
+    line = command.job(words, "random", parse(words.features))
+    passed = ranks.parse([*line[line.index("examples.serve.ranks") + 1 :], "/tmp/socket"])
+    assert (passed.batches, passed.chunks, str(passed.socket)) == ([1, 2], [], "/tmp/socket")
     assert str(passed.socket) == "/tmp/socket"
