@@ -133,6 +133,7 @@ def test_it_measures_and_leaves_actors_as_they_were(tmp_path: Path) -> None:
         assert torch.equal(compiled(X), plain(X))
     costs = cg.Costs.load(file)
     assert len(costs.tf) == 2
+    assert costs.activation_bytes is None  # of the step, whoever pays for it
     before = file.read_text()
     again = step.compile(schedule=cg.schedules.auto(4, measure=file))
     assert file.read_text() == before
@@ -189,15 +190,17 @@ def test_what_cannot_be_computed_again_is_not_chosen() -> None:
 
 
 def test_memory_in_bytes_is_measured_in_the_step(tmp_path: Path) -> None:
-    """Neither costs nor what stages hold need be given; costs of files know no memory."""
+    """What stages hold need not be given, with costs or without; costs of files know no memory."""
     _, step = wide()
+    file = tmp_path / "costs.json"
+    COSTS.save(file)
+    lowered = step.lower(WIDE)
     for room in (5 * HIDDEN, 9 * HIDDEN):
-        schedule = cg.schedules.auto(max_bytes=room, measure=tmp_path / "costs.json")
-        compiled = step.lower(WIDE).compile(schedule=schedule)
+        compiled = lowered.compile(schedule=cg.schedules.auto(max_bytes=room, measure=file))
         most = max(plan.values for plan in compiled.memory_analysis())
         assert 0.6 * room <= most <= 1.05 * room
-    assert cg.Costs.load(tmp_path / "costs.json").activation_bytes is None
-    compiled = step.lower(WIDE).compile(schedule=cg.schedules.auto(max_bytes=9 * HIDDEN))
+    assert cg.Costs.load(file) == COSTS
+    compiled = lowered.compile(schedule=cg.schedules.auto(max_bytes=9 * HIDDEN))
     assert "with equal costs of all tasks" in compiled.schedule_report
 
 
