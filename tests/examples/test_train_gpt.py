@@ -73,7 +73,14 @@ def test_one_process(plain: tuple[Path, list[float]]) -> None:
     assert {file.name for file in checkpoint.iterdir()} == {"manifest.json", "stage0.pt"}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs_mpi) for n in (1, 3, 8)])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(1, marks=needs_mpi),
+        pytest.param(3, marks=needs_mpi),
+        pytest.param(8, marks=[*needs_mpi, pytest.mark.slow]),
+    ],
+)
 def test_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     as_users_do = ranks == 1  # cold ranks beside each other: tests/launch/test_jobs.py
