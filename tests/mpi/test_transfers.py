@@ -30,7 +30,7 @@ def test_random_transfers(tmp_path: Path) -> None:
             found.append(types)
 
     collect()
-    assert len(found) >= scaled(EXAMPLES) // 2
+    assert len(found) >= scaled(EXAMPLES) // 3  # the others are not valid, or summands
     file = tmp_path / "transfers.pickle"
     file.write_bytes(pickle.dumps(found))
     program = ["-m", "tests.mpi.transfers_job", str(file)]
