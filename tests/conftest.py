@@ -18,7 +18,7 @@ from xdist.workermanage import WorkerController
 import cg
 
 from .mpi import jobs, warm
-from .sampling import DEFAULT
+from .sampling import NAMED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,14 +60,15 @@ Any other file comes behind them.
 # How long an example takes says nothing of cg: the machine may be busy with other work.
 settings.register_profile(
     "cg",
+    max_examples=NAMED // 2,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("cg")
-# tests/properties draws in proportion to these: three times as much for `--slow`, and sixty times
-# for `--hypothesis-profile=thorough`.
-settings.register_profile("slow", settings.get_profile("cg"), max_examples=300)
-settings.register_profile("thorough", settings.get_profile("cg"), max_examples=6000)
+# Tests name numbers of examples: a default run draws half of them, `--slow` three times as many,
+# and `--hypothesis-profile=thorough` sixty times.
+settings.register_profile("slow", settings.get_profile("cg"), max_examples=3 * NAMED)
+settings.register_profile("thorough", settings.get_profile("cg"), max_examples=60 * NAMED)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,13 +80,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow",
         action="store_true",
-        help="run the tests that take minutes, too: whole grids, three times the random examples",
+        help="run the tests that take minutes, too: whole grids, six times the random examples",
     )
     parser.addoption(
         "--times",
         type=int,
         metavar="N",
-        help="draw N times (more than 3) as many random examples as by default; others for each "
+        help="draw N times (more than 3) as many random examples as tests name; others for each "
         "--hypothesis-seed, so several processes can share a long search",
     )
     parser.addoption(
@@ -103,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("CG_DEVICE", "cpu")
     times = config.getoption("--times")
     if times is not None:
-        count = DEFAULT * times
+        count = NAMED * times
         settings.register_profile("times", settings.get_profile("cg"), max_examples=count)
         settings.load_profile("times")
     elif config.getoption("--slow") and not config.getoption("--hypothesis-profile"):

@@ -1,8 +1,8 @@
-"""Counts of examples of long searches: few in a default run, three times as many with --slow.
+"""Counts of examples of searches: half of what tests name by default, three times that with --slow.
 
-`--times N` draws N times as many (N above 3). A search that would take one test minutes is cut into
-shards, each a test that draws others, so that `--numprocesses` shares them out. Ten thousand
-trainings of random chains of layers on meshes, on all cores:
+`--times N` draws N times what they name (N above 3). A search that would take one test minutes is
+cut into shards, each a test that draws others, so that `--numprocesses` shares them out. Ten
+thousand trainings of random chains of layers on meshes, on all cores:
 
     OMP_NUM_THREADS=1 pytest tests/tracer/groups/test_random_training.py --times 34 -n auto
 """
@@ -16,24 +16,31 @@ from hypothesis import Phase, seed, settings
 
 T = TypeVar("T", bound=Callable[..., object])
 
-DEFAULT = 100
-"""`max_examples` of the profile of default runs."""
+NAMED = 100
+"""`max_examples` of a profile that draws what tests name; that of default runs has half of it."""
 
 
 def scale() -> int:
-    """How many times as many examples as a default run draws are drawn in this run."""
+    """How many times as large as by default the grids of this run are: three with --slow."""
     profile = settings.default
     assert profile is not None
-    return max(1, profile.max_examples // DEFAULT)
+    return max(1, profile.max_examples // NAMED)
+
+
+def scaled(count: int) -> int:
+    """How many examples this run draws for the number that a test names."""
+    profile = settings.default
+    assert profile is not None
+    return max(1, count * profile.max_examples // NAMED)
 
 
 def examples(count: int, *, shrinks: bool = False) -> settings:
-    """Run so many examples, or in proportion to the profile.
+    """Run so many examples, in proportion to the profile.
 
     They are the same ones in every run, but for the profile `thorough`, and for `--times`.
 
     Args:
-        count: examples of a default run.
+        count: examples of a profile of 100: a default run has half of them.
         shrinks: whether a failing one is made smaller; always where they are others.
     """
     profile = settings.default
@@ -41,15 +48,15 @@ def examples(count: int, *, shrinks: bool = False) -> settings:
     is_thorough = profile.max_examples > settings.get_profile("slow").max_examples
     return settings(
         profile,
-        max_examples=count * scale(),
+        max_examples=scaled(count),
         derandomize=not is_thorough,
         phases=[p for p in Phase if p is not Phase.shrink or shrinks or is_thorough],
     )
 
 
 def shards(count: int) -> range:
-    """The numbers of a search's shards: so many in a default run, or in proportion."""
-    return range(count * scale())
+    """The numbers of a search's shards, in proportion to the profile."""
+    return range(scaled(count))
 
 
 def of_shard(number: int, count: int) -> Callable[[T], T]:

@@ -15,6 +15,7 @@ from cg.backends.virtual import collectives
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.attributes import ReduceOp
 
+from ..sampling import scaled
 from .programs import module
 
 REDUCE = {
@@ -69,7 +70,7 @@ def make(world: int, shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     return [torch.from_numpy(generator.integers(1, 5, shape).astype("f8")) for _ in range(world)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 @given(cases(), st.sampled_from(list(ReduceOp)))
 def test_all_reduce(case: Any, op: ReduceOp) -> None:
     world, group, shape, _, seed = case
@@ -86,7 +87,7 @@ def test_all_reduce(case: Any, op: ReduceOp) -> None:
     assert len({r.data_ptr() for r in results if r is not None}) == len(group)
 
 
-@settings(max_examples=25)
+@settings(max_examples=scaled(25))
 @given(cases())
 def test_all_gather(case: Any) -> None:
     world, group, shape, dim, seed = case
@@ -99,7 +100,7 @@ def test_all_gather(case: Any) -> None:
         np.testing.assert_array_equal(results[rank].numpy(), expected)
 
 
-@settings(max_examples=25)
+@settings(max_examples=scaled(25))
 @given(cases(), st.sampled_from(list(ReduceOp)))
 def test_reduce_scatter(case: Any, op: ReduceOp) -> None:
     world, group, shape, dim, seed = case
@@ -112,7 +113,7 @@ def test_reduce_scatter(case: Any, op: ReduceOp) -> None:
         np.testing.assert_allclose(results[rank].numpy(), part)
 
 
-@settings(max_examples=25)
+@settings(max_examples=scaled(25))
 @given(cases())
 def test_all_to_all(case: Any) -> None:
     world, group, shape, dim, seed = case
@@ -145,7 +146,7 @@ def rooted(case: Any, op: str, gives: bool, operand: str, results: list[str]) ->
     return "\n".join([*lines, "}"])
 
 
-@settings(max_examples=25)
+@settings(max_examples=scaled(25))
 @given(cases())
 def test_gather(case: Any) -> None:
     world, group, shape, dim, seed = case
@@ -160,7 +161,7 @@ def test_gather(case: Any) -> None:
     assert sum(map(len, outputs)) == 1
 
 
-@settings(max_examples=25)
+@settings(max_examples=scaled(25))
 @given(cases())
 def test_scatter(case: Any) -> None:
     world, group, shape, dim, seed = case

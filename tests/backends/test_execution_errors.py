@@ -17,6 +17,7 @@ import cg
 from cg.backends.errors import Failure, RemoteError
 from cg.backends.failures.poison import Poison
 
+from ..sampling import scaled
 from .graph_tools import Boom, Scale, Worker, world
 
 
@@ -384,7 +385,7 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:
     assert "Local on rank 1 in op: text" in str(got)
 
 
-@settings(max_examples=80)
+@settings(max_examples=scaled(80))
 @given(st.data())
 def test_random_failures_hit_only_their_own_execution(data: st.DataObject) -> None:
     """Every execution fails or not as plain Python would; effects are those that it would have."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import cg
 
+from ..sampling import scaled
 from .graph_tools import Scale, Worker, chain_of, world
 
 
@@ -331,7 +332,7 @@ def test_random_numbers_do_not_depend_on_what_is_in_flight() -> None:
     assert len(set(one)) == 12
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(st.data())
 def test_any_interleaving_gives_what_one_after_the_other_gives(data: st.DataObject) -> None:
     """Three graphs over three actors, in random order, with random turns and random reading."""

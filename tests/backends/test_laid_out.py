@@ -31,9 +31,9 @@ from ..passes.random_transfers import (
     selected,
     transfers,
 )
-from ..sampling import scale
+from ..sampling import scaled
 
-bounded = settings(max_examples=60 * scale())
+bounded = settings(max_examples=scaled(60))
 EVERYWHERE = Place(tuple(range(WORLD)))
 
 

@@ -14,6 +14,7 @@ from cg.backends.errors import DeadlockError, InputError, RemoteError
 from cg.backends.virtual.fabric import VirtualFabric
 from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
 
+from ..sampling import scaled
 from .programs import CHAIN, CHAIN_BODIES, exchange, module, run
 
 ZEROS, ONES = torch.zeros(2), torch.ones(2)
@@ -151,7 +152,7 @@ def ring(world: int, rounds: int) -> str:
     return "\n".join([*lines, "}"])
 
 
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 @given(st.integers(2, 5), st.integers(1, 6), st.integers(0, 2**32))
 def test_results_do_not_depend_on_the_order_of_turns(world: int, rounds: int, shuffle: int) -> None:
     def run_once(seed: int | None) -> tuple[list[list[int]], dict[int, list[int]]]:

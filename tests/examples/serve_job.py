@@ -3,7 +3,8 @@
 mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT [TP]]
 mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT [TP]]
 
-Stages that are cut over ranks take one group of requests, so that half as much is traced.
+Stages that are cut over ranks take one group of requests, so that less is traced; on hosts these
+are greedy.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ import cg
 from cg.backends.devices.programs.instance import DeviceOnlyInstance
 from cg.launch.world import world as worlds
 from examples.serve.engine import CgEngine, start
+from examples.serve.requests import Sampling
 
 from .serve_driver import Driver, Habits, differences, random_requests
-from .serve_models import FEW, load_qwen2, logits_of
+from .serve_models import FEW, GREEDY, load_qwen2, logits_of
 
 
 def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
     tp = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-    engine = start(folder, replace(FEW, groups=FEW.groups if tp == 1 else 1, tp=tp))
+    has_device = worlds.world().device is not None
+    engine = start(folder, FEW if tp == 1 else replace(GREEDY, tp=tp, draws=has_device))
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
         return
     requests = random_requests(count, 5, engine.limits)
+    if not engine.options.draws:
+        requests = [replace(each, sampling=Sampling()) for each in requests]
     driver = Driver(engine, Habits(seed=5, preempting=0.03, cancelling=0.01))
     driver.run(requests)
-    if worlds.world().device is not None:
+    if has_device:
         say_how_devices_run(engine)
     engine.close()
     wrong, near = differences(logits_of(load_qwen2(folder)), requests)

@@ -19,8 +19,11 @@ spend most time on."""
 
 FEW = replace(OPTIONS, groups=2, batches=(4,), chunks=(32,), widths=())
 
+GREEDY = replace(FEW, groups=1, draws=False)
+"""For tests that need no other tokens: four of nine variants."""
 
-def save_qwen2(folder: Path, layers: int = 3) -> None:
+
+def save_qwen2(folder: Path, layers: int) -> None:
     """Write a Qwen2 of random weights and biases in transformers' format."""
     logging.disable_progress_bar()
     torch.manual_seed(0)

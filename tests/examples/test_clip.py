@@ -38,6 +38,7 @@ def test_gradients_are_those_of_one_process(word: str) -> None:
     assert max(found) < 1e-4
 
 
+@pytest.mark.slow  # each shape is held against one process above, and one of them on MPI below
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
 def test_every_shape_on_mpi_ranks(ranks: int, tmp_path: Path) -> None:
     ended = run(

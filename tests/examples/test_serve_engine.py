@@ -35,7 +35,7 @@ from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill
 
 from ..mpi.jobs import ROOT, needs_mpi, run
 from .serve_driver import Driver, Habits, Request, differences, random_requests
-from .serve_models import FEW, OPTIONS, generate, load_qwen2, logits_of, save_qwen2
+from .serve_models import FEW, GREEDY, OPTIONS, generate, load_qwen2, logits_of, save_qwen2
 from .serve_work import Row, decode_of, prefill_of
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -64,23 +64,30 @@ def serving(source: Any, ranks: int, options: Options) -> Iterator[CgEngine]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen2")
-    save_qwen2(path)
-    return path
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Models of one, two and three layers: each costs its time in each variant of an engine."""
+    found = {}
+    for layers in (1, 2, 3):
+        found[layers] = tmp_path_factory.mktemp(f"qwen2-{layers}")
+        save_qwen2(found[layers], layers)
+    return found
 
 
 @pytest.fixture(scope="module")
-def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folders: dict[int, Path]) -> Path:
     """A model of which each of two stages has one layer."""
-    path = tmp_path_factory.mktemp("two_layers")
-    save_qwen2(path, layers=2)
-    return path
+    return folders[2]
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
     return load_qwen2(folder)
+
+
+def greedy(count: int, seed: int, limits: Limits) -> list[Request]:
+    """Random requests of 12 tokens that an engine without `draws` takes."""
+    requests = random_requests(count, seed, limits)
+    return [replace(each, sampling=Sampling(), most=12) for each in requests]
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +98,12 @@ def engine(folder: Path) -> Iterator[CgEngine]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_greedy_tokens_are_those_of_generate(ranks: int, folder: Path, model: Any) -> None:
-    with serving(folder, ranks, replace(FEW, groups=1)) as engine:
-        requests = [
-            replace(each, sampling=Sampling(), most=12)
-            for each in random_requests(6, ranks, engine.limits)
-        ]
+def test_greedy_tokens_are_those_of_generate(ranks: int, folders: dict[int, Path]) -> None:
+    """Three layers in one stage, and one in each of three."""
+    with serving(folders[3], ranks, GREEDY) as engine:
+        requests = greedy(6, ranks, engine.limits)
         Driver(engine, Habits(seed=ranks)).run(requests)
+    model = load_qwen2(folders[3])
     for each in requests:
         assert each.out == generate(model, each.prompt, 12)
 
@@ -106,29 +112,27 @@ def test_greedy_tokens_are_those_of_generate(ranks: int, folder: Path, model: An
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
 )
-def test_fused_tokens_are_those_of_generate(folder: Path, model: Any) -> None:
+def test_fused_tokens_are_those_of_generate(folders: dict[int, Path]) -> None:
     """In a decode step attention is loops, and the prompts' is torch's kernel."""
-    options = replace(FEW, groups=1, prompt_tokens=None, fuse="inductor", draws=False)
-    with serving(folder, 1, options) as engine:
+    options = replace(GREEDY, prompt_tokens=None, fuse="inductor")
+    with serving(folders[1], 1, options) as engine:
         # The actor has a number, which other tests of the process may have used.
         fused = {name.partition(".")[2]: why for name, why in engine.decode[0].fused.items()}
         assert fused["decode"] == ""
-        requests = [
-            replace(each, sampling=Sampling(), most=12)
-            for each in random_requests(6, 5, engine.limits)
-        ]
+        requests = greedy(6, 5, engine.limits)
         Driver(engine, Habits(seed=5, preempting=0.03)).run(requests)
+    model = load_qwen2(folders[1])
     for each in requests:
         assert each.out == generate(model, each.prompt, 12)
 
 
-def test_a_stage_that_is_cut_over_ranks(folder: Path, model: Any) -> None:
+def test_a_stage_that_is_cut_over_ranks(folders: dict[int, Path]) -> None:
     """Greedy and sampled tokens."""
-    with serving(folder, 2, replace(FEW, groups=1, tp=2)) as engine:
+    with serving(folders[1], 2, replace(FEW, groups=1, tp=2)) as engine:
         assert engine.limits.groups == 1
         requests = random_requests(8, 11, engine.limits)
         Driver(engine, Habits(seed=11, preempting=0.03)).run(requests)
-    assert differences(logits_of(model), requests)[0] == 0
+    assert differences(logits_of(load_qwen2(folders[1])), requests)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -153,12 +157,12 @@ def test_random_arrivals_preemptions_and_cancellations(engine: CgEngine, model: 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_two_thousand_requests(ranks: int, folder: Path, model: Any) -> None:
-    with serving(folder, ranks, OPTIONS) as engine:
+def test_two_thousand_requests(ranks: int, folders: dict[int, Path]) -> None:
+    with serving(folders[3], ranks, OPTIONS) as engine:
         requests = random_requests(2000, 100 + ranks, engine.limits)
         driver = Driver(engine, Habits(seed=ranks, preempting=0.03, cancelling=0.01))
         driver.run(requests)
-    wrong, near = differences(logits_of(model), requests)
+    wrong, near = differences(logits_of(load_qwen2(folders[3])), requests)
     tokens = sum(len(each.out) for each in requests)
     print(f"{tokens} tokens, {near} near ties, {driver.hits} shared, {driver.preempted} preempted")
     assert wrong == 0
@@ -259,9 +263,9 @@ def test_log_probabilities_are_those_of_the_model(
 
 def test_guards_in_the_graph(folder: Path, model: Any) -> None:
     """They change no token; what the driver would refuse fails where bounds are checked."""
-    options = replace(FEW, groups=1, clamp=True, debug_bounds=True)
+    options = replace(GREEDY, clamp=True, debug_bounds=True)
     with serving(folder, 2, options) as engine:
-        requests = random_requests(4, 3, engine.limits)
+        requests = greedy(4, 3, engine.limits)
         Driver(engine, Habits(seed=3)).run(requests)
         assert differences(logits_of(model), requests) == (0, 0)
         batch, how = next(decode_variants(engine.limits, options))
@@ -335,13 +339,13 @@ def test_pools_are_written_to_as_they_are(folder: Path) -> None:
     """A compiler may copy a whole pool of which a view is written to."""
     model, limits = open_model(folder), Limits(1, 2, 32, 10, 8, 64, 64, (), 1)
     with use_world(VirtualWorld(1)):
-        stage = make_stage(model, range(3), Pool(10, 8), FEW, 0)
+        stage = make_stage(model, range(2), Pool(10, 8), FEW, 0)
         example = next(decode_variants(limits, FEW))
         bodies = decode_step([stage], 2).lower(*example).trace.bodies
     nodes = [node for body in bodies.values() for node in body.graph.nodes]
     written = [node.args[0] for node in nodes if "index_copy" in str(node.target)]
     shapes = [tuple(each.meta["val"].shape) for each in written]
-    assert shapes.count((80, model.groups, 2, model.width)) == 3
+    assert shapes.count((80, model.groups, 2, model.width)) == 2
     assert all(each.op == "placeholder" for each in written)
 
 
@@ -404,11 +408,11 @@ def test_the_gpt_of_make_train(tp: int, tmp_path: Path) -> None:
             ids = stage.local.forward(ids)
         return ids
 
-    options = replace(FEW, groups=1, batches=(2,), tp=tp)
+    options = replace(GREEDY, batches=(2,), tp=tp)
     with serving(tmp_path, 2, options) as engine:
         assert engine.limits.vocabulary == 256
         assert engine.limits.prompts == 2  # more could not decode
-        requests = random_requests(8, 9, engine.limits)
+        requests = greedy(8, 9, engine.limits)
         Driver(engine, Habits(seed=9, companions=2)).run(requests)
     assert differences(logits, requests)[0] == 0
 
@@ -450,9 +454,9 @@ def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
     ("ranks", "on_devices"),
     [pytest.param(4, False, marks=needs_mpi), pytest.param(2, True, marks=needs_mpi)],
 )
-def test_stages_of_two_mpi_ranks(ranks: int, on_devices: bool, two_layers: Path) -> None:
+def test_stages_of_two_mpi_ranks(ranks: int, on_devices: bool, folders: dict[int, Path]) -> None:
     """Two stages, and one on fake devices, whose graphs are whole with all reductions in them."""
-    job = ["tests.examples.serve_job", str(two_layers), "16", "2"]
+    job = ["tests.examples.serve_job", str(folders[ranks // 2]), "16", "2"]
     program = ["-m", *(["tests.mpi.device_job"] if on_devices else []), *job]
     ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
     assert ended.code == 0, ended.output

@@ -14,7 +14,7 @@ from ..mpi.jobs import ROOT, Ended, needs_mpi, run
 pytestmark = pytest.mark.timeout(150)
 
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
-TINY = "--layers 8 --width 12 --batch 4 --microbatches 2 --rate 1e-2"
+TINY = "--layers 4 --width 12 --batch 4 --microbatches 2 --rate 1e-2"
 
 
 def train(
@@ -73,13 +73,23 @@ def test_one_process(plain: tuple[Path, list[float]]) -> None:
     assert {file.name for file in checkpoint.iterdir()} == {"manifest.json", "stage0.pt"}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs_mpi) for n in (1, 3, 8)])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs_mpi) for n in (1, 3)])
 def test_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     as_users_do = ranks == 1  # cold ranks beside each other: tests/launch/test_jobs.py
     ended = train(ranks, folder, f"--sample {8 if ranks == 3 else 0}", warm=not as_users_do)
     assert check_written(folder, ended, ranks) == pytest.approx(plain[1], rel=1e-4)
     assert ended.output.count("--- sample ---") == (ranks == 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(8, marks=needs_mpi)])
+def test_many_mpi_ranks(ranks: int, tmp_path: Path) -> None:
+    """With a layer each."""
+    options = f"--layers {ranks} --sample 0"
+    alone = check_written(tmp_path / "alone", train(0, tmp_path / "alone", options), 1)
+    ended = train(ranks, tmp_path / "run", options)
+    assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])

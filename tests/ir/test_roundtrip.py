@@ -14,10 +14,10 @@ from cg.ir.phases import Phase
 from cg.ir.printer import format_module, format_op, format_program
 from cg.ir.text.compare import difference, equal
 
-from ..sampling import scale
+from ..sampling import scaled
 from .strategies import modules
 
-bounded = settings(max_examples=80 * scale())
+bounded = settings(max_examples=scaled(80))
 
 
 @pytest.mark.parametrize("phase", Phase)

@@ -104,7 +104,8 @@ def lowered() -> cg.Lowered:
 
 def test_it_says_what_it_has_chosen_and_why(tmp_path: Path) -> None:
     schedule = cg.schedules.auto(4, cg.Costs(1.0, 1.0, 0.5))
-    compiled = lowered().compile(schedule=schedule, dump=tmp_path)
+    step = lowered()
+    compiled = step.compile(schedule=schedule, dump=tmp_path)
     report = compiled.schedule_report
     assert report.startswith("auto, 2 stages on 2 ranks, 4 microbatches: 0.0 % above the bound")
     assert "with the given costs; its programs are the fastest on paper of" in report
@@ -112,10 +113,8 @@ def test_it_says_what_it_has_chosen_and_why(tmp_path: Path) -> None:
     assert text.read_text() == f"{report}\n"
     (costs,) = tmp_path.glob("*.costs.json")
     assert cg.Costs.load(costs) == cg.Costs(1.0, 1.0, 0.5)
-    assert (
-        "equal costs of all tasks"
-        in lowered().compile(schedule=cg.schedules.auto()).schedule_report
-    )
+    free = step.compile(schedule=cg.schedules.auto())
+    assert "equal costs of all tasks" in free.schedule_report
 
 
 def test_other_schedules_have_no_choice_to_report(tmp_path: Path) -> None:
@@ -133,6 +132,7 @@ def test_it_measures_and_leaves_actors_as_they_were(tmp_path: Path) -> None:
         assert torch.equal(compiled(X), plain(X))
     costs = cg.Costs.load(file)
     assert len(costs.tf) == 2
+    assert costs.activation_bytes is None  # of the step, whoever pays for it
     before = file.read_text()
     again = step.compile(schedule=cg.schedules.auto(4, measure=file))
     assert file.read_text() == before
@@ -156,7 +156,8 @@ COSTS = cg.Costs(1.0, 1.0, 0.8)
 
 def test_stages_recompute_in_a_memory_that_is_short_for_what_they_save() -> None:
     layers, step = wide()
-    plain = step.lower(WIDE).compile(schedule=cg.schedules.auto(4, COSTS))
+    lowered = step.lower(WIDE)
+    plain = lowered.compile(schedule=cg.schedules.auto(4, COSTS))
     loss, expected = plain(WIDE), gradients(layers)
     assert max(plan.values for plan in plain.memory_analysis()) > 6 * HIDDEN
     for layer in layers:
@@ -164,9 +165,9 @@ def test_stages_recompute_in_a_memory_that_is_short_for_what_they_save() -> None
     # A stage saves its hidden values, and B leaves their gradients to W, too.
     room = 3 * HIDDEN
     with pytest.raises(ValueError, match=r"may hold 98304, but one microbatch takes \d+; auto"):
-        step.lower(WIDE).compile(schedule=cg.schedules.auto(costs=COSTS, max_bytes=room))
+        lowered.compile(schedule=cg.schedules.auto(costs=COSTS, max_bytes=room))
     schedule = cg.schedules.auto(costs=COSTS, max_bytes=room, remat=True)
-    compiled = step.lower(WIDE).compile(schedule=schedule)
+    compiled = lowered.compile(schedule=schedule)
     assert "recompute" in compiled.schedule_report
     assert torch.equal(compiled(WIDE), loss)
     found = gradients(layers)
@@ -189,15 +190,17 @@ def test_what_cannot_be_computed_again_is_not_chosen() -> None:
 
 
 def test_memory_in_bytes_is_measured_in_the_step(tmp_path: Path) -> None:
-    """Neither costs nor what stages hold need be given; costs of files know no memory."""
+    """What stages hold need not be given, with costs or without; costs of files know no memory."""
     _, step = wide()
+    file = tmp_path / "costs.json"
+    COSTS.save(file)
+    lowered = step.lower(WIDE)
     for room in (5 * HIDDEN, 9 * HIDDEN):
-        schedule = cg.schedules.auto(max_bytes=room, measure=tmp_path / "costs.json")
-        compiled = step.lower(WIDE).compile(schedule=schedule)
+        compiled = lowered.compile(schedule=cg.schedules.auto(max_bytes=room, measure=file))
         most = max(plan.values for plan in compiled.memory_analysis())
         assert 0.6 * room <= most <= 1.05 * room
-    assert cg.Costs.load(tmp_path / "costs.json").activation_bytes is None
-    compiled = step.lower(WIDE).compile(schedule=cg.schedules.auto(max_bytes=9 * HIDDEN))
+    assert cg.Costs.load(file) == COSTS
+    compiled = lowered.compile(schedule=cg.schedules.auto(max_bytes=9 * HIDDEN))
     assert "with equal costs of all tasks" in compiled.schedule_report
 
 
@@ -228,10 +231,11 @@ def test_steps_that_cannot_be_traced_again_say_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"use cg\.remat\(actor\.method\) in the step"):
         step.lower_many([WIDE]).compile(schedule=schedule)
     assumed = cg.schedules.auto(2, cg.Costs(mr=0.1, remat=(0,)))
+    lowered = step.lower(WIDE)
     with pytest.raises(ValueError, match=r"stages \(0,\) recompute, which is for orders on paper"):
-        step.lower(WIDE).compile(schedule=assumed)
+        lowered.compile(schedule=assumed)
     with pytest.raises(ValueError, match=r"cg\.remat\(actor\.method\) in the step says it"):
-        step.lower(WIDE).compile_optimistic(schedule=schedule)
+        lowered.compile_optimistic(schedule=schedule)
 
 
 def test_several_signatures_are_not_measured() -> None:

@@ -19,6 +19,8 @@ from cg.launch.world.single_rank_world import SingleRankWorld
 from tests.backends.devices.fakes import FakeDevice
 from tests.backends.memory import peak_of
 
+from ..sampling import scaled
+
 SIDE = 32
 """Inputs, weights and what is saved have one size, so that one serves as memory for another."""
 
@@ -122,7 +124,7 @@ OPS = st.tuples(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=scaled(15), deadline=None)
 @given(st.lists(OPS, max_size=12))
 def test_gradients_are_those_of_autograd_whatever_is_replayed_between(
     ops: list[tuple[bool, str]],

@@ -253,24 +253,21 @@ def test_the_jobs_folder_and_its_files_are_the_users_own(launch: Launch) -> None
     assert job.output.count("mode=600\n") == 4, job.output
 
 
-def test_copies_that_torchrun_starts_are_refused(start: Start, tmp_path: Path) -> None:
+def test_copies_that_torchrun_starts_are_refused_and_what_they_start_goes_on(
+    start: Start, tmp_path: Path
+) -> None:
     torchrun = [*TORCHRUN, "--nproc-per-node", "2"]
-    job = start([*torchrun, PROGRAMS / "copies.py", "alone", tmp_path, "2"])
+    job = start([*torchrun, PROGRAMS / "copies.py", "parent", tmp_path, "2"])
     assert job.finish() != 0, job.output
+    assert job.output.count("child: size=1\n") == 2, job.output
+    assert len(re.findall("child: .*Let MPI start the ranks", job.output)) == 2, job.output
     for number in range(2):
         refused = f"refused: torchrun started this process as number {number} of 2 (RANK, WORLD"
         assert refused in job.output
     assert "Let MPI start the ranks: python -m cg.launch -n 2 " in job.output
 
 
-def test_a_program_that_a_copy_of_torchrun_starts_goes_on(start: Start, tmp_path: Path) -> None:
-    torchrun = [*TORCHRUN, "--nproc-per-node", "2"]
-    job = start([*torchrun, PROGRAMS / "copies.py", "parent", tmp_path, "2"])
-    assert job.finish() == 0, job.output
-    assert job.output.count("size=1\n") == 2, job.output
-    assert "Let MPI start the ranks" in job.output
-
-
+@pytest.mark.slow  # `test_foreign` knows its variables
 def test_one_process_of_torchrun_is_a_world(start: Start, tmp_path: Path) -> None:
     torchrun = [*TORCHRUN, "--nproc-per-node", "1"]
     job = start([*torchrun, PROGRAMS / "copies.py", "alone", tmp_path, "1"])

@@ -17,6 +17,8 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from cg.passes.schedules import by_name
 
+from ..sampling import scaled
+
 torch.set_num_threads(1)
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
@@ -298,7 +300,7 @@ def test_an_actor_that_holds_the_handle_of_another(two_ranks: None) -> None:
     assert into == plain_into == ["late", "early"]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=scaled(10))
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from(SCHEDULES))
 def test_any_pattern_of_sharing(seed: int, schedule: str) -> None:
     """Stages, optimizers over some of them, notes in lists and buffers; called in any order."""

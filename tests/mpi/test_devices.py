@@ -58,6 +58,10 @@ DEVICE_ONLY = [
 ]
 
 
+WAYS = [(3, ()), (2, ("--slow",)), pytest.param(2, (), marks=pytest.mark.slow)]
+"""Ranks with fake devices, and whether these are slow: with 2 quick ones there is less to find."""
+
+
 def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:
     """All that the job checks has passed, and its end with a graph open."""
     assert ended.code == 0, ended.output
@@ -150,13 +154,13 @@ def test_interruptions_on_fake_devices() -> None:
     check_interruptions(run(2, job, seconds=100, warm=True), (0, 1))
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(2, ()), (3, ()), (2, ("--slow",))])
+@pytest.mark.parametrize(("ranks", "how"), WAYS)
 def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
     program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.driven_job"]
     check_driven(run(ranks, program, seconds=100, warm=True))
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(2, ()), (3, ()), (2, ("--slow",))])
+@pytest.mark.parametrize(("ranks", "how"), WAYS)
 def test_steps_that_need_no_host_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
     program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.device_only_job"]
     check_driven(run(ranks, program, seconds=100, warm=True), DEVICE_ONLY)

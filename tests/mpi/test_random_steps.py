@@ -15,10 +15,10 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
     [
-        (4, (0, 8)),
-        (2, (12, 17)),
-        pytest.param(4, (8, 12), marks=SLOW),
-        pytest.param(2, (17, 20), marks=SLOW),
+        (4, (0, 5)),
+        (2, (12, 15)),
+        pytest.param(4, (5, 12), marks=SLOW),
+        pytest.param(2, (15, 20), marks=SLOW),
     ],
 )
 def test_random_steps(ranks: int, seeds: tuple[int, int]) -> None:

@@ -17,11 +17,11 @@ from cg.ir.verify.verifier import verify
 from cg.passes.placement.lower_transfers import LowerTransfers
 from cg.passes.placement.split_transfers import SplitTransfers
 
-from ..sampling import scale
+from ..sampling import scaled
 from .random_transfers import Types, as_module, is_valid, summands, transfers
 from .random_transfers import reduction as how_combined
 
-bounded = settings(max_examples=60 * scale())
+bounded = settings(max_examples=scaled(60))
 
 
 def reductions(module: Module) -> Iterator[tuple[Value, Value]]:

@@ -20,7 +20,7 @@ from cg.ir.verify.verifier import verify
 from cg.passes.placement.lower_transfers import LowerTransfers
 from cg.passes.placement.resharding import plan
 
-from ..sampling import examples, scale
+from ..sampling import examples, scaled
 from .random_transfers import Types, as_module, is_valid, transfers
 
 LINE = Location("step.py", 7, "y = cg.transfer(x)")
@@ -62,8 +62,8 @@ def new_ops(module: Module) -> list[Op]:
 
 REMOVED = (AllReduce, ReduceScatter, Call, AllGather, Assemble)
 """Kinds of ops of which a mutant lacks one: reductions, by collectives or calls, and gathers."""
-WANTED = {"reduction": 200, "all_gather": 10, "assemble": 100}
-"""Mutants of a default run, by what they lack."""
+WANTED = {"reduction": 400, "all_gather": 20, "assemble": 200}
+"""Mutants at least, by what they lack."""
 MOST = 4
 """Mutants of one program that lack ops of the same kind."""
 
@@ -71,7 +71,7 @@ MOST = 4
 def test_a_program_that_lacks_a_reduction_or_a_gather_is_refused() -> None:
     count: Counter[str] = Counter()
 
-    @examples(500)
+    @examples(1000)
     @given(types=transfers(), seed=st.integers(0, 10**6))
     def judge(types: Types, seed: int) -> None:
         assume(is_valid(types))
@@ -91,7 +91,7 @@ def test_a_program_that_lacks_a_reduction_or_a_gather_is_refused() -> None:
                 count[opcode if opcode in WANTED else "reduction"] += 1
 
     judge()
-    assert all(count[kind] >= wanted * scale() for kind, wanted in WANTED.items()), count
+    assert all(count[kind] >= scaled(wanted) for kind, wanted in WANTED.items()), count
 
 
 def without(module: Module, number: int, choice: Callable[[Sequence[Value]], Value]) -> Module:

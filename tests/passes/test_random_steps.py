@@ -41,6 +41,8 @@ from cg.ir.types import DType, Place, TensorType, UnitType, relocate
 from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline
 
+from ..sampling import scaled
+
 SCALAR = TensorType(DType.F32, ())
 ACTORS = 4
 
@@ -353,7 +355,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 @given(step=steps())
 def test_passes_keep_what_a_step_means(pipeline: str, step: Step) -> None:
     right = expected(step)
@@ -366,7 +368,7 @@ def test_passes_keep_what_a_step_means(pipeline: str, step: Step) -> None:
     assert run.writes == right.writes
 
 
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 @given(step=steps())
 def test_passes_that_keep_the_phase_are_idempotent(step: Step) -> None:
     module = step.module
@@ -375,7 +377,7 @@ def test_passes_that_keep_the_phase_are_idempotent(step: Step) -> None:
         assert not again.changed, f"{name} after {'a change' if first.changed else 'none'}"
 
 
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 @given(step=steps())
 def test_after_insertion_no_value_travels_twice_to_a_rank(step: Step) -> None:
     module = step.module

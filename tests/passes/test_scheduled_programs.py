@@ -22,7 +22,7 @@ from cg.passes import schedules
 from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline
 
-from ..sampling import scale
+from ..sampling import scaled
 from .meanings import Machine, World, run_async
 from .random_pipelines import Drawn, Maker, drawn_steps
 
@@ -57,7 +57,7 @@ def chooser(seed: int) -> Callable[[int], int]:
 
 
 @pytest.mark.parametrize("back", BACKS)
-@settings(max_examples=30 * scale())
+@settings(max_examples=scaled(30))
 @given(drawn=drawn_steps(), schedule=st.sampled_from(SCHEDULES), seed=st.integers(0, 99))
 def test_programs_compute_what_the_step_does(
     back: str, drawn: Drawn, schedule: str, seed: int
@@ -75,7 +75,7 @@ def test_programs_compute_what_the_step_does(
     assert world.written == state
 
 
-@settings(max_examples=30 * scale())
+@settings(max_examples=scaled(30))
 @given(drawn=drawn_steps(), schedule=st.sampled_from(SCHEDULES))
 def test_every_rank_follows_its_schedule(drawn: Drawn, schedule: str) -> None:
     _, module = compile_step(drawn, f"schedule{{schedule={schedule}}},overlap")
@@ -123,7 +123,7 @@ def follows(op: Op, other: Op, was_later: bool) -> bool:
 
 
 @pytest.mark.parametrize("back", BACKS)
-@settings(max_examples=50 * scale())
+@settings(max_examples=scaled(50))
 @given(
     drawn=drawn_steps(),
     moves=st.lists(
@@ -160,7 +160,7 @@ def judge(module: Module, seed: int) -> None:
             PassManager(parse_pipeline("check-deadlock")).run(module)
 
 
-@settings(max_examples=150 * scale())
+@settings(max_examples=scaled(150))
 @given(
     orders=st.lists(st.permutations(range(12)), min_size=2, max_size=3),
     streams=st.booleans(),
@@ -227,7 +227,7 @@ def in_a_legal_order(order: Sequence[int]) -> list[int]:
     return found
 
 
-@settings(max_examples=30 * scale())
+@settings(max_examples=scaled(30))
 @given(drawn=drawn_steps(), lookahead=st.integers(1, 3))
 def test_overlap_keeps_its_bound_and_the_order_of_messages(drawn: Drawn, lookahead: int) -> None:
     _, module = compile_step(drawn, "schedule{schedule=1f1b}")
@@ -255,7 +255,7 @@ def in_flight(program: Program) -> dict[tuple[type, int], int]:
     return most
 
 
-@settings(max_examples=20 * scale())
+@settings(max_examples=scaled(20))
 @given(drawn=drawn_steps(), schedule=st.sampled_from(SCHEDULES))
 def test_progress_takes_as_long_as_any_schedule_must(drawn: Drawn, schedule: str) -> None:
     back = f"schedule{{schedule={schedule}}},overlap"

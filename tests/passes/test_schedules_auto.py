@@ -13,6 +13,8 @@ from cg.passes.schedules import Pipeline
 from cg.passes.schedules.base import spell
 from cg.passes.schedules.zb_h1_order import lagging
 
+from ..sampling import scaled
+
 share = st.sampled_from([0.0, 0.4, 1.0])
 times = st.floats(0.1, 3.0)
 
@@ -36,7 +38,7 @@ def most(timeline: Timeline, mw: float) -> float:
     return max(timeline.peak(rank, mw) for rank in timeline.rows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(st.data(), st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(1, 8))
 def test_it_keeps_to_its_memory_on_any_ranks(
     data: st.DataObject, stage_ranks: list[int], m: int
@@ -47,7 +49,7 @@ def test_it_keeps_to_its_memory_on_any_ranks(
     assert most(found, paid.mw) <= memory + 1e-6
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(st.data(), st.integers(1, 6), st.integers(1, 12), st.integers(1, 12))
 def test_it_is_never_worse_than_1f1b_in_its_memory(
     data: st.DataObject, p: int, m: int, memory: int

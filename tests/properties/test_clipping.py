@@ -59,6 +59,17 @@ class Stage(nn.Module):
                 p.grad.mul_(coefficient)
         self.update()
 
+    def restart(self, number: int) -> None:
+        """Be as new."""
+        self.load_state_dict(Stage(number).state_dict())
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        self.scheduler.last_epoch = 0
+        self.updates.clear()
+        for p in self.parameters():
+            p.grad = None
+
     def update(self) -> None:
         self.updates.append(float(self.weight.grad.norm()))
         if self.fragile and self.updates[-1] > 0.5:
@@ -160,7 +171,7 @@ def assert_same(one: Sequence[Any], other: Sequence[Any], tolerance: float) -> N
                 torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _world() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -169,13 +180,26 @@ def _world() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def traced() -> dict[Any, tuple[list[Any], cg.Lowered]]:
+    """Stages and their step, by what clips and how many stages there are."""
+    return {}
+
+
 @pytest.mark.parametrize("build", [by_hand, rounds], ids=["by hand", "clip_grad_norm"])
 @pytest.mark.parametrize("schedule", cg.schedules.names())
-def test_clipping_is_torchs_under_every_schedule(schedule: str, build: Any) -> None:
-    stages, alone = make(schedule), [handle.local for handle in make(schedule)]
-    most = MOST[len(stages)]
-    step = cg.trace(build(stages, most)).lower(*batch(0))
-    compiled = step.compile(schedule=cg.schedules.by_name(schedule))
+def test_clipping_is_torchs_under_every_schedule(
+    schedule: str, build: Any, traced: dict[Any, tuple[list[Any], cg.Lowered]]
+) -> None:
+    made = make(schedule)
+    alone, most = [handle.local for handle in make(schedule)], MOST[len(made)]
+    key = build, len(made)
+    if key not in traced:
+        traced[key] = made, cg.trace(build(made, most)).lower(*batch(0))
+    stages, lowered = traced[key]
+    for number, stage in enumerate(stages):
+        stage.local.restart(number)
+    compiled = lowered.compile(schedule=cg.schedules.by_name(schedule))
     clipped = 0
     for seed, size in enumerate((LOUD, QUIET, LOUD)):
         found = compiled(*batch(seed, 1, size))

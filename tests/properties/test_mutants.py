@@ -43,7 +43,7 @@ BACKS = (
     "schedule{schedule=auto},overlap,assign-streams,plan-buffers",
 )
 EXAMPLES = 100
-"""Of a default run."""
+"""Of a default run: not halved, so that enough have each verdict."""
 PER_EXAMPLE = 16
 WANTED = 600
 """Mutants that are programs, of a default run; of each verdict a twentieth at least."""

@@ -7,6 +7,8 @@ schedules want them; a rank may so have stages of several branches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -79,9 +81,44 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 CASES = [(ranks, name) for ranks, names in LAYOUTS.items() for name in names]
 
 
+@dataclass(frozen=True)
+class Traced:
+    """A shape on ranks, in the world where it was traced, and what its plain loop gives."""
+
+    world: VirtualWorld
+    stages: Sequence[Any]
+    inputs: tuple[Tensor, Tensor]
+    expected: Tensor
+    wanted: dict[str, Tensor | None]
+    lowered: cg.Lowered
+
+
+@dataclass
+class Shapes:
+    """Shapes that are traced once, and compiled with many schedules."""
+
+    pool: Pool = field(default_factory=Pool)
+    traced: dict[Any, Traced] = field(default_factory=dict)
+
+    def trace(self, shape: Shape, ranks: tuple[int, ...], m: int) -> Traced:
+        key = shape, ranks, m
+        if key not in self.traced:
+            x, y = (torch.randn(m, WIDTH, dtype=torch.float64) for _ in range(2))
+            world = VirtualWorld(max(ranks) + 1)
+            with use_world(world), tracing_with(self.pool):
+                stages = self.pool.place(Pipe(ranks, m), world)
+                plain = make_step(shape, stages, m)
+                expected = plain(x, y).detach()
+                wanted = gradients(stages)
+                assert sum(each is not None for each in wanted.values()) >= 2 * len(stages)
+                lowered = cg.trace(plain).lower(x, y)
+            self.traced[key] = Traced(world, stages, (x, y), expected, wanted, lowered)
+        return self.traced[key]
+
+
 @pytest.fixture(scope="module")
-def pool() -> Pool:
-    return Pool()
+def shapes() -> Shapes:
+    return Shapes()
 
 
 def make_step(shape: Shape, stages: Sequence[Any], m: int) -> Callable[..., Tensor]:
@@ -94,31 +131,29 @@ def make_step(shape: Shape, stages: Sequence[Any], m: int) -> Callable[..., Tens
     return step
 
 
-def run(shape: Shape, ranks: Sequence[int], m: int, schedule: Schedule, pool: Pool) -> cg.Compiled:
+def run(
+    shape: Shape, ranks: Sequence[int], m: int, schedule: Schedule, shapes: Shapes
+) -> cg.Compiled:
     """Compile and run a shape; hold it against the plain loop."""
-    x, y = (torch.randn(m, WIDTH, dtype=torch.float64) for _ in range(2))
-    world = VirtualWorld(max(ranks) + 1)
-    with use_world(world), tracing_with(pool):
-        stages = pool.place(Pipe(tuple(ranks), m), world)
-        plain = make_step(shape, stages, m)
-        expected = plain(x, y).detach()
-        wanted = gradients(stages)
-        assert sum(gradient is not None for gradient in wanted.values()) >= 2 * len(stages)
-        compiled = cg.trace(plain).lower(x, y).compile(schedule=schedule)
-        torch.testing.assert_close(compiled(x, y), expected, rtol=1e-12, atol=0)
-        assert_close(gradients(stages), wanted, 1e-10)
+    traced = shapes.trace(shape, tuple(ranks), m)
+    with use_world(traced.world), tracing_with(shapes.pool):
+        compiled = traced.lowered.compile(schedule=schedule)
+        loss = compiled(*traced.inputs)
+        torch.testing.assert_close(loss, traced.expected, rtol=1e-12, atol=0)
+        assert_close(gradients(traced.stages), traced.wanted, 1e-10)
     return compiled
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_gradients_are_those_of_the_plain_loop(
-    shape: Shape, ranks: str, name: str, pool: Pool
+    shape: Shape, ranks: str, name: str, shapes: Shapes
 ) -> None:
     for m in (1, 5):
-        run(shape, list(map(int, ranks.split(","))), m, cg.schedules.by_name(name), pool)
+        run(shape, list(map(int, ranks.split(","))), m, cg.schedules.by_name(name), shapes)
 
 
+@cache
 def narrow(shape: Shape) -> Shape:
     """The same with a sixth stage in front, so that stages can go down three ranks and up again."""
 
@@ -130,14 +165,14 @@ def narrow(shape: Shape) -> Shape:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v", "auto"])
-def test_down_the_ranks_and_up_again(shape: Shape, name: str, pool: Pool) -> None:
+def test_down_the_ranks_and_up_again(shape: Shape, name: str, shapes: Shapes) -> None:
     for m in (1, 7):
-        run(narrow(shape), (0, 1, 2, 2, 1, 0), m, cg.schedules.by_name(name), pool)
+        run(narrow(shape), (0, 1, 2, 2, 1, 0), m, cg.schedules.by_name(name), shapes)
 
 
-def test_what_two_ranks_use_goes_straight_to_each(pool: Pool) -> None:
+def test_what_two_ranks_use_goes_straight_to_each(shapes: Shapes) -> None:
     """Nothing is passed on from rank to rank on its way past them."""
-    compiled = run(skip, (0, 1, 2, 3, 4), 2, cg.schedules.one_f_one_b(), pool)
+    compiled = run(skip, (0, 1, 2, 3, 4), 2, cg.schedules.one_f_one_b(), shapes)
     peers = [
         {op.peer for op in program.ops if isinstance(op, Send)}
         for program in compiled.module.programs
@@ -157,10 +192,10 @@ def test_what_two_ranks_use_goes_straight_to_each(pool: Pool) -> None:
     ],
 )
 def test_where_stages_must_lie_is_said(
-    name: str, ranks: tuple[int, ...], message: str, pool: Pool
+    name: str, ranks: tuple[int, ...], message: str, shapes: Shapes
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        run(diamond, ranks, 4, cg.schedules.by_name(name), pool)
+        run(diamond, ranks, 4, cg.schedules.by_name(name), shapes)
 
 
 def by_rounds(pipeline: cg.schedules.Pipeline) -> dict[int, list[Task]]:
@@ -175,11 +210,11 @@ def by_rounds(pipeline: cg.schedules.Pipeline) -> dict[int, list[Task]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_rule_of_ones_own(shape: Shape, pool: Pool) -> None:
-    run(shape, (2, 0, 1, 2, 0), 3, Schedule("rounds", by_rounds, splits=True), pool)
+def test_a_rule_of_ones_own(shape: Shape, shapes: Shapes) -> None:
+    run(shape, (2, 0, 1, 2, 0), 3, Schedule("rounds", by_rounds, splits=True), shapes)
 
 
-def test_branches_that_wait_for_each_other_are_shown_as_a_circle(pool: Pool) -> None:
+def test_branches_that_wait_for_each_other_are_shown_as_a_circle(shapes: Shapes) -> None:
     """Of two microbatches each branch wants another one to be through first."""
     table = cg.schedules.table(
         """
@@ -191,7 +226,7 @@ def test_branches_that_wait_for_each_other_are_shown_as_a_circle(pool: Pool) -> 
         """
     )
     with pytest.raises(IRError) as caught:
-        run(diamond, (0, 1, 2, 3, 4), 2, table, pool)
+        run(diamond, (0, 1, 2, 3, 4), 2, table, shapes)
     message = str(caught.value)
     assert "schedule 'table' cannot run this step: its tasks wait for each other" in message
     notes = [line.strip() for line in message.splitlines() if line.startswith("  note: ")]

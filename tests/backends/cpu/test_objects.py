@@ -19,6 +19,8 @@ from cg.backends.cpu.memory.objects import decode, encode
 from cg.backends.cpu.memory.parallel_memcpy import Copier
 from cg.backends.errors import TransportError
 
+from ...sampling import scaled
+
 
 def round_trip(value: Any, private: bool = False) -> Any:
     encoded = encode(value)
@@ -41,7 +43,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 @given(plain)
 def test_plain_data(value: Any) -> None:
     assert round_trip(value) == value

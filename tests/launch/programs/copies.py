@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 MODE, FOLDER, COPIES = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 PATIENCE = 60.0
@@ -39,8 +40,12 @@ def alone() -> None:
 
 
 def parent() -> None:
-    """Starts a program that uses the world."""
-    subprocess.run([sys.executable, __file__, "alone", *sys.argv[2:]], check=True)
+    """Starts a program that uses the world, and then uses it itself; says what the former wrote."""
+    program = [sys.executable, __file__, "alone", *sys.argv[2:]]
+    child = subprocess.run(program, check=True, text=True, stdout=PIPE, stderr=STDOUT)
+    for line in child.stdout.splitlines():
+        say(f"child: {line}")
+    alone()
 
 
 def late() -> None:

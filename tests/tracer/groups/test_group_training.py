@@ -7,10 +7,13 @@ another order are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import cg
 from cg.backends.fusion import fuse
@@ -33,6 +36,7 @@ from .training import (
     cut_out,
     meshes,
     region_of,
+    run_steps,
     step_of,
     train,
 )
@@ -42,7 +46,7 @@ pytestmark = pytest.mark.timeout(120)
 MESHES = ["dp", "tp", "dp-tp", "tp-dp", "pp-dp-tp", "3+1", "overlap"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _world() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -101,6 +105,36 @@ def test_a_cut_vocabulary_trains_as_in_one_process(name: str, rows: int) -> None
     train(model, model.on(meshes(name)), rows, 1, None, "words")
 
 
+@dataclass(frozen=True)
+class Traced:
+    """Stages of integers, their step, and the numbers that their instances began with."""
+
+    model: Model
+    stages: list[Any]
+    lowered: cg.Lowered
+    first: list[tuple[nn.Module, dict[str, torch.Tensor]]]
+
+    def restart(self) -> None:
+        """Have the stages be as new; their optimizer has no state."""
+        for instance, numbers in self.first:
+            instance.load_state_dict(numbers)
+
+
+@cache
+def traced(name: str, homes: tuple[int, ...]) -> Traced:
+    """Trace a step of stages on meshes once, for all schedules that take them."""
+    places = [meshes(name)[home] for home in homes]
+    model = chain(Mlp, len(places), "signs")
+    stages = model.on(places)
+    lowered = cg.trace(step_of(stages, 4)).lower(*batch(0, 20, "integers"))
+    instances = [one for stage in stages for one in stage.instances.values()]
+    first = [
+        (one, {path: tensor.clone() for path, tensor in one.state_dict().items()})
+        for one in instances
+    ]
+    return Traced(model, stages, lowered, first)
+
+
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -112,9 +146,10 @@ def test_a_cut_vocabulary_trains_as_in_one_process(name: str, rows: int) -> None
 )
 def test_schedules_change_no_bit(name: str, schedule: str) -> None:
     """Pipelines of stages that are data and tensor parallel, under every schedule there is."""
-    places = [meshes(name)[home] for home in HOMES.get(schedule, (0, 1))]
-    model = chain(Mlp, len(places), "signs")
-    train(model, model.on(places), 20, 4, schedule, "integers", steps=2)
+    made = traced(name, HOMES.get(schedule, (0, 1)))
+    made.restart()
+    compiled = made.lowered.compile(schedule=cg.schedules.by_name(schedule))
+    run_steps(compiled, made.model, made.stages, 20, 4, "integers", 2)
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def run_steps(
     count: int,
     kind: str,
     steps: int,
-    width: int,
+    width: int = WIDTH,
 ) -> dict[int, str]:
     """Take steps as `train` does, of one that is compiled."""
     made = {rank: hashlib.sha256() for stage in stages for rank in stage.instances}
