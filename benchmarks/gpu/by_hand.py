@@ -28,7 +28,8 @@ class Hand:
         self.pool = make_pool(world)
         self.lines = self.pool.join(channels).lines
         self.device = world.device
-        self.streams = {kind: self.device.stream(kind) for kind in Stream}
+        kinds = (Stream.COMPUTE, Stream.SEND, Stream.RECV)
+        self.streams = {kind: self.device.stream(kind) for kind in kinds}
         self.rank = world.rank
         self.graph: Any = None
 

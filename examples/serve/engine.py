@@ -99,10 +99,10 @@ class CgEngine:
         options: Options,
         decode: Sequence[cg.Compiled],
         prefill: cg.Compiled,
-        on_device: bool = False,
+        copies: torch.Stream | None = None,
     ) -> None:
         self.limits = limits
-        self._on_device = on_device
+        self._copies = copies
         self.decode = tuple(decode)
         self.prefill = prefill
         self.options = options
@@ -159,7 +159,7 @@ class CgEngine:
         np.multiply(table, is_needed, numbers[: len(rows), TABLE : TABLE + needed])
         numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * size + offset
         future = self.decode[work.group].execute(torch.from_numpy(numbers), int(how))
-        return Tokens(future, len(rows), self._on_device)
+        return Tokens(future, len(rows), self._copies)
 
     def _prefill(self, work: Prefill) -> Tokens:
         limits, how, chunks, width = self.limits, work.how, self.options.chunks, 0
@@ -182,7 +182,7 @@ class CgEngine:
         for row, chunk in zip(numbers, ordered, strict=False):
             self._write(row, chunk, length, width)
         future = self.prefill.execute(torch.from_numpy(numbers), length, int(how))
-        return Tokens(future, work.draws, self._on_device)
+        return Tokens(future, work.draws, self._copies)
 
     def _write(self, row: Rows, chunk: Chunk, length: int, width: int) -> None:
         """Write a chunk into a row of a prefill of so many tokens, and blocks in tables."""
@@ -260,9 +260,10 @@ def start(
             graph.serve()
         return None
     first = next(iter(stages[0].instances.values()))
-    on_device = first.pool0.device.type != "cpu"
+    device = first.pool0.device
+    copies = None if device.type == "cpu" else torch.Stream(device)
     log.info("has compiled the engine")
-    engine = CgEngine(limits, options, decode, prefill, on_device)
+    engine = CgEngine(limits, options, decode, prefill, copies)
     if options.warm:
         engine.warm()
     return engine

@@ -17,15 +17,20 @@ class Tokens:
     """The result of a piece of work: tokens, and log-probabilities if its variant gives some.
 
     On a device an execution has ended when its work is on streams. Its tokens are copied to the
-    host behind it and ahead of the next execution, which whoever asks for these would otherwise
-    wait for as well.
+    host behind it, on a stream of their own: on the caller's, the next execution would come behind
+    them, and whoever asks for them would wait for that as well.
+
+    Args:
+        count: how many of the tokens somebody has asked for.
+        copies: the stream of a device that copies tokens; None where they are on the host.
     """
 
-    def __init__(self, future: cg.Future, count: int, on_device: bool = False) -> None:
+    def __init__(self, future: cg.Future, count: int, copies: torch.Stream | None = None) -> None:
         self._future, self._count = future, count
         self._host: tuple[Tensor, ...] = ()
         self._copied: torch.Event | None = None
-        if on_device:
+        self._copies = copies
+        if copies is not None:
             future.add_done_callback(self._copy)
 
     def done(self) -> bool:
@@ -60,15 +65,16 @@ class Tokens:
         return self._host
 
     def _copy(self, future: cg.Future) -> None:
-        if future.exception() is None:
+        if future.exception() is not None or self._copies is None:
+            return
+        with self._copies:
             parts = _tuple(future.result())
             self._host = tuple(
                 torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts
             )
             for host, part in zip(self._host, parts, strict=True):
                 host.copy_(part, non_blocking=True)
-            self._copied = torch.Event(parts[0].device)
-            self._copied.record()
+            self._copied = self._copies.record_event()
 
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:

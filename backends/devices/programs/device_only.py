@@ -23,7 +23,7 @@ from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
-from ..base import Device
+from ..base import Device, Event
 from ..ports import StreamPort
 from ..stream_order import StreamOrder
 from .binder import DeviceBinder
@@ -95,6 +95,14 @@ class DeviceOnlyBinder(DeviceBinder):
         self._ran = 0
         for segment in self.segments:
             segment.forget()
+
+    def end(self) -> Event:
+        """An event behind all of the execution that is on the device, its tail included."""
+        if self.tail is not None and self.tail.ended is not None:
+            return self.tail.ended
+        ended = self.device.event()
+        ended.record(self._main.compute)
+        return ended
 
     def _has_tail(self) -> bool:
         return any(op.graph == TAIL for op in self._program.ops)

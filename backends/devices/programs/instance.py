@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -124,11 +125,15 @@ class DeviceInstance(Instance):
         )
         return self._session
 
-    def _deliver(self, outputs: tuple[Any, ...], ended: Event | None = None) -> None:
+    def _deliver(
+        self, outputs: tuple[Any, ...], ended: Event | None = None, has_tail: bool = False
+    ) -> None:
         """Inside a session, with all work on streams: let the caller's stream have the result.
 
         Args:
-            ended: what it waits for when it takes the result, besides the compute stream.
+            ended: behind the execution, so that another stream can take the result by itself: in a
+                session of its own, what the device does next would come behind it.
+            has_tail: whether the caller's stream, too, waits for that when it takes the result.
         """
         if self.on_end is None:
             return
@@ -137,11 +142,12 @@ class DeviceInstance(Instance):
         loans = [loan for segment in self.segments for _, loan in segment.lent]
 
         def deliver() -> None:
-            if device.caller() != caller:
-                with device.session():
+            now = device.caller()
+            if now != caller:
+                with nullcontext() if ended is not None else device.session():
                     hand_over(device, tensors, loans)
-            if ended is not None:
-                device.caller().wait_event(ended)
+            if ended is not None and (has_tail or now != caller):
+                now.wait_event(ended)
 
         hand_over(device, tensors, loans)
         self.delivery = deliver
@@ -260,8 +266,8 @@ class DeviceOnlyInstance(DeviceInstance):
 
     def _hand_over(self) -> bool:
         """All is on the streams: the result is there for whoever takes the execution's end."""
-        tail = self._binder.tail
-        self._deliver(self.engine.outputs(), None if tail is None else tail.ended)
+        binder = self._binder
+        self._deliver(self.engine.outputs(), binder.end(), binder.tail is not None)
         self._session.is_put = True
         return True
 
