@@ -58,14 +58,16 @@ class Tokens:
 
     def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """Tokens, and with log-probabilities what `sampling.score` gives."""
-        parts = _tuple(self._future.result(timeout))
+        if self._copies is None or self._future.exception(timeout) is not None:
+            return _tuple(self._future.result(timeout))
         if self._copied is None:
-            return parts
-        self._copied.synchronize()
+            self._copy(self._future)
+        assert self._copied is not None, "the work has ended well"
+        self._copied.synchronize()  # the host alone: no stream waits for what it has by now
         return self._host
 
     def _copy(self, future: cg.Future) -> None:
-        if future.exception() is not None or self._copies is None:
+        if self._copies is None or self._copied is not None or future.exception() is not None:
             return
         with self._copies:
             parts = _tuple(future.result())
