@@ -78,7 +78,7 @@ class DeviceOnlyBinder(DeviceBinder):
         for index, info in enumerate(code.infos):
             if info.role is Role.COMPUTE:
                 code.infos[index] = info._replace(sources=(*info.sources, self.agreement))
-        ahead = (self._make_room, self._catch_up, *self._land_inputs(code))
+        ahead = (self._make_room, *self._land_inputs(code), self._catch_up)
         for instruction in reversed(ahead):
             code.insert(0, instruction, InstructionInfo(Role.COMPUTE, (self.agreement,)))
         code.put_first(self._acquires)
