@@ -157,7 +157,7 @@ def test_schedules_change_no_bit(name: str, schedule: str) -> None:
     [
         ("tp-dp", Block, "1f1b"),
         ("pp-dp-tp", Attention, "zb-h1"),
-        ("pp-dp-tp", Block, "zb-h1"),
+        pytest.param("pp-dp-tp", Block, "zb-h1", marks=pytest.mark.slow),
         ("overlap", Written, "gpipe"),
     ],
 )
