@@ -264,6 +264,9 @@ class EngineJob:
             here.add_done_callback(lambda _: self._ended.set())
             await self._ended.wait()
             here.cancel()
+            await asyncio.wait([here], timeout=FAREWELL)
+            if here.done() and not here.cancelled() and (error := here.exception()) is not None:
+                log.error("the engine has failed", exc_info=error)
         else:
             self._process = subprocess.Popen(
                 [*self.command, str(self.path)], stdin=subprocess.DEVNULL, start_new_session=True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import pickle
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from ...mpi.jobs import ROOT
 sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve import wire
-from examples.serve.features import parse
+from examples.serve.features import Features, parse
+from examples.serve.front.job import EngineJob
+from examples.serve.front.metrics import Metrics
 from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
 from examples.serve.requests import LOGPROBS, End, Events, Request, Sampling, Scores
 from examples.serve.transports import unpickle
@@ -294,3 +298,16 @@ def test_tokens_are_merged_while_nobody_reads(tmp_path: Path) -> None:
             assert front.tokens[each.id] == reference(each.prompt, 400, ROOMY)
 
     run(tmp_path, story)
+
+
+def test_an_engine_in_the_process_of_the_front_says_why_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(path: Path) -> None:
+        raise MemoryError(f"no room for the engine at {path.name}")
+
+    job = EngineJob(fails, tmp_path, Features(), 1, Metrics(Counter()))
+    with caplog.at_level(logging.INFO, "serve"):
+        asyncio.run(asyncio.wait_for(job.run(), 60))
+    assert "the engine has failed" in caplog.text
+    assert "MemoryError: no room for the engine at engine" in caplog.text
