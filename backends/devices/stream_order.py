@@ -40,6 +40,11 @@ class StreamOrder:
         self._fork = StreamEvent(self)
         self._is_forked = False
 
+    @property
+    def queues(self) -> list[Queue]:
+        """All streams that the program puts work on."""
+        return [self.compute, *map(self.device.stream, self._sides)]
+
     def use(self, stream: Stream) -> Queue:
         """The queue of a stream that the program puts work on."""
         if stream is Stream.COMPUTE:

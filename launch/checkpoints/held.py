@@ -8,10 +8,12 @@ from typing import TypeAlias
 
 import torch
 
+from ...backends.devices.programs.tail import follow_tails
 from ...ir.layout import Region, whole
 from ...tracer.actors.actor_state import StateTensor, collect
 from ...tracer.actors.actors import ActorHandle
 from ...tracer.groups.group import GroupActor
+from ..world.world import world
 
 NameOf: TypeAlias = Callable[[StateTensor], str | None]
 """The name of a tensor of an actor's state in a file; None if it is not there."""
@@ -77,6 +79,9 @@ def held(state: StateTensor, group: GroupActor | None, rank: int) -> tuple[tuple
 
 
 def _tensors(actor: ActorHandle) -> Iterator[tuple[int, StateTensor]]:
+    device = world().device
+    if device is not None:  # whose results nobody may have taken
+        follow_tails(device, (device.caller(),))
     for rank, instance in actor.instances.items():
         for each in collect(instance).tensors:
             yield rank, each

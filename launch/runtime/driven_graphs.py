@@ -63,9 +63,11 @@ class OpenGraph:
         """
         device = self.device
         with nullcontext() if device is None else device.session():
-            self.executions.serve(self.graph)
-            if device is not None:
-                follow_tails(device, device.caller())
+            try:
+                self.executions.serve(self.graph)
+            finally:
+                if device is not None:
+                    follow_tails(device, (device.caller(),))
 
     @property
     def started(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import MAIN, TAIL
 from ...ir.diagnostics import IRError
 from ...ir.module import Module, Program
-from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait, batch_of
+from ...ir.ops import Call, Collective, Op, Recv, Reserve, Send, Value, Wait, batch_of
 from ...ir.phases import Phase
 from ..base import Pass
 from ..check.check_deadlock import CheckDeadlock
@@ -81,12 +81,15 @@ def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None
     begin = _begin(ops, made)
     if begin is None or not any(isinstance(op, Call) for op in ops[:begin]):
         return None
+    received = {op.operands[0] for op in ops[:begin] if isinstance(op, Wait)}
     awaited = {op.operands[0] for op in ops[begin:] if isinstance(op, Wait)}
     late = [op for op in ops[:begin] if isinstance(op, Recv) and op.result in awaited]
     first = ops.index(late[0])
     posted = [op for op in ops[first:begin] if isinstance(op, Recv)]
-    if posted != late or any(map(_is_bound, late)):
-        return None  # a message would overtake another one
+    if posted != late or not received.isdisjoint(awaited) or any(map(_is_bound, late)):
+        return None  # a message would overtake another one, or come twice
+    if reserved(ops[:begin]) & {value for op in ops[begin:] for value in op.operands}:
+        return None  # a tail has copies of what it reads, and writes to none of it
     sent = [op for op in ops[begin:] if isinstance(op, Wait) and _is_early(op, made)]
     main = [*(op for op in ops[:begin] if op not in late), *sent]
     tail = [*late, *(op for op in ops[begin:] if op not in sent)]
@@ -95,12 +98,20 @@ def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None
     return None if any(f.effect.is_on_gradients for f in called) else (main, tail)
 
 
+def reserved(ops: Iterable[Op]) -> set[Value]:
+    """The storage that some ops reserve for tensors which are put together in place."""
+    return {value for op in ops if isinstance(op, Reserve) for value in op.results}
+
+
 def _begin(ops: list[Op], made: Mapping[Value, Op]) -> int | None:
-    """The index of the first wait for a receive behind all that the rank sends."""
+    """The index of the first wait behind all that the rank sends for what it has not received."""
     last = max((i for i, op in enumerate(ops) if isinstance(op, Send | Collective)), default=-1)
+    received: set[Value] = set()
     for index, op in enumerate(ops):
-        if index > last and isinstance(op, Wait) and isinstance(made.get(op.operands[0]), Recv):
-            return index
+        if isinstance(op, Wait) and isinstance(made.get(op.operands[0]), Recv):
+            if index > last and op.operands[0] not in received:
+                return index
+            received.add(op.operands[0])
     return None
 
 

@@ -11,6 +11,7 @@ from cg.ir.module import Module
 from cg.ir.ops import Recv, Send, Transfer
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
+from cg.passes.check.check_deadlock import CheckDeadlock
 from cg.passes.lower.capture import Capture, describe
 from cg.passes.lower.split_tails import SplitTails
 from cg.passes.manager import PassManager
@@ -394,6 +395,42 @@ def test_a_receive_into_a_part_of_a_whole_stays_where_it_is() -> None:
         "%d = send(%v) {chan = 1",
         "%v.2 = slice(%v) {region = [0:2]} : f32[2]\n    %d = send(%v.2) {chan = 1",
     )
+    graphs, changed = tailed(text)
+    assert not changed
+    assert set(graphs) == {0, None}
+
+
+def test_storage_that_is_reserved_in_front_of_a_tail_keeps_the_program_whole() -> None:
+    """What comes back is copied into a part of it: a tail would write to a copy."""
+    text = WHOLE.replace(
+        "%v = wait(%r) : f32[4]\n    %a = call(%v) {fn = @a.f} : f32[4]\n"
+        "    %b = call(%a) {fn = @a.f} : f32[4]\n    return(%b)",
+        "%w, %p, %q = reserve() {regions = {[0:4], [4:8]}} : f32[8], f32[4], f32[4]\n"
+        "    %c = copy(%h, %p) : f32[4]\n"
+        "    %v = wait(%r) : f32[4]\n"
+        "    %e = copy(%v, %q) : f32[4]\n"
+        "    %y = assemble(%w, %c, %e) {regions = {[0:4], [4:8]}} : f32[8]\n    return(%y)",
+    )
+    assert "reserve" in text
+    graphs, changed = tailed(text)
+    assert not changed
+    assert set(graphs) == {0, None}
+
+
+def test_what_has_been_received_is_no_tail() -> None:
+    """Rank 0 sends on what it gets, and waits for the same message once more."""
+    text = WHOLE.replace(
+        "    wait(%d)\n    \n",
+        "    wait(%d)\n    %first = wait(%r) : f32[4]\n"
+        "    %e = send(%first) {chan = 0, peer = 1, seq = 1} : future<unit>\n    wait(%e)\n",
+    )
+    text = text.replace(
+        "    wait(%d)\n    return()",
+        "    %q = recv() {chan = 0, peer = 0, seq = 1} : future<f32[4]>\n    wait(%d)\n"
+        "    %w = wait(%q) : f32[4]\n    return()",
+    )
+    assert text.count("seq = 1") == 2
+    CheckDeadlock().run(parse_module(text))
     graphs, changed = tailed(text)
     assert not changed
     assert set(graphs) == {0, None}

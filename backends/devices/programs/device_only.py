@@ -16,7 +16,18 @@ from torch import Tensor
 
 from ....ir.attributes import MAIN, TAIL, Stream
 from ....ir.module import FunctionKind
-from ....ir.ops import Alloc, Call, Collective, Communication, Op, Recv, Return, Value, Wait
+from ....ir.ops import (
+    Alloc,
+    Call,
+    Collective,
+    Communication,
+    Op,
+    Recv,
+    Reserve,
+    Return,
+    Value,
+    Wait,
+)
 from ...base import Port
 from ...driven.ticket_locks import STREAMS, TicketLock, Tickets, locked_ops
 from ...program.code import Code
@@ -29,7 +40,7 @@ from ..stream_order import StreamOrder
 from .binder import DeviceBinder
 from .capture import WARM_UPS
 from .segments import cut, interface_of
-from .tail import Tail, follow_tails
+from .tail import Tail, follow_tails, last_stream
 
 Acquires = dict[int, list[Instruction]]
 
@@ -97,11 +108,11 @@ class DeviceOnlyBinder(DeviceBinder):
             segment.forget()
 
     def end(self) -> Event:
-        """An event behind all of the execution that is on the device, its tail included."""
+        """An event behind this execution on the device and those before it, tails included."""
         if self.tail is not None and self.tail.ended is not None:
             return self.tail.ended
         ended = self.device.event()
-        ended.record(self._main.compute)
+        ended.record(last_stream(self.device))
         return ended
 
     def _has_tail(self) -> bool:
@@ -110,6 +121,7 @@ class DeviceOnlyBinder(DeviceBinder):
     def _check_graphs(self) -> None:
         """Refuse a program that is not one graph, or one and its tail."""
         begun: set[Value] = set()
+        reserved: set[Value] = set()
         is_tail = False
         for op in self._program.ops:
             if isinstance(op, Alloc | Return):
@@ -119,6 +131,14 @@ class DeviceOnlyBinder(DeviceBinder):
                 self._refuse(op)
             if isinstance(op, Communication) and not is_tail:
                 begun.add(op.result)
+            if isinstance(op, Reserve) and not is_tail:
+                reserved.update(op.results)
+            if is_tail and not reserved.isdisjoint(op.operands):
+                self._fail(
+                    op,
+                    "a tail writes to what is reserved ahead of it",
+                    "a tail has copies of what it reads: reserve storage in graph 1",
+                )
             if isinstance(op, Wait) and is_tail and op.operands[0] in begun:
                 self._fail(
                     op,
@@ -136,7 +156,10 @@ class DeviceOnlyBinder(DeviceBinder):
     def _bind_op(self, op: Op, arena: Tensor) -> None:
         if op.graph == TAIL and self.order is self._main:
             self.order = self._end
-            self._made.clear()  # the whole tail is behind what was made ahead of it
+            # The whole tail is behind what was made ahead of it, and the next execution, which
+            # receives to the same slots, behind the whole tail.
+            self._made.clear()
+            self._slots.clear()
         super()._bind_op(op, arena)
 
     def _put_off(self, code: Code) -> None:
@@ -205,7 +228,7 @@ class DeviceOnlyBinder(DeviceBinder):
         """
         compute = self._main.compute
         if self._receives:
-            follow_tails(self.device, compute)
+            follow_tails(self.device, (compute,))
             return True
         ended = [lock.ended for lock in self._awaited]
         if self.tail is not None:

@@ -131,8 +131,11 @@ class DrivenBinder(DeviceBinder):
         return acquires, releases
 
     def _catch_up(self) -> bool:
-        """Go on behind the tails of earlier executions, which may have touched the same actors."""
-        follow_tails(self.device, self.order.compute)
+        """Go on behind the tails of earlier executions.
+
+        They may have touched the same actors, and receive on the way of messages of this one.
+        """
+        follow_tails(self.device, self.order.queues)
         return True
 
     def _bind_op(self, op: Op, arena: object) -> None:

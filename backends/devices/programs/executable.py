@@ -64,7 +64,7 @@ class DeviceExecutable(Executable):
             device.give_back()
         self._ran += 1
         with device.session():
-            follow_tails(device, order.compute)
+            follow_tails(device, (order.compute,))
             there = [landed(value, device) for value in inputs]
             if not self.segments:
                 order.fork()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....ir.attributes import Stream
 from ...base import Pause, Port
 from ...driven.arrange import Reports, last_op, post_reports, take_report
 from ...driven.instance import Guard, Instance
@@ -126,14 +127,15 @@ class DeviceInstance(Instance):
         return self._session
 
     def _deliver(
-        self, outputs: tuple[Any, ...], ended: Event | None = None, has_tail: bool = False
+        self, outputs: tuple[Any, ...], ended: Event | None = None, has_tails: bool = False
     ) -> None:
         """Inside a session, with all work on streams: let the caller's stream have the result.
 
         Args:
             ended: behind the execution, so that another stream can take the result by itself: in a
                 session of its own, what the device does next would come behind it.
-            has_tail: whether the caller's stream, too, waits for that when it takes the result.
+            has_tails: whether the rank has tails, so that the caller's stream, too, waits for that
+                when it takes the result.
         """
         if self.on_end is None:
             return
@@ -146,7 +148,7 @@ class DeviceInstance(Instance):
             if now != caller:
                 with nullcontext() if ended is not None else device.session():
                     hand_over(device, tensors, loans)
-            if ended is not None and (has_tail or now != caller):
+            if ended is not None and (has_tails or now != caller):
                 now.wait_event(ended)
 
         hand_over(device, tensors, loans)
@@ -266,8 +268,8 @@ class DeviceOnlyInstance(DeviceInstance):
 
     def _hand_over(self) -> bool:
         """All is on the streams: the result is there for whoever takes the execution's end."""
-        binder = self._binder
-        self._deliver(self.engine.outputs(), binder.end(), binder.tail is not None)
+        has_tails = self._device.has(Stream.TAIL)
+        self._deliver(self.engine.outputs(), self._binder.end(), has_tails)
         self._session.is_put = True
         return True
 

@@ -8,7 +8,7 @@ its actors, and the caller when it takes the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -85,11 +85,13 @@ class Tail:
         self._main.device.keep(held, self._order.compute)
 
 
-def follow_tails(device: Device, queue: Queue) -> None:
-    """Let a stream go on behind all tails that have been put on the device."""
-    if device.has(Stream.TAIL):
-        ended = device.event()
-        ended.record(device.stream(Stream.TAIL))
+def follow_tails(device: Device, queues: Iterable[Queue]) -> None:
+    """Let streams go on behind all tails that have been put on the device."""
+    if not device.has(Stream.TAIL):
+        return
+    ended = device.event()
+    ended.record(device.stream(Stream.TAIL))
+    for queue in queues:
         queue.wait_event(ended)
 
 
