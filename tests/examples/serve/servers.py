@@ -91,8 +91,11 @@ class Server:
             return False
 
     def is_empty(self) -> bool:
-        """True if no request and no block is held, in the front and in the engine."""
-        return not any(
+        """True if no request and no block is held, in the front and in the engine.
+
+        A front that refuses connections still holds those of which it has not seen the end.
+        """
+        return self.get("/metrics")[0] == 200 and not any(
             self.metric(name)
             for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         )
