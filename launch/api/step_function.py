@@ -11,6 +11,7 @@ from ...ir.types import Place
 from ...tracer.functions.functions import Functions
 from ...tracer.reuse.alike import Traces
 from ...tracer.step.inputs import InputError, signature_of
+from ...tracer.step.names import ActorNames
 from ...tracer.step.step import trace_step
 from ...tracer.step.trace import Trace
 from ..config import config
@@ -27,7 +28,8 @@ from .step_lock import lock_of
 class Step:
     """A function over actors, compiled for each signature that it is called with.
 
-    Calling it is collective: every rank calls it, with arguments of the same types.
+    Calling it is collective: every rank calls it, with arguments of the same types. Where a name
+    by which the function reaches actors has been given others, it is compiled anew.
     `step.__wrapped__` is the plain Python function. A decorated method is a step for each object,
     which counts as a constant.
     """
@@ -41,6 +43,7 @@ class Step:
         self._inputs = inputs
         self._outputs = outputs
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._actors: ActorNames | None = None
         self._numbering = Numbering()
         self._numberings: WeakSet[Numbering] = WeakSet()
 
@@ -78,6 +81,8 @@ class Step:
         except InputError:
             self.lower(*args, **kwargs)  # which tells the other ranks
             raise
+        if self._actors is not None and self._actors.have_moved():
+            self.clear_cache()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compile_for(key, args, kwargs)
@@ -90,6 +95,8 @@ class Step:
         with lock_of(world()).held(self.__name__):
             compiled = self._compiled.get(key)
             if compiled is None:
+                if self._actors is None:
+                    self._actors = ActorNames(self.__wrapped__)
                 compiled = self.lower(*args, **kwargs)._compile(self._numbering)
                 self._compiled[key] = compiled
         return compiled
@@ -126,6 +133,7 @@ class Step:
         for compiled in self._compiled.values():
             compiled.close()
         self._compiled.clear()
+        self._actors = None
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Trace the step for arguments like these; collective.
