@@ -10,8 +10,8 @@ from weakref import WeakSet
 from ...ir.types import Place
 from ...tracer.functions.functions import Functions
 from ...tracer.reuse.alike import Traces
+from ...tracer.step.actor_names import ActorNames
 from ...tracer.step.inputs import InputError, signature_of
-from ...tracer.step.names import ActorNames
 from ...tracer.step.step import trace_step
 from ...tracer.step.trace import Trace
 from ..config import config

@@ -6,7 +6,9 @@ mpiexec -n 2 python -m tests.mpi.sharing_job
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +92,40 @@ def embeddings() -> None:
         assert tied(make(First, 0, tokens), make(Last, 1, given, copies))(IDS).isfinite()
 
 
+TOKENS = nn.Embedding(8, 4)
+HELD = SimpleNamespace(tokens=nn.Embedding(8, 4))
+
+
+def by_variables() -> None:
+    """Constructors that take nothing, and read what other ranks' actors have, too."""
+    around = nn.Embedding(8, 4)
+
+    class OfGlobal(First):
+        def __init__(self) -> None:
+            super().__init__(TOKENS)
+
+    class OfClosure(First):
+        def __init__(self) -> None:
+            super().__init__(around)
+
+    class OfAttribute(First):
+        def __init__(self) -> None:
+            super().__init__(HELD.tokens)
+
+    for cls, tokens in ((OfGlobal, TOKENS), (OfClosure, around), (OfAttribute, HELD.tokens)):
+        step = tied(make(cls, 0), make(Last, 1, tokens))
+        refused(functools.partial(step, IDS), cg.TraceError, "are one tensor")
+    first, other = make(OfGlobal, 0), make(OfGlobal, 1)
+
+    @cg.trace
+    def train(ids: Tensor) -> Any:
+        found = first.forward(ids), other.forward(ids)
+        cg.backward(found[0].sum() + found[1].sum())
+        return found
+
+    refused(lambda: train(IDS), cg.TraceError, "are one tensor")
+
+
 def opaque() -> None:
     tokens = nn.Embedding(8, 4)
     first, average = make(First, 0, tokens), make(Average, 1, tokens)
@@ -139,6 +175,7 @@ def main() -> None:
         optimizers(schedule)
     notes()
     embeddings()
+    by_variables()
     opaque()
     objects()
     print(f"rank {cg.rank()}: shared as it should be")

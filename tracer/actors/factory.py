@@ -19,6 +19,8 @@ from ..groups.group_calls import as_plan
 from ..groups.mesh import describe
 from ..groups.meta import Init, TensorSource, fill_from
 from ..groups.plan import Plan, Sharding, whole
+from ..heap.kinds import TRAINERS
+from ..heap.variables import variables_of
 from ..source import caller_location
 from ..step.session import is_tracing
 from .actor_state import collect, reach
@@ -207,11 +209,15 @@ class ActorFactory:
                     )
 
     def _entered(self, handle: ActorHandle, peers: Peers, given: Any) -> ActorHandle:
-        """The handle, of which is noted where it was made, and of what."""
+        """The handle, of which is noted where it was made, and of what.
+
+        Args:
+            given: the arguments of its constructor.
+        """
         member = handle._member
         member.made = caller_location(2)
         if not plays_all(peers):
-            self.actors.note_given(member, given)
+            self.actors.note_given(member, (given, _read_by_constructor(handle.cls)))
         return handle
 
     def _instance(
@@ -249,3 +255,22 @@ class _On:
 
     def __get__(self, instance: object, owner: type[Any]) -> Callable[..., Make]:
         return functools.partial(self._factory.place, owner)
+
+
+def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
+    """Modules, tensors and optimizers that a class's constructors read by variables, by name."""
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    found = {
+        f"{variable.name}.{variable.attribute}": variable.value()
+        for constructor in constructors
+        for variable in variables_of(constructor)
+    }
+    return {name: value for name, value in found.items() if _is_of_a_model(value)}
+
+
+def _is_of_a_model(value: Any) -> bool:
+    """True for a module, a tensor or an optimizer, and for a list, tuple or dict with one."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    held = value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(each, (torch.nn.Module, torch.Tensor, *TRAINERS)) for each in held)

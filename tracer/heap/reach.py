@@ -14,7 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from .kinds import (
     slots_of,
 )
 from .snapshot import MISSING, Names, Snapshot, read_cell
+from .variables import closure_of, is_users, names_of
 
 NEAR = 3
 """So many containers deep `reach_near` looks."""
@@ -134,11 +135,11 @@ class _Walk:
         if not is_own_file(code.co_filename) and not code.co_filename.startswith("<"):
             return  # what was typed in is the user's, too
         name = function.__name__
-        for variable, cell in _closure_of(function):
+        for variable, cell in closure_of(function):
             if not variable.startswith("__"):
                 self._found.variables.append((cell, variable))
                 self._visit(read_cell(cell), variable)
-        used = {name for name in _names_of(code) if not name.startswith("__")}
+        used = {name for name in names_of(code) if not name.startswith("__")}
         self._asks_for_instances |= "local" in used
         self._visit_names(function.__globals__, used, "")
         for default in _defaults_of(function):
@@ -151,7 +152,7 @@ class _Walk:
         for name in ordered:
             value = space.get(name, MISSING)
             self._visit(value, join(path, name))
-            if not path and isinstance(value, ModuleType) and _is_the_users(value):
+            if not path and isinstance(value, ModuleType) and is_users(value):
                 self._visit_names(vars(value), vars(value).keys() & set(names), name)
 
     def _visit_class(self, cls: type) -> None:
@@ -214,7 +215,7 @@ def reach_near(
     code = getattr(function, "__code__", None)
     space: dict[str, Any] = getattr(function, "__globals__", {})
     cells = {id(cell): (cell, name) for name, cell in _closures(function, NEAR)}
-    used = _names_of(code) if code is not None else ()
+    used = names_of(code) if code is not None else ()
     near = [(name, space[name]) for name in dict.fromkeys(used) if name in space]
     near += [(name, read_cell(cell)) for cell, name in cells.values()]
     near += [(f"a default of {function.__name__}", value) for value in _defaults_of(function)]
@@ -256,30 +257,12 @@ def _is_class_of_user(value: Any) -> bool:
     return isinstance(value, type) and not issubclass(value, enum.Enum) and not is_foreign(value)
 
 
-def _is_the_users(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and is_own_file(file)
-
-
-def _names_of(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a function's code, and in functions in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of(constant)
-
-
 def _closures(function: Any, depth: int) -> Iterator[tuple[str, CellType]]:
     """The closure of a function, and of functions in it."""
-    for name, cell in _closure_of(function):
+    for name, cell in closure_of(function):
         yield name, cell
         if depth and inspect.isfunction(read_cell(cell)):
             yield from _closures(read_cell(cell), depth - 1)
-
-
-def _closure_of(function: Any) -> list[tuple[str, CellType]]:
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    return list(zip(names, getattr(function, "__closure__", None) or (), strict=False))
 
 
 def _defaults_of(function: Any) -> list[Any]:
@@ -321,7 +304,7 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         found += [value.__self__, value.__func__]
     elif isinstance(value, FunctionType):
-        found += [read_cell(cell) for _, cell in _closure_of(value)]  # MISSING holds no tensor
+        found += [read_cell(cell) for _, cell in closure_of(value)]  # MISSING holds no tensor
         found += _defaults_of(value)
     elif isinstance(value, functools.partial):
         found += [value.func, *value.args, *value.keywords.values()]
