@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .launch.world.waiting import WorldError
     from .launch.world.world import rank, world_size
     from .passes import schedules
-    from .passes.schedules.layouts import ScheduleError
+    from .passes.schedules.base import ScheduleError
     from .tracer.actors.actors import ActorError, ActorHandle, remat
     from .tracer.errors import TraceError
     from .tracer.groups import plans
@@ -134,7 +134,7 @@ _HOMES = {
     "TraceError": "tracer.errors",
     "LayoutError": "tracer.layouts.cases",
     "IRError": "ir.diagnostics",
-    "ScheduleError": "passes.schedules.layouts",
+    "ScheduleError": "passes.schedules.base",
     "InputError": "tracer.step.inputs",
     "RemoteError": "backends.errors",
     "CapacityError": "backends.errors",

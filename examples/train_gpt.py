@@ -201,7 +201,12 @@ class Record:
     losses: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     tokens_per_second: float = 0.0
-    bubble: float = 0.0
+    bubble: float | None = None  # not measured yet
+
+    def speed(self) -> str:
+        """Tokens a second, and the bubble once it is known."""
+        known = "" if self.bubble is None else f", bubble {self.bubble:.0%}"
+        return f"{self.tokens_per_second:.0f} tokens/s{known}"
 
 
 def make_steps(stages, microbatches: int, backend: str = "auto"):
@@ -376,10 +381,7 @@ def main() -> None:
         if done % 10 == 0 or done == args.steps:
             record.bubble = bubble(compiled)
         if talks:
-            bar.set_postfix_str(
-                f"loss {record.losses[-1]:.3f}, {record.tokens_per_second:.0f} tokens/s, "
-                f"bubble {record.bubble:.0%}"
-            )
+            bar.set_postfix_str(f"loss {record.losses[-1]:.3f}, {record.speed()}")
         if done % args.validate_every == 0 or done == args.steps:
             record.validation.append((done, validate(evaluate, text, config, args.batch)))
         if group == 1 and (done % args.save_every == 0 or done == args.steps):
@@ -402,7 +404,7 @@ def report(args: argparse.Namespace, record: Record, unigram: float, generated: 
             f"validation loss {record.validation[-1][1]:.3f} nats a byte; "
             f"a unigram model of the same bytes: {unigram:.3f}"
         )
-    print(f"{record.tokens_per_second:.0f} tokens/s, bubble {record.bubble:.0%}")
+    print(record.speed())
     kept = "checkpoints, " if args.tp * args.dp == 1 else ""
     print(f"{kept}loss.png and figures.json are in {args.out}")
     if generated:

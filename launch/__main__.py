@@ -13,10 +13,10 @@ from pathlib import Path
 
 from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
 from .job.job import Job
-from .job.launcher import Launcher, LaunchError, command, find, on_hosts, variables
+from .job.launcher import Flavour, Launcher, LaunchError, command, find, on_hosts, variables
 from .job.rank_registry import RankRegistry
 from .job.shm_cleanup import remove_unused
-from .job.slurm import for_daemons, is_elsewhere
+from .job.slurm import check_srun, for_daemons, is_elsewhere
 from .world.cores import allowed_cpus, core_count, cpu_quota, read_cores, thread_settings
 
 BAD_USAGE = 2
@@ -93,6 +93,8 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         os.execve(program[0], program, {**inherited, **ours})
     launcher = find(options.mpirun, _beside(), inherited.get("PATH", os.defpath))
+    if launcher.flavour is Flavour.MPICH and not (names_hosts or options.mpi_arg):
+        check_srun(inherited)
     cores = core_count(read_cores(allowed_cpus()), cpu_quota())
     elsewhere = names_hosts or is_elsewhere(inherited)
     if not (options.no_thread_cap or options.mpi_arg or elsewhere):

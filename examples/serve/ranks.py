@@ -110,9 +110,9 @@ def count(features: switches.Features, limits: Limits, given: argparse.Namespace
 
 def main() -> None:
     """Serve until the front has gone."""
-    logging.basicConfig(format="%(asctime)s rank %(message)s", level=logging.WARNING)
-    logging.getLogger("serve").setLevel(logging.INFO)
     given = parse()
+    logging.basicConfig(format=f"%(asctime)s rank {cg.rank()} %(message)s", level=logging.WARNING)
+    logging.getLogger("serve").setLevel(logging.INFO)
     features = switches.parse(given.features)
     with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
         engine = start(source(given.model), options(given, features))

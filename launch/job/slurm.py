@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
+
+from .launcher import LaunchError
 
 
 def is_elsewhere(environ: Mapping[str, str]) -> bool:
@@ -14,6 +18,23 @@ def is_elsewhere(environ: Mapping[str, str]) -> bool:
     if "SLURM_JOB_ID" not in environ:
         return False
     return environ.get("SLURM_JOB_NUM_NODES", "1") != "1" or "SLURM_NODEID" not in environ
+
+
+def check_srun(environ: Mapping[str, str]) -> None:
+    """Refuse a job of Slurm without its programs, such as in a container that has its variables.
+
+    MPICH's launcher would not find srun, and wait for ever.
+
+    Raises:
+        LaunchError: there is no srun.
+    """
+    paths = environ.get("PATH", os.defpath)
+    if "SLURM_JOB_ID" in environ and shutil.which("srun", path=paths) is None:
+        raise LaunchError(
+            "this is a job of Slurm (SLURM_JOB_ID), and there is no srun on PATH, by which MPI's "
+            "launcher starts the ranks: add srun's folder to PATH; or, on one machine, leave "
+            "Slurm out of it by `env -u SLURM_JOB_ID`"
+        )
 
 
 def for_daemons(environ: Mapping[str, str]) -> dict[str, str]:

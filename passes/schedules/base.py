@@ -11,6 +11,12 @@ from ...ir.attributes import Action, Task
 from ...ir.pipeline.order import ACTIONS, Order, Row, numbers, splits_backward
 
 
+class ScheduleError(ValueError):
+    """An order is no schedule of a step, or its stages do not lie on ranks as a schedule wants."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """The shape of a pipelined step.
@@ -89,14 +95,14 @@ class Schedule:
 
         Raises:
             TypeError: what the rule gives is not of the form of an order.
-            ValueError: the rule does not apply to this pipeline, or its result is not a schedule
-                of it.
+            ScheduleError: the rule does not apply to this pipeline, or its result is not a
+                schedule of it.
         """
         order = self.order(pipeline, **dict(self.options))
         _check_form(order, self.name)
         validate(pipeline, order, self.name)
         if not self.splits and splits_backward(order):
-            raise ValueError(
+            raise ScheduleError(
                 f"schedule '{self.name}' has tasks W, but does not say so; make it with "
                 "Schedule(..., splits=True)"
             )
@@ -196,7 +202,7 @@ def validate(pipeline: Pipeline, order: Order, name: str) -> None:
     runs F once, then B once; then W at most once, and where one W is, all are.
 
     Raises:
-        ValueError: it is not; the message names the schedule, the rank and the task.
+        ScheduleError: it is not; the message names the schedule, the rank and the task.
     """
     count, cells = pipeline.microbatches, pipeline.stages * pipeline.microbatches
     done = bytearray(cells)  # how many of F, B and W a stage has run of a microbatch
@@ -214,7 +220,7 @@ def validate(pipeline: Pipeline, order: Order, name: str) -> None:
         stage, mb = divmod(cell, count)
         missing = Task(stage, ACTIONS[done[cell]], mb)
         rank = pipeline.stage_ranks[stage]
-        raise ValueError(f"schedule '{name}': rank {rank} never runs {missing}")
+        raise ScheduleError(f"schedule '{name}': rank {rank} never runs {missing}")
 
 
 def _check_range(pipeline: Pipeline, rank: int, tasks: Sequence[Task], name: str) -> None:
@@ -223,7 +229,7 @@ def _check_range(pipeline: Pipeline, rank: int, tasks: Sequence[Task], name: str
         return
     for task in tasks:
         if not task.stage < pipeline.stages or not task.microbatch < pipeline.microbatches:
-            raise ValueError(
+            raise ScheduleError(
                 f"schedule '{name}': rank {rank} runs {task}, but the pipeline has stages "
                 f"0..{pipeline.stages - 1} and microbatches 0..{pipeline.microbatches - 1}"
             )
@@ -231,7 +237,7 @@ def _check_range(pipeline: Pipeline, rank: int, tasks: Sequence[Task], name: str
 
 def _misplaced(
     pipeline: Pipeline, rank: int, number: int, done: Sequence[int], name: str
-) -> ValueError:
+) -> ScheduleError:
     """The error of a task that stands where it must not; `done` is what ran before it."""
     cells = pipeline.stages * pipeline.microbatches
     (task,) = Row((number,), pipeline.stages, pipeline.microbatches)
@@ -239,8 +245,9 @@ def _misplaced(
     home = pipeline.stage_ranks[task.stage]
     where = f"schedule '{name}': rank {rank} runs {task}"
     if home != rank:
-        return ValueError(f"{where}, but stage {task.stage} is on rank {home}")
+        return ScheduleError(f"{where}, but stage {task.stage} is on rank {home}")
     if done[cell] > action:
-        return ValueError(f"{where} twice")
+        return ScheduleError(f"{where} twice")
     needed = Task(task.stage, ACTIONS[action - 1], task.microbatch)
-    return ValueError(f"{where} before {needed}")
+    hint = "; each W has its B, also of the first stage" if needed.action is Action.BACKWARD else ""
+    return ScheduleError(f"{where} before {needed}{hint}")

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Pipeline
-
-
-class ScheduleError(ValueError):
-    """The stages of a step do not lie on ranks as a schedule wants them."""
-
-    __module__ = "cg"  # the public name, which tracebacks show
-
+from .base import Pipeline, ScheduleError
 
 Chunks = list[tuple[int, ...]]
 """The stages of each chunk that a rank hosts."""

@@ -13,7 +13,7 @@ import pytest
 import cg
 from cg.launch.config import Config
 from cg.launch.job.detect import HYDRA, SLURM, Launch, detect
-from cg.launch.job.slurm import for_daemons, is_elsewhere
+from cg.launch.job.slurm import check_srun, for_daemons, is_elsewhere
 from cg.launch.world import world as worlds
 from cg.launch.world.waiting import WorldError
 
@@ -175,6 +175,7 @@ def test_threads_are_left_to_ranks_that_may_be_elsewhere(
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho HYDRA OMP=$OMP_NUM_THREADS.\n")
     mpirun.chmod(0o755)
+    (tmp_path / "srun").touch(mode=0o755)
     inherited = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "cg.launch", "-n", "2", "--mpirun", mpirun, sys.executable],
@@ -182,6 +183,7 @@ def test_threads_are_left_to_ranks_that_may_be_elsewhere(
             **inherited,
             **BATCH,
             "SLURM_JOB_NUM_NODES": nodes,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "PYTHONPATH": PACKAGES,
         },
         capture_output=True,
@@ -190,3 +192,14 @@ def test_threads_are_left_to_ranks_that_may_be_elsewhere(
         check=True,
     )
     assert ("OMP=." not in done.stdout) == capped
+
+
+def test_a_job_without_srun_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    environ = {**os.environ, "SLURM_JOB_ID": "19", "PATH": str(tmp_path)}
+    line = [sys.executable, "-m", "cg.launch", "-n", "2", __file__]
+    ended = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "no srun on PATH" in ended.stderr
+    (tmp_path / "srun").touch(mode=0o755)
+    check_srun(environ)
+    check_srun({"PATH": ""})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeAlias
+
+from torch import nn
 
 from ...ir.layout import WHOLE, Cut, Layout
 from ...ir.types import Mesh
@@ -228,7 +232,8 @@ class Plan:
             if pattern in optional:
                 continue
             part = "" if form == pattern else f" of '{pattern}'"
-            have = sorted(taken) if _is_argument(form) else list(known)
+            have = _own(cls, taken) if _is_argument(form) else list(known)
+            have = list(dict.fromkeys([*get_close_matches(form, have), *have]))
             shown = ", ".join(have[:8]) + (", ..." if len(have) > 8 else "") if have else "none"
             kind = "arguments" if _is_argument(form) else "tensors"
             raise ValueError(
@@ -241,6 +246,16 @@ class Plan:
                     f"the plan of {model} matches no tensor of {cls.__name__}; its tensors are "
                     f"{', '.join(known[:8])}; make the plan of the model that the actor has"
                 )
+
+
+def _own(cls: type, arguments: Iterable[str]) -> list[str]:
+    """The arguments of a class's own methods, without those that each module has."""
+    of_modules = {
+        name
+        for name, value in vars(nn.Module).items()
+        if inspect.getattr_static(cls, name, None) is value
+    }
+    return sorted(each for each in arguments if each.partition("(")[0] not in of_modules)
 
 
 def _is_argument(form: str) -> bool:

@@ -133,10 +133,10 @@ class _Guard:
         again = _AGAIN
         if found.path.rpartition(".")[2] == "training":
             again = f"set it back by train() or eval(); or {_AGAIN}"
-        return (
-            f"{self._who}: {path} was {shorten(found.before)} when it was traced and is "
-            f"{shorten(show_value(found.after))} now; {again}"
-        )
+        before, after = shorten(found.before), shorten(show_value(found.after))
+        if before == after:
+            return f"{self._who}: {path} is another object now, {after} as before; {again}"
+        return f"{self._who}: {path} was {before} when it was traced and is {after} now; {again}"
 
     def _explain_tensors(self) -> str | None:
         for holder, key, shape, dtype, flag, dense, path in self._plain:

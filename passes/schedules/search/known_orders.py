@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ....ir.pipeline.order import Order, Row
-from ..base import Pipeline, spell
+from ..base import Pipeline, ScheduleError, spell
 from ..dualpipe_v_order import dualpipe_v_order
 from ..gpipe_order import gpipe_order
 from ..interleaved_order import interleaved_order
-from ..layouts import ScheduleError
 from ..looped_bfs_order import looped_bfs_order
 from ..one_f_one_b_order import one_f_one_b_order
 from ..zb_h1_order import lagging, zb_h1_order
