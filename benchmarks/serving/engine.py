@@ -3,6 +3,7 @@
     python benchmarks/serving/engine.py                        # one rank: `step` and `batching`
     python benchmarks/serving/engine.py --fuse                 # the same with TorchInductor
     python -m cg.launch -n 2 benchmarks/serving/engine.py      # two ranks: `groups`
+    python -m cg.launch -n 2 benchmarks/serving/engine.py --model DIR --layers 15 15
 
 The model is a tiny Qwen2 of random weights (4 layers of 256, 3.95 million parameters), in float32
 on one thread. Arms take turns in one process, and medians of the rounds are printed, with the ratio
@@ -11,9 +12,10 @@ in each round beside them: a machine that is slow for a while is slow for both.
 - `step`: CPU time of a decode step of B rows, against `generate` with its own cache. The time of a
   prompt is taken off: that of 2 tokens from that of `steps` + 2.
 - `batching`: tokens a second of many requests, against `generate_batch` with a persistent manager.
-- `groups`: tokens a second of two groups of B rows in flight, against one group. CPU of each rank
-  for an execution goes with it: where other processes have the cores, ranks sleep instead of
-  polling, and the sum of these times over the largest is what two groups would gain on free cores.
+- `groups`: tokens a second of two groups of B rows in flight, against one group; of another model
+  if it is given, with as many layers in each stage as is said. CPU of each rank for an execution
+  goes with it: where other processes have the cores, ranks sleep instead of polling, and the sum of
+  these times over the largest is what two groups would gain on free cores.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +311,8 @@ def sections(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     fuse = "inductor" if args.fuse else None
     pids = _processes() if cg.world_size() > 1 else []
     for batch in args.batch:
-        engine = start(config(), options(batch, fuse))
+        cut = tuple(args.layers) if args.layers else None
+        engine = start(args.model or config(), replace(options(batch, fuse), layers=cut))
         if engine is None:
             continue
         if cg.world_size() == 1:
@@ -327,6 +331,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sections", default="step,batching", help="of one rank")
     parser.add_argument("--fuse", action="store_true", help="compile with fuse='inductor'")
+    parser.add_argument("--model", type=Path, help="a folder, of two ranks")
+    parser.add_argument("--layers", type=int, nargs="+", help="of each stage, of two ranks")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -52,6 +52,7 @@ class Model:
         hidden: of what layers give.
         context: the longest sequence.
         vocabulary: the number of tokens.
+        layer: numbers in the weights of one layer.
         eos: the tokens that end a sequence.
         build: makes the part with these layers, with its weights.
         cuts: how ranks that hold some layers together share them, by paths of tensors.
@@ -64,6 +65,7 @@ class Model:
     hidden: int
     context: int
     vocabulary: int
+    layer: int
     eos: tuple[int, ...]
     build: Callable[[range, torch.dtype], nn.Module]
     cuts: Mapping[str, Any]
@@ -241,15 +243,18 @@ def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
         return part
 
     heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     eos = config.eos_token_id
     return Model(
         layers=config.num_hidden_layers,
         heads=heads,
-        groups=getattr(config, "num_key_value_heads", None) or heads,
-        width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        groups=groups,
+        width=width,
         hidden=config.hidden_size,
         context=config.max_position_embeddings,
         vocabulary=config.vocab_size,
+        layer=config.hidden_size * (2 * width * (heads + groups) + 3 * config.intermediate_size),
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         build=build,
         cuts={
@@ -361,6 +366,7 @@ def _gpt(config: GptConfig, weights: Weights) -> Model:
         hidden=config.width,
         context=config.context,
         vocabulary=config.vocabulary,
+        layer=12 * config.width**2,
         eos=(),
         build=build,
         cuts={

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +39,25 @@ class Guards:
     debug_bounds: bool = False
 
 
-def split(layers: int, stages: int) -> list[range]:
-    """Contiguous, nearly equal parts of the layers; the last ones are the smaller.
+def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
+    """Numbers of layers of the stages, of which the dearest is as cheap as can be.
 
-    The last stage has the head to compute as well.
+    Args:
+        layers: at least as many as stages.
+        stages: how many.
+        head: what the last stage does besides its layers, in layers.
     """
-    base, more = divmod(layers, stages)
-    bounds = [0]
-    for stage in range(stages):
-        bounds.append(bounds[-1] + base + (stage < more))
-    return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+    def sizes(last: int) -> list[int]:
+        base, more = divmod(layers - last, max(1, stages - 1))
+        return [*(base + (stage < more) for stage in range(stages - 1)), last]
+
+    def costs(last: int) -> list[float]:
+        *others, own = sizes(last)
+        return sorted([*others, own + head], reverse=True)
+
+    fewest = layers if stages == 1 else 1
+    return sizes(min(range(fewest, layers - stages + 2), key=costs))
 
 
 @cg.actor

@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="random", help="a folder, random, tiny-qwen2 or smollm2")
     add("--groups", type=int, help="decode batches in flight; by default one for each stage")
     add("--tp", type=int, default=1, help="ranks that hold a stage together")
+    add("--layers", type=int, nargs="*", metavar="N", help="of each stage; balanced by default")
     add("--batch", type=int, default=8, help="the largest decode batch of a group")
     add("--batches", type=int, nargs="*", metavar="N", help="below --batch; by default usual ones")
     add("--chunk", type=int, default=USUAL_CHUNK, help="the longest prefill chunk, in tokens")

@@ -71,6 +71,7 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         context=given.context or held,
         in_flight=max(2, groups or cg.world_size() // given.tp),
         tp=given.tp,
+        layers=tuple(given.layers) if given.layers else None,
         dtype=getattr(torch, given.dtype),
         fuse=given.fuse,
         warm=features.warm,

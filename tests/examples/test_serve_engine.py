@@ -22,13 +22,14 @@ from examples.serve.attention import attend, locate
 from examples.serve.engine import (
     CgEngine,
     Options,
+    cut,
     decode_step,
     decode_variants,
     make_stage,
     start,
     widths,
 )
-from examples.serve.families import open_model
+from examples.serve.families import GptConfig, open_model
 from examples.serve.model import Pool, split
 from examples.serve.requests import Limits, Sampling
 from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill
@@ -418,8 +419,36 @@ def test_the_gpt_of_make_train(tp: int, tmp_path: Path) -> None:
 
 
 def test_layers_are_cut_evenly() -> None:
-    assert split(7, 3) == [range(3), range(3, 5), range(5, 7)]
-    assert split(4, 4) == [range(i, i + 1) for i in range(4)]
+    assert split(7, 3) == [3, 2, 2]
+    assert split(4, 4) == [1] * 4
+    assert split(4, 1, head=9.0) == [4]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "sizes"),
+    [
+        (24, 2, 1.2, [13, 11]),
+        (30, 2, 7.0, [19, 11]),
+        (30, 3, 7.0, [13, 12, 5]),
+        (8, 4, 99.0, [3, 2, 2, 1]),
+        (3, 3, 2.0, [1, 1, 1]),
+    ],
+)
+def test_the_head_is_weighed(layers: int, stages: int, head: float, sizes: list[int]) -> None:
+    assert split(layers, stages, head) == sizes
+
+
+def test_stages_of_ones_own(tmp_path: Path) -> None:
+    model = open_model(GptConfig(layers=4))
+    assert [len(part) for part in cut(model, 2, Options())] == [2, 2]
+    own = Options(layers=(1, 3))
+    assert cut(model, 2, own) == [range(1), range(1, 4)]
+    for wrong in ((1, 2), (4,), (0, 4), (2, 1, 1)):
+        with pytest.raises(ValueError, match="4 layers in 2 stages as"):
+            cut(model, 2, Options(layers=wrong))
+    # A vocabulary of 150,000 beside layers of half a million numbers.
+    wide = open_model(GptConfig(layers=8, vocabulary=150_000))
+    assert [len(part) for part in cut(wide, 2, Options())] == [7, 1]
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
