@@ -40,8 +40,8 @@ WITHOUT_DRAWS = "a temperature or log-probabilities, without `draws`"
 STARTS = {"cpu": 16 << 20, "accelerator": 192 << 20}
 """Bytes that a device reads in the time that a layer takes besides reading its weights.
 
-With 8 rows, SmolLM2-135M takes 3.2 ms a layer on a core, which reads the 113 MB of its head in 10 ms.
-Qwen2.5-0.5B takes 66 us a layer on an H100, in a recorded step; its 30 MB take 9 us of these.
+With 8 rows a layer of SmolLM2-135M takes 3.2 ms of a core, and its head of 113 MB takes 10 ms. A
+layer of Qwen2.5-0.5B takes 66 us of an H100, in a recorded step, and its 30 MB take 9 us of these.
 """
 SAYING = 10.0
 """Seconds between two lines of the log on how far warming is."""
