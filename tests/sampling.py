@@ -1,4 +1,4 @@
-"""Counts of examples of searches: half of what tests name by default, three times that with --slow.
+"""Counts of examples of searches: a quarter of what tests name by default, three times that with --slow.
 
 `--times N` draws N times what they name (N above 3). A search that would take one test minutes is
 cut into shards, each a test that draws others, so that `--numprocesses` shares them out. Ten
@@ -17,7 +17,7 @@ from hypothesis import Phase, seed, settings
 T = TypeVar("T", bound=Callable[..., object])
 
 NAMED = 100
-"""`max_examples` of a profile that draws what tests name; that of default runs has half of it."""
+"""`max_examples` of a profile that draws what tests name; that of default runs has a quarter of it."""
 
 
 def scale() -> int:
@@ -40,7 +40,7 @@ def examples(count: int, *, shrinks: bool = False) -> settings:
     They are the same ones in every run, but for the profile `thorough`, and for `--times`.
 
     Args:
-        count: examples of a profile of 100: a default run has half of them.
+        count: examples of a profile of 100: a default run has a quarter.
         shrinks: whether a failing one is made smaller; always where they are others.
     """
     profile = settings.default

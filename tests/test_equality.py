@@ -12,7 +12,9 @@ from cg.launch.world.world import use_world
 from .equality import compare_all, comparisons, layouts
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    "world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+)
 def test_losses_and_gradients_are_those_of_a_plain_loop(world: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -481,7 +481,10 @@ def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
 @pytest.mark.timeout(160)
 @pytest.mark.parametrize(
     ("ranks", "on_devices"),
-    [pytest.param(4, False, marks=needs_mpi), pytest.param(2, True, marks=needs_mpi)],
+    [
+        pytest.param(4, False, marks=needs_mpi),
+        pytest.param(2, True, marks=[*needs_mpi, pytest.mark.slow]),
+    ],
 )
 def test_stages_of_two_mpi_ranks(ranks: int, on_devices: bool, folders: dict[int, Path]) -> None:
     """Two stages, and one on fake devices, whose graphs are whole with all reductions in them."""

@@ -124,7 +124,7 @@ CHANGES: dict[str, tuple[Callable[[Actor], object], str]] = {
     "set": (lambda a: a.tags.add("u"), "'tags' was {'t'}"),
     "array": (lambda a: a.array.fill(2), "'array'"),
     "mixed": (lambda a: a.mixed.__setitem__(1, 3.0), "'mixed.1' was 2.0"),
-    "module": (replaced, "'blocks.0.0' was Linear"),
+    "module": (replaced, "'blocks.0.0' is another object now, Linear"),
     "grown": (lambda a: a.blocks.append(nn.Identity()), "'blocks._modules'"),
     "norm": (lambda a: setattr(a.norm, "eps", 1e-3), "'norm.eps' was 1e-05"),
     "hook": (lambda a: a.norm.register_forward_hook(lambda *_: None), "'norm._forward_hooks'"),

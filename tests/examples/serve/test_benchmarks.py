@@ -227,6 +227,7 @@ def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(picture.stat().st_size > 1000 for picture in pictures)
 
 
+@pytest.mark.slow
 def test_an_ablation_of_arms_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nano-vllm's load, small: one server of the base for both, in groups of two."""
     server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"

@@ -60,6 +60,8 @@ def test_a_server_for_the_load_compiles_what_the_engine_does() -> None:
     assert "--fuse" not in line
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_section_on_hosts(tmp_path: Path) -> None:
     """One rank needs no MPI: whoever imported mpi4py would end."""
     (tmp_path / "mpi4py.py").write_text("import os\nos._exit(9)\n")
