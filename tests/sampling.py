@@ -1,6 +1,6 @@
-"""Counts of examples of searches: a quarter of what tests name by default, three times that with --slow.
+"""Counts of examples of searches: by default a quarter of what tests name.
 
-`--times N` draws N times what they name (N above 3). A search that would take one test minutes is
+`--slow` draws three times what they name, and `--times N` N times (N above 3). A search that would take one test minutes is
 cut into shards, each a test that draws others, so that `--numprocesses` shares them out. Ten
 thousand trainings of random chains of layers on meshes, on all cores:
 
@@ -17,7 +17,7 @@ from hypothesis import Phase, seed, settings
 T = TypeVar("T", bound=Callable[..., object])
 
 NAMED = 100
-"""`max_examples` of a profile that draws what tests name; that of default runs has a quarter of it."""
+"""`max_examples` of a profile that draws what tests name; default runs draw a quarter of it."""
 
 
 def scale() -> int:
