@@ -1,8 +1,8 @@
 """Counts of examples of searches: by default a quarter of what tests name.
 
-`--slow` draws three times what they name, and `--times N` N times (N above 3). A search that would take one test minutes is
-cut into shards, each a test that draws others, so that `--numprocesses` shares them out. Ten
-thousand trainings of random chains of layers on meshes, on all cores:
+`--slow` draws three times what they name, and `--times N` N times (N above 3). A search that would
+take one test minutes is cut into shards, each a test that draws others, so that `--numprocesses`
+shares them out. Ten thousand trainings of random chains of layers on meshes, on all cores:
 
     OMP_NUM_THREADS=1 pytest tests/tracer/groups/test_random_training.py --times 34 -n auto
 """
