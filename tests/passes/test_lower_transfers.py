@@ -71,7 +71,7 @@ MOST = 4
 def test_a_program_that_lacks_a_reduction_or_a_gather_is_refused() -> None:
     count: Counter[str] = Counter()
 
-    @examples(1000)
+    @examples(1200)
     @given(types=transfers(), seed=st.integers(0, 10**6))
     def judge(types: Types, seed: int) -> None:
         assume(is_valid(types))

@@ -30,6 +30,9 @@ from .sharing import plays_all
 
 T = TypeVar("T")
 
+MANY = 1000
+"""Items of a container that may be modules, tensors or optimizers, and not data."""
+
 Make: TypeAlias = Callable[..., ActorHandle]
 """Takes the arguments of an actor's constructor."""
 
@@ -269,8 +272,15 @@ def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
 
 
 def _is_of_a_model(value: Any) -> bool:
-    """True for a module, a tensor or an optimizer, and for a list, tuple or dict with one."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    held = value if isinstance(value, (list, tuple)) else (value,)
+    """True for a module, a tensor or an optimizer, and for a list, tuple or dict of some.
+
+    A longer container holds data, in which a search would take time.
+    """
+    held = (value,)
+    if isinstance(value, (list, tuple, dict)):
+        held = (
+            tuple(value.values() if isinstance(value, dict) else value)
+            if len(value) <= MANY
+            else ()
+        )
     return any(isinstance(each, (torch.nn.Module, torch.Tensor, *TRAINERS)) for each in held)
