@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,25 @@ def test_a_container_that_changes_in_place(held: Callable[[list[Any]], Any]) -> 
     actors[1] = Times.on(0)(9.0)
     equal(step)
     del actors[1]
+    equal(step)
+
+
+def test_actors_among_other_things_in_containers_in_objects() -> None:
+    inner = SimpleNamespace(made={"rate": 0.1, "stages": [row(2.0), row(3.0)]})
+    outer = SimpleNamespace(inner=inner)
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        for (stage,) in outer.inner.made["stages"]:
+            x = stage.forward(x)
+        return x
+
+    equal(step)
+    inner.made["stages"][1][0] = Times.on(1)(7.0)
+    equal(step)
+    outer.inner = SimpleNamespace(made={"stages": [row(9.0)]})
+    equal(step)
+    inner.made["rate"] = 0.2  # of what is no longer reached
     equal(step)
 
 

@@ -264,7 +264,7 @@ def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
     """Modules, tensors and optimizers that a class's constructors read by variables, by name."""
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     found = {
-        f"{variable.name}.{variable.attribute}": variable.value()
+        ".".join((variable.name, *variable.attributes)): variable.value()
         for constructor in constructors
         for variable in variables_of(constructor)
     }

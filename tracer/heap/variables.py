@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from ..source import is_own_file
+
+DEPTH = 3
+"""Attributes of attributes that are followed."""
 
 
 @dataclass(frozen=True)
@@ -18,19 +21,21 @@ class Variable:
     Attributes:
         name: of the variable.
         space: the cell of a variable of a function, or the dictionary of a module.
-        attribute: None for the variable itself.
+        attributes: from the variable's object to the attribute; none for the variable itself.
     """
 
     name: str
     space: CellType | dict[str, Any]
-    attribute: str | None = None
+    attributes: tuple[str, ...] = ()
 
     def value(self) -> Any:
         """What it holds now; None if it is not there."""
         try:
             space = self.space
             held = space.cell_contents if isinstance(space, CellType) else space[self.name]
-            return held if self.attribute is None else vars(held)[self.attribute]
+            for attribute in self.attributes:
+                held = vars(held)[attribute]
+            return held
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -55,15 +60,25 @@ def variables_of(fn: Callable[..., Any]) -> Iterator[Variable]:
     roots += [Variable(name, fn.__globals__) for name in sorted(read & fn.__globals__.keys())]
     roots += [Variable(name, cell) for name, cell in closure_of(fn)]
     for root in roots:
-        yield root
-        value = root.value()
-        if isinstance(value, type) or (isinstance(value, ModuleType) and not is_users(value)):
-            continue
-        try:
-            attributes = read & vars(value).keys()
-        except TypeError:  # it has none
-            continue
-        yield from (replace(root, attribute=each) for each in sorted(attributes))
+        yield from _with_attributes(root, read)
+
+
+def _with_attributes(variable: Variable, read: Set[str]) -> Iterator[Variable]:
+    """A variable, and the attributes with some names below it."""
+    yield variable
+    value = variable.value()
+    if len(variable.attributes) == DEPTH or isinstance(value, type):
+        return
+    if isinstance(value, ModuleType) and not is_users(value):
+        return
+    try:
+        found = read & vars(value).keys()
+    except TypeError:  # it has none
+        return
+    for each in sorted(found):
+        yield from _with_attributes(
+            replace(variable, attributes=(*variable.attributes, each)), read
+        )
 
 
 def names_of(code: CodeType) -> Iterator[str]:

@@ -10,22 +10,25 @@ from typing import Any
 from ..actors.actors import ActorHandle
 from ..heap.variables import Variable, variables_of
 
+MANY = 1000
+"""Items of a container in which actors are looked for; longer ones hold data."""
+DEPTH = 3
+"""Containers in containers that are looked into."""
+
 
 class ActorNames:
     """What a step's global variables, closure and object held when it was traced.
 
-    Only names that hold actors, or lists, tuples and dictionaries of nothing else: those of the
-    function itself, and attributes that it reads of objects that these names hold.
+    These are the names of the function itself, and attributes that it reads of objects that they
+    hold. Each holds an actor, or a list, tuple or dict with some.
 
     Args:
         fn: the step's function, or a bound method.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        found = ((name, name.value()) for name in variables_of(fn))
-        self._held = [
-            _Held(name, type(value), actors) for name, value in found if (actors := _actors(value))
-        ]
+        found = ((name, _actors(name.value(), DEPTH)) for name in variables_of(fn))
+        self._held = [_Held(name, actors) for name, actors in found if actors]
 
     def have_moved(self) -> bool:
         """True if one of them holds other actors than then, or in another order."""
@@ -34,27 +37,24 @@ class ActorNames:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a name held: an actor, or actors in a container of a kind."""
+    """The actors that a name held."""
 
     name: Variable
-    kind: type[Any]
     actors: Sequence[ActorHandle]
 
     def has_moved(self) -> bool:
-        now = self.name.value()
-        if type(now) is not self.kind:
-            return True
-        if self.kind is ActorHandle:
-            return now is not self.actors[0]
-        held = now.values() if isinstance(now, dict) else now
-        return len(held) != len(self.actors) or not all(map(is_, held, self.actors))
+        now, then = self.name.value(), self.actors
+        if type(now) is list and len(now) == len(then) and all(map(is_, now, then)):
+            return False  # as mostly, and in less time
+        found = (now,) if type(now) is ActorHandle else _actors(now, DEPTH)
+        return len(found) != len(then) or not all(map(is_, found, then))
 
 
-def _actors(value: Any) -> Sequence[ActorHandle]:
-    """The actor that a value is, or those in a container of nothing else."""
+def _actors(value: Any, depth: int) -> Sequence[ActorHandle]:
+    """The actor that a value is, or those in a container and in containers in it."""
     if type(value) is ActorHandle:
         return (value,)
-    if not isinstance(value, (list, tuple, dict)):
+    if not depth or not isinstance(value, (list, tuple, dict)) or len(value) > MANY:
         return ()
-    held = tuple(value.values() if isinstance(value, dict) else value)
-    return held if all(type(each) is ActorHandle for each in held) else ()
+    items = value.values() if isinstance(value, dict) else value
+    return tuple(actor for item in items for actor in _actors(item, depth - 1))
