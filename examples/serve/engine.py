@@ -252,7 +252,8 @@ def start(
         eos=model.eos,
         prompts=min(prompts, groups * slots),
     )
-    parts = cut(model, count, options)
+    # Of rank 0: another rank may have an accelerator where this one has none.
+    parts = cg.allgather(cut(model, count, options))[0]
     pool = Pool(limits.blocks, limits.block_size)
     stages = [make_stage(model, layers, pool, options, stage) for stage, layers in enumerate(parts)]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}

@@ -115,6 +115,18 @@ def by_variables() -> None:
     for cls, tokens in ((OfGlobal, TOKENS), (OfClosure, around), (OfAttribute, HELD.tokens)):
         step = tied(make(cls, 0), make(Last, 1, tokens))
         refused(functools.partial(step, IDS), cg.TraceError, "are one tensor")
+
+    class Named(OfAttribute):
+        """Reads the same variable by another name, beside that of the class that it extends."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = TOKENS
+
+    step = tied(make(OfGlobal, 0), make(Last, 1, TOKENS))
+    refused(functools.partial(step, IDS), cg.TraceError, "are one tensor")
+    step = tied(make(Named, 0), make(Last, 1, HELD.tokens))
+    refused(functools.partial(step, IDS), cg.TraceError, "are one tensor")
     first, other = make(OfGlobal, 0), make(OfGlobal, 1)
 
     @cg.trace

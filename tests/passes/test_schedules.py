@@ -13,6 +13,7 @@ from cg.ir.attributes import Action, Task
 from cg.ir.pipeline.timing import play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, Schedule
+from cg.passes.schedules.base import ScheduleError
 
 ALL = (schedules.gpipe(), schedules.one_f_one_b())
 SIZES = [(1, 1), (1, 5), (2, 1), (4, 2), (4, 4), (4, 6), (5, 8), (8, 24)]
@@ -152,12 +153,12 @@ def test_impossible_pipelines_are_refused(ranks: tuple[int, ...], m: int, messag
         ("0F0 0B0", "1F0 1B0 1F1", "runs 1F1, but the pipeline has stages 0..1 and micro"),
         ("0F0 0B0", "1F0 1B0 2F0", "runs 2F0, but the pipeline has stages 0..1 and micro"),
         ("0F0 0B0 0W0", "1F0 1B0", "rank 1 never runs 1W0"),
-        ("0F0 0W0 0B0", "1F0 1B0 1W0", "rank 0 runs 0W0 before 0B0"),
+        ("0F0 0W0 0B0", "1F0 1B0 1W0", "rank 0 runs 0W0 before 0B0; each W has its B, also"),
     ],
 )
 def test_a_wrong_order_is_refused(first: str, second: str, message: str) -> None:
     order = {r: [Task.parse(t) for t in text.split()] for r, text in enumerate((first, second))}
-    with pytest.raises(ValueError, match=f"schedule 'mine': .*{message}"):
+    with pytest.raises(ScheduleError, match=f"schedule 'mine': .*{message}"):
         Schedule("mine", lambda _: order)(Pipeline((0, 1), 1))
 
 

@@ -262,11 +262,11 @@ class _On:
 
 def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
     """Modules, tensors and optimizers that a class's constructors read by variables, by name."""
-    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     found = {
-        ".".join((variable.name, *variable.attributes)): variable.value()
-        for constructor in constructors
-        for variable in variables_of(constructor)
+        ".".join((base.__qualname__, variable.name, *variable.attributes)): variable.value()
+        for base in cls.__mro__
+        if "__init__" in vars(base)
+        for variable in variables_of(vars(base)["__init__"])
     }
     return {name: value for name, value in found.items() if _is_of_a_model(value)}
 
@@ -276,11 +276,8 @@ def _is_of_a_model(value: Any) -> bool:
 
     A longer container holds data, in which a search would take time.
     """
-    held = (value,)
-    if isinstance(value, (list, tuple, dict)):
-        held = (
-            tuple(value.values() if isinstance(value, dict) else value)
-            if len(value) <= MANY
-            else ()
-        )
-    return any(isinstance(each, (torch.nn.Module, torch.Tensor, *TRAINERS)) for each in held)
+    kinds = (torch.nn.Module, torch.Tensor, *TRAINERS)
+    if not isinstance(value, (list, tuple, dict)):
+        return isinstance(value, kinds)
+    held = value.values() if isinstance(value, dict) else value
+    return len(value) <= MANY and any(isinstance(each, kinds) for each in held)

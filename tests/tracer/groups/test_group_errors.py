@@ -77,7 +77,8 @@ def on(plan: dict[str, Any] | None = None, **axes: int) -> Any:
         ),
         (
             lambda: on({"forward(y)": ROWS}),
-            "the plan's pattern 'forward(y)' matches nothing of Layer; its arguments are",
+            "the plan's pattern 'forward(y)' matches nothing of Layer; its arguments are "
+            "forward(x), count(x), loss(x), same(x)",
         ),
         (
             lambda: on({"weight": cg.cut(2, "tp")}),
