@@ -236,6 +236,15 @@ def test_what_is_recorded_of_the_server_becomes_tables(
     text = serving.ablation()
     assert "| `-fast_sse` | 5 | **0.80**, 0.79 to 0.81 |  | 0.90 to 1.10 |" in text
     assert "| `-prefix` | 3 | refused: -prefix switched nothing |" in text
+    assert serving.ablation_nano() == "Not recorded yet."
+    online = {"online nano: itl p50": same, "online inf: ttft p50": speed}
+    run = {"title": "first", "figures": {"-carry": {**good, "ratios": online}}}
+    gpu = {**origin, "machine": {**machine, "gpus": {"A": 4}}, "runs": [run]}
+    (tmp_path / "serving_ablation_nano.json").write_text(json.dumps(gpu))
+    text = serving.ablation_nano()
+    assert "first:\n\n" in text
+    assert text.endswith("torch 2.13), 4 A")
+    assert "| `-carry` | 5 |  |  | 0.90 to 1.10 |  |  |" in text
     row: dict[str, object] = {"arm": "blocking", "groups": 2}
     for name in ("ttft_ms", "itl_ms", "tokens_per_second"):
         row |= {name: 10.04, f"predicted_{name}": 9.0}

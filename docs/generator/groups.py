@@ -55,8 +55,9 @@ def _run(run: Any, wanted: Callable[[Any], bool] = lambda row: True) -> str:
     machine = run["machine"]
     gpus = ", ".join(f"{count} {name}" for name, count in machine["gpus"].items())
     where = f"{gpus}, driver {machine['driver']}, torch {machine['packages']['torch']}"
+    note = f"; {run['note']}" if "note" in run else ""
     table = "\n".join(["| measured | |", "|---|---|", *lines])
-    return f"{table}\n\n{run['date']}: `{run['command']}` ({where})"
+    return f"{table}\n\n{run['date']}: `{run['command']}` ({where}{note})"
 
 
 def _figure(value: float) -> str:

@@ -63,6 +63,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ray-throughput": ray.throughput,
     "soak": ray.soak,
     "serving-ablation": serving.ablation,
+    "serving-ablation-nano": serving.ablation_nano,
     "slow-link": serving.slow_link,
     "llama-speed": llama.speed,
     "llama-speed-of-two": llama.speed_of_two,

@@ -10,11 +10,11 @@ from .tables import table
 
 _RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 _FIGURES = {
-    "online inf: output_tokens_per_second": "tokens/s",
-    "online inf: ttft p50": "TTFT, median",
-    "online inf: itl p50": "ITL, median",
-    "online inf: itl p99": "ITL, 99 %",
-    "online inf: cpu_ms_per_token": "CPU per token",
+    "output_tokens_per_second": "tokens/s",
+    "ttft p50": "TTFT, median",
+    "itl p50": "ITL, median",
+    "itl p99": "ITL, 99 %",
+    "cpu_ms_per_token": "CPU per token",
 }
 _ON = {
     "front": "Switches of the front, on a server whose engine costs nothing",
@@ -27,17 +27,37 @@ def ablation() -> str:
     recorded = _recorded("serving_ablation.json")
     if recorded is None:
         return "Not recorded yet."
-    parts = []
-    for name, title in _ON.items():
-        rows = []
-        for arm, each in sorted(recorded["figures"][name].items()):
-            cells = [_cell(each["ratios"].get(key)) for key in _FIGURES]
-            if each["problems"]:
-                cells = ["refused: " + "; ".join(each["problems"]), *[""] * (len(_FIGURES) - 1)]
-            rows.append([f"`{arm}`", str(each["rounds"]), *cells])
-        if rows:
-            parts += [f"{title}:", table(["", "rounds", *_FIGURES.values()], rows)]
+    parts = [
+        f"{title}:\n\n{_switches(recorded['figures'][name], 'inf')}"
+        for name, title in _ON.items()
+        if recorded["figures"][name]
+    ]
     return "\n\n".join([*parts, _source(recorded)])
+
+
+def ablation_nano() -> str:
+    """The same on a GPU, by run."""
+    recorded = _recorded("serving_ablation_nano.json")
+    if recorded is None:
+        return "Not recorded yet."
+    parts = [f"{run['title']}:\n\n{_switches(run['figures'], 'nano')}" for run in recorded["runs"]]
+    gpus = ", ".join(f"{count} {name}" for name, count in recorded["machine"]["gpus"].items())
+    return "\n\n".join([*parts, f"{_source(recorded)}, {gpus}"])
+
+
+def _switches(figures: dict[str, Any], load: str) -> str:
+    """A row for each switch.
+
+    Args:
+        load: of the clients, as its figures name it.
+    """
+    rows = []
+    for arm, each in sorted(figures.items()):
+        cells = [_cell(each["ratios"].get(f"online {load}: {key}")) for key in _FIGURES]
+        if each["problems"]:
+            cells = ["refused: " + "; ".join(each["problems"]), *[""] * (len(_FIGURES) - 1)]
+        rows.append([f"`{arm}`", str(each["rounds"]), *cells])
+    return table(["", "rounds", *_FIGURES.values()], rows)
 
 
 def _cell(figure: Any) -> str:
