@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+log = logging.getLogger("serve")
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -103,6 +106,8 @@ class HuggingFace:
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(text) if text else None
+        if self._template is None:
+            log.warning("%s has no chat template: a chat is its messages, a line each", folder)
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self._names = {name: _content(config[name]) for name in names if config.get(name)}
 

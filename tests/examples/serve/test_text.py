@@ -68,6 +68,17 @@ def test_what_users_write_stays_text(model: Path) -> None:
     assert shown == f"user\n{attack}\nassistant\n"
 
 
+def test_a_model_without_a_template_says_so(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    with caplog.at_level("WARNING", "serve"):
+        text = HuggingFace(tmp_path)
+    assert "has no chat template: a chat is its messages, a line each" in caplog.text
+    chat = [{"role": "user", "content": "hello"}, {"role": "user", "content": "im"}]
+    assert text.encode_chat(chat) == text.encode("hello\nim")
+
+
 def test_a_template_that_refuses(model: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
