@@ -16,7 +16,16 @@ import cg
 from cg.ir.types import Mesh
 from cg.launch.world.world import world
 from cg.tracer.groups.gradient_buckets import BUCKET
-from tests.tracer.groups.training import Attention, Block, Language, Mlp, Model, Tower, train
+from tests.tracer.groups.training import (
+    Attention,
+    Block,
+    Language,
+    Mlp,
+    Model,
+    Residual,
+    Tower,
+    train,
+)
 
 
 @cg.actor
@@ -82,6 +91,7 @@ def cases() -> dict[str, Case]:
             "dualpipe-v",
             "reals",
         ),
+        "residual": (Model([(Residual, (i,)) for i in range(2)]), pair, 14, "zb-h1", "integers"),
         "stored": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "buckets": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),

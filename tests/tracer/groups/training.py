@@ -92,6 +92,20 @@ class Mlp(Stage):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@cg.actor
+class Residual(Stage):
+    """A layer whose outputs are cut beside a sum with what it takes, which is not."""
+
+    def __init__(self, seed: int, optimizer: str = "signs") -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.finish(optimizer, optimizer == "signs")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.up(x))
+
+
 class Pair(nn.Module):
     """Two layers without biases."""
 
@@ -218,6 +232,7 @@ TOWER_PLAN = {
 MLP_PLAN = {**ROWS, "up.*": cg.cut(0, "tp"), "down.weight": cg.cut(1, "tp")}
 PLANS: Mapping[type[Stage], Mapping[str, Sharding]] = {
     Mlp: MLP_PLAN,
+    Residual: {**ROWS, "up.*": cg.cut(0, "tp")},
     Tower: TOWER_PLAN,
     Block: MLP_PLAN,
     Attention: {**ROWS, "[qkv].weight": cg.cut(0, "tp"), "o.weight": cg.cut(1, "tp")},
