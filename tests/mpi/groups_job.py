@@ -43,7 +43,7 @@ class Careless(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     for name, (model, places, rows, schedule, kind) in cases().items():
-        store = cg.cut(0, "dp") if name == "stored" else cg.whole
+        store = cg.cut(0, "dp") if name in ("stored", "adagrad") else cg.whole
         limit = 100 if name == "buckets" else BUCKET
         stages = model.on(places, store=store, bucket_bytes=limit)
         made = train(model, stages, rows, 2, schedule, kind, steps=2)
@@ -93,6 +93,7 @@ def cases() -> dict[str, Case]:
         ),
         "residual": (Model([(Residual, (i,)) for i in range(2)]), pair, 14, "zb-h1", "integers"),
         "stored": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
+        "adagrad": (Model([(Block, (0, "adagrad"))]), grid, 14, None, "reals"),
         "buckets": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),
         "language": (Model([(Language, (0,))]), grid, 14, None, "words"),

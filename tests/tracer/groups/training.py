@@ -48,6 +48,7 @@ class Stage(nn.Module):
             "signs": Signs,
             "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
             "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+            "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
         }
         self.optimizer = makers[optimizer](list(self.parameters()))
 
