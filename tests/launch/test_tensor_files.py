@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ X = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
 
 
 class Layer(nn.Module):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam):
         super().__init__()
         torch.manual_seed(seed)
         self.qkv = nn.Linear(D, 3 * D, dtype=torch.float32)
         self.down = nn.Linear(3 * D, D)
         self.register_buffer("table", torch.arange(5).to(torch.bfloat16))
-        self.opt = torch.optim.Adam(self.parameters(), lr=0.01)
+        self.opt = optimizer(self.parameters(), lr=0.01)  # type: ignore[call-arg]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.qkv(x))).square().mean()
@@ -54,14 +55,29 @@ def trained(actor: cg.ActorHandle, steps: int) -> list[float]:
     return [float(step(X)) for _ in range(steps)]
 
 
-def eager(steps: int) -> list[float]:
-    layer, losses = Layer(1), []
+def eager(steps: int, *how: Any) -> list[float]:
+    layer, losses = Layer(1, *how), []
     for _ in range(steps):
         loss = layer.loss(X)
         loss.backward()
         layer.update()
         losses.append(float(loss.detach()))
     return losses
+
+
+def test_what_an_optimizer_has_made_in_its_constructor_goes_on(tmp_path: Path) -> None:
+    """As Adagrad has: a mesh writes whole tensors of it, and another one reads its pieces."""
+    file, adagrad = tmp_path / "model.safetensors", torch.optim.Adagrad
+    losses = eager(4, adagrad)
+    with use_world(VirtualWorld(4)):
+        first = Layer.on(cg.mesh(dp=2, tp=2), plan=PLAN, store=cg.cut(0, "dp"))(1, adagrad)
+        assert trained(first, 2) == pytest.approx(losses[:2], rel=1e-5)
+        cg.save(file, {"layer.": first})
+    assert load_file(file)["optimizer.layer.qkv.weight.sum"].shape == (3 * D, D)
+    with use_world(VirtualWorld(3)):
+        other = Layer.on(cg.mesh(dp=1, tp=3), plan=PLAN)(7, adagrad)
+        cg.load(file, {"layer.": other})
+        assert trained(other, 2) == pytest.approx(losses[2:], rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", [PLAN, BLOCKS], ids=["plain", "blocks"])

@@ -16,7 +16,16 @@ import cg
 from cg.ir.types import Mesh
 from cg.launch.world.world import world
 from cg.tracer.groups.gradient_buckets import BUCKET
-from tests.tracer.groups.training import Attention, Block, Language, Mlp, Model, Tower, train
+from tests.tracer.groups.training import (
+    Attention,
+    Block,
+    Language,
+    Mlp,
+    Model,
+    Residual,
+    Tower,
+    train,
+)
 
 
 @cg.actor
@@ -34,7 +43,7 @@ class Careless(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     for name, (model, places, rows, schedule, kind) in cases().items():
-        store = cg.cut(0, "dp") if name == "stored" else cg.whole
+        store = cg.cut(0, "dp") if name in ("stored", "adagrad") else cg.whole
         limit = 100 if name == "buckets" else BUCKET
         stages = model.on(places, store=store, bucket_bytes=limit)
         made = train(model, stages, rows, 2, schedule, kind, steps=2)
@@ -82,7 +91,9 @@ def cases() -> dict[str, Case]:
             "dualpipe-v",
             "reals",
         ),
+        "residual": (Model([(Residual, (i,)) for i in range(2)]), pair, 14, "zb-h1", "integers"),
         "stored": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
+        "adagrad": (Model([(Block, (0, "adagrad"))]), grid, 14, None, "reals"),
         "buckets": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),
         "language": (Model([(Language, (0,))]), grid, 14, None, "words"),

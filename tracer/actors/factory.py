@@ -26,6 +26,7 @@ from ..step.session import is_tracing
 from .actor_state import collect, reach
 from .actors import ELSEWHERE, RESERVED, ActorError, ActorHandle, member_of
 from .holdings import Actors
+from .optimizer_state import move
 from .sharing import plays_all
 
 T = TypeVar("T")
@@ -233,9 +234,7 @@ class ActorFactory:
         if isinstance(init, TensorSource):
             fill_from(init, instance, {}, None, name)
         if device is not None:
-            for held in collect(instance).tensors:
-                # In place: an optimizer, say, knows the parameter by its identity.
-                held.tensor.data = held.tensor.data.to(device)
+            move(instance, device)
         return instance
 
     def new_name(self, cls: type[Any]) -> str:

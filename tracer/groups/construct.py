@@ -15,6 +15,7 @@ import torch
 from ...ir.types import Mesh
 from ..actors.actor_state import collect
 from ..actors.actors import ActorError
+from ..actors.optimizer_state import move
 from ..functions.interface import Peers
 from .group import GroupActor
 from .meta import Init, TensorSource, fill, fill_from
@@ -106,8 +107,7 @@ class Constructor:
             if isinstance(self.init, TensorSource):
                 fill_from(self.init, each, by_path, self.mesh.position(rank), self.name)
             if device is not None:
-                for held in collect(each).tensors:
-                    held.tensor.data = held.tensor.data.to(device)
+                move(each, device)
         return dict(zip(played, copies, strict=True))
 
     def _compare(self, failed: Exception | None, digest: str, played: Sequence[int]) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from ...ir.layout import Position, Region, whole
 from ...ir.types import Mesh
-from ..actors.actor_state import collect
+from ..actors.actor_state import ActorState, collect
+from ..actors.optimizer_state import kept_by_optimizers
 from .pieces import LogicalTensor, piece
 
 
@@ -71,7 +72,9 @@ def fill_from(
     Raises:
         ValueError, OSError: as the methods of the source do.
     """
-    wanted = {s.path: s.tensor for s in collect(instance).tensors if s.tensor.is_meta}
+    state = collect(instance)
+    _refuse_kept(state, name)
+    wanted = {s.path: s.tensor for s in state.tensors if s.tensor.is_meta}
     names = source.names(wanted, name)
     for path, tensor in wanted.items():
         kept = logical.get(path)
@@ -95,7 +98,9 @@ def fill(
     Raises:
         ValueError: nothing says what a tensor holds.
     """
-    path_of = {id(t.tensor): t.path for t in collect(instance).tensors}
+    state = collect(instance)
+    _refuse_kept(state, name)
+    path_of = {id(t.tensor): t.path for t in state.tensors}
     done: set[int] = set()
     for module in instance.modules() if isinstance(instance, torch.nn.Module) else ():
         held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -122,11 +127,22 @@ def fill(
             if kept.layout is not None:
                 region = kept.layout.region(kept.shape, mesh.position(rank))
                 tensor.data = piece(tensor.data, region)
-    for state in collect(instance).tensors:
-        if state.tensor.is_meta:
+    for left in collect(instance).tensors:
+        if left.tensor.is_meta:
             raise ValueError(
-                f"{name} begins on the meta device, and nothing says what '{state.path}' holds; "
+                f"{name} begins on the meta device, and nothing says what '{left.path}' holds; "
                 "make it a parameter or buffer of a module with reset_parameters()"
+            )
+
+
+def _refuse_kept(state: ActorState, name: str) -> None:
+    """Refuse an optimizer that has made its state on the meta device, where it has no numbers."""
+    for kept in kept_by_optimizers(state):
+        if kept.tensor.is_meta:
+            raise ValueError(
+                f"{name} begins on the meta device, and {type(kept.optimizer).__name__} has made "
+                "its state there, in its constructor; take an optimizer that makes it in its first "
+                "step, such as AdamW, or make the actor without init='meta'"
             )
 
 

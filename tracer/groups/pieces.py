@@ -10,6 +10,7 @@ import torch
 from ...ir.layout import Intervals, Layout, Region, shape_of
 from ...ir.types import Mesh
 from ..actors.actor_state import StateTensor, collect
+from ..actors.optimizer_state import kept_by_optimizers
 from .plan import Plan, Sharding, whole
 
 
@@ -47,21 +48,25 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
 
     Raises:
         ValueError: a layout does not fit the tensor or the mesh; two names of one tensor have
-            different shardings; or a tensor that is cut shares memory with another.
+            different shardings; or a tensor that is cut, or what an optimizer keeps for it, shares
+            memory with another.
     """
-    tensors = collect(instance).tensors
-    storages = Counter(_storage(each.tensor) for each in tensors)
+    state = collect(instance)
+    kept = [(each.parameter.path, each.tensor) for each in kept_by_optimizers(state)]
+    tensors = [(each.path, each.tensor) for each in state.tensors]
+    storages = Counter(_storage(tensor) for _, tensor in (*tensors, *kept))
+    shared = {path for path, tensor in (*tensors, *kept) if storages[_storage(tensor)] > 1}
     found = []
-    for each in tensors:
+    for each in state.tensors:
         sharding = used = _sharding(each, plan)
         if each.is_trained and each.tensor.dim():  # a scalar has no dimension to cut
             sharding = sharding & store
         what, shape = f"'{each.path}'", tuple(each.tensor.shape)
         layout = sharding.layout(mesh, shape, what)
-        if layout is not None and storages[_storage(each.tensor)] > 1:
+        if layout is not None and each.path in shared:
             raise ValueError(
-                f"{what} is cut, and shares memory with another tensor of the actor; "
-                "give each its own memory, or leave it whole"
+                f"{what} is cut, and shares memory with another tensor of the actor, or what an "
+                "optimizer keeps for it does; give each its own memory, or leave it whole"
             )
         found.append(LogicalTensor(each.path, shape, layout, used.layout(mesh, shape, what)))
     return tuple(found)
@@ -90,6 +95,9 @@ def keep_pieces(
 ) -> None:
     """Put a rank's pieces in the place of an actor's whole tensors, gradients included.
 
+    An optimizer may have made its state in the constructor, as Adagrad does: what it keeps for a
+    parameter, and has its shape, is cut as the parameter is.
+
     What is on the meta device stays as it is.
 
     The tensors stay the objects that they are, so an optimizer still has them.
@@ -98,10 +106,16 @@ def keep_pieces(
         logical: what `lay_out` has returned for it.
     """
     position = mesh.position(rank)
-    for each, kept in zip(collect(instance).tensors, logical, strict=True):
+    state = collect(instance)
+    beside: dict[int, list[torch.Tensor]] = {}
+    for own in kept_by_optimizers(state):
+        beside.setdefault(id(own.parameter), []).append(own.tensor)
+    for each, kept in zip(state.tensors, logical, strict=True):
         if kept.layout is None or each.tensor.is_meta:
             continue
         region = kept.layout.region(kept.shape, position)
+        for held in beside.get(id(each), ()):
+            held.data = piece(held.data, region)
         tensor, grad = each.tensor, each.tensor.grad
         tensor.grad = None  # of another shape than the tensor will have
         tensor.data = piece(tensor.data, region)

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ir.layout import Layout
+from ..actors.actor_state import collect
+from ..actors.optimizer_state import kept_by_optimizers
 from ..functions.error_translation import current_location
 from ..functions.interface import Bodies, Body, RankBodies
 from ..layouts.rules.pointwise import is_entrywise
@@ -121,6 +123,10 @@ class _Watched:
                 memory.note(tensor, layout)
                 if tensor.grad is not None:
                     memory.note(tensor.grad, layout)
+        layouts = self.actor.layouts
+        for kept in kept_by_optimizers(collect(self.actor.instances[self.rank])):
+            if kept.parameter.path in layouts:
+                memory.note(kept.tensor, layouts[kept.parameter.path])
         return memory
 
 

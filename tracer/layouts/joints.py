@@ -28,8 +28,10 @@ def propagate_joint(
     """Lay out a method and its derivative.
 
     The cotangent of an output is laid out as the output; where that was a sum over ranks, it is a
-    copy on each of them. A gradient ends in the layout of its tensor; that of a parameter may be a
-    sum over ranks along the axes that do not cut it.
+    copy on each of them. A gradient ends in the layout of its tensor. That of an input is
+    transferred to it as the input was, and where a part was taken of a copy, the gradients of the
+    parts are gathered. That of a parameter may be a sum over ranks along the axes that do not cut
+    it; it is not gathered, since the parameter can be cut as it is.
 
     Args:
         joint: the graph.
@@ -51,10 +53,12 @@ def propagate_joint(
     ends += [End() for _ in joint.rebinds]
     sources = [joint.inputs[i] for i in joint.wanted_inputs]
     graded = zip(sources, joint.input_grads, strict=True)
-    ends += [End(_like(given, node)) for node, gradient in graded if gradient is not None]
+    ends += [
+        End(_like(given, node), is_asked=True) for node, gradient in graded if gradient is not None
+    ]
     by_path = {tensor.path: node for node, tensor in joint.state}
-    graded_state = (by_path[tensor.path] for tensor, _ in joint.state_grads)
-    ends += [End(_like(given, node), summands=True) for node in graded_state]
+    paths = [tensor.path for tensor, _ in joint.state_grads]
+    ends += [End(_like(given, by_path[path]), summands=True, path=path) for path in paths]
     locations = joint.recorder.locations
     return propagate(
         joint.graph,

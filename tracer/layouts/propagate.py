@@ -23,7 +23,7 @@ from .change import DEFAULT, ORDER, Change, change_between
 from .expansions import constant_of, replace_by, traced
 from .functional import read_later, without_writes
 from .rules.table import LINEAR, rule_of
-from .versions import End, Propagation, Transfer, Version, rewire, text_of
+from .versions import End, Propagation, Transfer, Version, rewire, text_of, text_of_cuts
 
 Locations: TypeAlias = Mapping[str, Location]
 
@@ -57,6 +57,10 @@ def propagate(
     """
     run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {})
     return run.all(ends)
+
+
+_WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
+"""Changes that are refused, in words."""
 
 
 class _Run:
@@ -341,14 +345,25 @@ class _Run:
         self, before: Version, after: Version, change: Change, user: fx.Node | None, reason: str
     ) -> LayoutError:
         who = str(user.target).removesuffix(".default") if user is not None else "the result"
-        what = "gathered" if change is Change.GATHER else "moved between ranks"
         because = f": {reason}" if reason else ""
         return LayoutError(
             f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
-            f"{what}{because}",
+            f"{_WORK[change]}{because}",
             loc=self.locations.get(before.node if user is None else user),
             remedy="cut another dimension, or leave it whole; or ask for the layout that is needed "
             "in front of that line, as by x = cg.layout(x, cg.whole), which gathers it there",
+        )
+
+    def _gradient_refusal(
+        self, path: str, before: Version, after: Version, change: Change
+    ) -> LayoutError:
+        """The error that a parameter is not cut as its gradient is, which a plan can do."""
+        type_, cuts = text_of(after).partition(" ")[2], text_of_cuts(before.layout)
+        return LayoutError(
+            f"the backward makes the gradient of '{path}' as {text_of(before)}, but '{path}' is "
+            f"{type_}, and its gradient would have to be {_WORK[change]}",
+            loc=self.locations.get(before.node),
+            remedy=f'cut it in the plan as its gradient is: "{path}": {cuts}',
         )
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
@@ -386,7 +401,15 @@ class _Run:
                 yield None
                 continue
             end = ends[index] if index < len(ends) else End()
-            yield self._version(node, self._final(node, end), None, "")
+            yield self._end(node, end)
+
+    def _end(self, node: fx.Node, end: End) -> Version:
+        """An output in the layout that it ends in."""
+        wanted = self._final(node, end)
+        before, change = self._cheapest(node, wanted)
+        if end.path and change not in self.allowed:
+            raise self._gradient_refusal(end.path, before, Version(node, wanted), change)
+        return self._version(node, wanted, None, "", frozenset(Change) if end.is_asked else None)
 
     def _final(self, node: fx.Node, end: End) -> Layout:
         offered = self.versions[node][-1].layout

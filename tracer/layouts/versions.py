@@ -53,10 +53,14 @@ class End:
     Attributes:
         layout: its cuts; None: as it comes.
         summands: whether it may stay a sum over ranks, along axes that do not cut it.
+        is_asked: whether the user has asked for this layout, so that any transfer may make it.
+        path: of the parameter that it is the gradient of, for messages; empty where it is of none.
     """
 
     layout: Layout | None = None
     summands: bool = False
+    is_asked: bool = False
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,16 @@ def text_of(version: Version) -> str:
     layout = version.layout if version.layout.axes else None
     type_ = TensorType(ir_dtype(fake.dtype), tuple(fake.shape), None, layout)
     return f"%{version.node.name} {type_}"
+
+
+def text_of_cuts(layout: Layout) -> str:
+    """The cuts of a layout as a plan has them, such as `cg.cut(0, "dp")`."""
+    found = []
+    for dim, cut in enumerate(layout.cuts):
+        axes = "".join(f', "{axis}"' for axis in cut.axes)
+        blocks = f", blocks={cut.blocks}" if cut.blocks > 1 else ""
+        found += [f"cg.cut({dim}{axes}{blocks})"] if cut else []
+    return " & ".join(found) or "cg.whole"
 
 
 def rewire(

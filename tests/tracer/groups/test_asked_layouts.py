@@ -30,6 +30,9 @@ class Sorter(nn.Module):
         h = cg.layout(x @ self.weight.t(), cg.cut(0, "dp"))
         return h.sort(1)[0].square().sum()
 
+    def columns(self, x: Tensor) -> Tensor:
+        return cg.layout(x, cg.cut(1, "dp")).square()
+
     def cut_twice(self, x: Tensor) -> Tensor:
         return cg.layout(x, cg.cut(0, "tp") & cg.cut(1, "tp"))
 
@@ -81,6 +84,24 @@ def test_a_step_gives_a_value_another_layout() -> None:
     loss = plain.forward(h).sum()
     assert "f32[5,6/dp.tp]@dp2_tp2" in step.lower(X).as_text()
     torch.testing.assert_close(step(X), (h.detach(), loss.detach()))
+
+
+def test_a_gradient_goes_back_to_the_layout_of_its_argument() -> None:
+    """The method has the argument moved from rows to columns, and so its gradient is moved back."""
+    actor, plain = on(COLUMNS | {"columns(x)": cg.cut(0, "dp")}), Sorter()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss = actor.columns(actor.forward(x)).sum()
+        cg.backward(loss)
+        return loss
+
+    loss = plain.columns(plain.forward(X)).sum()
+    loss.backward()
+    torch.testing.assert_close(step(X), loss.detach())
+    for rank, piece in actor.instances.items():
+        rows = slice(3 * (rank % 2), 3 * (rank % 2) + 3)
+        torch.testing.assert_close(piece.weight.grad, plain.weight.grad[rows])
 
 
 def test_in_one_process_it_is_the_tensor() -> None:

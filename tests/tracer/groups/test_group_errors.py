@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,12 +158,12 @@ def sums_along_other_axes() -> Any:
 
 
 def a_gradient_that_is_not_cut_as_its_tensor() -> Any:
-    layer = on({"loss(x)": cg.cut(1, "tp")})
+    return graded(on({"loss(x)": cg.cut(1, "tp")}))
 
-    def step(x: Tensor) -> None:
-        cg.backward(layer.loss(x))
 
-    return step
+def graded(layer: Any) -> Callable[[Tensor], None]:
+    """A step with a backward."""
+    return lambda x: cg.backward(layer.loss(x))
 
 
 def rows_of_a_cut_value() -> Any:
@@ -237,7 +238,7 @@ STEPS = [
     (a_write_to_what_another_mesh_has_passed_on, "is a view of another value or has views"),
     (rows_of_a_cut_value, "would have to be gathered: dimension 0 of"),
     (a_penalty_that_takes_no_batch, "is a sum along no axis in one of its methods, and along dp"),
-    (a_gradient_that_is_not_cut_as_its_tensor, "would have to be gathered"),
+    (a_gradient_that_is_not_cut_as_its_tensor, "the backward makes the gradient of 'weight' as"),
 ]
 
 
@@ -250,3 +251,19 @@ def test_steps_that_cannot_be_traced(build: Callable[[], Any], message: str) -> 
     assert caught.value.loc is not None
     assert caught.value.loc.file == __file__
     assert "help:" in str(caught.value)
+
+
+def test_a_gradient_that_is_not_cut_as_its_tensor_names_the_cut() -> None:
+    """Where the plan has what the error says, the gradient is that of one process."""
+    plan = {"loss(x)": cg.cut(1, "tp")}
+    with pytest.raises(cg.LayoutError) as caught:
+        cg.trace(graded(on(plan))).lower(X)
+    assert "'weight' is f32[4,4], and its gradient would have to be gathered" in str(caught.value)
+    said = re.fullmatch(r'.*: "(?P<path>.+)": cg.cut\(1, "tp"\)', caught.value.remedy or "")
+    assert said is not None
+    layer, plain = on(plan | {said["path"]: cg.cut(1, "tp")}), Layer()
+    cg.trace(graded(layer))(X)
+    plain.loss(X).backward()
+    for rank, piece in layer.instances.items():
+        columns = slice(2 * (rank % 2), 2 * (rank % 2) + 2)
+        assert torch.equal(piece.weight.grad, plain.weight.grad[:, columns])

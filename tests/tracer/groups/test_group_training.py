@@ -29,6 +29,7 @@ from .training import (
     Language,
     Mlp,
     Model,
+    Residual,
     Written,
     assert_close,
     batch,
@@ -103,6 +104,16 @@ def test_layers_train_as_in_one_process(name: str, cls: type[Any], optimizer: st
 def test_a_cut_vocabulary_trains_as_in_one_process(name: str, rows: int) -> None:
     model = chain(Language, 1)
     train(model, model.on(meshes(name)), rows, 1, None, "words")
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("tp", None), ("tp-dp", "1f1b"), ("pp-dp-tp", "zb-h1")]
+)
+def test_the_gradient_of_a_residual_is_gathered(name: str, schedule: str | None) -> None:
+    """The method's result is cut, and what it takes is whole; so the next stage gathers it."""
+    places = meshes(name) * (1 if name.startswith("pp") else 2)
+    model = chain(Residual, 2, "signs")
+    train(model, model.on(places), 14, 2, schedule, "integers")
 
 
 @dataclass(frozen=True)

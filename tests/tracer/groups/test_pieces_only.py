@@ -307,11 +307,12 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "radam": partial(torch.optim.RAdam, lr=0.1),
     "adamax": partial(torch.optim.Adamax, lr=0.1),
     "adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
     "asgd": partial(torch.optim.ASGD, lr=0.1),
     "rmsprop": partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True),
     "rprop": partial(torch.optim.Rprop, lr=0.1),
 }
-FUSED = ("sgd", "adam", "adamw", TENSOR)
+FUSED = ("sgd", "adam", "adamw", "adagrad", TENSOR)
 
 
 @pytest.mark.parametrize("kind", PLACES)

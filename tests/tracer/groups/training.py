@@ -48,6 +48,7 @@ class Stage(nn.Module):
             "signs": Signs,
             "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
             "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+            "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
         }
         self.optimizer = makers[optimizer](list(self.parameters()))
 
@@ -90,6 +91,20 @@ class Mlp(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
+
+
+@cg.actor
+class Residual(Stage):
+    """A layer whose outputs are cut beside a sum with what it takes, which is not."""
+
+    def __init__(self, seed: int, optimizer: str = "signs") -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.finish(optimizer, optimizer == "signs")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.up(x))
 
 
 class Pair(nn.Module):
@@ -218,6 +233,7 @@ TOWER_PLAN = {
 MLP_PLAN = {**ROWS, "up.*": cg.cut(0, "tp"), "down.weight": cg.cut(1, "tp")}
 PLANS: Mapping[type[Stage], Mapping[str, Sharding]] = {
     Mlp: MLP_PLAN,
+    Residual: {**ROWS, "up.*": cg.cut(0, "tp")},
     Tower: TOWER_PLAN,
     Block: MLP_PLAN,
     Attention: {**ROWS, "[qkv].weight": cg.cut(0, "tp"), "o.weight": cg.cut(1, "tp")},

@@ -1,0 +1,60 @@
+"""The tensors that optimizers keep for an actor's parameters, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from .actor_state import ActorState, StateTensor, collect
+
+_COUNT = "step"
+"""What torch's optimizers call their number of steps, which is no part of a parameter."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that an optimizer keeps for a parameter, and that has its shape.
+
+    Attributes:
+        optimizer: keeps it.
+        parameter: what it is kept for.
+        tensor: what is kept.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameter: StateTensor
+    tensor: torch.Tensor
+
+
+def kept_by_optimizers(state: ActorState) -> Iterator[Kept]:
+    """The tensors of parameters' shapes that an actor's optimizers keep for them."""
+    for optimizer in _optimizers(state):
+        for each in state.tensors:
+            for key, value in optimizer.state.get(each.tensor, {}).items():
+                is_alike = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape
+                if is_alike and key != _COUNT:
+                    yield Kept(optimizer, each, value)
+
+
+def _optimizers(state: ActorState) -> list[torch.optim.Optimizer]:
+    """The optimizers of an actor, and those of its schedulers."""
+    found: dict[int, torch.optim.Optimizer] = {}
+    for trainer in state.trainers:
+        each = trainer.optimizer if isinstance(trainer, LRScheduler) else trainer
+        if isinstance(each, torch.optim.Optimizer):
+            found[id(each)] = each
+    return list(found.values())
+
+
+def move(instance: object, device: torch.device) -> None:
+    """Move the tensors of an actor to a device, with what its optimizers keep beside them.
+
+    In place: an optimizer, say, knows a parameter by its identity.
+    """
+    state = collect(instance)
+    kept = [each.tensor for each in kept_by_optimizers(state)]
+    for tensor in (*(each.tensor for each in state.tensors), *kept):
+        tensor.data = tensor.data.to(device)
