@@ -33,9 +33,10 @@ PIECE_REMEDY = (
 def takes_own_generator(args: Any, kwargs: Any) -> bool:
     """True if a random operator is given a generator that is not one of the process's own."""
     # An operator is given another object of Python for the generator that its caller has named.
-    of_process = {each._cdata for each in (torch.default_generator, *torch.cuda.default_generators)}
+    process = (torch.default_generator, *torch.cuda.default_generators)
+    known = {each._cdata for each in process}  # type: ignore[attr-defined]
     given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-    return any(each._cdata not in of_process for each in given)
+    return any(each._cdata not in known for each in given)  # type: ignore[attr-defined]
 
 
 class Drawn:
