@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from ...backends.agreement.digests import digest, joined
 from ...backends.agreement.gather import named
 from ...backends.base import World
 from ...backends.cpu.control.control import Control
 from ...ir.location import Location
+from ...tracer.sampled import until_next
 from ...tracer.step.inputs import InputError, InputSpec
 from .waiting import user_line
-
-SELDOM: Final = 512
-"""The most executions from one comparison to the next, if `check_inputs` is not given."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class CallFacts:
 class Comparison:
     """Compares the arguments of some of a step's executions, before anything of them runs.
 
-    The first three are compared, then each whose number is a power of two, then every 512th. Ranks
-    count alike, so all compare the same ones.
+    If `check_inputs` is not given, these are the ones that `until_next` says. Ranks count alike, so
+    all compare the same ones.
 
     Args:
         world: all ranks.
@@ -76,7 +74,7 @@ class Comparison:
 
     def plan_next(self) -> int:
         """Count on; after how many executions to compare again."""
-        step = self._call.every or (1 if self._number < 2 else min(self._number, SELDOM))
+        step = self._call.every or until_next(self._number)
         self._number += step
         self._unseen += self._left_out
         self._left_out = step - 1

@@ -27,7 +27,7 @@ from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_vers
 from ..errors import TraceError
 from ..groups.gradient_buckets import Buckets, whole_gradients
 from ..groups.group import Group
-from ..groups.pieces_only import watching_pieces
+from ..groups.pieces_only import Watch
 from ..guards.guard import build_guard
 from ..intrinsics.opaque import OpaqueMark, opaque_mark
 from ..methods.dispatch_modes import storage_key
@@ -347,8 +347,8 @@ class Functions:
             {rank: opaque_body(strictly(c), mark, results) for rank, c in calls.items()}
         )
         if target.group is not None:
-            body = watching_pieces(body, target.group, name)
-            strict = watching_pieces(strict, target.group, name)
+            watch = Watch(target.group, name)
+            body, strict = watch.around(body), watch.around(strict)
         return TracedFunction(declaration, results, (), body, None, strict)
 
 

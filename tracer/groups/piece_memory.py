@@ -20,14 +20,14 @@ class PieceMemory:
 
     def note(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Take note of a piece."""
-        key = _key(tensor)
+        key = memory_key(tensor)
         if key is not None and key not in self._held:
             held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._held[key] = held, layout
 
     def layout(self, tensor: torch.Tensor) -> Layout | None:
         """The layout of the whole that it is a piece of; None if it is no piece."""
-        found = self._held.get(_key(tensor))  # type: ignore[arg-type]
+        found = self._held.get(memory_key(tensor))  # type: ignore[arg-type]
         return None if found is None else found[1]
 
     def forget_freed(self) -> None:
@@ -37,7 +37,7 @@ class PieceMemory:
             del self._held[key]
 
 
-def _key(tensor: torch.Tensor) -> tuple[int, int] | None:
+def memory_key(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Where a tensor lies, which no other storage has while a weak reference to it is held.
 
     Gradients may lie behind each other in one storage.

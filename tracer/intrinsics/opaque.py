@@ -43,6 +43,10 @@ def opaque(
     counts as a write of the actor's state, so it keeps its place among the actor's calls. No
     gradient flows through it.
 
+    It draws random numbers from its process's own generator: the numbers depend on how many ranks
+    are in a process, and `state_dict()` does not keep them. Give the actor a `torch.Generator`, and
+    save its state. On a mesh of ranks a draw without one is an error when it runs.
+
     Args:
         fn: the method, if the decorator is used without arguments.
         fake: for a method whose results are tensors that the step goes on to compute with: a

@@ -49,14 +49,17 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def is_random(op: object, args: Any, kwargs: Any) -> bool:
     """True if a call of an operator draws from a random number generator.
 
-    Attention counts only if it drops something out. A backward does not draw: it is given what
-    its forward has drawn.
+    What drops something out counts only if it does so in this call. A backward does not draw: it is
+    given what its forward has drawn.
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in op.tags or op._schema.name.endswith("_backward"):
         return False
-    return bool(argument_of(op, args, kwargs, "dropout_p") != 0.0)
+    share = ("p",) if "dropout" in op._schema.name else ()
+    rates = (argument_of(op, args, kwargs, name) for name in ("dropout_p", "dropout", *share))
+    modes = (argument_of(op, args, kwargs, name) for name in ("train", "training"))
+    return all(rate != 0.0 for rate in rates) and all(mode is not False for mode in modes)
 
 
 def argument_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, name: str) -> Any:

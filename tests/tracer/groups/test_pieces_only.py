@@ -23,8 +23,9 @@ from cg.ir.layout import Cut, Layout, Region
 from cg.launch.world.world import use_world
 from cg.tracer.groups.piece_memory import PieceMemory
 from cg.tracer.groups.pieces import piece
-from cg.tracer.groups.pieces_only import elementwise_alone
+from cg.tracer.groups.pieces_only import as_in_one_process
 from cg.tracer.layouts.rules.pointwise import is_entrywise
+from cg.tracer.sampled import until_next
 from tests.sampling import examples
 
 Work = Callable[["Net"], Any]
@@ -148,7 +149,7 @@ def refusal(work: Callable[[Tensor], Any], tensor: Tensor | None = None) -> str:
     given = torch.arange(12.0).view(3, 4) if tensor is None else tensor
     memory.note(given, ROWS)
     try:
-        with elementwise_alone(memory, "update"):
+        with as_in_one_process(memory, "update"):
             work(given)
     except RuntimeError as error:
         return (
@@ -177,6 +178,7 @@ ALSO_REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "equal": (lambda p: torch.equal(p, p), "equal"),
     "noise": (lambda p: torch.randn_like(p), "randn_like"),
     "noise in place": (lambda p: p.clone().normal_(), "normal_"),
+    "own noise": (lambda p: p.normal_(generator=torch.Generator()), "normal_"),
     "softmax": (lambda p: p.softmax(0), "_softmax"),
     "unscale": (
         lambda p: torch._amp_foreach_non_finite_check_and_unscale_(
@@ -259,7 +261,7 @@ def test_pieces_of_other_cuts_do_not_meet() -> None:
     one, other = torch.ones(2, 2), torch.ones(2, 2)
     memory.note(one, ROWS)
     memory.note(other, COLUMNS)
-    with elementwise_alone(memory, "update"):
+    with as_in_one_process(memory, "update"):
         torch._foreach_add_([one, other], [one, other])  # each with its own
         with pytest.raises(RuntimeError, match=r"takes add of a piece .* with one that is cut"):
             one + other
@@ -385,24 +387,56 @@ def test_optimizers_keep_attributes_of_their_own() -> None:
         torch.testing.assert_close(train(x, y), loss.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_operators_are_looked_at_in_three_calls_alone() -> None:
+def test_operators_are_looked_at_in_the_first_calls_and_then_seldom() -> None:
     modes: list[int] = []
     train = step_of(on("tp", work=lambda net: modes.append(_modes())))
-    for _ in range(5):
+    for _ in range(10):
         train(*data())
-    assert modes == [1] * 6 + [0] * 4  # of two ranks
+    seen = [index for index, mode in enumerate(modes[::2]) if mode]
+    assert modes[::2] == modes[1::2]  # of two ranks
+    assert seen == [0, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(("begins", "found"), [(0, 0), (2, 2), (3, 4), (4, 4), (5, 8)])
+def test_work_that_begins_late_is_found_at_the_next_look(begins: int, found: int) -> None:
+    calls: dict[int, int] = {}
+
+    def work(net: Net) -> None:
+        number = calls[id(net)] = calls.get(id(net), -1) + 1
+        if number >= begins:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+    train = step_of(on("tp", work=work))
+    for _ in range(found):
+        train(*data())
+    with pytest.raises(cg.RemoteError, match="takes _foreach_norm of a piece") as info:
+        train(*data())
+    since = f"call {found + 1} of the method. Call {found // 2 + 1} was the last that was looked at"
+    assert (since in str(info.value)) == (found > 2)
+
+
+def test_looks_become_seldom_and_go_on() -> None:
+    number, looks = 0, [0]
+    while number < 3000:
+        number += until_next(number)
+        looks.append(number)
+    assert looks[:11] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert looks[11:] == [1024, 1536, 2048, 2560, 3072]
 
 
 def _modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
-def test_nothing_is_looked_at_where_nothing_is_cut() -> None:
+@pytest.mark.parametrize(("place", "is_watched"), [(cg.mesh(dp=2), True), (1, False)])
+def test_norms_pass_where_nothing_is_cut(place: Any, is_watched: bool) -> None:
     modes: list[int] = []
-    net = Net.on(cg.mesh(dp=2), plan={"loss(x)|loss(y)": cg.cut(0, "dp")})(  # type: ignore[attr-defined]
-        work=lambda net: modes.append(_modes() + len(str(gradient(net).norm().item())))
+    plan = {"plan": {"loss(x)|loss(y)": cg.cut(0, "dp")}} if is_watched else {}
+    net = Net.on(place, **plan)(  # type: ignore[attr-defined]
+        work=lambda net: modes.append(_modes() + 0 * len(str(gradient(net).norm().item())))
     )
     step_of(net)(*data())
+    assert modes == ([1, 1] if is_watched else [0])
 
 
 def test_what_another_method_has_made_of_pieces_is_known() -> None:
@@ -520,7 +554,7 @@ def test_what_passes_gives_pieces_of_what_the_whole_gives(tree: Tree, seed: int,
         for each in pieces.values():
             memory.note(each, layout)
         try:
-            with elementwise_alone(memory, "update"):
+            with as_in_one_process(memory, "update"):
                 found = _value(tree, pieces | others)
         except RuntimeError:
             assert _reduces_pieces(tree)
