@@ -235,7 +235,11 @@ def tails() -> None:
             {0, 1} if has_tails else set() if passes == "-capture" or is_ordered else {0}
         ), passes
         assert all(each.reason is None for each in segments), [s.reason for s in segments]
-        assert all(each.replays for each in segments), [s.replays for s in segments]
+        # A context runs twice as it is, and on a quick device the last ones may hardly be needed.
+        executions = 30 * (3 if in_flight > 1 else 1)
+        for number in {each.number for each in segments}:
+            replays = sum(each.replays for each in segments if each.number == number)
+            assert executions - 2 * in_flight <= replays <= executions - 2, (number, replays)
         if in_flight > 1:
             last = after.local.total if cg.rank() == 0 else stages[cg.rank()].local.total
             kept.append([*(each.cpu() for each in results), last.cpu()])
