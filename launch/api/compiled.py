@@ -86,10 +86,10 @@ class Compiled(Programs):
         """The state that random numbers depend on, to be saved with the state of the actors.
 
         Returns:
-            The `seed`; `calls`, how often the step has been called, with any of its signatures;
-            and of a step with `inputs=cg.on(rank)` also `executions`, how many that rank has
-            started: save those of that rank, for others know of them when they have served. All
-            are ints.
+            The `seed`; `calls`, how often the step has been called, with any of its signatures,
+            without calls that a rank has refused, as by `InputError`; and of a step with
+            `inputs=cg.on(rank)` also `executions`, how many that rank has started: save those of
+            that rank, for others know of them when they have served. All are ints.
         """
         state = {"seed": self._seed, "calls": self._numbering.next}
         if self._made is not None:

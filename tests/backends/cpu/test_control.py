@@ -233,6 +233,43 @@ def test_errors_of_all_kinds_are_told(error: Exception, text: str) -> None:
     assert kinds[1] is (RemoteError if isinstance(error, Unpicklable) else type(error))
 
 
+@pytest.mark.parametrize("refuses", [(0,), (1,), (0, 1), ()])
+def test_all_ranks_learn_whether_one_had_not_begun(refuses: tuple[int, ...]) -> None:
+    def body(control: Control, world: ThreadWorld) -> list[bool]:
+        found = []
+        for refusing in (refuses, ()):
+            control.begin(PLAN, at(world.rank))
+            if world.rank in refusing or not refusing:
+                control.fail(failure(world.rank), world.rank in refusing)
+            else:
+                wait_for_trouble(control)
+            found.append(control.refused)
+            control.recover()
+        return found
+
+    assert run_controls(2, body) == [[bool(refuses), False]] * 2
+
+
+def test_what_recovers_may_call_the_world() -> None:
+    """A rank that is slow to come to the call is not one that never will."""
+
+    def body(control: Control, world: ThreadWorld) -> None:
+        def call() -> None:
+            if world.rank == 0:
+                control.enter(1, "allgather")
+                control.look()
+            world.barrier()
+            if world.rank == 1:
+                control.enter(1, "allgather")
+
+        control.begin(PLAN, at(world.rank))
+        control.fail(failure(world.rank))
+        control.recover([call])
+        assert control.diverged is None
+
+    run_controls(2, body)
+
+
 def test_a_failed_execution_must_be_recovered_from() -> None:
     def body(control: Control, world: ThreadWorld) -> None:
         control.begin(PLAN, at(world.rank))
