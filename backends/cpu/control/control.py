@@ -8,6 +8,7 @@ deaths and deadlines are looked for only by ranks that have waited for some time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Final
 
@@ -18,7 +19,7 @@ from ..waiting.waiting import SLEEP, Waiter
 from .divergence import lost, other_call, other_plan, out_of_step
 from .error_agreement import ErrorAgreement
 from .link import Link, Reached, Status
-from .rank_status import Barrier, State, StatusTable
+from .rank_status import Barrier, State, StatusTable, named
 
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
@@ -35,7 +36,7 @@ class Control:
 
     Attributes:
         pause: how to wait (`Pause`); raises what has gone wrong elsewhere.
-        epoch: number of the execution in progress or of the last one, from 1.
+        epoch: the count of executions, of all steps, up to that in progress or the last one.
         failed: whether the last execution has failed, so that `recover` is due.
         refused: of one that has failed, whether a rank had not begun its program when it did.
         diverged: why this rank and another can never meet again; None if they can.
@@ -246,9 +247,10 @@ class Control:
     def _tell(self) -> Activity:
         """Answer another rank that asks what this process does; called by a thread of its own."""
         rank, watch, describe = self._node.rank, self._watch, self._describe
-        runs = self._guarded and not self._comparing
-        if runs and watch is not None and describe is not None:
-            return Activity(describe([watch()], {}).strip())
+        if self._guarded and watch is not None and describe is not None:
+            at = replace(watch(), is_ending=self._table.is_ending(rank))
+            if at.running or at.is_ending:  # else the program has not begun, so it is nowhere
+                return Activity(describe([at], {}).strip())
         where = self._table.whereabouts(rank)
         if self._table.state(rank) is State.IDLE:
             where += f", for {monotonic() - self._idle_since:.1f} s at most"
@@ -384,8 +386,8 @@ class Control:
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
             # It gave up the end of a step in the very moment in which the others reached it.
             raise PeerLost(
-                f"rank {rank} has given up execution {last}, which the other ranks have finished. "
-                "Use a longer timeout; start the job again",
+                f"rank {rank} has given up {named(last)}, which the other ranks have finished. Use "
+                "a longer timeout; start the job again",
                 rank,
             )
         if rows.state(rank) is not State.RUNNING or rows.epoch(rank) != self.epoch:

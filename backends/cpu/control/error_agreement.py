@@ -11,7 +11,7 @@ from ...errors import Failure, RemoteError, TransportError, message_text, traceb
 from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, REFUSED, ROW, error_at
 from ..node import Node
 from .link import Failed, Link
-from .rank_status import Barrier, State, StatusTable
+from .rank_status import Barrier, State, StatusTable, named
 
 GRACE: Final = 1.0
 """Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
@@ -67,7 +67,7 @@ class ErrorAgreement:
         origin, first = next(contents, (rank, None))
         if first is None:
             return TransportError(
-                f"execution {epoch} has failed on another rank, and its error has not come within "
+                f"{named(epoch)} has failed on another rank, and its error has not come within "
                 f"{GRACE} s; see the output of the other ranks"
             )
         if error is None:
