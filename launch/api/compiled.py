@@ -379,7 +379,7 @@ class Compiled(Programs):
         variants = [
             execution_contexts.GraphVariant(
                 variant.linked(self._seed),
-                variant.trace.guards,
+                variant.trace.guards_of,
                 variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
             )
             for variant in self.variants
@@ -399,7 +399,7 @@ class Compiled(Programs):
         return made
 
     def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:
-        self.variants[variant].trace.check_guards()
+        self.variants[variant].trace.check_guards(self._driver)
         pick = self._picks[variant]
         return values if pick is None else [values[index] for index in pick]
 

@@ -55,12 +55,7 @@ class Counted:
     def check(self, name: str, error: type[Exception], count: int, call: Callable[[], Any]) -> None:
         """The call raises, and counts so often, on every rank alike; the masks after it follow."""
         before = self.step.state_dict()["calls"]
-        try:
-            call()
-        except error:
-            pass
-        else:
-            raise AssertionError(f"{name}: nothing was raised")
+        fails(error, call)
         counts = cg.allgather(self.step.state_dict()["calls"] - before)
         assert set(counts) == {count}, (name, counts)
         self.follow(name, count)
@@ -116,13 +111,40 @@ def apart(counted: Counted, folder: Path, compares: bool) -> None:
         return  # no rank begins before all have come
     # Rank 0 has raised before rank 1 comes to the same call, and refuses it.
     given = 13 * X if cg.rank() == 0 else torch.ones(3)
-    try:
-        in_turn(cg.rank() == 0, folder / "late", lambda: counted.step(given))
-    except (cg.RemoteError, cg.InputError):
-        pass
-    else:
-        raise AssertionError("nothing was raised")
+    call = partial(in_turn, cg.rank() == 0, folder / "late", partial(counted.step, given))
+    fails(cg.RemoteError, call)  # that of the lowest rank
     counted.follow("a late refusal", 1)
+
+
+def driven() -> None:
+    """What the driver refuses does not count; what another rank refuses has begun, and does."""
+    stages = [Stage.on(rank)() for rank in range(2)]
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def step(x: Tensor) -> Tensor:
+        return stages[1].forward(stages[0].forward(x))
+
+    compiled = step.lower(X).compile()
+    for module in stages[1].instances.values():
+        module.eval()
+    with compiled:
+        if cg.rank() == 0:
+            fails(cg.RemoteError, lambda: compiled.execute(X).result())
+            fails(cg.InputError, lambda: compiled.execute(torch.ones(3)))
+            for module in stages[0].instances.values():
+                module.eval()
+            fails(RuntimeError, lambda: compiled.execute(X))
+    if cg.rank() == 0:
+        assert compiled.state_dict()["executions"] == 1
+
+
+def fails(error: type[Exception], call: Callable[[], Any]) -> None:
+    """The call raises that."""
+    try:
+        call()
+    except error:
+        return
+    raise AssertionError("nothing was raised")
 
 
 def in_turn(first: bool, said: Path, call: Callable[[], Any]) -> None:
@@ -145,6 +167,7 @@ def main() -> None:
         everywhere(counted)
         if len(played) == 1:
             apart(counted, Path(sys.argv[1]), compares)
+    driven()
     print(f"ranks {played} count alike")
 
 
