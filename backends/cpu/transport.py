@@ -40,15 +40,18 @@ class CpuTransport:
         """The factory of communicators (`CommunicatorFactory`); collective."""
         return CpuCommunicator(self.node, channels)
 
-    def fail(self, error: BaseException, resets: Sequence[Callable[[], None]]) -> BaseException:
+    def fail(
+        self, error: BaseException, refused: bool, resets: Sequence[Callable[[], None]]
+    ) -> BaseException:
         """Tell every rank that the execution has failed here; which error all of them raise.
 
         Args:
             error: what was raised here.
+            refused: whether that was before this rank began its program.
             resets: what makes this rank ready for another execution, once all ranks are there.
         """
         self._resets = tuple(resets)
-        return self.control.fail(error)
+        return self.control.fail(error, refused)
 
     def recover_if_due(self) -> None:
         """Start afresh if the last execution has failed; every rank calls it before the next.

@@ -26,6 +26,7 @@ class Position:
         awaited: index of the communication op whose completion it waits for, or None where it
             does not wait.
         running: True while an execution is in progress.
+        is_ending: True if the rank has done its part, and waits until all have ended theirs.
         reporter: the rank whose report it waits for that its program has ended, if it does.
         seconds: how long ago it last began to wait or went on; None where that is not known.
     """
@@ -37,6 +38,7 @@ class Position:
     running: bool = True
     reporter: int | None = None
     seconds: float | None = field(default=None, compare=False)
+    is_ending: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,11 @@ class FlightRecord:
                 "on its device, which may not have ended it"
             )
         if not position.running:
-            return f"rank {position.rank} has ended execution {position.execution}"
+            waits = "at its end for the others" if position.is_ending else "for nobody"
+            return (
+                f"rank {position.rank} has done its part of execution {position.execution}, and "
+                f"waits {waits}"
+            )
         op = self._programs[position.rank].ops[position.op]
         since = "" if position.seconds is None else f" for {position.seconds:.1f} s at most"
         if isinstance(op, Call):

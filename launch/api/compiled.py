@@ -86,10 +86,10 @@ class Compiled(Programs):
         """The state that random numbers depend on, to be saved with the state of the actors.
 
         Returns:
-            The `seed`; `calls`, how often the step has been called, with any of its signatures;
-            and of a step with `inputs=cg.on(rank)` also `executions`, how many that rank has
-            started: save those of that rank, for others know of them when they have served. All
-            are ints.
+            The `seed`; `calls`, how often the step has been called, with any of its signatures,
+            without calls that a rank has refused, as by `InputError`; and of a step with
+            `inputs=cg.on(rank)` also `executions`, how many that rank has started: save those of
+            that rank, for others know of them when they have served. All are ints.
         """
         state = {"seed": self._seed, "calls": self._numbering.next}
         if self._made is not None:
@@ -379,7 +379,7 @@ class Compiled(Programs):
         variants = [
             execution_contexts.GraphVariant(
                 variant.linked(self._seed),
-                variant.trace.guards,
+                variant.trace.guards_of,
                 variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
             )
             for variant in self.variants
@@ -399,7 +399,7 @@ class Compiled(Programs):
         return made
 
     def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:
-        self.variants[variant].trace.check_guards()
+        self.variants[variant].trace.check_guards(self._driver)
         pick = self._picks[variant]
         return values if pick is None else [values[index] for index in pick]
 

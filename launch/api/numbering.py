@@ -12,6 +12,8 @@ from ...backends.base import World
 class Numbering:
     """Counts the calls of a step, whichever of its programs runs.
 
+    A call that is refused before anything of it runs does not count. One that fails later does.
+
     Attributes:
         next: the number of the next call.
     """

@@ -59,12 +59,13 @@ class Optimistic:
             self._left -= 1
             return self.plain(*args, **kwargs)
         self._undo.remember()
+        execution = self._numbering.next
         right, result = self._try(args, kwargs)
         if right:
             self._patience = 0
             return result if self._gets_outputs else None
         self._undo.restore()
-        self._numbering.next -= 1  # random numbers depend on it, whichever program runs
+        self._numbering.next = execution  # random numbers depend on it, whichever program runs
         self.undone += 1
         self._patience = min(max(1, 2 * self._patience), _MOST)
         self._left = self._patience

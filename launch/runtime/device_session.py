@@ -98,10 +98,12 @@ class DeviceSession:
 
     # -- failure ----------------------------------------------------------------------------
 
-    def note_failure(self, execution: int) -> None:
-        """Note the actors that an execution which has failed may have changed wrongly."""
-        # Arguments that do not fit are found out before the program begins.
-        has_begun = self._executable.execution == execution
+    def note_failure(self, has_begun: bool) -> None:
+        """Note the actors that an execution which has failed may have changed wrongly.
+
+        Args:
+            has_begun: whether this rank had begun its program.
+        """
         begun = self._executable.begun if has_begun else 0
         self._lost = sorted({actor for at, actor in self._doubtful if at < begun})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -46,12 +46,12 @@ class GraphVariant:
 
     Attributes:
         linked: the scheduled module, and what the ranks that this process plays run it with.
-        guards: what the traces of this process's actors rely on.
+        guards: what the traces of a rank's actors rely on, if this process plays the rank.
         rebuild: makes what the step returns; None where the driver gets nothing.
     """
 
     linked: LinkedModule
-    guards: Sequence[Guard]
+    guards: Callable[[int], Sequence[Guard]]
     rebuild: Rebuild | None
 
 
@@ -221,7 +221,7 @@ class ContextFactory:
         ):
             linked = variant.linked.program(rank, {**serving, **told})
             # The driver's guards are checked before it starts an execution at all.
-            guards = () if rank == self._driver else variant.guards
+            guards = () if rank == self._driver else variant.guards(rank)
             reports = self._reports(rank, pairs, host)
             shared = (statistics, guards, reports)
             instances.append(self._instance(linked, Tickets(scheduler.locks), shared, host))

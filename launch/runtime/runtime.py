@@ -125,6 +125,7 @@ class RankRuntime(Runtime):
         call: CallFacts | None,
     ) -> None:
         module = linked.module
+        self._world = world
         self._numbering = numbering
         self._plan = int(check_plan(module, world)[:16], 16)
         self._timeout = timeout
@@ -167,7 +168,6 @@ class RankRuntime(Runtime):
         self._begin()
         numbering = self._numbering
         execution = numbering.next
-        numbering.next = execution + 1
         self._until_compared -= 1
         compare = None if self._until_compared else self._compare
         if compare is not None:
@@ -179,11 +179,12 @@ class RankRuntime(Runtime):
                 compare.compare(values)
             if not self._takes_all:
                 values = [values[index] for index in self._pick]
+            numbering.next = execution + 1
             outputs = executable.run(values, control.pause, execution, checked=True)
             control.commit(self._progress)
         except BaseException as error:
             say_departure(error)  # before other ranks know of it, and may end the job
-            agreed = self._fail(error)
+            agreed = self._fail(error, execution)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C stays Ctrl-C, whatever else has failed
             raise agreed from error.__cause__
@@ -210,16 +211,33 @@ class RankRuntime(Runtime):
         for communicator in self._communicators:
             communicator.close()
 
-    def _fail(self, error: BaseException) -> BaseException:
-        """Tell all ranks of a failure; the error that all of them raise."""
-        session = self._session
+    def _fail(self, error: BaseException, execution: int) -> BaseException:
+        """Tell all ranks of a failure; the error that all of them raise.
+
+        The execution counts unless a rank has refused it, before its program began: where one
+        process plays all ranks, nothing runs then. So the ranks count alike, whether their own
+        programs had begun or not.
+        """
+        numbering, session = self._numbering, self._session
+        has_begun = numbering.next > execution
         resets = [self._executable.reset, *(each.reset for each in self._communicators)]
-        if session is None:
-            return self._transport.fail(error, resets)
-        session.note_failure(self._numbering.next - 1)
-        agreed = self._transport.fail(error, [*resets, session.tell_what_is_lost])
-        session.break_off()
+        resets.append(self._agree_on_number)
+        if session is not None:
+            session.note_failure(has_begun)
+            resets.append(session.tell_what_is_lost)
+        agreed = self._transport.fail(error, not has_begun, resets)
+        numbering.next = execution if self._control.refused else execution + 1
+        if session is not None:
+            session.break_off()
         return agreed
+
+    def _agree_on_number(self) -> None:
+        """Count as the others do, before the next execution.
+
+        A rank that waited long enough for another has raised without knowing whether that one
+        would refuse the execution.
+        """
+        self._numbering.next = max(self._world.allgather(self._numbering.next))
 
 
 def make_runtime(

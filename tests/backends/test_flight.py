@@ -19,11 +19,15 @@ def reasons(*positions: Position) -> dict[int, tuple[int, ...]]:
 def test_a_rank_that_runs_or_has_ended_is_not_blocked() -> None:
     record = FlightRecord(
         module(CHAIN),
-        [Position(0, 4, 0, running=False), Position(1, 4, 2), Position(2, 4, 1, awaited=0)],
+        [
+            Position(0, 4, 0, running=False, is_ending=True),
+            Position(1, 4, 2),
+            Position(2, 4, 1, awaited=0),
+        ],
     )
     assert [entry.rank for entry in record.blocked()] == [2]
     assert record.describe() == (
-        "  rank 0 has ended execution 4\n"
+        "  rank 0 has done its part of execution 4, and waits at its end for the others\n"
         "  rank 1 runs b.double, called at chain.py:4, in step "
         "(`%h = call(%v) {fn = @b.double} : f32[4]`)\n"
         "  rank 2 waits at `%v = wait(%r) : f32[4]` for `%r = recv() {chan = 1, peer = 1, "
@@ -113,7 +117,7 @@ def test_on_devices_a_host_that_is_through_may_be_ahead() -> None:
     ended = [Position(0, 4, 0, running=False), Position(1, 4, 0, running=False)]
     assert FlightRecord(SWAP, ended, devices={0}).describe() == (
         "  the host of rank 0 has put all of execution 4 on its device, which may not have ended "
-        "it\n  rank 1 has ended execution 4"
+        "it\n  rank 1 has done its part of execution 4, and waits for nobody"
     )
 
 

@@ -79,7 +79,7 @@ def test_a_message_that_is_never_sent_is_a_deadlock_without_a_cycle() -> None:
     """
     with pytest.raises(DeadlockError) as caught:
         VirtualExecutable(module(text, check=False), {}, {}).run([[], []])
-    assert "rank 0 has ended execution 0" in str(caught.value)
+    assert "rank 0 has done its part of execution 0, and waits for nobody" in str(caught.value)
     assert "rank 0 never has message 0 of channel 0" in str(caught.value)
     assert "cycle" not in str(caught.value)
 

@@ -162,4 +162,4 @@ def test_a_killed_rank_is_named_and_leaves_no_memory_behind() -> None:
     found = run_job(["killed"], [0, 0, 0], launched=False)["killed"]
     assert set(found) == {0, 2}
     for message in found.values():
-        assert "rank 1 has died after execution 0" in message
+        assert "rank 1 has died before the end of the first execution" in message

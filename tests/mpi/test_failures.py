@@ -155,7 +155,7 @@ def test_ranks_that_trace_different_numbers(survived: dict[str, Reports]) -> Non
 def test_a_rank_that_ends_early() -> None:
     ended = fail("leave")
     assert ended.code != 0
-    assert "rank 1 has ended after execution 1" in ended.output
+    assert "rank 1 has ended after execution 0" in ended.output
 
 
 def test_a_deadline_names_where_every_rank_is(survived: dict[str, Reports]) -> None:

@@ -79,7 +79,7 @@ def test_every_rank_is_told_which_method_another_hangs_in(steps: Messages, metho
         assert "the step has not ended after 3.0 s" in message
         check(message, method, "step", METHODS[method])
         for rank in (0, 2):
-            assert re.search(rf"rank {rank} (waits at {HERE}, in step|has ended)", message)
+            assert re.search(rf"rank {rank} (waits at {HERE}, in step|has done its part)", message)
 
 
 @pytest.mark.parametrize("scenario", ["outside", "outside_keeping"])

@@ -43,6 +43,12 @@ def test_steps_and_graphs_are_what_they_are_on_one_host() -> None:
     assert "WARN" not in ended.output
 
 
+def test_a_refused_call_counts_on_no_host(tmp_path: Path) -> None:
+    ended = launch("north:1,south:1", "counting_job.py", str(tmp_path))
+    assert ended.code == 0, ended.output
+    assert ended.output.count("count alike") == 2
+
+
 def test_a_rank_that_leaves_the_graphs_of_another_host_is_named() -> None:
     ended = launch("north:1,south:1", "endings_job.py", "forgets")
     assert ended.code != 0

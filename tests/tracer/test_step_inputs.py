@@ -287,11 +287,15 @@ def test_broken_guards_are_told() -> None:
         trace.constants,
         trace.inputs,
         trace.outputs,
-        (lambda: None, lambda: "stage0.depth was 3 and is 4"),
+        ((lambda: None, None), (lambda: "stage0.depth was 3 and is 4", (0,))),
         trace.instances,
     )
     with pytest.raises(RuntimeError, match=r"was 3 and is 4; step step was traced before that"):
         broken.check_guards()
+    with pytest.raises(RuntimeError, match="was 3 and is 4"):
+        broken.check_guards(0)
+    broken.check_guards(1)  # whose actors are as they were
+    assert len(broken.guards_of(1)) == 1
 
 
 def test_ranks_are_named_by_on() -> None:

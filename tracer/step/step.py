@@ -111,13 +111,14 @@ def trace_step(
         if isinstance(callee.target, MethodTarget)
         for instance in _instances(callee.target)
     }
+    owners = {callee.declaration.name: callee.owner for callee in session.callees.values()}
     return Trace(
         session.module,
         session.bodies,
         session.constants,
         replace(spec, dtype=_baked_dtype(session)),
         OutputSpec(session.results, at),
-        tuple(session.guards.values()),
+        tuple((guard, owners[name]) for name, guard in session.guards.items()),
         tuple(instances.values()),
         tuple(map(_given, session.callees.values())),
     )

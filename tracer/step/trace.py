@@ -9,7 +9,7 @@ from typing import Any
 from ...ir.location import Location
 from ...ir.module import Module
 from ...ir.types import Place
-from ..functions.interface import Bodies, Guard
+from ..functions.interface import Bodies, Guard, Owner
 from .inputs import InputSpec
 from .specs import Fill, Tree, filler
 
@@ -56,7 +56,8 @@ class Trace:
         bodies: what to run, by function name, for those functions that can run in this process.
         constants: the tensors that `constant` ops refer to, by name.
         inputs, outputs: the pytrees of arguments and result.
-        guards: what the traces of this process's actors rely on; each says how it is broken.
+        guards: what the traces of this process's actors rely on; each says how it is broken. Beside
+            it stand the ranks that have the actor; None if all do.
         instances: the objects of actors that the step calls, of all ranks that this process plays.
         given: what this rank has given to the functions that the step calls.
     """
@@ -66,17 +67,25 @@ class Trace:
     constants: dict[str, Any]
     inputs: InputSpec
     outputs: OutputSpec
-    guards: tuple[Guard, ...]
+    guards: tuple[tuple[Guard, Owner], ...]
     instances: tuple[Any, ...]
     given: tuple[Given, ...] = ()
 
-    def check_guards(self) -> None:
+    def guards_of(self, rank: int) -> tuple[Guard, ...]:
+        """The guards of a rank's actors, if this process plays the rank."""
+        return tuple(guard for guard, ranks in self.guards if ranks is None or rank in ranks)
+
+    def check_guards(self, rank: int | None = None) -> None:
         """Return if this process's actors are still as they were traced.
+
+        Args:
+            rank: whose actors to look at; those of all ranks that this process plays if None.
 
         Raises:
             RuntimeError: one has changed in a way that the trace cannot follow.
         """
-        for guard in self.guards:
+        guards = [guard for guard, _ in self.guards] if rank is None else self.guards_of(rank)
+        for guard in guards:
             change = guard()
             if change is not None:
                 raise RuntimeError(

@@ -8,6 +8,7 @@ deaths and deadlines are looked for only by ranks that have waited for some time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Final
 
@@ -18,7 +19,7 @@ from ..waiting.waiting import SLEEP, Waiter
 from .divergence import lost, other_call, other_plan, out_of_step
 from .error_agreement import ErrorAgreement
 from .link import Link, Reached, Status
-from .rank_status import Barrier, State, StatusTable
+from .rank_status import Barrier, State, StatusTable, named
 
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
@@ -35,8 +36,9 @@ class Control:
 
     Attributes:
         pause: how to wait (`Pause`); raises what has gone wrong elsewhere.
-        epoch: number of the execution in progress or of the last one, from 1.
+        epoch: the count of executions, of all steps, up to that in progress or the last one.
         failed: whether the last execution has failed, so that `recover` is due.
+        refused: of one that has failed, whether a rank had not begun its program when it did.
         diverged: why this rank and another can never meet again; None if they can.
         purpose: what the world's next calls are for, in words for the other ranks.
     """
@@ -59,7 +61,7 @@ class Control:
         self._comparing = False
         self._calls = 0
         self.epoch = 0
-        self.failed = False
+        self.failed = self.refused = self._recovering = False
         self.diverged: PlanMismatch | None = None
         self.purpose = ""
         node.world.answer_by(self._tell)
@@ -172,19 +174,24 @@ class Control:
 
     # -- failure ----------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException, refused: bool = False) -> BaseException:
         """Tell every rank that the execution has failed here.
+
+        Args:
+            error: what was raised here.
+            refused: whether that was before this rank began its program.
 
         Returns:
             The error that all ranks raise: of the errors that occurred, that of the lowest rank.
             Ranks that need longer than `GRACE` to notice may see another one.
         """
-        return self._settle(error) if self._agreed is None else self._agreed
+        return self._settle(error, refused) if self._agreed is None else self._agreed
 
-    def _settle(self, error: BaseException | None) -> BaseException:
+    def _settle(self, error: BaseException | None, refused: bool = False) -> BaseException:
         self._guarded = False
         self.failed = True
-        self._agreed = self._errors.agree(self.epoch, error, self.pause)
+        self._agreed = self._errors.agree(self.epoch, error, refused, self.pause)
+        self.refused = self._errors.is_refused(self.epoch)
         if isinstance(self._agreed, PlanMismatch):
             self.diverged = self._agreed
         return self._agreed
@@ -193,7 +200,8 @@ class Control:
         """Start afresh after a failed execution; every rank calls it.
 
         Args:
-            resets: run when all ranks are here, and before any goes on.
+            resets: run when all ranks are here, and before any goes on. They may call the world,
+                on all ranks alike.
             timeout: seconds to wait for the others.
 
         Raises:
@@ -203,8 +211,12 @@ class Control:
         self._guarded = False
         self._deadline, self._timeout = monotonic() + timeout, timeout
         self._wait_at(Barrier.RECOVER)
-        for reset in resets:
-            reset()
+        self._recovering = True
+        try:
+            for reset in resets:
+                reset()
+        finally:
+            self._recovering = False
         self._errors.withdraw()
         self._wait_at(Barrier.RESUME)
         self._agreed = None
@@ -235,9 +247,10 @@ class Control:
     def _tell(self) -> Activity:
         """Answer another rank that asks what this process does; called by a thread of its own."""
         rank, watch, describe = self._node.rank, self._watch, self._describe
-        runs = self._guarded and not self._comparing
-        if runs and watch is not None and describe is not None:
-            return Activity(describe([watch()], {}).strip())
+        if self._guarded and watch is not None and describe is not None:
+            at = replace(watch(), is_ending=self._table.is_ending(rank))
+            if at.running or at.is_ending:  # else the program has not begun, so it is nowhere
+                return Activity(describe([at], {}).strip())
         where = self._table.whereabouts(rank)
         if self._table.state(rank) is State.IDLE:
             where += f", for {monotonic() - self._idle_since:.1f} s at most"
@@ -288,6 +301,8 @@ class Control:
 
     def _is_ahead(self, rank: int) -> bool:
         """Return whether a rank has begun or recovered from an execution that this one has not."""
+        if self._recovering:
+            return False  # all are here, and make the calls that their resets make
         if self._table.epoch(rank) != self.epoch:
             return self._table.epoch(rank) > self.epoch
         recovers = self._table.reached(rank, Barrier.RECOVER) == self.epoch
@@ -371,8 +386,8 @@ class Control:
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
             # It gave up the end of a step in the very moment in which the others reached it.
             raise PeerLost(
-                f"rank {rank} has given up execution {last}, which the other ranks have finished. "
-                "Use a longer timeout; start the job again",
+                f"rank {rank} has given up {named(last)}, which the other ranks have finished. Use "
+                "a longer timeout; start the job again",
                 rank,
             )
         if rows.state(rank) is not State.RUNNING or rows.epoch(rank) != self.epoch:
@@ -414,5 +429,5 @@ class Control:
             elif isinstance(news, Status):
                 self._table.note_status(news.rank, news.words, news.doing)
             else:
-                self._errors.note(news.rank, news.epoch, news.error)
+                self._errors.note(news)
             self._node.wake_all()

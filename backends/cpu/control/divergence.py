@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...errors import PeerLost, PlanMismatch, TransportError
-from .rank_status import Barrier, StatusTable
+from .rank_status import Barrier, StatusTable, named
 
 
 def out_of_step(why: PlanMismatch) -> TransportError:
@@ -22,7 +22,7 @@ def other_plan(table: StatusTable, epoch: int, plans: Mapping[int, int]) -> Plan
         for rank, plan in sorted(plans.items())
     )
     return PlanMismatch(
-        f"execution {epoch} is of {first}, and of {second}. Every rank must "
+        f"{named(epoch)} is of {first}, and of {second}. Every rank must "
         "call the same compiled steps, with inputs of the same types, in the same order; look "
         "for a call that depends on the rank"
     )
@@ -48,9 +48,10 @@ def lost(table: StatusTable, rank: int, epoch: int) -> PeerLost:
             "All ranks must make the same calls: this one has perhaps skipped a call, or had fewer "
             "batches. Start the job again"
         )
+    last = table.reached(rank, Barrier.COMMIT)
+    after = f"after {named(last)}" if last else "before the end of the first execution"
     return PeerLost(
-        f"rank {rank} {how} after execution {table.reached(rank, Barrier.COMMIT)}, and the other "
-        f"ranks are in execution {epoch}. {why}",
+        f"rank {rank} {how} {after}, and the other ranks are in {named(epoch)}. {why}",
         rank,
     )
 

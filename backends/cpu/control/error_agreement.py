@@ -8,10 +8,10 @@ from typing import Final
 
 from ...base import Pause
 from ...errors import Failure, RemoteError, TransportError, message_text, traceback_text, type_name
-from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, ROW, error_at
+from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, REFUSED, ROW, error_at
 from ..node import Node
 from .link import Failed, Link
-from .rank_status import Barrier, State, StatusTable
+from .rank_status import Barrier, State, StatusTable, named
 
 GRACE: Final = 1.0
 """Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
@@ -36,14 +36,17 @@ class ErrorAgreement:
         self._words = node.words
         self._mine = node.rank * ROW
         self._key: int | None = None
-        self._from_afar: dict[int, tuple[int, bytes | None]] = {}
+        self._from_afar: dict[int, Failed] = {}
 
-    def agree(self, epoch: int, error: BaseException | None, pause: Pause) -> BaseException:
+    def agree(
+        self, epoch: int, error: BaseException | None, refused: bool, pause: Pause
+    ) -> BaseException:
         """Say that the execution has failed, wait for the others, and choose the error.
 
         Args:
             epoch: of the execution.
             error: what was raised here; None where only another rank has failed.
+            refused: whether it was raised before this rank began its program.
             pause: how to wait.
 
         Returns:
@@ -51,10 +54,10 @@ class ErrorAgreement:
         """
         rank, size = self._node.rank, self._node.size
         content = None if error is None else pickled(error, rank)
-        self.publish(epoch, content)
+        self.publish(epoch, content, refused)
         self._table.set_state(State.FAILED)
         if self._link is not None:
-            self._link.tell_all(Failed(rank, epoch, content))
+            self._link.tell_all(Failed(rank, epoch, content, refused))
         until = monotonic() + GRACE
         polls = 0
         while monotonic() < until and not all(self._has_voted(each, epoch) for each in range(size)):
@@ -64,7 +67,7 @@ class ErrorAgreement:
         origin, first = next(contents, (rank, None))
         if first is None:
             return TransportError(
-                f"execution {epoch} has failed on another rank, and its error has not come within "
+                f"{named(epoch)} has failed on another rank, and its error has not come within "
                 f"{GRACE} s; see the output of the other ranks"
             )
         if error is None:
@@ -80,9 +83,11 @@ class ErrorAgreement:
         has_committed = self._table.reached(rank, Barrier.COMMIT) >= epoch
         return has_committed or self.last_failed(rank) == epoch or self._table.has_ended(rank)
 
-    def publish(self, epoch: int, content: bytes | None) -> None:
+    def publish(self, epoch: int, content: bytes | None, refused: bool = False) -> None:
         """Say that the execution has failed here; None if only after another rank."""
         node, words, row = self._node, self._words, self._mine
+        if refused:
+            words[row + REFUSED] = epoch
         words[row + ERROR_BYTES] = 0 if content is None else len(content)
         if content is not None and len(content) <= ERROR_ROOM:
             at = error_at(node.rank, node.size)
@@ -95,23 +100,31 @@ class ErrorAgreement:
         words[row + FAILED] = epoch
         node.wake_all()
 
-    def note(self, rank: int, epoch: int, content: bytes | None) -> None:
+    def note(self, failed: Failed) -> None:
         """The execution has failed on a rank of another machine."""
-        if epoch > self.last_failed(rank) or content is not None:
-            self._from_afar[rank] = (epoch, content)
+        if failed.epoch > self.last_failed(failed.rank) or failed.error is not None:
+            self._from_afar[failed.rank] = failed
+
+    def is_refused(self, epoch: int) -> bool:
+        """Return whether a rank, as far as is known here, has failed before its program began."""
+        words = self._words
+        if any(words[rank * ROW + REFUSED] == epoch for rank in self._node.local):
+            return True
+        return any(far.refused and far.epoch == epoch for far in self._from_afar.values())
 
     def last_failed(self, rank: int) -> int:
         """The last epoch that has failed on a rank; 0 if none."""
         if self._node.is_local(rank):
             return self._words[rank * ROW + FAILED]
-        return self._from_afar.get(rank, (0, None))[0]
+        far = self._from_afar.get(rank)
+        return 0 if far is None else far.epoch
 
     def content(self, rank: int, epoch: int) -> bytes | None:
         """The pickled error that occurred on a rank in an epoch, if one did."""
         if self.last_failed(rank) != epoch:
             return None
         if not self._node.is_local(rank):
-            return self._from_afar[rank][1]
+            return self._from_afar[rank].error
         self._node.fence()
         nbytes = self._words[rank * ROW + ERROR_BYTES]
         if nbytes <= ERROR_ROOM:

@@ -27,6 +27,8 @@ class Failed:
     rank: int
     epoch: int
     error: bytes | None
+    refused: bool
+    """Whether it failed before the rank began its program."""
 
 
 @dataclass(frozen=True, slots=True)

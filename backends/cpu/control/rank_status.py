@@ -60,6 +60,11 @@ class Barrier(enum.IntEnum):
     INPUTS = 3
 
 
+def named(epoch: int) -> str:
+    """An execution as messages name it: they count from 0, and epochs from 1, since 0 is none."""
+    return f"execution {epoch - 1}"
+
+
 class StatusTable:
     """Reads all rows, and writes this rank's.
 
@@ -250,6 +255,10 @@ class StatusTable:
         has_come = self.reached(rank, Barrier.INPUTS) >= epoch > self.reached(rank, Barrier.COMMIT)
         return has_come and bool(self.missing(Barrier.INPUTS, epoch))
 
+    def is_ending(self, rank: int) -> bool:
+        """Return whether a rank has done its part of the last execution that it has entered."""
+        return self.reached(rank, Barrier.COMMIT) >= self.epoch(rank)
+
     def has_died(self, rank: int) -> bool:
         """Return whether the process of a rank has ended, and this process has noticed."""
         return rank in self._node.bell.dead
@@ -272,21 +281,20 @@ class StatusTable:
             return f"rank {rank} serves graphs, until their driver closes them"
         if state is State.IDLE:
             last = self.reached(rank, Barrier.COMMIT)
-            return f"rank {rank} is outside of executions, after execution {last}"
+            after = f"after {named(last)}" if last else "before the first"
+            return f"rank {rank} is outside of executions, {after}"
         if self.awaits_inputs(rank):
             late = ", ".join(
                 f"rank {each}" for each in self.missing(Barrier.INPUTS, self.epoch(rank))
             )
-            return (
-                f"rank {rank} is at the begin of execution {self.epoch(rank)}, and waits for {late}"
-            )
+            return f"rank {rank} is at the begin of {named(self.epoch(rank))}, and waits for {late}"
         if not self.has_reported(rank):
             return (
-                f"rank {rank} is at work in execution {self.epoch(rank)}, and has not waited for "
+                f"rank {rank} is at work in {named(self.epoch(rank))}, and has not waited for "
                 "another rank in it"
             )
         return (
-            f"rank {rank} is in execution {self.epoch(rank)} ({state.name.lower()}) of plan "
+            f"rank {rank} is in {named(self.epoch(rank))} ({state.name.lower()}) of plan "
             f"{self.plan(rank):016x}, at op {self._words[rank * ROW + AT]}"
         )
 
@@ -299,11 +307,13 @@ class StatusTable:
         row, words = rank * ROW, self._words
         waits = now - words[row + BEAT] < _STALE
         awaited = words[row + AWAITED] - 1
+        # One that has just failed, by the same deadline perhaps, is where it was then.
+        is_inside = words[row + STATE] in (_RUNNING, State.FAILED)
         return Position(
             rank,
             words[row + EXECUTION],
             words[row + AT],
             awaited if waits and awaited >= 0 else None,
-            # One that has just failed, by the same deadline perhaps, is where it was then.
-            bool(words[row + RUNNING]) and words[row + STATE] in (_RUNNING, State.FAILED),
+            bool(words[row + RUNNING]) and is_inside,
+            is_ending=is_inside and self.is_ending(rank),
         )

@@ -44,6 +44,8 @@ ERROR_BYTES: Final = 2 * WORDS + 2
 # with which all go on.
 RESTART: Final = 2 * WORDS + 3
 RESTART_AT: Final = 2 * WORDS + 4
+# And the last epoch that has failed here before the rank began its program.
+REFUSED: Final = 2 * WORDS + 5
 # Fourth line: whether the rank sleeps or is about to.
 WAITING: Final = 3 * WORDS
 # After all rows, each rank has room for an error, and then for what it is doing, in words.

@@ -233,6 +233,43 @@ def test_errors_of_all_kinds_are_told(error: Exception, text: str) -> None:
     assert kinds[1] is (RemoteError if isinstance(error, Unpicklable) else type(error))
 
 
+@pytest.mark.parametrize("refuses", [(0,), (1,), (0, 1), ()])
+def test_all_ranks_learn_whether_one_had_not_begun(refuses: tuple[int, ...]) -> None:
+    def body(control: Control, world: ThreadWorld) -> list[bool]:
+        found = []
+        for refusing in (refuses, ()):
+            control.begin(PLAN, at(world.rank))
+            if world.rank in refusing or not refusing:
+                control.fail(failure(world.rank), world.rank in refusing)
+            else:
+                wait_for_trouble(control)
+            found.append(control.refused)
+            control.recover()
+        return found
+
+    assert run_controls(2, body) == [[bool(refuses), False]] * 2
+
+
+def test_what_recovers_may_call_the_world() -> None:
+    """A rank that is slow to come to the call is not one that never will."""
+
+    def body(control: Control, world: ThreadWorld) -> None:
+        def call() -> None:
+            if world.rank == 0:
+                control.enter(1, "allgather")
+                control.look()
+            world.barrier()
+            if world.rank == 1:
+                control.enter(1, "allgather")
+
+        control.begin(PLAN, at(world.rank))
+        control.fail(failure(world.rank))
+        control.recover([call])
+        assert control.diverged is None
+
+    run_controls(2, body)
+
+
 def test_a_failed_execution_must_be_recovered_from() -> None:
     def body(control: Control, world: ThreadWorld) -> None:
         control.begin(PLAN, at(world.rank))
@@ -251,7 +288,7 @@ def test_another_plan_in_the_same_execution_is_an_error_not_a_hang() -> None:
     messages = run_controls(2, body)
     assert messages[0] == messages[1]
     plans = "of plan 000000000000bbbb on rank 0, and of plan 000000000000aaaa on rank 1"
-    assert f"execution 1 is {plans}" in messages[0]
+    assert f"execution 0 is {plans}" in messages[0]
     assert "look for a call that depends on the rank" in messages[0]
 
 
@@ -266,7 +303,7 @@ def test_a_rank_that_has_ended_is_an_error_not_a_hang() -> None:
         return str(wait_for_trouble(control))
 
     message = run_controls(2, body)[0]
-    assert "rank 1 has ended after execution 1, and the other ranks are in execution 2" in message
+    assert "rank 1 has ended after execution 0, and the other ranks are in execution 1" in message
 
 
 def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> None:
@@ -389,7 +426,7 @@ def test_a_rank_that_gives_up_while_the_others_go_on_is_named() -> None:
         return str(wait_for_trouble(control))
 
     message = run_controls(2, body)[0]
-    assert "rank 1 has given up execution 1, which the other ranks have finished" in message
+    assert "rank 1 has given up execution 0, which the other ranks have finished" in message
 
 
 def test_an_error_that_does_not_come_in_time_is_said_to_be_missing() -> None:
@@ -401,7 +438,7 @@ def test_an_error_that_does_not_come_in_time_is_said_to_be_missing() -> None:
         return str(wait_for_trouble(control))
 
     message = run_controls(2, body)[0]
-    assert "execution 1 has failed on another rank, and its error has not come" in message
+    assert "execution 0 has failed on another rank, and its error has not come" in message
 
 
 def test_a_rank_that_ends_after_the_last_step_is_fine() -> None:
@@ -440,7 +477,40 @@ def test_a_timeout_says_where_every_rank_is() -> None:
     assert first == second
     assert "has not ended after 0.3 s" in first
     assert "rank 0 at 10 awaits 7\nrank 1 at 11 awaits 7" in first
-    assert "rank 2 is outside of executions, after execution 1" in first
+    assert "rank 2 is outside of executions, after execution 0" in first
+
+
+def test_a_rank_that_has_run_nothing_is_before_the_first_execution() -> None:
+    def body(control: Control, world: ThreadWorld) -> list[str]:
+        before = control._tell().text
+        control.begin(PLAN, at(world.rank))
+        control.commit()
+        return [before, control._tell().text]
+
+    before, after = run_controls(1, body)[0]
+    assert before.startswith("rank 0 is outside of executions, before the first, for ")
+    assert after.startswith("rank 0 is outside of executions, after execution 0, for ")
+
+
+def test_a_rank_asked_ahead_of_its_program_or_at_its_end_says_so() -> None:
+    def body(control: Control, world: ThreadWorld) -> list[str]:
+        def describe(positions: Sequence[Position], sights: object) -> str:
+            return f"ending: {positions[0].is_ending}"
+
+        def ask() -> None:
+            said.append(control._tell().text)
+
+        said: list[str] = []
+        control.begin(PLAN, lambda: Position(0, 0, 0, running=False), describe)
+        ask()
+        control._table.reach(Barrier.COMMIT, control.epoch)
+        ask()
+        control.commit()
+        return said
+
+    ahead, ended = run_controls(1, body)[0]
+    assert ahead.startswith("rank 0 is at work in execution 0, and has not waited")
+    assert ended == "ending: True"
 
 
 def test_recovery_does_not_wait_for_ever() -> None:
