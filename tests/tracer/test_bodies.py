@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import cg
 from cg.tracer.codegen import codegen
 from cg.tracer.codegen.bodies import GraphBody
+from cg.tracer.step.collector import collector_paused
 from tests.tracer.function_tools import trace
 
 
@@ -100,6 +101,24 @@ def test_constants_are_plain_tensors_wherever_code_is_generated() -> None:
     constants = [v for v in run.__globals__.values() if isinstance(v, Tensor)]
     assert len(constants) == 1
     assert not constants[0].is_inference()
+
+
+@pytest.mark.parametrize(("objects", "is_asked"), [(1_000, False), (300_000, True)])
+def test_frozen_objects_are_counted_behind_large_traces_alone(
+    objects: int, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def count() -> int:
+        asked.append(objects)
+        return 1
+
+    monkeypatch.setattr(gc, "get_freeze_count", count)
+    gc.collect(0)
+    with collector_paused():
+        made = [[] for _ in range(objects)]
+    assert bool(asked) is is_asked
+    assert len(made) == objects
 
 
 @pytest.mark.parametrize("enabled", [True, False])
