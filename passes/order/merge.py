@@ -299,9 +299,9 @@ def _help(circle: Iterable[Op]) -> str:
         return (
             "a backward that must follow the forwards of later microbatches can only start "
             "after all forwards. If it is for a loss over all microbatches, compute each one's "
-            "part in the loop, and only add up behind it; if it is for an actor's method that "
-            "writes to its state, keep that method out of the microbatches; or use the schedule "
-            "'gpipe'"
+            "part in the loop, and only add up behind it, or use the schedule 'gpipe'; if it is "
+            "for an actor's method that writes to its state, as an optimizer's step does, call "
+            "that method behind the loop"
         )
     return (
         "one microbatch must be through before the next may start, so there is nothing to "
