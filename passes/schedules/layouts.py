@@ -18,7 +18,7 @@ def line(pipeline: Pipeline, name: str) -> list[tuple[int, ...]]:
     if len(parts) != len(pipeline.ranks):
         raise ScheduleError(
             f"schedule '{name}' wants the stages of a rank side by side, but they lie on ranks "
-            f"{_spell(pipeline)}; move them, or use 1f1b, interleaved or auto"
+            f"{_spell(pipeline)}; move them, or use 1f1b or auto"
         )
     return list(parts)
 
