@@ -24,7 +24,15 @@ from ..api.compiled import Compiled
 from ..models.part import ModelPart
 from ..world.world import world
 from .held import NameOf, Piece, optimizer_pieces, pieces
-from .tensor_files import TensorFile, fill_optimizers, replace, sync, table_of, write
+from .tensor_files import (
+    TensorFile,
+    check_optimizers,
+    fill_optimizers,
+    replace,
+    sync,
+    table_of,
+    write,
+)
 from .together import on_rank_0, together
 from .trainers import TrainerState, check_trainers, put_trainers, trainers_of
 from .weights import Rename, Weights, dtype_of, index_of, read_json, shards
@@ -72,11 +80,7 @@ def save_checkpoint(
     path = Path(folder)
     partial = path.with_name(f".{path.name}.partial")
     trainers = trainers_of(actors)
-    weights: list[Piece] = []
-    optimizers: list[Piece] = []
-    for actor, name_of in together(lambda: _named(actors, rename), "name its tensors"):
-        weights += pieces(actor, name_of)
-        optimizers += optimizer_pieces(actor, name_of)
+    weights, optimizers = together(lambda: _pieces(actors, rename), "name its tensors")
     on_rank_0(lambda: _make_empty(partial, path))
     table = table_of(weights)
     parts = list(shards(table, stem, largest))
@@ -193,6 +197,7 @@ class _Reading:
                     raise KeyError(f"{path} has no '{piece.name}', which {actor.name} has")
                 weights.files[piece.name].check(piece.name, piece.shape, piece.tensor.dtype)
                 taken.add(piece.name)
+            check_optimizers(optimizers, actor, name_of)
         names = frozenset(weights.files)
         return _Reading(
             weights, optimizers, named, names, frozenset(taken), trainers, compiled, state
@@ -205,6 +210,16 @@ class _Reading:
                 value = self.weights.read(piece.name, piece.region, piece.tensor.dtype)
                 piece.tensor.data.copy_(value)
             fill_optimizers(self.optimizers, actor, name_of)
+
+
+def _pieces(actors: Sequence[ActorHandle], rename: Rename) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of weights, and of what optimizers keep, on the ranks of this process."""
+    weights: list[Piece] = []
+    optimizers: list[Piece] = []
+    for actor, name_of in _named(actors, rename):
+        weights += pieces(actor, name_of)
+        optimizers += optimizer_pieces(actor, name_of)
+    return weights, optimizers
 
 
 def _named(actors: Sequence[ActorHandle], rename: Rename) -> list[tuple[ActorHandle, NameOf]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -41,21 +42,26 @@ def pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
 
 
 def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
-    """The tensors that an actor's optimizers keep: `name.key` for the parameter of that name."""
+    """The tensors that an actor's optimizers keep: `name.key` for the parameter of that name.
+
+    Raises:
+        ValueError: one is neither cut as its parameter nor the same for all pieces.
+    """
     group = actor._member.group
     for rank, each in _tensors(actor):
         name = name_of(each)
         if name is None:
             continue
-        shape, region = held(each, group, rank)
+        logical, region = held(each, group, rank)
         for optimizer in optimizers(actor.instances[rank]):
             for key, value in optimizer.state.get(each.tensor, {}).items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 same = value.shape == each.tensor.shape
-                like = (shape, region) if same else (tuple(value.shape), whole(tuple(value.shape)))
+                shape = logical if same else tuple(value.shape)
+                part = region if same else region_like(f"{name}.{key}", shape, each, group, rank)
                 counts = _counts(group, each.path if same else None, rank)
-                yield Piece(f"{name}.{key}", value, *like, counts)
+                yield Piece(f"{name}.{key}", value, shape, part, counts)
 
 
 def optimizers(instance: object) -> list[torch.optim.Optimizer]:
@@ -64,9 +70,10 @@ def optimizers(instance: object) -> list[torch.optim.Optimizer]:
     return [each for each in found if isinstance(each, torch.optim.Optimizer)]
 
 
-def trains(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
-    """Whether an optimizer has a tensor among its parameters."""
-    return any(p is tensor for group in optimizer.param_groups for p in group["params"])
+def group_with(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, Any] | None:
+    """The group of an optimizer's parameters that a tensor is in; None if it does not train it."""
+    found = (g for g in optimizer.param_groups if any(p is tensor for p in g["params"]))
+    return next(found, None)
 
 
 def held(state: StateTensor, group: GroupActor | None, rank: int) -> tuple[tuple[int, ...], Region]:
@@ -76,6 +83,34 @@ def held(state: StateTensor, group: GroupActor | None, rank: int) -> tuple[tuple
         shape = tuple(state.tensor.shape)
         return shape, whole(shape)
     return logical.shape, logical.layout.region(logical.shape, group.mesh.position(rank))
+
+
+def region_like(
+    name: str, shape: tuple[int, ...], state: StateTensor, group: GroupActor | None, rank: int
+) -> Region:
+    """The part that a rank holds of a tensor that an optimizer keeps for a parameter.
+
+    It is the parameter's part where the tensor has the parameter's shape, and the whole of others.
+
+    Args:
+        name: of the tensor, for messages.
+        shape: of the logical tensor.
+        state: the parameter.
+
+    Raises:
+        ValueError: ranks hold pieces of the parameter, and the tensor has another shape and several
+            elements.
+    """
+    logical, region = held(state, group, rank)
+    if shape == logical:
+        return region
+    if tuple(state.tensor.shape) != logical and math.prod(shape) != 1:
+        raise ValueError(
+            f"'{name}' is {list(shape)}, and cannot be cut as its parameter of {list(logical)}, of "
+            "which ranks hold pieces; leave the parameter whole on the mesh, or take an optimizer "
+            "that works element by element"
+        )
+    return whole(shape)
 
 
 def _tensors(actor: ActorHandle) -> Iterator[tuple[int, StateTensor]]:

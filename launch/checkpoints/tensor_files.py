@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...ir.layout import Interval, Region, shape_of, whole
+from ...ir.layout import Interval, Region, shape_of
 from ...ir.types import DType
 from ...tracer.actors.actor_state import StateTensor, collect
 from ...tracer.actors.actors import ActorHandle
 from ...tracer.step.specs import ir_dtype, torch_dtype
 from ..world.world import world
-from .held import NameOf, Piece, held, optimizer_pieces, pieces, trains
+from .held import NameOf, Piece, group_with, optimizer_pieces, optimizers, pieces, region_like
 from .together import on_rank_0, together
 
 _NAMES = {
@@ -65,15 +66,13 @@ def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
             `0.up.weight`, and of its optimizer's state `optimizer.0.up.weight.exp_avg`.
 
     Raises:
-        ValueError: two tensors have one name, or one has an element type without a name there.
+        ValueError: two tensors have one name, or one has an element type without a name there. Or
+            an optimizer keeps a tensor that cannot be cut as its parameter is.
         OSError: a rank could not write.
     """
     path = Path(file)
     partial = path.with_name(f".{path.name}.partial")
-    mine: list[Piece] = []
-    for prefix, actor in actors.items():
-        mine += pieces(actor, _named(prefix))
-        mine += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
+    mine = together(lambda: _pieces(actors), "name its tensors")
     write(partial, table_of(mine), mine)
     on_rank_0(lambda: replace(partial, path))
 
@@ -82,7 +81,7 @@ def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
     """Fill the tensors of actors, and their optimizers, from a file that `save` has written.
 
     The ranks, meshes and plans may be others than those that have written it. What an optimizer
-    keeps for a parameter is made where the file has it.
+    keeps for a parameter is made as the file has it, in its shape and element type.
 
     Args:
         file, actors: as for `save`.
@@ -93,12 +92,20 @@ def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
             Nothing has been filled.
     """
     opened = TensorFile(Path(file))
-    wanted = [(actor, _named(prefix)) for prefix, actor in actors.items()]
-    for actor, name_of in wanted:
-        check_state(opened, actor, name_of)
-    for (actor, name_of), prefix in zip(wanted, actors, strict=True):
-        fill_state(opened, actor, name_of)
+    for prefix, actor in actors.items():
+        check_state(opened, actor, _named(prefix))
+        check_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
+    for prefix, actor in actors.items():
+        fill_state(opened, actor, _named(prefix))
         fill_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
+
+
+def _pieces(actors: Mapping[str, ActorHandle]) -> list[Piece]:
+    mine: list[Piece] = []
+    for prefix, actor in actors.items():
+        mine += pieces(actor, _named(prefix))
+        mine += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
+    return mine
 
 
 def _named(prefix: str) -> NameOf:
@@ -148,7 +155,14 @@ class TensorFile:
 
         The file is opened for the one tensor. Else the pages that have been read would stay in
         memory beside the tensors.
+
+        Raises:
+            ValueError: the region is no part of the tensor.
         """
+        shape = self.shapes[name]
+        ends = [max((stop for _, stop in each), default=0) for each in region]
+        if len(ends) != len(shape) or any(e > size for e, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"'{name}' is {list(shape)} in the file, and ends at {ends} here")
         with safe_open(os.fspath(self.path), framework="pt") as opened:
             if not region:
                 return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
@@ -178,39 +192,72 @@ def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
         piece.tensor.data.copy_(opened.read(piece.name, piece.region))
 
 
+def check_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
+    """Compare what a file has for an actor's optimizers with their parameters.
+
+    Raises:
+        ValueError: a tensor cannot be cut as its parameter is.
+    """
+    for _ in _kept(opened, actor, name_of):
+        pass
+
+
 def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
     """Give an actor's optimizers what a file has for their parameters."""
+    for each in _kept(opened, actor, name_of):
+        value = opened.read(f"{each.parameter_name}.{each.key}", each.region)
+        parameter = each.parameter.tensor
+        own = value.to(parameter.device) if value.shape or each.on_device else value
+        each.optimizer.state[parameter][each.key] = own
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor of a file that an optimizer keeps for a parameter.
+
+    Attributes:
+        optimizer: keeps it.
+        parameter: what it is kept for.
+        parameter_name: in the file.
+        key: by which the optimizer finds it.
+        region: the part that a rank holds.
+        on_device: whether it is on the parameter's device also if it is a number.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameter: StateTensor
+    parameter_name: str
+    key: str
+    region: Region
+    on_device: bool
+
+
+def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_Kept]:
+    """All that a file has for an actor's optimizers on the ranks of this process.
+
+    Raises:
+        ValueError: a tensor cannot be cut as its parameter is.
+    """
     keys: dict[str, list[str]] = {}
-    for name in sorted(opened.shapes):
-        parameter, _, key = name.rpartition(".")
+    for full in sorted(opened.shapes):
+        parameter, _, key = full.rpartition(".")
         keys.setdefault(parameter, []).append(key)
     group = actor._member.group
     for rank, instance in actor.instances.items():
-        state = collect(instance)
-        for each in state.tensors:
+        trainers = optimizers(instance)
+        for each in collect(instance).tensors:
             name = name_of(each)
-            for trainer in state.trainers:
-                if not isinstance(trainer, torch.optim.Optimizer) or name not in keys:
-                    continue
-                if trains(trainer, each.tensor):
-                    _, region = held(each, group, rank)
-                    _fill_optimizer(opened, name, keys[name], trainer, each, region)
+            for optimizer in trainers if name is not None and name in keys else ():
+                options = group_with(optimizer, each.tensor)
+                for key in keys[name] if name is not None and options is not None else ():
+                    full = f"{name}.{key}"
+                    region = region_like(full, opened.shapes[full], each, group, rank)
+                    yield _Kept(optimizer, each, name, key, region, _is_on_device(options))
 
 
-def _fill_optimizer(
-    opened: TensorFile,
-    name: str,
-    keys: Iterable[str],
-    optimizer: torch.optim.Optimizer,
-    state: StateTensor,
-    region: Region,
-) -> None:
-    """Fill what an optimizer keeps for a parameter."""
-    for key in keys:
-        shape = opened.shapes[f"{name}.{key}"]
-        own = region if len(shape) == len(region) else whole(shape)
-        value = opened.read(f"{name}.{key}", own)
-        optimizer.state[state.tensor][key] = value.to(state.tensor.device) if shape else value
+def _is_on_device(options: Mapping[str, Any]) -> bool:
+    """Whether torch keeps also the numbers of a group's parameters on their device."""
+    return bool(options.get("capturable") or options.get("fused"))
 
 
 # -- writing ------------------------------------------------------------------------------------
