@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,11 +13,17 @@ from ...backends.devices.programs.tail import follow_tails
 from ...ir.layout import Region, whole
 from ...tracer.actors.actor_state import StateTensor, collect
 from ...tracer.actors.actors import ActorHandle
+from ...tracer.actors.optimizer_state import optimizers_of
 from ...tracer.groups.group import GroupActor
 from ..world.world import world
 
 NameOf: TypeAlias = Callable[[StateTensor], str | None]
 """The name of a tensor of an actor's state in a file; None if it is not there."""
+
+_REMEDY = (
+    "keep it in a tensor that is state of a parameter, or among the options of the optimizer's "
+    "groups, which belong in state.json"
+)
 
 
 @dataclass(frozen=True)
@@ -45,29 +51,77 @@ def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
     """The tensors that an actor's optimizers keep: `name.key` for the parameter of that name.
 
     Raises:
-        ValueError: one is neither cut as its parameter nor the same for all pieces.
+        ValueError: one is neither cut as its parameter nor the same for all pieces. Or an optimizer
+            keeps something that no name is for: what is no tensor, is kept for no parameter, or is
+            kept by another optimizer as well.
     """
     group = actor._member.group
-    for rank, each in _tensors(actor):
+    tensors = list(_tensors(actor))  # which waits for devices
+    found = {rank: optimizers_of(collect(each)) for rank, each in actor.instances.items()}
+    for own in found.values():
+        _refuse_others(own, actor.name)
+    for rank, each in tensors:
         name = name_of(each)
         if name is None:
             continue
         logical, region = held(each, group, rank)
-        for optimizer in optimizers(actor.instances[rank]):
-            for key, value in optimizer.state.get(each.tensor, {}).items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                same = value.shape == each.tensor.shape
-                shape = logical if same else tuple(value.shape)
-                part = region if same else region_like(f"{name}.{key}", shape, each, group, rank)
-                counts = _counts(group, each.path if same else None, rank)
-                yield Piece(f"{name}.{key}", value, shape, part, counts)
+        for key, value in _kept_for(each, found[rank], actor.name):
+            same = value.shape == each.tensor.shape
+            shape = logical if same else tuple(value.shape)
+            part = region if same else region_like(f"{name}.{key}", shape, each, group, rank)
+            counts = _counts(group, each.path if same else None, rank)
+            yield Piece(f"{name}.{key}", value, shape, part, counts)
 
 
-def optimizers(instance: object) -> list[torch.optim.Optimizer]:
-    """The optimizers of an actor, in the order in which its attributes reach them."""
-    found = collect(instance).trainers
-    return [each for each in found if isinstance(each, torch.optim.Optimizer)]
+def _kept_for(
+    parameter: StateTensor, optimizers: Iterable[torch.optim.Optimizer], actor: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an optimizer keeps for a parameter, by its key.
+
+    Raises:
+        ValueError: it has no name in a file.
+    """
+    keeping = [one for one in optimizers if _keeps(one, parameter.tensor)]
+    if len(keeping) > 1:
+        raise ValueError(
+            f"{_names(keeping)} of {actor} both keep state for '{parameter.path}', and a file has "
+            "one place for it; train each parameter by one optimizer"
+        )
+    for optimizer in keeping:
+        for key, value in optimizer.state[parameter.tensor].items():
+            whose = f"{_names([optimizer])} of {actor} keeps {key!r} for '{parameter.path}'"
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"{whose}, which is no tensor but a value of type {type(value).__name__}, so "
+                    f"it would be missing in the file; {_REMEDY}"
+                )
+            if not isinstance(key, str) or "." in key:
+                raise ValueError(f"{whose}; call it by a word without a dot")
+            yield key, value
+
+
+def _refuse_others(optimizers: Iterable[torch.optim.Optimizer], actor: str) -> None:
+    """Refuse optimizers that keep state for what they do not train, which has no name in a file."""
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for key, value in optimizer.state.items():
+            is_empty = isinstance(value, dict) and not value  # as asking for it makes it
+            if id(key) not in own and not is_empty:
+                word = f"a {type(key).__name__}" if isinstance(key, torch.Tensor) else repr(key)
+                raise ValueError(
+                    f"{_names([optimizer])} of {actor} keeps state for {word}, which is none of "
+                    f"its parameters, so it would be missing in the file; {_REMEDY}"
+                )
+
+
+def _keeps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return any(value is not None for value in optimizer.state.get(parameter, {}).values())
+
+
+def _names(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    return " and ".join(type(each).__name__ for each in optimizers)
 
 
 def group_with(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, Any] | None:

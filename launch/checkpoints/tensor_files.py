@@ -24,9 +24,10 @@ from ...ir.layout import Interval, Region, shape_of
 from ...ir.types import DType
 from ...tracer.actors.actor_state import StateTensor, collect
 from ...tracer.actors.actors import ActorHandle
+from ...tracer.actors.optimizer_state import optimizers_of
 from ...tracer.step.specs import ir_dtype, torch_dtype
 from ..world.world import world
-from .held import NameOf, Piece, group_with, optimizer_pieces, optimizers, pieces, region_like
+from .held import NameOf, Piece, group_with, optimizer_pieces, pieces, region_like
 from .together import on_rank_0, together
 
 _NAMES = {
@@ -67,7 +68,8 @@ def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
 
     Raises:
         ValueError: two tensors have one name, or one has an element type without a name there. Or
-            an optimizer keeps a tensor that cannot be cut as its parameter is.
+            an optimizer keeps a tensor that cannot be cut as its parameter is, or state that is no
+            tensor or belongs to no parameter.
         OSError: a rank could not write.
     """
     path = Path(file)
@@ -244,12 +246,17 @@ def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_
         keys.setdefault(parameter, []).append(key)
     group = actor._member.group
     for rank, instance in actor.instances.items():
-        trainers = optimizers(instance)
-        for each in collect(instance).tensors:
+        state = collect(instance)
+        trainers = optimizers_of(state)
+        for each in state.tensors:
             name = name_of(each)
-            for optimizer in trainers if name is not None and name in keys else ():
+            if name is None:
+                continue
+            for optimizer in trainers:
                 options = group_with(optimizer, each.tensor)
-                for key in keys[name] if name is not None and options is not None else ():
+                if options is None:
+                    continue
+                for key in keys.get(name, ()):
                     full = f"{name}.{key}"
                     region = region_like(full, opened.shapes[full], each, group, rank)
                     yield _Kept(optimizer, each, name, key, region, _is_on_device(options))

@@ -42,6 +42,29 @@ class Net(nn.Module):
         self.optimizer.zero_grad()
 
 
+@cg.actor
+class Scheduled(nn.Module):
+    """Keeps its optimizer in its scheduler alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 2)
+        optimizer = optim.AdamW(self.parameters(), lr=0.01)
+        self.scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        return self.scheduler.optimizer
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+    def update(self) -> None:
+        self.scheduler.optimizer.step()
+        self.scheduler.optimizer.zero_grad()
+
+
 ELEMENTWISE: dict[str, Maker] = {
     "adamw": partial(optim.AdamW, lr=0.01),
     "amsgrad": partial(optim.AdamW, lr=0.01, amsgrad=True),
@@ -136,3 +159,67 @@ def test_a_region_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
     opened = TensorFile(file)
     with pytest.raises(ValueError, match=r"'row' is \[1, 4\] in the file, and ends at \[4, 4\]"):
         opened.read("row", whole((4, 4)))
+
+
+def test_an_optimizer_that_only_a_scheduler_reaches(tmp_path: Path) -> None:
+    resumes(lambda: Scheduled.on(1)(), tmp_path / "net.safetensors")
+
+
+class Odd(optim.SGD):
+    """Keeps something else beside the momentum."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], key: object, value: object) -> None:
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.key, self.value = key, value
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.key == "apart":
+            self.state["apart"] = self.value  # type: ignore[index]
+        else:
+            self.state[self.param_groups[0]["params"][0]][self.key] = self.value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("n", 3, r"Odd of net\d+ keeps 'n' for 'up\.weight', which is no tensor but .* type int"),
+        ("past", [torch.ones(2)], r"'past' for 'up\.weight', .* type list.*in state\.json"),
+        ("deep", {"m": torch.ones(2)}, r"'deep' for 'up\.weight', .* type dict"),
+        ("apart", {"k": torch.ones(2)}, "state for 'apart', which is none of its parameters"),
+        ("a.b", torch.ones(2), r"keeps 'a\.b' for 'up\.weight'; call it by a word without a dot"),
+    ],
+)
+def test_what_has_no_name_in_a_file(
+    tmp_path: Path, key: object, value: object, message: str
+) -> None:
+    actor = Net.on(1)(partial(Odd, key=key, value=value))
+    losses(step_of(actor), 1)
+    with pytest.raises(ValueError, match=message):
+        cg.save(tmp_path / "net.safetensors", {"m.": actor})
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_lbfgs_have_no_place(tmp_path: Path) -> None:
+    actor = Net.on(1)(optim.LBFGS)
+    net = actor.instances[1]
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = net.loss(X)
+        loss.backward()
+        return loss
+
+    net.optimizer.step(closure)
+    with pytest.raises(ValueError, match=r"LBFGS of .* keeps 'func_evals' for 'up\.weight'"):
+        cg.save(tmp_path / "net.safetensors", {"m.": actor})
+
+
+def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
+    actor = Net.on(1)(ELEMENTWISE["adamw"])
+    losses(step_of(actor), 1)
+    net = actor.instances[1]
+    net.other = optim.SGD([net.up.weight], momentum=0.9)
+    net.loss(X).backward()
+    net.other.step()
+    with pytest.raises(ValueError, match=r"AdamW and SGD of .* both keep state for 'up\.weight'"):
+        cg.save(tmp_path / "net.safetensors", {"m.": actor})
