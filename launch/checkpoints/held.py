@@ -47,6 +47,11 @@ def pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
             yield Piece(name, each.tensor, shape, region, _counts(group, each.path, rank))
 
 
+def has_optimizers(actor: ActorHandle) -> bool:
+    """Whether an actor has an optimizer on a rank of this process."""
+    return any(optimizers_of(collect(each)) for each in actor.instances.values())
+
+
 def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
     """The tensors that an actor's optimizers keep: `name.key` for the parameter of that name.
 

@@ -1,8 +1,7 @@
-"""Save and load the tensors of actors: one safetensors file, whatever ranks hold them.
+"""Files of tensors, as safetensors, of which each rank writes and reads pieces.
 
-A file holds logical tensors by name. Each rank writes the pieces that it holds, straight to where
-they belong in the file, and reads those that it needs. So other meshes can go on from it. The
-format: https://huggingface.co/docs/safetensors, a header of JSON and the elements behind it.
+Each rank writes the pieces that it holds straight to where they belong in the file. The format:
+https://huggingface.co/docs/safetensors, a header of JSON and the elements behind it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,12 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from ...ir.layout import Interval, Region, shape_of
 from ...ir.types import DType
-from ...tracer.actors.actor_state import StateTensor, collect
-from ...tracer.actors.actors import ActorHandle
-from ...tracer.actors.optimizer_state import optimizers_of
 from ...tracer.step.specs import ir_dtype, torch_dtype
 from ..world.world import world
-from .held import NameOf, Piece, group_with, optimizer_pieces, pieces, region_like
+from .held import Piece
 from .together import on_rank_0, together
 
 _NAMES = {
@@ -49,69 +44,14 @@ _NAMES = {
     DType.BOOL: "BOOL",
 }
 
+PREFIXES = "cg.prefixes"
+"""The entry of a file's metadata that says which actors it has, by their prefixes."""
+
 _TYPES = {word: torch_dtype(dtype) for dtype, word in _NAMES.items()}
 """Torch's element types, by what the format calls them."""
 
 Table: TypeAlias = Mapping[str, tuple[DType, tuple[int, ...]]]
 """The element type and the shape of tensors, by name."""
-
-
-def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
-    """Write the tensors of actors, and of their optimizers, as one safetensors file; collective.
-
-    The file appears when it is complete. All ranks see one file system.
-
-    Args:
-        file: its name.
-        actors: by the prefix of their tensors' names: the tensor `up.weight` of the actor `"0."` is
-            `0.up.weight`, and of its optimizer's state `optimizer.0.up.weight.exp_avg`.
-
-    Raises:
-        ValueError: two tensors have one name, or one has an element type without a name there. Or
-            an optimizer keeps a tensor that cannot be cut as its parameter is, or state that is no
-            tensor or belongs to no parameter.
-        OSError: a rank could not write.
-    """
-    path = Path(file)
-    partial = path.with_name(f".{path.name}.partial")
-    mine = together(lambda: _pieces(actors), "name its tensors")
-    write(partial, table_of(mine), mine)
-    on_rank_0(lambda: replace(partial, path))
-
-
-def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
-    """Fill the tensors of actors, and their optimizers, from a file that `save` has written.
-
-    The ranks, meshes and plans may be others than those that have written it. What an optimizer
-    keeps for a parameter is made as the file has it, in its shape and element type.
-
-    Args:
-        file, actors: as for `save`.
-
-    Raises:
-        KeyError: the file lacks a tensor that an actor has.
-        ValueError: a tensor has another shape or element type in the file, or the file is damaged.
-            Nothing has been filled.
-    """
-    opened = TensorFile(Path(file))
-    for prefix, actor in actors.items():
-        check_state(opened, actor, _named(prefix))
-        check_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
-    for prefix, actor in actors.items():
-        fill_state(opened, actor, _named(prefix))
-        fill_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
-
-
-def _pieces(actors: Mapping[str, ActorHandle]) -> list[Piece]:
-    mine: list[Piece] = []
-    for prefix, actor in actors.items():
-        mine += pieces(actor, _named(prefix))
-        mine += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
-    return mine
-
-
-def _named(prefix: str) -> NameOf:
-    return lambda state: prefix + state.path
 
 
 class TensorFile:
@@ -121,6 +61,7 @@ class TensorFile:
         path: of the file.
         shapes: of its tensors, by name.
         dtypes: likewise; None where cg has no name for the type.
+        prefixes: of the actors that `save` has written; none in files of others.
 
     Raises:
         ValueError: it is damaged.
@@ -131,10 +72,12 @@ class TensorFile:
         self.path = path
         try:
             with safe_open(os.fspath(path), framework="pt") as opened:
+                words = opened.metadata() or {}
                 found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
                 self.shapes = {name: tuple(each.get_shape()) for name, each in found.items()}
                 self.dtypes = {name: _TYPES.get(each.get_dtype()) for name, each in found.items()}
-        except SafetensorError as error:
+            self.prefixes: list[str] = json.loads(words.get(PREFIXES, "[]"))
+        except (SafetensorError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
 
     def __contains__(self, name: str) -> bool:
@@ -175,101 +118,6 @@ class TensorFile:
             return value
 
 
-def check_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Compare what a file has with the tensors of an actor, as far as this process holds it.
-
-    Raises:
-        KeyError: the file lacks one.
-        ValueError: it has one of another shape or element type.
-    """
-    for piece in pieces(actor, name_of):
-        if piece.name not in opened:
-            raise KeyError(f"the file has no tensor '{piece.name}', which {actor.name} has")
-        opened.check(piece.name, piece.shape, piece.tensor.dtype)
-
-
-def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Give the tensors of an actor the numbers of a file."""
-    for piece in pieces(actor, name_of):
-        piece.tensor.data.copy_(opened.read(piece.name, piece.region))
-
-
-def check_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Compare what a file has for an actor's optimizers with their parameters.
-
-    Raises:
-        ValueError: a tensor cannot be cut as its parameter is.
-    """
-    for _ in _kept(opened, actor, name_of):
-        pass
-
-
-def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Give an actor's optimizers what a file has for their parameters."""
-    for each in _kept(opened, actor, name_of):
-        value = opened.read(f"{each.parameter_name}.{each.key}", each.region)
-        parameter = each.parameter.tensor
-        own = value.to(parameter.device) if value.shape or each.on_device else value
-        each.optimizer.state[parameter][each.key] = own
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A tensor of a file that an optimizer keeps for a parameter.
-
-    Attributes:
-        optimizer: keeps it.
-        parameter: what it is kept for.
-        parameter_name: in the file.
-        key: by which the optimizer finds it.
-        region: the part that a rank holds.
-        on_device: whether it is on the parameter's device also if it is a number.
-    """
-
-    optimizer: torch.optim.Optimizer
-    parameter: StateTensor
-    parameter_name: str
-    key: str
-    region: Region
-    on_device: bool
-
-
-def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_Kept]:
-    """All that a file has for an actor's optimizers on the ranks of this process.
-
-    Raises:
-        ValueError: a tensor cannot be cut as its parameter is.
-    """
-    keys: dict[str, list[str]] = {}
-    for full in sorted(opened.shapes):
-        parameter, _, key = full.rpartition(".")
-        keys.setdefault(parameter, []).append(key)
-    group = actor._member.group
-    for rank, instance in actor.instances.items():
-        state = collect(instance)
-        trainers = optimizers_of(state)
-        for each in state.tensors:
-            name = name_of(each)
-            if name is None:
-                continue
-            for optimizer in trainers:
-                options = group_with(optimizer, each.tensor)
-                if options is None:
-                    continue
-                for key in keys.get(name, ()):
-                    full = f"{name}.{key}"
-                    region = region_like(full, opened.shapes[full], each, group, rank)
-                    yield _Kept(optimizer, each, name, key, region, _is_on_device(options))
-
-
-def _is_on_device(options: Mapping[str, Any]) -> bool:
-    """Whether torch keeps also the numbers of a group's parameters on their device."""
-    return bool(options.get("capturable") or options.get("fused"))
-
-
-# -- writing ------------------------------------------------------------------------------------
-
-
 def table_of(mine: Iterable[Piece]) -> Table:
     """All tensors that ranks write, by name, sorted; the same on all ranks. Collective.
 
@@ -294,15 +142,20 @@ def size_of(table: Table, name: str) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def write(path: Path, table: Table, mine: Sequence[Piece]) -> None:
+def write(
+    path: Path, table: Table, mine: Sequence[Piece], words: Mapping[str, str] | None = None
+) -> None:
     """Write a file of the tensors of a table, of which this process has pieces; collective.
 
     When it returns, the file is on the disk.
 
+    Args:
+        words: what its metadata say besides.
+
     Raises:
         OSError: a rank could not write.
     """
-    header, offsets = _header(table)
+    header, offsets = _header(table, words or {})
     on_rank_0(lambda: _create(path, header, offsets))
     start = 8 + len(header)
     own = [piece for piece in mine if piece.counts and piece.name in table]
@@ -324,9 +177,9 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def _header(table: Table) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _header(table: Table, words: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The header behind its length, and where each tensor begins and ends behind it."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **words}}
     offsets: dict[str, tuple[int, int]] = {}
     at = 0
     for name, (dtype, shape) in table.items():
