@@ -114,8 +114,8 @@ _HOMES = {
     "world_size": "launch.world.world",
     "barrier": "launch.api.api",
     "allgather": "launch.api.api",
-    "save": "launch.checkpoints.tensor_files",
-    "load": "launch.checkpoints.tensor_files",
+    "save": "launch.checkpoints.actor_files",
+    "load": "launch.checkpoints.actor_files",
     # What compiling gives
     "schedules": "passes:schedules",
     "Step": "launch.api.step_function",

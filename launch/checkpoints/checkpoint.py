@@ -23,8 +23,9 @@ from ...tracer.actors.actors import ActorHandle
 from ..api.compiled import Compiled
 from ..models.part import ModelPart
 from ..world.world import world
-from .held import NameOf, Piece, optimizer_pieces, pieces
-from .tensor_files import TensorFile, fill_optimizers, replace, sync, table_of, write
+from .actor_files import check_optimizers, fill_optimizers
+from .held import NameOf, Piece, has_optimizers, optimizer_pieces, pieces
+from .tensor_files import TensorFile, replace, sync, table_of, write
 from .together import on_rank_0, together
 from .trainers import TrainerState, check_trainers, put_trainers, trainers_of
 from .weights import Rename, Weights, dtype_of, index_of, read_json, shards
@@ -66,17 +67,14 @@ def save_checkpoint(
         largest: bytes in one of them.
 
     Raises:
-        ValueError: an actor has no part of a model, or tensors besides; or optimizers differ.
+        ValueError: an actor has no part of a model, or tensors besides; or optimizers differ, or
+            have state that `cg.save` refuses.
         OSError: a rank could not write, or the folder is there already.
     """
     path = Path(folder)
     partial = path.with_name(f".{path.name}.partial")
     trainers = trainers_of(actors)
-    weights: list[Piece] = []
-    optimizers: list[Piece] = []
-    for actor, name_of in together(lambda: _named(actors, rename), "name its tensors"):
-        weights += pieces(actor, name_of)
-        optimizers += optimizer_pieces(actor, name_of)
+    weights, optimizers = together(lambda: _pieces(actors, rename), "name its tensors")
     on_rank_0(lambda: _make_empty(partial, path))
     table = table_of(weights)
     parts = list(shards(table, stem, largest))
@@ -119,7 +117,8 @@ def load_checkpoint(
         FileNotFoundError: there is no checkpoint.
         KeyError: it lacks a tensor that an actor has.
         ValueError: it is damaged, or of another model or other optimizers: a tensor is surplus, or
-            of another shape or type. Nothing has been changed.
+            of another shape or type, or has no optimizer here that takes it. Nothing has been
+            changed.
     """
     path = Path(folder)
     read = together(lambda: _Reading.of(path, actors, rename, stem), f"read {path}")
@@ -128,6 +127,14 @@ def load_checkpoint(
         raise ValueError(
             f"{path} has tensors that no actor has, such as '{min(surplus)}': is it of another "
             "model?"
+        )
+    kept = read.kept.union(*world().allgather(read.kept))
+    untrained = read.untrained.union(*world().allgather(read.untrained))
+    left = {each for each in read.optimizers.shapes if each.rpartition(".")[0] not in untrained}
+    if left - kept:
+        raise ValueError(
+            f"{path} has '{min(left - kept)}' of an optimizer, and no optimizer trains that "
+            "parameter here; give it to one in the constructor, or load into actors without any"
         )
     if compiled is not None and read.compiled is not None:
         compiled.load_state_dict(read.compiled)
@@ -160,6 +167,8 @@ class _Reading:
         named: the actors, with what their tensors are called.
         names: of the weights.
         taken: those that this process's ranks have.
+        kept: the names of what their optimizers take.
+        untrained: of weights, those of actors without optimizers.
         trainers, compiled, state: as they were saved.
     """
 
@@ -168,6 +177,8 @@ class _Reading:
     named: list[tuple[ActorHandle, NameOf]]
     names: frozenset[str]
     taken: frozenset[str]
+    kept: frozenset[str]
+    untrained: frozenset[str]
     trainers: TrainerState
     compiled: dict[str, int] | None
     state: dict[str, Any]
@@ -187,15 +198,29 @@ class _Reading:
         check_trainers(actors, trainers)
         named = _named(actors, rename)
         taken: set[str] = set()
+        kept: set[str] = set()
+        untrained: set[str] = set()
         for actor, name_of in named:
+            own: set[str] = set()
             for piece in pieces(actor, name_of):
                 if piece.name not in weights.files:
                     raise KeyError(f"{path} has no '{piece.name}', which {actor.name} has")
                 weights.files[piece.name].check(piece.name, piece.shape, piece.tensor.dtype)
-                taken.add(piece.name)
-        names = frozenset(weights.files)
+                own.add(piece.name)
+            taken |= own
+            untrained |= set() if has_optimizers(actor) else own
+            kept |= check_optimizers(optimizers, actor, name_of)
         return _Reading(
-            weights, optimizers, named, names, frozenset(taken), trainers, compiled, state
+            weights,
+            optimizers,
+            named,
+            frozenset(weights.files),
+            frozenset(taken),
+            frozenset(kept),
+            frozenset(untrained),
+            trainers,
+            compiled,
+            state,
         )
 
     def fill(self, actors: Sequence[ActorHandle]) -> None:
@@ -205,6 +230,16 @@ class _Reading:
                 value = self.weights.read(piece.name, piece.region, piece.tensor.dtype)
                 piece.tensor.data.copy_(value)
             fill_optimizers(self.optimizers, actor, name_of)
+
+
+def _pieces(actors: Sequence[ActorHandle], rename: Rename) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of weights, and of what optimizers keep, on the ranks of this process."""
+    weights: list[Piece] = []
+    optimizers: list[Piece] = []
+    for actor, name_of in _named(actors, rename):
+        weights += pieces(actor, name_of)
+        optimizers += optimizer_pieces(actor, name_of)
+    return weights, optimizers
 
 
 def _named(actors: Sequence[ActorHandle], rename: Rename) -> list[tuple[ActorHandle, NameOf]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,11 +13,17 @@ from ...backends.devices.programs.tail import follow_tails
 from ...ir.layout import Region, whole
 from ...tracer.actors.actor_state import StateTensor, collect
 from ...tracer.actors.actors import ActorHandle
+from ...tracer.actors.optimizer_state import optimizers_of
 from ...tracer.groups.group import GroupActor
 from ..world.world import world
 
 NameOf: TypeAlias = Callable[[StateTensor], str | None]
 """The name of a tensor of an actor's state in a file; None if it is not there."""
+
+_REMEDY = (
+    "keep it in a tensor that is state of a parameter, or among the options of the optimizer's "
+    "groups, which belong in state.json"
+)
 
 
 @dataclass(frozen=True)
@@ -40,33 +47,92 @@ def pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
             yield Piece(name, each.tensor, shape, region, _counts(group, each.path, rank))
 
 
+def has_optimizers(actor: ActorHandle) -> bool:
+    """Whether an actor has an optimizer on a rank of this process."""
+    return any(optimizers_of(collect(each)) for each in actor.instances.values())
+
+
 def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
-    """The tensors that an actor's optimizers keep: `name.key` for the parameter of that name."""
+    """The tensors that an actor's optimizers keep: `name.key` for the parameter of that name.
+
+    Raises:
+        ValueError: one is neither cut as its parameter nor the same for all pieces. Or an optimizer
+            keeps something that no name is for: what is no tensor, is kept for no parameter, or is
+            kept by another optimizer as well.
+    """
     group = actor._member.group
-    for rank, each in _tensors(actor):
+    tensors = list(_tensors(actor))  # which waits for devices
+    found = {rank: optimizers_of(collect(each)) for rank, each in actor.instances.items()}
+    for own in found.values():
+        _refuse_others(own, actor.name)
+    for rank, each in tensors:
         name = name_of(each)
         if name is None:
             continue
-        shape, region = held(each, group, rank)
-        for optimizer in optimizers(actor.instances[rank]):
-            for key, value in optimizer.state.get(each.tensor, {}).items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                same = value.shape == each.tensor.shape
-                like = (shape, region) if same else (tuple(value.shape), whole(tuple(value.shape)))
-                counts = _counts(group, each.path if same else None, rank)
-                yield Piece(f"{name}.{key}", value, *like, counts)
+        logical, region = held(each, group, rank)
+        for key, value in _kept_for(each, found[rank], actor.name):
+            same = value.shape == each.tensor.shape
+            shape = logical if same else tuple(value.shape)
+            part = region if same else region_like(f"{name}.{key}", shape, each, group, rank)
+            counts = _counts(group, each.path if same else None, rank)
+            yield Piece(f"{name}.{key}", value, shape, part, counts)
 
 
-def optimizers(instance: object) -> list[torch.optim.Optimizer]:
-    """The optimizers of an actor, in the order in which its attributes reach them."""
-    found = collect(instance).trainers
-    return [each for each in found if isinstance(each, torch.optim.Optimizer)]
+def _kept_for(
+    parameter: StateTensor, optimizers: Iterable[torch.optim.Optimizer], actor: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an optimizer keeps for a parameter, by its key.
+
+    Raises:
+        ValueError: it has no name in a file.
+    """
+    keeping = [one for one in optimizers if _keeps(one, parameter.tensor)]
+    if len(keeping) > 1:
+        raise ValueError(
+            f"{_names(keeping)} of {actor} both keep state for '{parameter.path}', and a file has "
+            "one place for it; train each parameter by one optimizer"
+        )
+    for optimizer in keeping:
+        for key, value in optimizer.state[parameter.tensor].items():
+            whose = f"{_names([optimizer])} of {actor} keeps {key!r} for '{parameter.path}'"
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"{whose}, which is no tensor but a value of type {type(value).__name__}, so "
+                    f"it would be missing in the file; {_REMEDY}"
+                )
+            if not isinstance(key, str) or "." in key:
+                raise ValueError(f"{whose}; call it by a word without a dot")
+            yield key, value
 
 
-def trains(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
-    """Whether an optimizer has a tensor among its parameters."""
-    return any(p is tensor for group in optimizer.param_groups for p in group["params"])
+def _refuse_others(optimizers: Iterable[torch.optim.Optimizer], actor: str) -> None:
+    """Refuse optimizers that keep state for what they do not train, which has no name in a file."""
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for key, value in optimizer.state.items():
+            is_empty = isinstance(value, dict) and not value  # as asking for it makes it
+            if id(key) not in own and not is_empty:
+                word = f"a {type(key).__name__}" if isinstance(key, torch.Tensor) else repr(key)
+                raise ValueError(
+                    f"{_names([optimizer])} of {actor} keeps state for {word}, which is none of "
+                    f"its parameters, so it would be missing in the file; {_REMEDY}"
+                )
+
+
+def _keeps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return any(value is not None for value in optimizer.state.get(parameter, {}).values())
+
+
+def _names(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    return " and ".join(type(each).__name__ for each in optimizers)
+
+
+def group_with(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, Any] | None:
+    """The group of an optimizer's parameters that a tensor is in; None if it does not train it."""
+    found = (g for g in optimizer.param_groups if any(p is tensor for p in g["params"]))
+    return next(found, None)
 
 
 def held(state: StateTensor, group: GroupActor | None, rank: int) -> tuple[tuple[int, ...], Region]:
@@ -76,6 +142,34 @@ def held(state: StateTensor, group: GroupActor | None, rank: int) -> tuple[tuple
         shape = tuple(state.tensor.shape)
         return shape, whole(shape)
     return logical.shape, logical.layout.region(logical.shape, group.mesh.position(rank))
+
+
+def region_like(
+    name: str, shape: tuple[int, ...], state: StateTensor, group: GroupActor | None, rank: int
+) -> Region:
+    """The part that a rank holds of a tensor that an optimizer keeps for a parameter.
+
+    It is the parameter's part where the tensor has the parameter's shape, and the whole of others.
+
+    Args:
+        name: of the tensor, for messages.
+        shape: of the logical tensor.
+        state: the parameter.
+
+    Raises:
+        ValueError: ranks hold pieces of the parameter, and the tensor has another shape and several
+            elements.
+    """
+    logical, region = held(state, group, rank)
+    if shape == logical:
+        return region
+    if tuple(state.tensor.shape) != logical and math.prod(shape) != 1:
+        raise ValueError(
+            f"'{name}' is {list(shape)}, and cannot be cut as its parameter of {list(logical)}, of "
+            "which ranks hold pieces; leave the parameter whole on the mesh, or take an optimizer "
+            "that works element by element"
+        )
+    return whole(shape)
 
 
 def _tensors(actor: ActorHandle) -> Iterator[tuple[int, StateTensor]]:

@@ -1,8 +1,7 @@
-"""Save and load the tensors of actors: one safetensors file, whatever ranks hold them.
+"""Files of tensors, as safetensors, of which each rank writes and reads pieces.
 
-A file holds logical tensors by name. Each rank writes the pieces that it holds, straight to where
-they belong in the file, and reads those that it needs. So other meshes can go on from it. The
-format: https://huggingface.co/docs/safetensors, a header of JSON and the elements behind it.
+Each rank writes the pieces that it holds straight to where they belong in the file. The format:
+https://huggingface.co/docs/safetensors, a header of JSON and the elements behind it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...ir.layout import Interval, Region, shape_of, whole
+from ...ir.layout import Interval, Region, shape_of
 from ...ir.types import DType
-from ...tracer.actors.actor_state import StateTensor, collect
-from ...tracer.actors.actors import ActorHandle
 from ...tracer.step.specs import ir_dtype, torch_dtype
 from ..world.world import world
-from .held import NameOf, Piece, held, optimizer_pieces, pieces, trains
+from .held import Piece
 from .together import on_rank_0, together
 
 _NAMES = {
@@ -47,62 +44,14 @@ _NAMES = {
     DType.BOOL: "BOOL",
 }
 
+PREFIXES = "cg.prefixes"
+"""The entry of a file's metadata that says which actors it has, by their prefixes."""
+
 _TYPES = {word: torch_dtype(dtype) for dtype, word in _NAMES.items()}
 """Torch's element types, by what the format calls them."""
 
 Table: TypeAlias = Mapping[str, tuple[DType, tuple[int, ...]]]
 """The element type and the shape of tensors, by name."""
-
-
-def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
-    """Write the tensors of actors, and of their optimizers, as one safetensors file; collective.
-
-    The file appears when it is complete. All ranks see one file system.
-
-    Args:
-        file: its name.
-        actors: by the prefix of their tensors' names: the tensor `up.weight` of the actor `"0."` is
-            `0.up.weight`, and of its optimizer's state `optimizer.0.up.weight.exp_avg`.
-
-    Raises:
-        ValueError: two tensors have one name, or one has an element type without a name there.
-        OSError: a rank could not write.
-    """
-    path = Path(file)
-    partial = path.with_name(f".{path.name}.partial")
-    mine: list[Piece] = []
-    for prefix, actor in actors.items():
-        mine += pieces(actor, _named(prefix))
-        mine += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
-    write(partial, table_of(mine), mine)
-    on_rank_0(lambda: replace(partial, path))
-
-
-def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
-    """Fill the tensors of actors, and their optimizers, from a file that `save` has written.
-
-    The ranks, meshes and plans may be others than those that have written it. What an optimizer
-    keeps for a parameter is made where the file has it.
-
-    Args:
-        file, actors: as for `save`.
-
-    Raises:
-        KeyError: the file lacks a tensor that an actor has.
-        ValueError: a tensor has another shape or element type in the file, or the file is damaged.
-            Nothing has been filled.
-    """
-    opened = TensorFile(Path(file))
-    wanted = [(actor, _named(prefix)) for prefix, actor in actors.items()]
-    for actor, name_of in wanted:
-        check_state(opened, actor, name_of)
-    for (actor, name_of), prefix in zip(wanted, actors, strict=True):
-        fill_state(opened, actor, name_of)
-        fill_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
-
-
-def _named(prefix: str) -> NameOf:
-    return lambda state: prefix + state.path
 
 
 class TensorFile:
@@ -112,6 +61,7 @@ class TensorFile:
         path: of the file.
         shapes: of its tensors, by name.
         dtypes: likewise; None where cg has no name for the type.
+        prefixes: of the actors that `save` has written; none in files of others.
 
     Raises:
         ValueError: it is damaged.
@@ -122,10 +72,12 @@ class TensorFile:
         self.path = path
         try:
             with safe_open(os.fspath(path), framework="pt") as opened:
+                words = opened.metadata() or {}
                 found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
                 self.shapes = {name: tuple(each.get_shape()) for name, each in found.items()}
                 self.dtypes = {name: _TYPES.get(each.get_dtype()) for name, each in found.items()}
-        except SafetensorError as error:
+            self.prefixes: list[str] = json.loads(words.get(PREFIXES, "[]"))
+        except (SafetensorError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
 
     def __contains__(self, name: str) -> bool:
@@ -148,7 +100,14 @@ class TensorFile:
 
         The file is opened for the one tensor. Else the pages that have been read would stay in
         memory beside the tensors.
+
+        Raises:
+            ValueError: the region is no part of the tensor.
         """
+        shape = self.shapes[name]
+        ends = [max((stop for _, stop in each), default=0) for each in region]
+        if len(ends) != len(shape) or any(e > size for e, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"'{name}' is {list(shape)} in the file, and ends at {ends} here")
         with safe_open(os.fspath(self.path), framework="pt") as opened:
             if not region:
                 return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
@@ -157,63 +116,6 @@ class TensorFile:
             for here, there in _boxes(region):
                 value[here] = found[there]
             return value
-
-
-def check_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Compare what a file has with the tensors of an actor, as far as this process holds it.
-
-    Raises:
-        KeyError: the file lacks one.
-        ValueError: it has one of another shape or element type.
-    """
-    for piece in pieces(actor, name_of):
-        if piece.name not in opened:
-            raise KeyError(f"the file has no tensor '{piece.name}', which {actor.name} has")
-        opened.check(piece.name, piece.shape, piece.tensor.dtype)
-
-
-def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Give the tensors of an actor the numbers of a file."""
-    for piece in pieces(actor, name_of):
-        piece.tensor.data.copy_(opened.read(piece.name, piece.region))
-
-
-def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Give an actor's optimizers what a file has for their parameters."""
-    keys: dict[str, list[str]] = {}
-    for name in sorted(opened.shapes):
-        parameter, _, key = name.rpartition(".")
-        keys.setdefault(parameter, []).append(key)
-    group = actor._member.group
-    for rank, instance in actor.instances.items():
-        state = collect(instance)
-        for each in state.tensors:
-            name = name_of(each)
-            for trainer in state.trainers:
-                if not isinstance(trainer, torch.optim.Optimizer) or name not in keys:
-                    continue
-                if trains(trainer, each.tensor):
-                    _, region = held(each, group, rank)
-                    _fill_optimizer(opened, name, keys[name], trainer, each, region)
-
-
-def _fill_optimizer(
-    opened: TensorFile,
-    name: str,
-    keys: Iterable[str],
-    optimizer: torch.optim.Optimizer,
-    state: StateTensor,
-    region: Region,
-) -> None:
-    """Fill what an optimizer keeps for a parameter."""
-    for key in keys:
-        shape = opened.shapes[f"{name}.{key}"]
-        own = region if len(shape) == len(region) else whole(shape)
-        value = opened.read(f"{name}.{key}", own)
-        optimizer.state[state.tensor][key] = value.to(state.tensor.device) if shape else value
-
-
-# -- writing ------------------------------------------------------------------------------------
 
 
 def table_of(mine: Iterable[Piece]) -> Table:
@@ -240,15 +142,20 @@ def size_of(table: Table, name: str) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def write(path: Path, table: Table, mine: Sequence[Piece]) -> None:
+def write(
+    path: Path, table: Table, mine: Sequence[Piece], words: Mapping[str, str] | None = None
+) -> None:
     """Write a file of the tensors of a table, of which this process has pieces; collective.
 
     When it returns, the file is on the disk.
 
+    Args:
+        words: what its metadata say besides.
+
     Raises:
         OSError: a rank could not write.
     """
-    header, offsets = _header(table)
+    header, offsets = _header(table, words or {})
     on_rank_0(lambda: _create(path, header, offsets))
     start = 8 + len(header)
     own = [piece for piece in mine if piece.counts and piece.name in table]
@@ -270,9 +177,9 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def _header(table: Table) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _header(table: Table, words: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The header behind its length, and where each tensor begins and ends behind it."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **words}}
     offsets: dict[str, tuple[int, int]] = {}
     at = 0
     for name, (dtype, shape) in table.items():

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...tracer.actors.actor_state import collect
 from ...tracer.actors.actors import ActorHandle
+from ...tracer.actors.optimizer_state import optimizers_of
 from ..world.world import world
 from .together import together
 
@@ -113,9 +114,9 @@ def _instances(actors: Sequence[ActorHandle]) -> Iterator[tuple[str, object]]:
 
 
 def _trainers(instance: object) -> tuple[list[torch.optim.Optimizer], list[LRScheduler]]:
-    found = collect(instance).trainers
-    optimizers = [each for each in found if isinstance(each, torch.optim.Optimizer)]
-    return optimizers, [each for each in found if isinstance(each, LRScheduler)]
+    found = collect(instance)
+    schedulers = [each for each in found.trainers if isinstance(each, LRScheduler)]
+    return optimizers_of(found), schedulers
 
 
 def _state(instance: object) -> TrainerState:

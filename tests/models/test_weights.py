@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
@@ -274,6 +274,8 @@ def test_checkpoints_that_do_not_fit(saved: Path, folders: dict[str, Path], tmp_
         whole = optimizers.read_bytes()
         optimizers.write_bytes(whole[:-1])
         refused(ValueError, "optimizers.safetensors is damaged")
+        save_file(load(whole) | {f"{NORM}.more.exp_avg": torch.ones(16)}, optimizers)
+        refused(ValueError, "has 'model.norm.weight.more.exp_avg' of an optimizer, and no optim")
         optimizers.write_bytes(whole)
         cg.load_checkpoint(saved, actors)
         assert actors[0].local.optimizer.state

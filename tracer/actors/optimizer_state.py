@@ -31,7 +31,7 @@ class Kept:
 
 def kept_by_optimizers(state: ActorState) -> Iterator[Kept]:
     """The tensors of parameters' shapes that an actor's optimizers keep for them."""
-    for optimizer in _optimizers(state):
+    for optimizer in optimizers_of(state):
         for each in state.tensors:
             for key, value in optimizer.state.get(each.tensor, {}).items():
                 is_alike = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape
@@ -39,7 +39,7 @@ def kept_by_optimizers(state: ActorState) -> Iterator[Kept]:
                     yield Kept(optimizer, each, value)
 
 
-def _optimizers(state: ActorState) -> list[torch.optim.Optimizer]:
+def optimizers_of(state: ActorState) -> list[torch.optim.Optimizer]:
     """The optimizers of an actor, and those of its schedulers."""
     found: dict[int, torch.optim.Optimizer] = {}
     for trainer in state.trainers:

@@ -1,0 +1,234 @@
+"""Save and load the tensors of actors: one safetensors file, whatever ranks hold them.
+
+A file holds logical tensors by name. Each rank writes the pieces that it holds, and reads those
+that it needs. So other meshes can go on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...ir.layout import Region
+from ...tracer.actors.actor_state import StateTensor, collect
+from ...tracer.actors.actors import ActorHandle
+from ...tracer.actors.optimizer_state import optimizers_of
+from ..world.world import world
+from .held import (
+    NameOf,
+    Piece,
+    group_with,
+    has_optimizers,
+    optimizer_pieces,
+    pieces,
+    region_like,
+)
+from .tensor_files import PREFIXES, TensorFile, replace, table_of, write
+from .together import on_rank_0, together
+
+
+def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
+    """Write the tensors of actors, and of their optimizers, as one safetensors file; collective.
+
+    The file appears when it is complete. All ranks see one file system.
+
+    Args:
+        file: its name.
+        actors: by the prefix of their tensors' names: the tensor `up.weight` of the actor `"0."` is
+            `0.up.weight`, and of its optimizer's state `optimizer.0.up.weight.exp_avg`.
+
+    Raises:
+        ValueError: two tensors have one name, or one has an element type without a name there. Or
+            an optimizer keeps a tensor that cannot be cut as its parameter is, or state that is no
+            tensor or belongs to no parameter.
+        OSError: a rank could not write.
+    """
+    path = Path(file)
+    partial = path.with_name(f".{path.name}.partial")
+    mine = together(lambda: _pieces(actors), "name its tensors")
+    write(partial, table_of(mine), mine, {PREFIXES: json.dumps(sorted(actors))})
+    on_rank_0(lambda: replace(partial, path))
+
+
+def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
+    """Fill the tensors of actors, and their optimizers, from a file of `save`; collective.
+
+    The ranks, meshes and plans may be others than those that have written it. What an optimizer
+    keeps for a parameter is made as the file has it, in its shape and element type.
+
+    The file may have more actors than are loaded, and an actor without optimizers takes its own
+    tensors alone.
+
+    Args:
+        file, actors: as for `save`.
+
+    Raises:
+        KeyError: the file lacks a tensor that an actor has.
+        ValueError: a tensor has another shape or element type in the file, or the file is damaged.
+            Or the file has a tensor of an actor that neither it nor its optimizers take, such as
+            one that the actor makes in its first update. Nothing has been filled.
+    """
+    opened = together(lambda: TensorFile(Path(file)), "read the file")
+    taken = together(lambda: _check(opened, actors), "read the file")
+    _refuse_surplus(opened, actors, taken)
+    for prefix, actor in actors.items():
+        fill_state(opened, actor, _named(prefix))
+        fill_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
+
+
+def _check(opened: TensorFile, actors: Mapping[str, ActorHandle]) -> set[str]:
+    """Look at all that actors take of a file; returns its names, on the ranks of this process."""
+    taken: set[str] = set()
+    for prefix, actor in actors.items():
+        taken |= check_state(opened, actor, _named(prefix))
+        taken |= check_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
+    return taken
+
+
+def _refuse_surplus(opened: TensorFile, actors: Mapping[str, ActorHandle], mine: set[str]) -> None:
+    """Refuse tensors of a file that belong to an actor, and that nothing takes. Collective.
+
+    Args:
+        mine: the names that the ranks of this process take.
+    """
+    training = {prefix for prefix, actor in actors.items() if has_optimizers(actor)}
+    told = world().allgather((mine, training))
+    taken = {name for names, _ in told for name in names}
+    trained = {prefix for _, prefixes in told for prefix in prefixes}
+    others = [p for p in opened.prefixes if not any(name.startswith(p) for name in taken)]
+    for name in sorted(opened.shapes.keys() - taken):
+        inner = name.removeprefix("optimizer.")
+        parameter = inner.rpartition(".")[0]
+        is_kept = inner != name and parameter in opened.shapes
+        whose = inner if is_kept else name
+        owner = max((p for p in (*actors, *others) if whose.startswith(p)), key=len, default=None)
+        if owner is None or owner not in actors or (is_kept and owner not in trained):
+            continue
+        if is_kept:
+            raise ValueError(
+                f"{opened.path} has '{name}', and no optimizer of {actors[owner].name} trains "
+                f"'{parameter}'; give the parameter to an optimizer in the constructor, or load "
+                "the file into an actor without optimizers"
+            )
+        raise ValueError(
+            f"{opened.path} has '{name}', and {actors[owner].name} has no such tensor yet, so its "
+            "numbers would be lost; make the tensor in the constructor, and not in the first update"
+        )
+
+
+def _pieces(actors: Mapping[str, ActorHandle]) -> list[Piece]:
+    mine: list[Piece] = []
+    for prefix, actor in actors.items():
+        mine += pieces(actor, _named(prefix))
+        mine += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
+    return mine
+
+
+def _named(prefix: str) -> NameOf:
+    return lambda state: prefix + state.path
+
+
+def check_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> set[str]:
+    """Compare what a file has with the tensors of an actor, as far as this process holds it.
+
+    Returns:
+        Their names.
+
+    Raises:
+        KeyError: the file lacks one.
+        ValueError: it has one of another shape or element type.
+    """
+    taken: set[str] = set()
+    for piece in pieces(actor, name_of):
+        if piece.name not in opened:
+            raise KeyError(f"the file has no tensor '{piece.name}', which {actor.name} has")
+        opened.check(piece.name, piece.shape, piece.tensor.dtype)
+        taken.add(piece.name)
+    return taken
+
+
+def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
+    """Give the tensors of an actor the numbers of a file."""
+    for piece in pieces(actor, name_of):
+        piece.tensor.data.copy_(opened.read(piece.name, piece.region))
+
+
+def check_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> set[str]:
+    """Compare what a file has for an actor's optimizers with their parameters.
+
+    Returns:
+        The names of what they take.
+
+    Raises:
+        ValueError: a tensor cannot be cut as its parameter is.
+    """
+    return {f"{each.parameter_name}.{each.key}" for each in _kept(opened, actor, name_of)}
+
+
+def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
+    """Give an actor's optimizers what a file has for their parameters."""
+    for each in _kept(opened, actor, name_of):
+        value = opened.read(f"{each.parameter_name}.{each.key}", each.region)
+        parameter = each.parameter.tensor
+        own = value.to(parameter.device) if value.shape or each.on_device else value
+        each.optimizer.state[parameter][each.key] = own
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor of a file that an optimizer keeps for a parameter.
+
+    Attributes:
+        optimizer: keeps it.
+        parameter: what it is kept for.
+        parameter_name: in the file.
+        key: by which the optimizer finds it.
+        region: the part that a rank holds.
+        on_device: whether it is on the parameter's device also if it is a number.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameter: StateTensor
+    parameter_name: str
+    key: str
+    region: Region
+    on_device: bool
+
+
+def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_Kept]:
+    """All that a file has for an actor's optimizers on the ranks of this process.
+
+    Raises:
+        ValueError: a tensor cannot be cut as its parameter is.
+    """
+    keys: dict[str, list[str]] = {}
+    for full in sorted(opened.shapes):
+        parameter, _, key = full.rpartition(".")
+        keys.setdefault(parameter, []).append(key)
+    group = actor._member.group
+    for rank, instance in actor.instances.items():
+        state = collect(instance)
+        trainers = optimizers_of(state)
+        for each in state.tensors:
+            name = name_of(each)
+            if name is None:
+                continue
+            for optimizer in trainers:
+                options = group_with(optimizer, each.tensor)
+                if options is None:
+                    continue
+                for key in keys.get(name, ()):
+                    full = f"{name}.{key}"
+                    region = region_like(full, opened.shapes[full], each, group, rank)
+                    yield _Kept(optimizer, each, name, key, region, _is_on_device(options))
+
+
+def _is_on_device(options: Mapping[str, Any]) -> bool:
+    """Whether torch keeps also the numbers of a group's parameters on their device."""
+    return bool(options.get("capturable") or options.get("fused"))
