@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import permutations
+from itertools import count, permutations
 
 from ...backends.base import Communicator, World
 from ...backends.devices.base import Device
@@ -172,7 +172,7 @@ class ContextFactory:
         self._driver = driver
         self._on_device = on_device
         fabrics = fabrics_of(world)
-        numbers = iter(range(len(channels), 3 * len(channels) + world.size))
+        numbers = count(len(channels))
         # Where hosts tell of the messages of a channel that go by streams, by its id.
         self._announcing = {
             c.id: replace(c, id=next(numbers), via=None, slots=0, slot_bytes=0)
