@@ -314,8 +314,9 @@ def test_training_on_gpus() -> None:
 @pytest.mark.gpu
 @needs_gpus
 def test_random_steps_on_gpus() -> None:
+    agree = 18 if GPUS == 2 else 19  # the others cannot be pipelined
     output = play("oracle_job", "0", "20", fake=False, ranks=GPUS)
-    assert counts_of_agreement(output) == [18] * GPUS  # the others cannot be pipelined
+    assert counts_of_agreement(output) == [agree] * GPUS
 
 
 @pytest.mark.gpu

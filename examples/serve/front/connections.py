@@ -44,9 +44,9 @@ class Gate:
         if len(self._server.connections) + self._arriving >= self._most:
             return Refusal(self._lingering, self._most_lingering)
         # The server counts a connection in the next turn of the loop, which may accept more first.
-        loop = asyncio.get_running_loop()
+        # That is right behind this call, so that none is counted twice or left out in between.
         self._arriving += 1
-        loop.call_soon(loop.call_soon, self._arrive)
+        asyncio.get_running_loop().call_soon(self._arrive)
         return self._server()
 
     def _arrive(self) -> None:
