@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +19,7 @@ from xdist.workermanage import WorkerController
 import cg
 
 from .mpi import jobs, warm
-from .sampling import NAMED
+from .sampling import NAMED, covering
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,13 +61,13 @@ Any other file comes behind them.
 # How long an example takes says nothing of cg: the machine may be busy with other work.
 settings.register_profile(
     "cg",
-    max_examples=NAMED // 4,
+    max_examples=NAMED // 8,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("cg")
-# Tests name numbers of examples: a default run draws a quarter, `--slow` three times as many,
-# and `--hypothesis-profile=thorough` sixty times.
+# Tests name numbers of examples: a default run draws an eighth, `--slow` three times as many, and
+# `--hypothesis-profile=thorough` sixty times.
 settings.register_profile("slow", settings.get_profile("cg"), max_examples=3 * NAMED)
 settings.register_profile("thorough", settings.get_profile("cg"), max_examples=60 * NAMED)
 
@@ -80,7 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow",
         action="store_true",
-        help="run the tests that take minutes, too: whole grids, twelve times the random examples",
+        help="run the tests that take minutes, too: whole grids, 24 times the random examples",
     )
     parser.addoption(
         "--times",
@@ -129,14 +130,30 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts processes under mpirun, and leave out what is slow."""
     if not config.getoption("--slow"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+        slow = {item for item in items if item.get_closest_marker("slow")}
+        slow |= left_out_of_grids([item for item in items if item not in slow])
+        config.hook.pytest_deselected(items=[item for item in items if item in slow])
+        items[:] = [item for item in items if item not in slow]
     for item in items:
         if starts_jobs(item.nodeid):
             item.add_marker(pytest.mark.mpi)
     if hasattr(config, "workerinput"):
         longest_first(items)
+
+
+def left_out_of_grids(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """The cases of tests marked `grid` that only --slow runs."""
+    grids: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("grid"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in grids.values():
+        marker = cases[0].get_closest_marker("grid")
+        assert marker is not None
+        chosen = covering([case.callspec.params for case in cases], *marker.args)
+        left_out |= {case for number, case in enumerate(cases) if number not in set(chosen)}
+    return left_out
 
 
 def pytest_collection_finish() -> None:

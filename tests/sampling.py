@@ -1,15 +1,18 @@
-"""Counts of examples of searches: by default a quarter of what tests name.
+"""What a default run takes of searches and grids, and `--slow` as a whole.
 
-`--slow` draws three times what they name, and `--times N` N times (N above 3). A search that would
-take one test minutes is cut into shards, each a test that draws others, so that `--numprocesses`
-shares them out. Ten thousand trainings of random chains of layers on meshes, on all cores:
+Of the examples that tests name it draws an eighth; `--slow` draws three times what they name, and
+`--times N` N times (N above 3). Of a test marked `grid` it takes some cases, as `covering` says. A
+search that would take one test minutes is cut into shards, each a test that draws others, so that
+`--numprocesses` shares them out. Ten thousand trainings of random chains of layers on meshes, on
+all cores:
 
     OMP_NUM_THREADS=1 pytest tests/tracer/groups/test_random_training.py --times 34 -n auto
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hypothesis import Phase, seed, settings
@@ -17,7 +20,7 @@ from hypothesis import Phase, seed, settings
 T = TypeVar("T", bound=Callable[..., object])
 
 NAMED = 100
-"""`max_examples` of a profile that draws what tests name; default runs draw a quarter of it."""
+"""`max_examples` of a profile that draws what tests name; default runs draw an eighth of it."""
 
 
 def scale() -> int:
@@ -40,7 +43,7 @@ def examples(count: int, *, shrinks: bool = False) -> settings:
     They are the same ones in every run, but for the profile `thorough`, and for `--times`.
 
     Args:
-        count: examples of a profile of 100: a default run has a quarter.
+        count: examples of a profile of 100: a default run has an eighth.
         shrinks: whether a failing one is made smaller; always where they are others.
     """
     profile = settings.default
@@ -70,3 +73,25 @@ def of_shard(number: int, count: int) -> Callable[[T], T]:
         return seed(number)(chosen(test))
 
     return decorate
+
+
+def covering(cases: Sequence[Mapping[str, object]], times: int) -> list[int]:
+    """The numbers of cases in which each value of each parameter occurs so often, if in so many.
+
+    The next one is always the first of those with most values that are still wanted.
+
+    Args:
+        cases: values by the names of parameters, whose `id` tells them apart.
+        times: how often each value is wanted.
+    """
+    keyed = [[(name, id(value)) for name, value in case.items()] for case in cases]
+    there = Counter(key for keys in keyed for key in keys)
+    wanted = {key: min(times, count) for key, count in there.items()}
+    left, chosen = list(range(len(cases))), []
+    while any(wanted.values()):
+        best = max(left, key=lambda number: sum(wanted[key] > 0 for key in keyed[number]))
+        left.remove(best)
+        chosen.append(best)
+        for key in keyed[best]:
+            wanted[key] = max(0, wanted[key] - 1)
+    return sorted(chosen)

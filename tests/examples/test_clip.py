@@ -19,13 +19,16 @@ import clip
 from clip import Shape, Sizes
 
 pytestmark = pytest.mark.timeout(150)
+SLOW = pytest.mark.slow
 
 SCRIPT = str(ROOT / "examples" / "clip.py")
 TINY = ["--width", "16", "--vision", "1", "--text", "1", "--batch", "10"]
 SIZES = Sizes(width=16, vision=2, text=1, features=8)
 
 
-@pytest.mark.parametrize("word", ["3+1", "2+2", "1+1", "1+3", "all"])
+@pytest.mark.parametrize(
+    "word", ["3+1", "2+2", "all", *(pytest.param(each, marks=SLOW) for each in ("1+1", "1+3"))]
+)
 def test_gradients_are_those_of_one_process(word: str) -> None:
     """Of a batch that the ranks of no group share evenly."""
     with use_world(VirtualWorld(4)):

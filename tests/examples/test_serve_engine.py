@@ -145,7 +145,7 @@ def test_ranks_that_cannot_share_stages(ranks: int, tp: int, said: str, folder: 
 
 
 def test_random_arrivals_preemptions_and_cancellations(engine: CgEngine, model: Any) -> None:
-    requests = random_requests(60, 1, engine.limits)
+    requests = random_requests(40, 1, engine.limits)
     driver = Driver(engine, Habits(seed=1, preempting=0.05, cancelling=0.02))
     driver.run(requests)
     assert differences(logits_of(model), requests)[0] == 0
@@ -464,7 +464,7 @@ def test_models_that_are_not_served(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(160)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
-@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize("on_devices", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
     """Also on fake devices: all graphs are whole there, although they write caches and a carry."""
     job = ["tests.examples.serve_job", str(folder)]

@@ -12,6 +12,7 @@ import pytest
 from ..mpi.jobs import ROOT, Ended, needs_mpi, run
 
 pytestmark = pytest.mark.timeout(150)
+SLOW = pytest.mark.slow
 
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 TINY = "--layers 4 --width 12 --batch 4 --microbatches 2 --rate 1e-2"
@@ -73,7 +74,9 @@ def test_one_process(plain: tuple[Path, list[float]]) -> None:
     assert {file.name for file in checkpoint.iterdir()} == {"manifest.json", "stage0.pt"}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs_mpi) for n in (1, 3)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=needs_mpi), pytest.param(3, marks=[*needs_mpi, SLOW])]
+)
 def test_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     as_users_do = ranks == 1  # cold ranks beside each other: tests/launch/test_jobs.py
@@ -92,7 +95,7 @@ def test_many_mpi_ranks(ranks: int, tmp_path: Path) -> None:
     assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=SLOW), "dualpipe-v"])
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
 def test_two_stages_on_each_rank(
     ranks: int, schedule: str, plain: tuple[Path, list[float]], tmp_path: Path
@@ -106,8 +109,8 @@ def test_two_stages_on_each_rank(
     [
         "--dp 2 --tp 2 --fsdp --sample 8",
         "--dp 2 --schedule zb-h1 --fsdp task --sample 0",
-        "--tp 2 --sample 8",
-        "--dp 2 --tp 1 --schedule dualpipe-v --sample 0",
+        pytest.param("--tp 2 --sample 8", marks=SLOW),
+        pytest.param("--dp 2 --tp 1 --schedule dualpipe-v --sample 0", marks=SLOW),
     ],
 )
 def test_groups_of_ranks(options: str, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
@@ -134,7 +137,8 @@ def test_resuming_on_other_ranks(after: int, saved: Path, tmp_path: Path) -> Non
     shutil.copytree(saved, folder)
     (folder / "checkpoints" / "latest").write_text("step-000003")
     whole = figures(saved)["losses"]
-    ended = train(after, folder, "--resume --save-every 3 --sample 0", steps=5)
+    ended = train(after, folder, "--resume --save-every 3 --sample 8", steps=5)
+    assert ended.output.count("--- sample ---") == 1
     assert check_written(folder, ended, max(after, 1), steps=5) == pytest.approx(whole, rel=1e-4)
     assert (folder / "checkpoints" / "latest").read_text() == "step-000005"
 

@@ -75,6 +75,7 @@ def stored(state: dict[str, int]) -> dict[str, int]:
     return loaded
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("at", [1, 3, 5])
 @pytest.mark.parametrize("kind", ["called", "compiled", "cleared"])
 def test_losses_are_bit_equal(kind: str, at: int) -> None:

@@ -280,8 +280,12 @@ def _segments(instance: Any) -> tuple[Any, ...]:
     return tuple(instance.segments) if isinstance(instance, DeviceOnlyInstance) else ()
 
 
+CHECKS = (device_only, changed, state, nothing_is_written, beside, tails, tail_of_another)
+
+
 def main() -> None:
-    play((device_only, changed, state, nothing_is_written, beside, tails, tail_of_another))
+    """Make the checks that are named on the command line, or all."""
+    play([check for check in CHECKS if check.__name__ in sys.argv] or CHECKS)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from .jobs import Ended, counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
+SLOW = pytest.mark.slow
 NONBLOCKING = ["nccl4py", "--nonblocking", "--capture"]
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GPUS = max(2, min(torch.cuda.device_count(), 4))
@@ -58,11 +59,8 @@ DEVICE_ONLY = [
 ]
 
 
-WAYS = [(4, ()), (2, ("--slow",)), pytest.param(2, (), marks=pytest.mark.slow)]
-"""Ranks with fake devices, and whether these are slow: with 2 quick ones there is less to find.
-
-Four are as many as the tests on GPUs take.
-"""
+WAYS = [(3, ()), (2, ("--slow",)), *(pytest.param(n, (), marks=SLOW) for n in (2, 4))]
+"""Ranks with fake devices, and whether these are slow: with 2 quick ones there is less to find."""
 
 
 def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:
@@ -119,7 +117,7 @@ def test_training_on_fake_devices() -> None:
 
 def test_random_steps_on_fake_devices() -> None:
     # One of these cannot be pipelined, and is refused by all ranks.
-    assert counts_of_agreement(play("oracle_job", "0", "10", fake=True)) == [9, 9]
+    assert counts_of_agreement(play("oracle_job", "0", "6", fake=True)) == [5, 5]
 
 
 def test_calls_are_timed_on_fake_devices() -> None:
@@ -163,10 +161,19 @@ def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None
     check_driven(run(ranks, program, seconds=100, warm=True))
 
 
-@pytest.mark.parametrize(("ranks", "how"), WAYS)
-def test_steps_that_need_no_host_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
-    program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.device_only_job"]
-    check_driven(run(ranks, program, seconds=100, warm=True), DEVICE_ONLY)
+@pytest.mark.parametrize(
+    ("ranks", "how", "checks"),
+    [
+        (2, ("--slow",), DEVICE_ONLY),
+        (4, (), ["device_only", "state"]),  # each rank reports to each of three
+        *(pytest.param(n, (), DEVICE_ONLY, marks=SLOW) for n in (2, 3, 4)),
+    ],
+)
+def test_steps_that_need_no_host_on_fake_devices(
+    ranks: int, how: tuple[str, ...], checks: Sequence[str]
+) -> None:
+    program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.device_only_job", *checks]
+    check_driven(run(ranks, program, seconds=100, warm=True), checks)
 
 
 def test_masks_of_dropout_on_fake_devices() -> None:

@@ -330,7 +330,7 @@ def test_remat_needs_to_know_what_a_stage_holds() -> None:
         schedules.auto(2, remat=True)(Pipeline((0, 1), 4))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_forwards_that_fill_the_memory_of_a_v_are_found(seed: int) -> None:
     """A climb from policies by tails, and with backwards first, ends at 3.4 to 4 % here."""
     line = tuple(range(26))

@@ -40,6 +40,7 @@ def laid(steps: GroupSteps, schedule: str) -> GroupSteps:
     return replace(steps, homes=homes.get(schedule, line), dtype=DType.F64)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("schedule", schedules.names())
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_pipeline_of_groups_learns_as_one_process_does(name: str, schedule: str) -> None:

@@ -27,7 +27,7 @@ from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline
 from tests.passes.random_pipelines import Drawn, Maker, drawn_steps
 
-from ..sampling import scale
+from ..sampling import scaled
 from .mutants import Bench, mutate
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,10 +42,10 @@ BACKS = (
     "schedule{schedule=1f1b},overlap{lookahead=1},plan-buffers,assign-streams",
     "schedule{schedule=auto},overlap,assign-streams,plan-buffers",
 )
-EXAMPLES = 100
+EXAMPLES = scaled(400)
 """Of a default run: not halved, so that enough have each verdict."""
 PER_EXAMPLE = 16
-WANTED = 600
+WANTED = scaled(2400)
 """Mutants that are programs, of a default run; of each verdict a twentieth at least."""
 
 
@@ -80,7 +80,7 @@ def test_the_checkers_agree_with_the_virtual_world_on_every_mutant() -> None:
     count: Counter[str] = Counter()
 
     @settings(
-        max_examples=EXAMPLES * scale(),
+        max_examples=EXAMPLES,
         derandomize=True,
     )
     @given(drawn=drawn_steps(), back=st.sampled_from(BACKS), seed=st.integers(0, 10**9))
@@ -102,8 +102,8 @@ def test_the_checkers_agree_with_the_virtual_world_on_every_mutant() -> None:
 
     judge()
     well_formed = count["good"] + count["deadlock"] + count["race"]
-    assert well_formed >= WANTED * scale(), count
-    assert min(count["good"], count["deadlock"], count["race"]) >= WANTED * scale() // 20, count
+    assert well_formed >= WANTED, count
+    assert min(count["good"], count["deadlock"], count["race"]) >= WANTED // 20, count
 
 
 def judge_one(mutant: Module, kinds: list[str], count: Counter[str]) -> None:

@@ -163,6 +163,7 @@ def run_sizes(schedule: str, p: int, counts: Iterable[int], pool: Pool) -> None:
             assert_order(compiled, pipe.ranks, m, schedule)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("schedule", cg.schedules.names())
 @pytest.mark.parametrize("p", RANKS)
 def test_every_size(schedule: str, p: int, pool: Pool) -> None:

@@ -144,6 +144,7 @@ def run(
     return compiled
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_gradients_are_those_of_the_plain_loop(

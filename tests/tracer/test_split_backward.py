@@ -209,6 +209,7 @@ def test_without_trained_parameters_nothing_is_put_off() -> None:
     assert trace_vjp(net, "forward", (0,), (0,), rand(5, 8)).vjp.weight is None
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("case", sorted(MORE.keys() - {"dropout", "convolution"}))
 @pytest.mark.parametrize("halves", [False, True])
 def test_recomputing_saves_inputs_alone_and_is_exact(case: str, halves: bool) -> None:

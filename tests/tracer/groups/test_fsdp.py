@@ -64,8 +64,8 @@ def towers(**kwargs: Any) -> Model:
 @pytest.mark.parametrize(
     ("fsdp", "schedule", "dp", "tp"),
     [
-        (cg.fsdp(keep="step"), "1f1b", 2, 1),
-        (cg.fsdp(keep="task"), "zb-h1", 2, 1),
+        pytest.param(cg.fsdp(keep="step"), "1f1b", 2, 1, marks=pytest.mark.slow),
+        pytest.param(cg.fsdp(keep="task"), "zb-h1", 2, 1, marks=pytest.mark.slow),
         (cg.fsdp(keep="step", bucket="blocks.1|blocks.0.up"), "zb-h1", 2, 2),
         (cg.fsdp(keep="auto", memory=26000), "1f1b", 2, 2),
         (cg.fsdp(keep="task", prefetch=0, separate=False), "gpipe", 3, 1),

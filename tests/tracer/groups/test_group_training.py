@@ -85,12 +85,12 @@ def test_attention_of_integers_trains_exactly(name: str, rows: int) -> None:
 @pytest.mark.parametrize(
     ("name", "cls", "optimizer"),
     [
-        ("dp", Block, "sgd"),
         ("overlap", Block, "adam"),
-        ("pp-dp-tp", Block, "adam"),
-        ("dp-tp", Attention, "adam"),
         ("3+1", Attention, "adam"),
         ("pp-dp-tp", Attention, "sgd"),
+        pytest.param("dp", Block, "sgd", marks=pytest.mark.slow),
+        pytest.param("pp-dp-tp", Block, "adam", marks=pytest.mark.slow),
+        pytest.param("dp-tp", Attention, "adam", marks=pytest.mark.slow),
         ("dp-tp", Written, "adam"),
     ],
 )
@@ -166,8 +166,8 @@ def test_schedules_change_no_bit(name: str, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("name", "cls", "schedule"),
     [
-        ("tp-dp", Block, "1f1b"),
         ("pp-dp-tp", Attention, "zb-h1"),
+        pytest.param("tp-dp", Block, "1f1b", marks=pytest.mark.slow),
         pytest.param("pp-dp-tp", Block, "zb-h1", marks=pytest.mark.slow),
         ("overlap", Written, "gpipe"),
     ],

@@ -95,7 +95,7 @@ def close(found: Any, expected: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        ("llama", "sdpa"),
+        pytest.param("llama", "sdpa", marks=SLOW),
         ("qwen2", "eager"),
         ("qwen3", "sdpa"),
         ("gpt2", "sdpa"),

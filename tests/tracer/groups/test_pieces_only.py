@@ -317,6 +317,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 FUSED = ("sgd", "adam", "adamw", "adagrad", TENSOR)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize(
     ("name", "how"),

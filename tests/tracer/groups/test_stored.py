@@ -48,6 +48,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (3, 1), (2, 2)])
 def test_training_is_that_of_one_process(dp: int, tp: int, schedule: str) -> None:

@@ -51,6 +51,7 @@ def combination(choices: Sequence[Sequence[Layout]], number: int) -> tuple[Layou
     return tuple(reversed(found))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("name", CASES)
 def test_all_layouts(name: str, axes: str) -> None:
