@@ -21,12 +21,17 @@ needs_mpich = pytest.mark.skipif(
 pytestmark = [*needs_mpi, needs_mpich, pytest.mark.timeout(250)]
 
 PROGRAM = """
-import os, pickle, sys
+import os, pickle, sys, time
 class Thing: pass
 same = type(pickle.loads(pickle.dumps(Thing()))) is Thing
 said = [sys.argv[1:], __name__, os.environ["GIVEN"], "torch" in sys.modules, "cg" in sys.modules]
 os.write(1, f"{said} {same} hash={hash('a')}\\n".encode())
 if sys.argv[1] == "leave":
+    open(f"{__file__}.{os.getpid()}", "w").close()
+    until = time.monotonic() + 60
+    # The first that leaves ends the job, and the other may not have said anything.
+    while len(os.listdir(os.path.dirname(__file__))) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
     sys.exit(3)
 """
 
