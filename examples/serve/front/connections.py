@@ -44,7 +44,7 @@ class Gate:
         if len(self._server.connections) + self._arriving >= self._most:
             return Refusal(self._lingering, self._most_lingering)
         # The server counts a connection in the next turn of the loop, which may accept more first.
-        # That is right behind this call, so that none is counted twice or left out in between.
+        # `_arrive` runs just before it does, so none is counted twice or left out in between.
         self._arriving += 1
         asyncio.get_running_loop().call_soon(self._arrive)
         return self._server()
