@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 from aiohttp import web
 
 from ..features import Features
 from ..requests import ERROR
-from .connections import Waits
+from .connections import Stream, Waits
 from .errors import ApiError
 from .job import GONE, EngineJob
 from .metrics import Metrics
@@ -68,56 +68,65 @@ class Answers:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        transport = request.transport
-        if transport is None:  # it has gone
+        if request.transport is None:  # it has gone
             return response
-
-        async def write(data: bytes) -> None:
-            self._waits.begin(transport)
-            try:
-                await response.write(data)
-            finally:
-                self._waits.end(transport)
-
+        stream = Stream(response, request.transport, self._waits)
         try:
             try:
-                await self._pump(write, what, reply)
+                await self._pump(stream, what, reply)
             except ApiError as error:
-                await write(_event(error))
+                await stream.write(_event(error))
             except ConnectionError:
                 raise
             except Exception as error:
                 log.exception("a stream has failed")
-                await write(_event(ApiError(500, type(error).__name__)))
-            await write(DONE)
+                await stream.write(_event(ApiError(500, type(error).__name__)))
+            await stream.write(DONE)
             await response.write_eof()
         except ConnectionError:
             self._metrics.ends["abort"] += 1
         return response
 
-    async def _pump(
-        self, write: Callable[[bytes], Awaitable[None]], what: Completion, reply: Reply
-    ) -> None:
+    async def _pump(self, stream: Stream, what: Completion, reply: Reply) -> None:
         """Write chunks as tokens come, all that there is at a time."""
         shape = Shape(what, self._features)
         choices = [Choice(self._text, what.stop) for _ in reply.ids]
         is_first = [True for _ in choices]
-        while any(choice.reason is None for choice in choices):
-            await reply.changed()
-            # The first token never waits for others.
-            if self._features.stream_interval and not all(is_first) and self._is_small(reply):
-                continue
+        failures: list[Exception] = []
+
+        def take() -> bytes:
             pieces = []
             for index, text in self._read(reply, choices):
                 if text or choices[index].reason is not None:
                     pieces.append(shape.chunk(index, text, choices[index], is_first[index]))
                     is_first[index] = False
-            if pieces:
-                await write(b"".join(pieces))
+            return b"".join(pieces)
+
+        def write_at_once() -> bool:
+            if any(reply.ends) or not stream.is_ready:
+                return False
+            try:
+                stream.write_at_once(take())
+            except Exception as error:  # of this stream, and not of those whose tokens came along
+                failures.append(error)
+                return False
+            return any(choice.reason is None for choice in choices)
+
+        while any(choice.reason is None for choice in choices):
+            await reply.changed()
+            if failures:
+                raise failures[0]
+            # The first token never waits for others.
+            if self._features.stream_interval and not all(is_first) and self._is_small(reply):
+                continue
+            if data := take():
+                await stream.write(data)
+                if not self._features.stream_interval and self._features.async_stream:
+                    reply.write = write_at_once
         prompt = sum(map(len, what.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
         if what.include_usage:
-            await write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
+            await stream.write(shape.usage_chunk(prompt, sum(each.count for each in choices)))
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
         """Take all that has come: for each choice with news, its text. Raises ApiError.

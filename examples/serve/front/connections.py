@@ -8,7 +8,7 @@ import resource
 import socket
 from time import monotonic
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from .errors import ApiError
 
@@ -150,3 +150,41 @@ class Waits:
             for transport in [each for each, began in self._since.items() if began < oldest]:
                 log.warning("a client has not read for %g s, and is cut off", self._stall)
                 transport.abort()
+
+
+class Stream:
+    """Writes a response whose head has been prepared, piece by piece.
+
+    Args:
+        transport: of the request.
+        waits: knows of writes that wait for the client.
+    """
+
+    def __init__(
+        self, response: web.StreamResponse, transport: asyncio.Transport, waits: Waits
+    ) -> None:
+        self._response, self._transport, self._waits = response, transport, waits
+        # Chunks of HTTP/1.1; a client of HTTP/1.0 reads until the connection ends.
+        self._is_chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+
+    async def write(self, data: bytes) -> None:
+        """Write a piece, once the client has read enough of those before.
+
+        Raises:
+            ConnectionError: the client has gone.
+        """
+        self._waits.begin(self._transport)
+        try:
+            await self._response.write(data)
+        finally:
+            self._waits.end(self._transport)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client is there, and the system has taken all that was written."""
+        return not (self._transport.is_closing() or self._transport.get_write_buffer_size())
+
+    def write_at_once(self, data: bytes) -> None:
+        """Write a piece behind the first, without a wait; for a stream that is ready."""
+        if data:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -27,12 +27,19 @@ class Reply:
         self.arrived = monotonic()
         self.started = False
         self.last: float | None = None  # when tokens came last
+        self.write: Callable[[], bool] | None = None
+        """Reads and writes at once what has come; False if that is for who waits in `changed`.
+
+        For a token it saves the turn of the loop in which a task wakes up.
+        """
         self._event = asyncio.Event()
         self._threads = threads
         self._thread_event = threading.Event()
 
     def touch(self) -> None:
         """There is something to read."""
+        if self.write is not None and self.write():
+            return
         self._event.set()
         if self._threads is not None:
             self._thread_event.set()
