@@ -123,6 +123,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[warm.INTERPRETERS] = jobs.start_interpreters()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    import torch  # tests of GPUs have imported it; who hands out the tests does without
+
+    needed = marker.args[0] if marker.args else 1
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPU{'s' * (needed > 1)}")
+
+
 def pytest_unconfigure() -> None:
     jobs.end_interpreters()
 

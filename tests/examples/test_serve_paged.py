@@ -23,7 +23,6 @@ def test_kernels_attend_as_a_gather_does() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_on_a_gpu_attend_as_a_gather_does() -> None:
     compare("cuda")
 

@@ -23,14 +23,7 @@ WIDTH = 8
 EXECUTIONS = 6
 
 
-ON_A_GPU = pytest.param(
-    lambda: find.make("cuda", 0),
-    id="gpu",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ],
-)
+ON_A_GPU = pytest.param(lambda: find.make("cuda", 0), id="gpu", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(params=[pytest.param(FakeDevice, id="fake"), ON_A_GPU])

@@ -15,7 +15,6 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 SLOW = pytest.mark.slow
 NONBLOCKING = ["nccl4py", "--nonblocking", "--capture"]
-needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GPUS = max(2, min(torch.cuda.device_count(), 4))
 """Ranks of the jobs that take any number."""
 
@@ -189,8 +188,7 @@ def test_groups_on_fake_devices() -> None:
     assert output.count("is replayed, and differs") == 2 * len(GROUPS), output
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_groups_on_gpus() -> None:
     output = play("captured_groups_job", *GROUPS, fake=False, ranks=2)
     assert output.count("is replayed, and differs") == 2 * len(GROUPS), output
@@ -233,23 +231,20 @@ def test_an_execution_that_a_device_does_not_end(how: list[str], step: str, at: 
     assert "nobody has noticed" not in ended.output
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_driven_graphs_on_gpus() -> None:
     program = ["-m", "tests.mpi.driven_job", "nccl"]
     ended = run(GPUS, program, variables=ON_GPUS, seconds=100)
     check_driven(ended, [check for check in DRIVEN if check != "within"])
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_steps_that_need_no_host_on_gpus() -> None:
     program = ["-m", "tests.mpi.device_only_job", "nccl"]
     check_driven(run(GPUS, program, variables=ON_GPUS, seconds=100), DEVICE_ONLY)
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_a_fault_of_a_gpu_ends_the_job_with_a_message() -> None:
     program = ["-m", "tests.mpi.device_fault_job"]
     ended = run(2, program, variables=ON_GPUS, seconds=60)
@@ -258,23 +253,20 @@ def test_a_fault_of_a_gpu_ends_the_job_with_a_message() -> None:
     assert "device-side assert" in ended.output
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_bad_end_of_a_rank_on_a_gpu_ends_the_job(ending: str) -> None:
     check_ending(ending, ["-m", "tests.mpi.device_endings_job", ending], ON_GPUS)
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("word", ["dropout", "fused"])
 def test_what_is_captured_on_gpus(word: str) -> None:
     output = play("captured_job", word, fake=False, ranks=GPUS)
     assert output.count(f"{word} is as it should be") == GPUS
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_a_step_is_one_launch_on_each_gpu_and_waits_for_none() -> None:
     program = ["benchmarks/gpu.py", "--sections", "profile"]
     ended = run(GPUS, program, variables=ON_GPUS, seconds=100)
@@ -282,51 +274,44 @@ def test_a_step_is_one_launch_on_each_gpu_and_waits_for_none() -> None:
     assert ended.output.count("nothing else was launched, no host has waited") == 2, ended.output
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("words", [["nccl4py"], ["nccl4py", "--capture"], ["cupy"], NONBLOCKING])
 def test_nccl_conforms(words: list[str]) -> None:
     pytest.importorskip({"nccl4py": "nccl.bindings", "cupy": "cupy.cuda"}[words[0]])
     assert "cases conform" in play("conformance_job", *words, fake=False, ranks=GPUS)
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_pipelines_on_gpus() -> None:
     pipelines = 14 if GPUS == 4 else 10  # four of the orders that `auto` finds take four ranks
     output = play("pipeline_job", "0", "4", fake=False, ranks=GPUS)
     assert output.count(f"{pipelines} agree") == GPUS, output
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_calls_are_timed_on_gpus() -> None:
     assert play("measure_job", fake=False).count(": measured") == 2
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_failures_on_gpus() -> None:
     output = play("device_failure_job", fake=False)
     assert output.count("failures are as they should be") == 2
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_training_on_gpus() -> None:
     output = play("training_job", "50", fake=False, ranks=GPUS)
     assert output.count("trained as on one device") == GPUS
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_random_steps_on_gpus() -> None:
     agree = 18 if GPUS == 2 else 19  # the others cannot be pipelined
     output = play("oracle_job", "0", "20", fake=False, ranks=GPUS)
     assert counts_of_agreement(output) == [agree] * GPUS
 
 
-@pytest.mark.gpu
-@needs_gpus
+@pytest.mark.gpu(2)
 def test_lifetimes_on_gpus() -> None:
     assert play("lifetimes_job", fake=False).count("nothing was written over") == 2

@@ -9,10 +9,7 @@ from torch import nn
 from .function_tools import check_equal, trace, trace_vjp
 from .test_functions import Block, mlp
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.gpu]
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -141,7 +141,7 @@ def test_on_the_meta_device_it_has_no_numbers() -> None:
     assert make(torch.optim.AdamW).instances[0].up.weight.shape == (3, 4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="it takes a GPU")
+@pytest.mark.gpu
 def test_it_goes_to_a_device_with_its_parameter() -> None:
     net = Net()
     move(net, torch.device("cuda"))
