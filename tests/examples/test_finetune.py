@@ -182,7 +182,7 @@ def test_killed_at_any_moment(model: Path, whole: Path, tmp_path: Path) -> None:
 
     Nothing is evaluated: that writes nothing, and most of the kills would be in its trace.
     """
-    kills = 30 if scale() > 1 else 2
+    kills = 30 if scale() > 1 else 1
     job = str(Path(__file__).with_name("killing_job.py"))
     more = "--steps 6 --save-every 1 --keep 9 --resume --evaluate-every 0"
     words = [SCRIPT, "--model", str(model), *TINY.split(), *more.split()]

@@ -149,7 +149,9 @@ def test_ranks_may_end_at_different_times(launch: Launch) -> None:
     assert job.finish() == 0, job.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_launcher_ends_the_job(launch: Launch, number: signal.Signals) -> None:
     job = launch(2, "behave.py", "wait")
     job.wait_for("ready", 2)
@@ -185,7 +187,9 @@ def test_a_rank_that_is_killed_ends_the_job(launch: Launch) -> None:
     assert job.finish() in (9, 137), job.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_process_manager_that_is_killed_ends_the_job(
     launch: Launch, number: signal.Signals
 ) -> None:
@@ -222,7 +226,7 @@ def test_nohup_keeps_the_launcher_from_the_end_of_a_terminal(
     assert job.finish() == 0, job.output
 
 
-@pytest.mark.parametrize("by", ["cg.launch", "mpirun"])
+@pytest.mark.parametrize("by", [pytest.param("cg.launch", marks=pytest.mark.slow), "mpirun"])
 def test_garbage_at_every_port_neither_ends_nor_stalls_a_job(
     launch: Launch, start: Start, tmp_path: Path, by: str
 ) -> None:

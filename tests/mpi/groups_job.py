@@ -1,12 +1,13 @@
 """Trains models on meshes, and compares them with one process; prints hashes of what all hold.
 
-mpiexec -n 4 python -m tests.mpi.groups_job, or by CG_RANKS=4 with one process for all ranks: the
-hashes are the same.
+mpiexec -n 4 python -m tests.mpi.groups_job some|all, or by CG_RANKS=4 with one process for all
+ranks: the hashes are the same.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,9 @@ from tests.tracer.groups.training import (
     train,
 )
 
+SPARED = {"loop", "residual", "attention", "adagrad", "task"}
+"""Left out of `some`: each has a case beside it whose transfers are of the same kinds."""
+
 
 @cg.actor
 class Careless(nn.Module):
@@ -42,7 +46,10 @@ class Careless(nn.Module):
 
 def main() -> None:
     torch.set_num_threads(1)
+    left_out = SPARED if sys.argv[1] == "some" else set()
     for name, (model, places, rows, schedule, kind) in cases().items():
+        if name in left_out:
+            continue
         store = cg.cut(0, "dp") if name in ("stored", "adagrad") else cg.whole
         limit = 100 if name == "buckets" else BUCKET
         stages = model.on(places, store=store, bucket_bytes=limit)
@@ -50,6 +57,8 @@ def main() -> None:
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
     for name, (model, places, rows, width, schedule, fsdp) in stored().items():
+        if name in left_out:
+            continue
         stages = model.on(places, store=cg.cut(0, "dp"))
         made = train(model, stages, rows, 2, schedule, "reals", steps=2, width=width, fsdp=fsdp)
         for rank, digest in sorted(made.items()):

@@ -15,7 +15,7 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
     ("ranks", "seeds"),
     [
         (4, (0, 1)),
-        (2, (9, 10)),
+        pytest.param(2, (9, 10), marks=pytest.mark.slow),
         pytest.param(4, (1, 9), marks=pytest.mark.slow),
         pytest.param(2, (10, 11), marks=pytest.mark.slow),
     ],

@@ -16,7 +16,7 @@ SLOW = pytest.mark.slow
     ("ranks", "seeds"),
     [
         (4, (0, 5)),
-        (2, (12, 15)),
+        pytest.param(2, (12, 15), marks=SLOW),
         pytest.param(4, (5, 12), marks=SLOW),
         pytest.param(2, (15, 20), marks=SLOW),
     ],

@@ -96,7 +96,7 @@ def close(found: Any, expected: Any, what: str) -> None:
     ("family", "attention"),
     [
         pytest.param("llama", "sdpa", marks=SLOW),
-        ("qwen2", "eager"),
+        pytest.param("qwen2", "eager", marks=SLOW),
         ("qwen3", "sdpa"),
         ("gpt2", "sdpa"),
         pytest.param("llama", "eager", marks=SLOW),
