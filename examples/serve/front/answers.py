@@ -103,7 +103,7 @@ class Answers:
             return b"".join(pieces)
 
         def write_at_once() -> bool:
-            if any(reply.ends) or not stream.is_ready:
+            if failures or any(reply.ends) or not stream.is_ready:
                 return False
             try:
                 stream.write_at_once(take())
@@ -112,17 +112,20 @@ class Answers:
                 return False
             return any(choice.reason is None for choice in choices)
 
-        while any(choice.reason is None for choice in choices):
-            await reply.changed()
-            if failures:
-                raise failures[0]
-            # The first token never waits for others.
-            if self._features.stream_interval and not all(is_first) and self._is_small(reply):
-                continue
-            if data := take():
-                await stream.write(data)
-                if not self._features.stream_interval and self._features.async_stream:
-                    reply.write = write_at_once
+        try:
+            while any(choice.reason is None for choice in choices):
+                await reply.changed()
+                if failures:
+                    raise failures[0]
+                # The first token never waits for others.
+                if self._features.stream_interval and not all(is_first) and self._is_small(reply):
+                    continue
+                if data := take():
+                    await stream.write(data)
+                    if not self._features.stream_interval and self._features.async_stream:
+                        reply.write = write_at_once
+        finally:
+            reply.write = None  # nothing comes behind an error; and it refers to the reply
         prompt = sum(map(len, what.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
         if what.include_usage:

@@ -232,9 +232,11 @@ def test_a_failure_ends_its_stream_and_no_other() -> None:
             for reply in (bad, good):
                 say(reply, chr(BAD) if reply is bad else "a")
             say(good, "b")
+            say(bad, "never shown")
             end(good)
             assert texts_of(whole + await lasting.read()) == {0: "<ab"}
-            *_, error, done, _ = body_of(broken + await failing.read()).split(b"\n\n")
+            first, error, done, _ = body_of(broken + await failing.read()).split(b"\n\n")
+            assert b'"text":"<"' in first
             assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "RuntimeError"
             assert done == b"data: [DONE]"
 
