@@ -104,4 +104,6 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
     query = query.transpose(1, 2).reshape(rows, groups, tokens * shared, width)
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=pages.mask, scale=scale)
     mixed = mixed.view(rows, groups, tokens, shared, width).transpose(1, 2)
-    return mixed.reshape(rows, tokens, groups * shared * width)
+    # In two steps, since matrix products copy where a stride does not fit, even that of one token.
+    flat = mixed.reshape(rows * tokens, groups * shared * width)
+    return flat.view(rows, tokens, groups * shared * width)

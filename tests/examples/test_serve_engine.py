@@ -18,6 +18,7 @@ import torch
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from examples.serve import projections
 from examples.serve.attention import attend, locate
 from examples.serve.engine import (
     CgEngine,
@@ -113,8 +114,14 @@ def test_greedy_tokens_are_those_of_generate(ranks: int, folders: dict[int, Path
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
 )
-def test_fused_tokens_are_those_of_generate(folders: dict[int, Path]) -> None:
-    """In a decode step attention is loops, and the prompts' is torch's kernel."""
+def test_fused_tokens_are_those_of_generate(
+    folders: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a decode step attention is loops, and the prompts' is torch's kernel.
+
+    Some of the weights are packed, and some are transposed.
+    """
+    monkeypatch.setattr(projections, "SMALL", 32 * 64)
     options = replace(GREEDY, prompt_tokens=None, fuse="inductor")
     with serving(folders[1], 1, options) as engine:
         # The actor has a number, which other tests of the process may have used.

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from examples.serve import projections
 from examples.serve.engine import start
 from examples.serve.families import open_model
 from examples.serve.projections import Projection, project
@@ -28,6 +29,13 @@ from examples.serve.requests import Sampling
 
 from .serve_driver import Driver, Habits, differences, random_requests
 from .serve_models import FEW, logits_of
+
+
+@pytest.fixture(autouse=True)
+def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the weights of tiny models packed as those of large ones are."""
+    monkeypatch.setattr(projections, "SMALL", 0)
+
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -118,3 +126,18 @@ def test_only_float32_is_packed() -> None:
     project(module)
     kinds = [Projection if torch.backends.mkldnn.is_available() else nn.Linear, nn.Linear]
     assert [type(each) for each in module.values()] == kinds
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="weights of devices stay as they are")
+@pytest.mark.parametrize("bias", [False, True])
+def test_small_weights_are_transposed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "SMALL", 25)
+    module = nn.Sequential(nn.Linear(4, 6, bias), nn.Linear(6, 5, bias))
+    x = torch.randn(3, 1, 4)
+    with torch.no_grad():
+        wanted = module(x)
+        project(module)
+        torch.testing.assert_close(module(x), wanted)
+    strides = (1, 6) if torch.backends.mkldnn.is_available() else (4, 1)
+    assert module[0].weight.stride() == strides
+    assert module[1].weight.isnan().all() == torch.backends.mkldnn.is_available()
