@@ -16,8 +16,10 @@ interval that spans 1 is called no effect. An arm is refused if its base drifts 
 runs drew different numbers of tokens, if a request failed, or if the counter of the switch did not
 move.
 
-With --minutes every arm has its part of the time, most of which its servers take to start, and as
-many rounds as fit into the rest, at least three.
+While the base drifts, an arm has more rounds than others, up to --most. That looks at the base
+alone, and all rounds count, so no ratio is chosen by it. With --minutes every arm has its part of
+the time, most of which its servers take to start, and as many rounds as fit into the rest, at least
+three.
 
 With --together 4 the servers of four arms and one of the base start at one time, and when all are
 ready the arms have their turns in random order, with a run of the base before and behind each. With
@@ -50,7 +52,15 @@ from load import Arrival, make_trace, run, summarize  # noqa: E402
 from plots import draw  # noqa: E402
 from processes import READY, ROOT, Running, Wanted, get, serving, together  # noqa: E402
 from provenance import provenance  # noqa: E402
-from ratios import Comparison, Run, arms_in_order, judge, table, without_problems  # noqa: E402
+from ratios import (  # noqa: E402
+    Comparison,
+    Run,
+    arms_in_order,
+    drifts,
+    judge,
+    table,
+    without_problems,
+)
 
 from examples.serve import features as switches  # noqa: E402 - the path is that of processes.py
 
@@ -213,7 +223,7 @@ def compare(
             measure(given, plan, server, part=0.5)
         last = measure(given, plan, base)
         rounds, round_ = 0, 0.0
-        while rounds < given.rounds:
+        while rounds < given.rounds or (rounds < given.most and any(map(drifts, found.values()))):
             began = time.monotonic()
             if rounds >= FEWEST and began + round_ > end:
                 break
@@ -260,7 +270,8 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="a folder for logs, figures and plots")
     add("--arms", nargs="*", help="switches; all by default. Write --arms=-name for a single one")
     add("--mode", choices=("offline", "online"), default="online")
-    add("--rounds", type=int, default=5, help="of each arm, at most")
+    add("--rounds", type=int, default=5, help="of each arm")
+    add("--most", type=int, default=15, help="rounds of an arm whose base drifts, at most")
     add("--minutes", type=float, default=math.inf, help="for all arms together, about")
     add("--requests", type=int, default=0, help="of a trace; by default those of the plan")
     add("--scales", type=float, nargs="+", default=[math.inf], help="of gaps; inf: all at once")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -210,6 +213,7 @@ def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the fake engine; whether it is refused depends on how quiet the machine is."""
     server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"
     line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "--rounds", "2"]
+    line += ["--most", "2"]
     line += ["--requests", "8", "--scales", "0.4", "inf", "--rate", "500", "--server", server]
     monkeypatch.setattr(sys, "argv", line)
     assert ablate.main() in (0, 1)
@@ -227,12 +231,35 @@ def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(picture.stat().st_size > 1000 for picture in pictures)
 
 
+@pytest.mark.parametrize(
+    ("most", "rounds"), [(1, 2), (9, 5), (3, 3)], ids=["no more", "until it is steady", "bounded"]
+)
+def test_more_rounds_while_the_base_drifts(
+    most: int, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base is slow in its first run, which counts for less the more there are."""
+    warming, first = [made(1.0), made(1.0)], [made(90.0)]
+    turns = iter([*warming, *first, *[made(50.0), made(100.0)] * 9])
+    servers = [Mock(url=name, ready=1.0) for name in ("base", "arm")]
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--out", str(tmp_path), "--rounds", "2"])
+    given = ablate.parse()
+    given.most = most
+    monkeypatch.setattr(ablate, "together", lambda *_: nullcontext(servers))
+    monkeypatch.setattr(ablate, "measure", lambda *_, **__: next(turns))
+    monkeypatch.setattr(ablate, "counters", lambda url: {"prefix": 1.0})
+    monkeypatch.setattr(ablate.time, "sleep", lambda seconds: None)
+    (found,) = ablate.compare(given, ablate.ENGINE, ["-prefix"], math.inf)
+    assert (len(found.arms), len(found.bases)) == (rounds, rounds + 1)
+    assert bool(ratios.problems(found)) == (most < 9)
+
+
 @pytest.mark.slow
 def test_an_ablation_of_arms_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nano-vllm's load, small: one server of the base for both, in groups of two."""
     server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"
     line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "-fast_cnt", "-gc_freeze"]
     line += ["--load", "nano", "--small", "--processes", "2", "--together", "2", "--rounds", "2"]
+    line += ["--most", "2"]
     monkeypatch.setattr(sys, "argv", [*line, "--server", server])
     assert ablate.main() in (0, 1)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
