@@ -8,8 +8,8 @@ identities in C, and looks closer only where these differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as modules
@@ -21,6 +21,7 @@ from ..heap.snapshot import MISSING
 from .flat import Flat
 from .guard_builder import GuardBuilder
 from .nodes import Comparison, Difference, show_value
+from .tensors_alike import check_of, never
 
 _AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"
 _GLOBAL_HOOKS = {
@@ -68,7 +69,10 @@ class _Guard:
             self._roots += [(value, name, builder.node(value)) for value, name in hooks]
         self._roots += builder.classes()
         self._flat = Flat()
-        self._plain: list[Any] = []
+        self._tensors: list[_Expected] = []
+        self._places: list[tuple[Any, Any]] = []
+        self._learned: list[int] = []
+        self._alike: Callable[..., bool] = never
         self._ties: list[list[tuple[Any, Any]]] = []
         self._flatten()
 
@@ -77,7 +81,10 @@ class _Guard:
         for value, _, node in self._roots:
             node.flatten(value, flat)
         self._flat = flat
-        self._plain = [_tensor_check(number, t, flat) for number, t in self._used.items()]
+        self._tensors = [_expected(t, flat.tensors.get(n)) for n, t in self._used.items()]
+        self._places = [(each.holder, each.key) for each in self._tensors]
+        self._learned = [i for i, each in enumerate(self._tensors) if each.kind[2]]
+        self._alike = never
         self._ties = [places for places in flat.tensors.values() if len(places) > 1]
 
     def check(self) -> str | None:
@@ -85,16 +92,16 @@ class _Guard:
         try:
             if not self._holds():
                 return self._look_closer()
-            for holder, key, shape, dtype, flag, dense, _ in self._plain:
-                tensor = holder[key]
-                if (
-                    tensor.requires_grad is not flag
-                    or tensor.dtype is not dtype
-                    or tensor.shape != shape
-                    or tensor.is_contiguous() is not dense
-                    or (flag and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks))
-                ):
-                    return self._explain_tensors() or self._look_closer()
+            tensors = [holder[key] for holder, key in self._places]
+            if tensors and not self._alike(*tensors):
+                change = self._explain_tensors()
+                if change is None and all(x.layout is torch.strided for x in tensors):
+                    self._alike = check_of(tensors, strides=True)
+                return change
+            for index in self._learned:
+                tensor = tensors[index]
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                    return self._explain_tensors()
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
             return self._look_closer()
         return None
@@ -139,33 +146,41 @@ class _Guard:
         return f"{self._who}: {path} was {before} when it was traced and is {after} now; {again}"
 
     def _explain_tensors(self) -> str | None:
-        for holder, key, shape, dtype, flag, dense, path in self._plain:
-            tensor = holder[key]
+        for each in self._tensors:
+            tensor = each.holder[each.key]
             if tensor.requires_grad and (
                 tensor._backward_hooks or tensor._post_accumulate_grad_hooks
             ):
                 return (
-                    f"{self._who}: '{path}' has a gradient hook now, which a traced step does not "
-                    f"call; {_AGAIN}"
+                    f"{self._who}: '{each.path}' has a gradient hook now, which a traced step does "
+                    f"not call; {_AGAIN}"
                 )
-            now = (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_contiguous())
-            if now != (shape, dtype, flag, dense):
+            if _kind(tensor) != each.kind:
                 return (
-                    f"{self._who}: shape, dtype, layout or requires_grad of '{path}' has changed "
-                    f"since it was traced (now {tensor.dtype}, {tuple(tensor.shape)}, "
+                    f"{self._who}: shape, dtype, layout or requires_grad of '{each.path}' has "
+                    f"changed since it was traced (now {tensor.dtype}, {tuple(tensor.shape)}, "
                     f"requires_grad={tensor.requires_grad}); {_AGAIN}"
                 )
         return None
 
 
-def _tensor_check(number: int, tensor: StateTensor, flat: Flat) -> Any:
-    now = tensor.tensor
-    places = flat.tensors.get(number)
+class _Expected(NamedTuple):
+    """A tensor that a trace has used, `holder[key]`, and how messages name it."""
+
+    holder: Any
+    key: Any
+    kind: tuple[torch.Size, torch.dtype, bool, bool]
+    path: str
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool, bool]:
+    """What a trace relies on: shape, dtype, `requires_grad`, and whether it is contiguous."""
+    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_contiguous()
+
+
+def _expected(tensor: StateTensor, places: list[tuple[Any, Any]] | None) -> _Expected:
     holder, key = places[0] if places else _innermost(tensor)
-    return (
-        *(holder, key, now.shape, now.dtype, now.requires_grad, now.is_contiguous()),
-        tensor.path,
-    )
+    return _Expected(holder, key, _kind(tensor.tensor), tensor.path)
 
 
 def _innermost(tensor: StateTensor) -> tuple[Any, Any]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ...ir.types import Place
 from ..errors import shorten
+from ..guards.tensors_alike import check_of, never
 from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, static_key
 from .torch_modes import AUTOCAST, AUTOCAST_REMEDY, default_device, default_dtype, is_autocast_on
 from .values import NotAValue, ObjectMarker
@@ -27,22 +27,6 @@ class InputError(TypeError):
     """A step is called with arguments that it was not traced for, or that no step can take."""
 
     __module__ = "cg"  # the public name, which tracebacks show
-
-
-def _never(*args: Any) -> bool:
-    return False
-
-
-def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """TorchDynamo's check of type, dtype, shape, device, layout and `requires_grad`, which is C++.
-
-    It is stricter than a step is: what it refuses may fit all the same.
-    """
-    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-    strides: list[Any] = [[None] * tensor.ndim for tensor in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    check: Callable[..., bool] = guards.check
-    return check
 
 
 @dataclass(frozen=True)
@@ -78,7 +62,7 @@ class InputSpec:
         object.__setattr__(self, "_count", len(self.tree.leaves) if is_flat else -1)
         tensors = [leaf for leaf in self.tree.leaves if isinstance(leaf, TensorSpec)]
         object.__setattr__(self, "_has_complex", any(leaf.dtype.is_complex for leaf in tensors))
-        object.__setattr__(self, "_alike", _never)
+        object.__setattr__(self, "_alike", never)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values for the program's parameters, in order.
@@ -117,7 +101,7 @@ class InputSpec:
         if self._has_complex:
             return [x.resolve_conj() if isinstance(x, _TENSOR) else x for x in values]
         if leaves is args and values and all(type(leaf) is _TENSOR for leaf in leaves):
-            object.__setattr__(self, "_alike", _check_of(values))
+            object.__setattr__(self, "_alike", check_of(values, strides=False))
         return values
 
     def _other_modes(self) -> InputError:
