@@ -25,7 +25,8 @@ def behaviours() -> list[str]:
 
 @pytest.fixture(scope="module", params=["0000", "0011"], ids=["one machine", "two machines"])
 def ended(request: pytest.FixtureRequest) -> Ended:
-    return run(4, [str(JOB), request.param], seconds=150, warm=True)
+    limit = {"CG_TIMEOUT": "100"}  # so that ranks say where they are, if they do not end
+    return run(4, [str(JOB), request.param], seconds=150, variables=limit, warm=True)
 
 
 @pytest.mark.parametrize("name", behaviours())
