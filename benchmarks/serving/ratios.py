@@ -103,7 +103,7 @@ def problems(comparison: Comparison) -> list[str]:
 
 
 def drifts(comparison: Comparison) -> list[str]:
-    """The traces in which the base was faster in one half of its runs than in the other."""
+    """What is said of each trace in which the base was faster in one half of its runs."""
     found = []
     for trace in comparison.bases[0]:
         speeds = [run[trace]["summary"]["output_tokens_per_second"] for run in comparison.bases]
