@@ -116,6 +116,7 @@ class Programs:
         self.variants = tuple(variants)
         self._world = world
         self._driver = driver
+        self._name = self.module.name
 
     def __repr__(self) -> str:
         ops = sum(len(program.ops) for program in self.module.programs)
@@ -260,10 +261,6 @@ class Programs:
             return "in one process"
         machines = {self._world.nodes[rank] for rank in channel.ranks}
         return "shared memory" if len(machines) == 1 else "mpi"
-
-    @property
-    def _name(self) -> str:
-        return self.module.name
 
 
 def cost_of(module: Module, rank: int) -> Cost:

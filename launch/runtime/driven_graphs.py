@@ -119,7 +119,7 @@ def check_idle(world: World, step: str) -> None:
             is running.
     """
     executions = _worlds.get(world)
-    if (executions is None or executions.is_idle) and not _is_in_step(world):
+    if (executions is None or executions.is_idle) and not is_in_step(world):
         return
     check_outside(world, step)
     raise RuntimeError(
@@ -136,17 +136,12 @@ def check_outside(world: World, step: str) -> None:
     """
     executions = _worlds.get(world)
     schedulers = () if executions is None else executions.schedulers.values()
-    if _is_in_step(world) or any(scheduler.is_busy for scheduler in schedulers):
+    if is_in_step(world) or any(scheduler.is_busy for scheduler in schedulers):
         raise RuntimeError(
             f"step '{step}' is used in a method of an actor, where the other ranks do not come to "
             "it: call it in the program of all ranks, or its plain function in the step that "
             "calls the method"
         )
-
-
-def _is_in_step(world: World) -> bool:
-    # One process that plays all ranks comes to a step on all of them.
-    return not world.is_virtual and is_in_step(world)  # type: ignore[arg-type] # it is MPI's
 
 
 def use_executions(world: World, executions: Executions) -> None:

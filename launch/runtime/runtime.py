@@ -286,8 +286,11 @@ def tell(world: World, purpose: str) -> None:
         transport.control.purpose = purpose
 
 
-def is_in_step(world: MpiWorld) -> bool:
-    """True if this process is executing a step that all ranks run together."""
+def is_in_step(world: World) -> bool:
+    """True if this process is executing a step that all ranks run together.
+
+    It is not in a virtual world: one process that plays all ranks comes to a step on all of them.
+    """
     transport = _transports.get(world)
     return transport is not None and transport.control.is_running
 

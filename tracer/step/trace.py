@@ -84,8 +84,9 @@ class Trace:
         Raises:
             RuntimeError: one has changed in a way that the trace cannot follow.
         """
-        guards = [guard for guard, _ in self.guards] if rank is None else self.guards_of(rank)
-        for guard in guards:
+        for guard, ranks in self.guards:
+            if rank is not None and ranks is not None and rank not in ranks:
+                continue
             change = guard()
             if change is not None:
                 raise RuntimeError(
