@@ -1,12 +1,13 @@
 """Compare cg with Ray Core, Ray Compiled Graphs and raw mpi4py on this machine.
 
     make bench-ray
-    python benchmarks/ray_comparison/run.py [--repeats 3] [--seconds 1] [--record]
+    python benchmarks/ray_comparison/run.py [--repeats 3] [--seconds 1] [--loops 0] [--record]
 
 The arms run one after the other, each in processes of its own, and all of them again for each
 repeat (ABAB…). "cg" is the compiled wheel, "cg bound" the same with ranks that keep to cores, and
 "cg source" this checkout as it is. Times are of moments in which the machine was quiet, of all
-arms alike (quiet.py); the medians of all times are beside them. With --record the figures go to
+arms alike (quiet.py); the medians of all times are beside them. With --loops 3 so many processes
+that never wait run beside all arms. With --record the figures go to
 benchmarks/results/ray_comparison.json and the plot to docs/images/.
 """
 
@@ -20,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +103,18 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Processes that use all the time that a core gives them."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def check_wheel() -> None:
     """Return if the cg of this environment is the compiled wheel.
 
@@ -177,9 +192,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each cell")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--loops", type=int, default=0, help="processes that never wait, beside")
     parser.add_argument("--record", action="store_true", help="write the figures and the plot")
     args = parser.parse_args()
     check_wheel()
+    with busy_loops(args.loops):
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measure all arms in turns, and print the figures."""
     before = provenance()
     best = Probe().best(CALIBRATION)
     options = ["--seconds", str(args.seconds), "--only", args.only]
