@@ -1,9 +1,9 @@
 """Protocols of the run time: the world, communicators and their ports.
 
-The executor binds every communication op of a rank's program to a `Port` once, and then only
-calls it. A transport is a `Communicator`: something that makes ports. It never sees the IR's
-programs, so a third party can add one by implementing this file's protocols and registering it
-by name (`registry.py`).
+The binder (`program/binder.py`) asks for a `Port` for every communication op of a rank's program,
+once, and the engine (`program/engine.py`) then only calls it. A transport is a `Communicator`:
+something that makes ports. It never sees the IR's programs, so a third party can add one by
+implementing this file's protocols and registering it by name (`registry.py`).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Pause(Protocol):
         """Give way after `polls` fruitless polls in a row (1, 2, ...).
 
         It may return at once, yield the core, or block for a bounded time until something may
-        have arrived; the executor then polls again and checks its deadline. What it raises (the
+        have arrived; the engine then polls again and checks its deadline. What it raises (the
         failure of another rank, for one) ends the execution and reaches the caller unchanged.
         """
 

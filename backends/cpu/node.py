@@ -14,7 +14,7 @@ from .memory.fences import full_fence, publish_fence
 from .memory.layout import ROW, WAITING, block_bytes
 from .memory.parallel_memcpy import Copier
 from .memory.segments import MemoryFiles, Name, NamedFiles, Segments, share
-from .mpi import module_of
+from .mpi_module import module_of
 from .waiting.doorbell import Doorbell
 
 

@@ -14,10 +14,10 @@ from ..failures.poison import Poison
 class StreamPort(Protocol):
     """The port of an op that a stream carries out; see `Port` for the rest.
 
-    The executor orders streams: before `start` it lets the port's stream wait for what the operand
-    needs, and behind it records an event that others wait for. `take` gives a tensor that is there
-    when the stream has passed that event. Nobody looks into data on the device, so there is no
-    poison in messages: `fail` raises it.
+    Instructions order streams (`programs/instructions.py`): before `start` one lets the port's
+    stream wait for what the operand needs, and behind it one records an event that others wait for.
+    `take` gives a tensor that is there when the stream has passed that event. Nobody looks into
+    data on the device, so there is no poison in messages: `fail` raises it.
 
     Attributes:
         stream: which stream carries it out.

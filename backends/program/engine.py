@@ -1,4 +1,4 @@
-"""Run the instructions of a bound program: the one loop of all executors.
+"""Run the instructions of a bound program: the one loop of all ranks and graphs.
 
 An instruction that is not done makes the engine wait. Given a pause, it waits inside the loop; else
 it returns, and goes on from there when it is called again. What an instruction raises goes to the

@@ -1,4 +1,7 @@
-"""Run one rank's program of a step that all ranks run together: bound once and replayed."""
+"""Run one rank's program of a step that all ranks run together: bound once and replayed.
+
+The loop over its instructions is the engine's (`engine.py`).
+"""
 
 from __future__ import annotations
 

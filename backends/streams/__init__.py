@@ -1,1 +1,4 @@
-"""Communication on a device's streams: what all libraries for it have in common."""
+"""Communication on a device's streams: what all libraries for it have in common.
+
+In: channels between devices, and a library: that of `../nccl` or `../hccl`. Out: their ports.
+"""

@@ -18,7 +18,7 @@ from ..errors import BindError
 from .collectives import Collectives
 from .library import Messenger
 from .pool import Holder, Pool
-from .ports import CollectivePort, RecvPort, SendPort
+from .ports import CollectivePort, StreamRecvPort, StreamSendPort
 
 ALIGNMENT = 256
 """Bytes that slots are multiples of, as the device's allocator has it."""
@@ -53,7 +53,7 @@ class StreamCommunicator:
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.SEND)
         library = self._messenger(op, tensor)
-        return SendPort(handle, library, self._lines[channel.id], tensor, stream)
+        return StreamSendPort(handle, library, self._lines[channel.id], tensor, stream)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
         """The port of a `recv` whose future holds a value of type `type_`."""
@@ -64,7 +64,7 @@ class StreamCommunicator:
         into = bool(op.operands)
         slot = None if op.slot is None or into else self._slot(op.slot, channel, tensor)
         device = self._pool.device.torch_device
-        return RecvPort(handle, library, line, tensor, stream, slot, into, device)
+        return StreamRecvPort(handle, library, line, tensor, stream, slot, into, device)
 
     def collective_port(
         self,

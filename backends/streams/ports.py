@@ -54,7 +54,7 @@ class _Port:
         return CommunicationError(f"{self._line.group}: {error}")
 
 
-class SendPort(_Port):
+class StreamSendPort(_Port):
     """Sends a tensor's bytes."""
 
     needs_release = False
@@ -88,7 +88,7 @@ class SendPort(_Port):
         """A send makes no value."""
 
 
-class RecvPort(_Port):
+class StreamRecvPort(_Port):
     """Receives a tensor's bytes: into a slot of its channel, a given buffer, or memory of its own.
 
     Args:

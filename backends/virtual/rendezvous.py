@@ -179,7 +179,7 @@ class MessageRendezvous(Rendezvous):
         else:
             try:
                 copied = duplicate(send.value, recv.type)
-            except Exception as error:  # raised by `take`, where the executor can say whose it is
+            except Exception as error:  # raised by `take`, where the engine can say whose it is
                 recv.finish(error=error)
             else:
                 recv.finish(copied if recv.value is None else recv.value.copy_(copied))

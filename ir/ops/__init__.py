@@ -4,7 +4,7 @@ An op has operands and results, which are values, and attributes, which are type
 class. The class also declares which phases admit the op, the types and places of operands and
 results, how gradients flow through it and, if it is a collective, who exchanges what. The printer,
 the parser, the verifier, the passes and the backends read these declarations, so that a new op is
-a new class, listed in `OP_CLASSES`.
+a new class, listed in `OP_CLASSES`, and for devices the library's call (CONTRIBUTING, "Add an op").
 
 Ops are plain data. Passes make new ops and new op lists; nothing keeps use lists behind the
 scenes. Values and ops compare by identity.

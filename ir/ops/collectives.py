@@ -36,8 +36,8 @@ class Exchange:
 
     Each receiver gets a piece of what each sender gives: all of it or, with `cut`, the part with
     the receiver's number in the group. It combines the pieces in the order of the group. Members
-    that receive nothing get a unit. Every member gives or receives, except in a barrier: the
-    verifier and the ports of hosts find the type of what travels by that.
+    that receive nothing get a unit. Every member gives or receives, except in a barrier
+    (`Collective.check`): the verifier and the ports of hosts find the type of what travels by that.
 
     Attributes:
         members: the ranks of the group, in order.
@@ -55,17 +55,12 @@ class Exchange:
     reduce: ReduceOp | None = None
     concat: int | None = None
 
-    def __post_init__(self) -> None:
-        """Check that no member is idle.
-
-        Raises:
-            ValueError: a member neither gives nor receives, and others do.
-        """
-        if self.senders is self.members or self.receivers is self.members:
-            return
-        idle = set(self.members).difference(self.senders, self.receivers)
-        if idle and (self.senders or self.receivers):
-            raise ValueError(f"ranks {sorted(idle)} of {self.members} neither give nor receive")
+    @property
+    def idle(self) -> list[int]:
+        """The members that neither give nor receive, of an exchange that moves something."""
+        if not self.senders and not self.receivers:
+            return []
+        return sorted(set(self.members).difference(self.senders, self.receivers))
 
     @property
     def has_one_result_type(self) -> bool:
@@ -120,7 +115,11 @@ class Collective(Op):
         raise NotImplementedError(f"{self.opcode} declares no exchange")
 
     def transposed(self, operands: tuple[Value, ...]) -> Collective:
-        """The collective that brings the receivers' cotangents to the senders; without results."""
+        """The collective that brings the receivers' cotangents to the senders; without results.
+
+        It is of the same group: this op's receivers give, and its senders receive, alone or with
+        all others.
+        """
         raise NotImplementedError(f"{self.opcode} has no transpose")
 
     @property
@@ -157,6 +156,12 @@ class Collective(Op):
                     f"{self.opcode} {preposition} rank {stranger}, which is not of the group "
                     f"{self.group}"
                 )
+        if exchange.idle:
+            raise Problem(
+                f"ranks {exchange.idle} of the group {self.group} neither give nor receive in this "
+                f"{self.opcode}",
+                "leave them out of the group",
+            )
         one_rank = context.phase is Phase.SCHEDULED
         members = len(exchange.members)
         operands = len(exchange.senders)

@@ -24,7 +24,7 @@ from ..ops import (
 )
 from ..ops.rules import Problem, bare, same_but_place
 from ..phases import Phase, has_futures
-from ..types import promised
+from ..types import ValueType, promised
 from .batch_rules import unlike_batches
 
 _End: TypeAlias = tuple[Program, Communication]
@@ -226,12 +226,18 @@ def _mean_the_same(one: Communication, other: Communication) -> bool:
     for name in _SHARED[type(one)]:
         if getattr(one, name) != getattr(other, name):
             return False
-    # In every op so far all members give or all receive, so operands or results have the type.
-    one_type = not isinstance(one, Collective) or one.exchange.has_one_result_type
-    mine, theirs = (one.results, other.results) if one_type else (one.operands, other.operands)
-    return len(mine) == len(theirs) and all(
-        same_but_place(a.type, b.type) for a, b in zip(mine, theirs, strict=True)
-    )
+    mine, theirs = _shared_types(one), _shared_types(other)
+    return len(mine) == len(theirs) and all(map(same_but_place, mine, theirs))
+
+
+def _shared_types(op: Communication) -> list[ValueType]:
+    """The types that all ranks of an op have: of the result, or else of what a rank gives.
+
+    Where only some ranks give and others receive, that is neither cut nor combined with more, so
+    it is of one type on both sides.
+    """
+    gives = isinstance(op, Collective) and not op.exchange.has_one_result_type and op.operands
+    return [promised(value.type) for value in (op.operands if gives else op.results)]
 
 
 def _seq(op: Communication) -> int:

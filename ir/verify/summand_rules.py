@@ -152,7 +152,7 @@ class _Checker:
         first = next(value for value in op.operands if value in self._parts)
         part = self._parts[first]
         if isinstance(op, _KEEPING):
-            if op.results and _layout(op.result) is not None:
+            if any(_layout(result) is not None for result in op.results):
                 raise self._unreduced(op, first)
             self._parts.update(dict.fromkeys(op.results, part))
         elif isinstance(op, Send):

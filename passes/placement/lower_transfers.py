@@ -29,7 +29,16 @@ from ...ir.phases import Phase
 from ...ir.types import Mesh, Place, TensorType, Type
 from ..base import Pass
 from .resharding import plan
-from .resharding_plan import NEUTRAL, Combine, Fibre, Gather, Message, Move, Plan, Reduce
+from .resharding_plan import (
+    NEUTRAL,
+    CombineRound,
+    Fibre,
+    GatherRound,
+    Message,
+    MoveRound,
+    Plan,
+    ReduceRound,
+)
 
 
 @dataclass(frozen=True)
@@ -185,11 +194,11 @@ class _Lowering:
             self._held[rank] = _filled([_Part(self._source, region, region)])
         found = plan(self._have, self._made)
         for step in found.rounds:
-            if isinstance(step, Reduce):
+            if isinstance(step, ReduceRound):
                 self._reduce(step, found)
-            elif isinstance(step, Combine):
+            elif isinstance(step, CombineRound):
                 self._combine(step, found)
-            elif isinstance(step, Gather):
+            elif isinstance(step, GatherRound):
                 self._gather(step)
             else:
                 self._move(step)
@@ -198,13 +207,13 @@ class _Lowering:
 
     # Rounds
 
-    def _move(self, step: Move) -> None:
+    def _move(self, step: MoveRound) -> None:
         received = self._send(step.messages)
         self._keep(step.after)
         for message, value in received:
             self._held[message.target].append(_Part(value, message.region, message.region))
 
-    def _gather(self, step: Gather) -> None:
+    def _gather(self, step: GatherRound) -> None:
         for fibre in step.fibres:
             operands = self._operands(fibre, fibre.pieces)
             assert fibre.dim is not None, "a gather is along a dimension"
@@ -227,7 +236,7 @@ class _Lowering:
                 self._ops.append(Slice((gathered,), (value,), region=region))
                 self._held[rank].append(_Part(value, piece, piece))
 
-    def _reduce(self, step: Reduce, found: Plan) -> None:
+    def _reduce(self, step: ReduceRound, found: Plan) -> None:
         made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
         for fibre in step.fibres:
             operands = self._operands(fibre, (fibre.region,) * len(fibre.ranks))
@@ -247,7 +256,7 @@ class _Lowering:
                 made[rank].append(_Part(value, piece, piece))
         self._held.update(made)
 
-    def _combine(self, step: Combine, found: Plan) -> None:
+    def _combine(self, step: CombineRound, found: Plan) -> None:
         received = {(m.source, m.target): value for m, value in self._send(step.messages)}
         made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
         members = [(rank, ranks) for ranks in step.groups for rank in ranks]

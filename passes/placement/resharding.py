@@ -24,9 +24,9 @@ from .resharding_messages import Holders
 from .resharding_plan import (
     NEUTRAL,
     Fibre,
-    Gather,
+    GatherRound,
     Held,
-    Move,
+    MoveRound,
     Plan,
     PointToPoint,
     Round,
@@ -172,7 +172,7 @@ def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> It
     first = dict(needs)
     for fibre in stages.get(0, ()):
         first.update(zip(fibre.ranks, fibre.pieces, strict=True))
-    yield Move(holders.messages(first), first)
+    yield MoveRound(holders.messages(first), first)
     for fibres in stages.values():
         yield from _gathered(fibres)
 
@@ -186,7 +186,7 @@ def _gathered(fibres: Sequence[Fibre]) -> Iterator[Round]:
     """Collectives where pieces are equal, and messages for the others."""
     even = [fibre for fibre in fibres if fibre.is_even]
     if even:
-        yield Gather(tuple(even), _all_of(even))
+        yield GatherRound(tuple(even), _all_of(even))
     uneven = [fibre for fibre in fibres if not fibre.is_even]
     if uneven:
         messages = [
@@ -196,7 +196,7 @@ def _gathered(fibres: Sequence[Fibre]) -> Iterator[Round]:
                 dict.fromkeys(fibre.ranks, fibre.region)
             )
         ]
-        yield Move(tuple(messages), _all_of(uneven))
+        yield MoveRound(tuple(messages), _all_of(uneven))
 
 
 def _all_of(fibres: Sequence[Fibre]) -> dict[int, Region]:

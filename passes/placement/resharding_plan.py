@@ -61,7 +61,7 @@ class Fibre:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class ReduceRound:
     """Collectives that combine summands: an all-reduce, or with a dimension a reduce-scatter."""
 
     fibres: tuple[Fibre, ...]
@@ -96,7 +96,7 @@ class PointToPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Combine(PointToPoint):
+class CombineRound(PointToPoint):
     """Messages of summands. Each rank combines its own with those it gets, in the group's order.
 
     Attributes:
@@ -107,12 +107,12 @@ class Combine(PointToPoint):
 
 
 @dataclass(frozen=True, slots=True)
-class Move(PointToPoint):
+class MoveRound(PointToPoint):
     """Messages of parts, which ranks put together with parts of what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherRound:
     """All-gathers: each rank gives its piece of a region and gets all of it."""
 
     fibres: tuple[Fibre, ...]
@@ -127,7 +127,7 @@ class Gather:
         return found
 
 
-Round: TypeAlias = Reduce | Combine | Move | Gather
+Round: TypeAlias = ReduceRound | CombineRound | MoveRound | GatherRound
 """`after` is what ranks hold when it is over; those that it does not name hold what they held."""
 
 

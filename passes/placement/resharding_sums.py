@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from ...ir.layout import Region, length, merge, overlap, share, volume
-from .resharding_plan import Combine, Fibre, Message, Reduce, Round
+from .resharding_plan import CombineRound, Fibre, Message, ReduceRound, Round
 
 
 def reduced(
@@ -64,9 +64,9 @@ def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
             ]
     rounds: list[Round] = []
     if fibres:
-        rounds.append(Reduce(fibres, after))
+        rounds.append(ReduceRound(fibres, after))
     if rest:
-        rounds.append(Combine(tuple(messages), rest, tuple(groups)))
+        rounds.append(CombineRound(tuple(messages), rest, tuple(groups)))
     return rounds
 
 

@@ -7,10 +7,11 @@ import pytest
 from cg.ir.attributes import Symbol
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module, Program
-from cg.ir.ops import OP_CLASSES, Call, Return, Value
+from cg.ir.ops import OP_CLASSES, Broadcast, Call, Return, Value
+from cg.ir.ops.collectives import Exchange
 from cg.ir.parser import parse_module
 from cg.ir.phases import Phase
-from cg.ir.types import DType, Place, TensorType
+from cg.ir.types import DType, Place, TensorType, UnitType
 from cg.ir.verify.verifier import verify
 
 from .valid_modules import ASYNC, PLACED, SCHEDULED, TRACED, VALID, broken, errors
@@ -384,6 +385,28 @@ def test_a_call_is_somewhere() -> None:
     message = errors(module_of([], [Call(fn=Symbol("nothing")), Return()]))
     assert "a call with neither operands nor results is at no place" in message
     assert "help: let the function return unit, and give its result a place" in message
+
+
+def test_every_member_of_a_collective_gives_or_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown by a broadcast that only the second member receives."""
+
+    def exchange(op: Broadcast) -> Exchange:
+        return Exchange(op.group.ranks, (op.root,), (1,))
+
+    def module(ranks: tuple[int, ...]) -> Module:
+        results = [Value(f"r{rank}", UnitType(Place.of(rank))) for rank in ranks]
+        results[1] = Value("r1", TensorType(DType.F32, (2,), Place.of(1)))
+        x = Value("x", T)
+        made = parse_module("module @m phase=placed world=3 {\n}")
+        broadcast = Broadcast((x,), tuple(results), group=Place(ranks))
+        made.programs = [Program("m", [x], [broadcast, Return()])]
+        return made
+
+    monkeypatch.setattr(Broadcast, "exchange", property(exchange))
+    verify(module((0, 1)))
+    message = errors(module((0, 1, 2)))
+    assert "ranks [2] of the group @{0..2} neither give nor receive in this broadcast" in message
+    assert "help: leave them out of the group" in message
 
 
 def test_declarations_are_in_the_table_under_their_names() -> None:

@@ -18,7 +18,13 @@ from cg.ir.module import Function, FunctionKind, Module, Program
 from cg.ir.ops import Call, Return, Transfer, Value
 from cg.ir.phases import Phase
 from cg.ir.types import DType, Mesh, Place, TensorType, UnitType
-from cg.passes.placement.resharding_plan import Combine, Gather, Move, Plan, Reduce
+from cg.passes.placement.resharding_plan import (
+    CombineRound,
+    GatherRound,
+    MoveRound,
+    Plan,
+    ReduceRound,
+)
 
 WORLD = 8
 GRIDS = ((1,), (2,), (3,), (4,), (5,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 1, 2), (2, 2, 2))
@@ -212,11 +218,11 @@ class Interpreter:
         self._combine = COMBINE[plan.reduce]
         (self._shape,) = {array.shape for array in held.values()}
         for step in plan.rounds:
-            if isinstance(step, Move):
+            if isinstance(step, MoveRound):
                 after = self._move(step)
-            elif isinstance(step, Combine):
+            elif isinstance(step, CombineRound):
                 after = self._add(step)
-            elif isinstance(step, Gather):
+            elif isinstance(step, GatherRound):
                 after = self._gather(step)
             else:
                 after = self._reduce(step)
@@ -236,7 +242,7 @@ class Interpreter:
         assert not np.isnan(part).any(), f"rank {rank} does not hold {region}"
         return part
 
-    def _move(self, step: Move) -> dict[int, Any]:
+    def _move(self, step: MoveRound) -> dict[int, Any]:
         after = {
             rank: restricted(self.held.get(rank, self._nothing()), region)
             for rank, region in step.after.items()
@@ -248,7 +254,7 @@ class Interpreter:
             self.received[message.target] += after[message.target][index].size
         return after
 
-    def _add(self, step: Combine) -> dict[int, Any]:
+    def _add(self, step: CombineRound) -> dict[int, Any]:
         sent = {(m.source, m.target): m.region for m in step.messages}
         after = {}
         members = [(rank, ranks) for ranks in step.groups for rank in ranks]
@@ -270,7 +276,7 @@ class Interpreter:
     def _total(self, parts: list[Any]) -> Any:
         return list(itertools.accumulate(parts, self._combine))[-1]
 
-    def _reduce(self, step: Reduce) -> dict[int, Any]:
+    def _reduce(self, step: ReduceRound) -> dict[int, Any]:
         after: dict[int, Any] = {}
         for fibre in step.fibres:
             index = selected(fibre.region)
@@ -283,7 +289,7 @@ class Interpreter:
                 self.received[rank] += doubled * total[index].size * (count - 1) // count
         return after
 
-    def _gather(self, step: Gather) -> dict[int, Any]:
+    def _gather(self, step: GatherRound) -> dict[int, Any]:
         after = {}
         for fibre in step.fibres:
             assert len({part.size for part in self._pieces(fibre)}) == 1, "pieces are equal"

@@ -15,7 +15,13 @@ from cg.ir.layout import Cut, Layout, overlap, volume
 from cg.ir.types import DType, Mesh, Place, TensorType
 from cg.passes.placement import resharding, resharding_messages
 from cg.passes.placement.resharding import plan
-from cg.passes.placement.resharding_plan import NEUTRAL, Combine, Gather, Move, Reduce
+from cg.passes.placement.resharding_plan import (
+    NEUTRAL,
+    CombineRound,
+    GatherRound,
+    MoveRound,
+    ReduceRound,
+)
 
 from ..sampling import examples
 from .random_transfers import (
@@ -146,7 +152,7 @@ def test_copies_to_copies_on_other_ranks(senders: int, receivers: int) -> None:
     for rank in range(senders):
         sent = [message for message in found.messages if message.source == rank]
         assert sum(volume(message.region) for message in sent) == 60 // senders
-    assert [type(step) for step in found.rounds] == [Move, Gather][: 1 + (receivers > 1)]
+    assert [type(step) for step in found.rounds] == [MoveRound, GatherRound][: 1 + (receivers > 1)]
     assert set(found.received().values()) == {60}
 
 
@@ -163,7 +169,7 @@ def test_three_ranks_to_four_that_have_three_in_common() -> None:
 
 def test_cut_to_copies_is_one_gather_of_equal_pieces() -> None:
     found = plan(tensor((12,), ranks(0, 4), ROWS), tensor((12,), ranks(0, 4)))
-    assert [len(step.fibres) for step in found.rounds if isinstance(step, Gather)] == [1]
+    assert [len(step.fibres) for step in found.rounds if isinstance(step, GatherRound)] == [1]
     assert found.messages == ()
     assert set(found.received().values()) == {9}
 
@@ -177,17 +183,17 @@ def test_cut_to_copies_takes_messages_where_pieces_are_uneven() -> None:
 def test_a_gather_is_one_for_each_fibre_in_the_order_of_the_pieces() -> None:
     mesh = Mesh((5, 4, 1, 0), "m", (("dp", 2), ("tp", 2)))
     found = plan(tensor((8,), mesh, {0: ("tp", "dp")}), tensor((8,), mesh))
-    gathers = [step for step in found.rounds if isinstance(step, Gather)]
+    gathers = [step for step in found.rounds if isinstance(step, GatherRound)]
     assert [fibre.ranks for step in gathers for fibre in step.fibres] == [(5, 1, 4, 0)]
     found = plan(tensor((8,), mesh, {0: ("tp",)}), tensor((8,), mesh))
-    gathers = [step for step in found.rounds if isinstance(step, Gather)]
+    gathers = [step for step in found.rounds if isinstance(step, GatherRound)]
     assert [fibre.ranks for step in gathers for fibre in step.fibres] == [(5, 4), (1, 0)]
 
 
 def test_two_dimensions_are_gathered_one_after_the_other() -> None:
     mesh = Mesh((0, 1, 2, 3), "m", (("dp", 2), ("tp", 2)))
     found = plan(tensor((4, 6), mesh, {0: ("dp",), 1: ("tp",)}), tensor((4, 6), mesh))
-    gathers = [step for step in found.rounds if isinstance(step, Gather)]
+    gathers = [step for step in found.rounds if isinstance(step, GatherRound)]
     assert [[fibre.ranks for fibre in step.fibres] for step in gathers] == [
         [(0, 1), (2, 3)],
         [(0, 2), (1, 3)],
@@ -204,7 +210,7 @@ def test_packed_blocks_are_gathered_too() -> None:
         for axes in (("tp", "dp"), ("tp",))
     )
     found = plan(source, target)
-    gathers = [step for step in found.rounds if isinstance(step, Gather)]
+    gathers = [step for step in found.rounds if isinstance(step, GatherRound)]
     assert [fibre.ranks for step in gathers for fibre in step.fibres] == [(0, 2), (1, 3)]
     assert not any(fibre.is_dense for step in gathers for fibre in step.fibres)
     assert found.messages == ()
@@ -240,7 +246,7 @@ def test_copies_become_a_maximum_as_they_are() -> None:
 def test_summands_to_copies_is_an_all_reduce(size: int) -> None:
     found = plan(tensor((size,), ranks(0, 4), summed=SUM), tensor((size,), ranks(0, 4)))
     (step,) = found.rounds
-    assert isinstance(step, Reduce)
+    assert isinstance(step, ReduceRound)
     assert [(fibre.ranks, fibre.dim) for fibre in step.fibres] == [((0, 1, 2, 3), None)]
     assert set(found.received().values()) == {2 * size * 3 // 4}
 
@@ -248,7 +254,7 @@ def test_summands_to_copies_is_an_all_reduce(size: int) -> None:
 def test_summands_to_an_even_cut_is_a_reduce_scatter() -> None:
     found = plan(tensor((8, 3), ranks(0, 4), summed=SUM), tensor((8, 3), ranks(0, 4), ROWS))
     (step,) = found.rounds
-    assert isinstance(step, Reduce)
+    assert isinstance(step, ReduceRound)
     assert [(fibre.ranks, fibre.dim) for fibre in step.fibres] == [((0, 1, 2, 3), 0)]
     assert set(found.received().values()) == {24 * 3 // 4}
 
@@ -256,7 +262,7 @@ def test_summands_to_an_even_cut_is_a_reduce_scatter() -> None:
 def test_summands_to_an_uneven_cut_are_sent() -> None:
     found = plan(tensor((10,), ranks(0, 4), summed=SUM), tensor((10,), ranks(0, 4), ROWS))
     (step,) = found.rounds
-    assert isinstance(step, Combine)
+    assert isinstance(step, CombineRound)
     assert found.received() == {0: 6, 1: 9, 2: 6, 3: 9}
 
 
@@ -264,7 +270,7 @@ def test_summands_of_packed_blocks_take_a_reduce_scatter_for_each() -> None:
     source = tensor((24,), ranks(0, 4), summed=SUM)
     found = plan(source, TensorType(DType.F32, (24,), ranks(0, 4), Layout((Cut(("*",), 3),))))
     (step,) = found.rounds
-    assert isinstance(step, Reduce)
+    assert isinstance(step, ReduceRound)
     assert [fibre.region for fibre in step.fibres] == [
         (((start, start + 8),),) for start in (0, 8, 16)
     ]
@@ -275,7 +281,7 @@ def test_summands_along_two_axes_are_those_of_one_fibre() -> None:
     mesh = Mesh((3, 2, 1, 0), "m", (("dp", 2), ("tp", 2)))
     found = plan(tensor((8,), mesh, summed=("dp", "tp")), tensor((8,), mesh))
     (step,) = found.rounds
-    assert isinstance(step, Reduce)
+    assert isinstance(step, ReduceRound)
     assert [fibre.ranks for fibre in step.fibres] == [(3, 2, 1, 0)]
 
 
@@ -290,7 +296,7 @@ def test_summands_that_stay_ones_are_not_combined() -> None:
     source = tensor((8,), mesh, summed=("dp", "tp"))
     found = plan(source, tensor((8,), mesh, {0: ("dp",)}, ("tp",)))
     (step,) = found.rounds[:1]
-    assert isinstance(step, Reduce)
+    assert isinstance(step, ReduceRound)
     assert found.received() == dict.fromkeys(range(4), 4)
 
 
@@ -298,7 +304,7 @@ def test_summands_that_stay_ones_are_not_combined() -> None:
 def test_summands_to_a_cut_on_other_ranks(senders: int, receivers: int) -> None:
     source = tensor((24,), ranks(0, senders), summed=SUM)
     found = plan(source, tensor((24,), ranks(senders, senders + receivers), ROWS))
-    assert [type(step) for step in found.rounds] == [Reduce, Move]
+    assert [type(step) for step in found.rounds] == [ReduceRound, MoveRound]
     assert len(found.messages) == senders + receivers - math.gcd(senders, receivers)
     expected = dict.fromkeys(range(senders), 24 * (senders - 1) // senders)
     expected |= dict.fromkeys(range(senders, senders + receivers), 24 // receivers)

@@ -24,7 +24,7 @@ from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
 from ..codegen.codegen import Source, make_body, source_of
 from ..groups.gradient_buckets import buckets_of
-from ..groups.stored import Gather, Reduce, Stored
+from ..groups.stored import GradientReduction, ParameterGather, Stored
 from ..layouts.cases import LayoutError
 from ..layouts.cuts import unmerged
 from ..layouts.partition import Part, Partition
@@ -112,9 +112,9 @@ class Maker:
         )
         return GroupFunction(declaration, program, parts)
 
-    def _reductions(self) -> dict[Transfer, Reduce]:
+    def _reductions(self) -> dict[Transfer, GradientReduction]:
         """The transfers that reduce gradients to the pieces that are stored."""
-        found: dict[Transfer, Reduce] = {}
+        found: dict[Transfer, GradientReduction] = {}
         paths = {version: t.path for t, version in self.section.gradients}
         read = {v for part in self.section.partition.parts for v in part.inputs}
         for transfer in _transfers(self.section.partition):
@@ -177,7 +177,7 @@ class Maker:
         writer: _Writer,
         plans: Sequence[_PartPlan],
         parts: Sequence[TracedPart | None],
-        reductions: Mapping[Transfer, Reduce],
+        reductions: Mapping[Transfer, GradientReduction],
     ) -> Program:
         partition = self.section.partition
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True)):
@@ -380,14 +380,14 @@ class _Writer:
             )
         self._ops.append(TransferOp((self._values[before],), (result,), loc=self._loc))
 
-    def gather(self, gather: Gather, version: Version) -> None:
+    def gather(self, gather: ParameterGather, version: Version) -> None:
         """Make a parameter whole of its pieces."""
         base = version.node.name
         rest = self._hand(gather.read, (), f"{base}.rest")
         full = self._travel(rest, gather.full, f"{base}.full")
         self._values[version] = self._hand(gather.make, (full,), base)
 
-    def reduce(self, reduce: Reduce, version: Version) -> None:
+    def reduce(self, reduce: GradientReduction, version: Version) -> None:
         """Reduce a gradient to the pieces that ranks store, and add these to theirs."""
         base = version.node.name
         terms = self._hand(reduce.lay, (self._values[version],), f"{base}.terms")

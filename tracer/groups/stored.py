@@ -46,7 +46,7 @@ class Stored:
     def __contains__(self, path: str) -> bool:
         return path in self.group.gathered
 
-    def gathers(self, path: str) -> Gather:
+    def gathers(self, path: str) -> ParameterGather:
         """What is done to use a parameter."""
         logical = self.group.logical[path]
         flat = Flat.of(logical, self.group.mesh)
@@ -76,9 +76,9 @@ class Stored:
         pieces = {rank: flat.at(rank) for rank in tensors}
         reading = {rank: _Reading(tensor, flat.numel) for rank, tensor in tensors.items()}
         making = {rank: _Making(at) for rank, at in pieces.items()}
-        return Gather(rest, full, _part(read, reading), _part(make, making))
+        return ParameterGather(rest, full, _part(read, reading), _part(make, making))
 
-    def reduces(self, path: str, before: Layout, after: Layout) -> Reduce | None:
+    def reduces(self, path: str, before: Layout, after: Layout) -> GradientReduction | None:
         """What is done with a gradient; None if it is not to be reduced to pieces along their axes.
 
         Args:
@@ -121,7 +121,7 @@ class Stored:
         )
         laying = {rank: _Laying(flat.at(rank)) for rank in tensors}
         adding = {rank: _Adding(tensor) for rank, tensor in tensors.items()}
-        return Reduce(terms, total, _part(lay, laying), _part(add, adding))
+        return GradientReduction(terms, total, _part(lay, laying), _part(add, adding))
 
     @cached_property
     def _tensors(self) -> dict[int, dict[str, Tensor]]:
@@ -134,7 +134,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Gather:
+class ParameterGather:
     """A gather of one parameter.
 
     Attributes:
@@ -150,7 +150,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Reduce:
+class GradientReduction:
     """A reduction of one gradient.
 
     Attributes:

@@ -127,7 +127,7 @@ class CollectivePort:
         except StopIteration as end:
             self._value = end.value
         except BaseException as error:
-            # Raised again by `take`, where the executor knows whose it is.
+            # Raised again by `take`, where the engine knows whose it is.
             if is_interruption(error):
                 raise
             self._error = error

@@ -145,7 +145,7 @@ class Incoming:
                 elif self._copies and not private:
                     value = value.clone()
                 self.value = value
-        except Exception as error:  # raised again by `take`, where the executor can say whose it is
+        except Exception as error:  # raised again by `take`, where the engine can say whose it is
             self.error = error
         self.done = True
 

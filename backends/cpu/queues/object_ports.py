@@ -95,7 +95,7 @@ class ObjectRecvPort(InPlaceRecvPort):
             return False
         try:
             self._kept = (self._read(),)
-        except Exception as error:  # raised again by `take`, where the executor can say whose it is
+        except Exception as error:  # raised again by `take`, where the engine can say whose it is
             self._kept = error
         return True
 

@@ -19,7 +19,7 @@ import torch
 
 from ..memory.codecs import TensorCodec
 from ..memory.layout import POISON, SIZE_MASK
-from ..mpi import module_of
+from ..mpi_module import module_of
 from .messages import Active, Incoming, Outgoing
 
 _LENGTH = struct.Struct("<Q")
@@ -105,16 +105,16 @@ class _RemoteQueue(Generic[Message]):
         self._persistent.clear()
         self._active.pop(self, None)
 
-    def _issue(self) -> None:
-        """Issue what waits, up to the first whose slot is in use."""
+    def _start_waiting(self) -> None:
+        """Start what waits, up to the first whose slot is in use."""
         while self._unissued and self._unissued[0].slot not in self._busy:
             message = self._unissued.popleft()
             if message.slot is not None:
                 self._busy.add(message.slot)
             self.counts.heads += 1
-            self._under_way.append(self._start(message))
+            self._under_way.append(self._post(message))
 
-    def _start(self, message: Message) -> _UnderWay[Message]:
+    def _post(self, message: Message) -> _UnderWay[Message]:
         raise NotImplementedError
 
     def _persistent_for(
@@ -127,7 +127,7 @@ class _RemoteQueue(Generic[Message]):
         return known
 
     def _progress(self) -> None:
-        self._issue()
+        self._start_waiting()
         if not self._under_way and not self._unissued:
             self._active.pop(self, None)
 
@@ -140,7 +140,7 @@ class RemoteSender(_RemoteQueue[Outgoing]):
         message.keep()  # MPI reads it until the other side has it
         self._unissued.append(message)
         self._active[self] = None
-        self._issue()
+        self._start_waiting()
 
     def progress(self) -> None:
         """Note what has been sent, and issue what waits."""
@@ -161,7 +161,7 @@ class RemoteSender(_RemoteQueue[Outgoing]):
         for _ in range(posted.heads - self.counts.heads):
             self._under_way.append(self._sent(None, [storage(0)]))
 
-    def _start(self, message: Outgoing) -> _UnderWay[Outgoing]:
+    def _post(self, message: Outgoing) -> _UnderWay[Outgoing]:
         codec = message.codec
         is_tensor = isinstance(codec, TensorCodec)
         if isinstance(codec, TensorCodec) and not message.mark:
@@ -206,11 +206,11 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
         message.clear()
         self._unissued.append(message)
         self._active[self] = None
-        self._issue()
+        self._start_waiting()
 
     def progress(self) -> None:
         """Note what has arrived, and ask for what waits."""
-        self._issue()
+        self._start_waiting()
         under_way = self._under_way
         while under_way:
             message, steps = under_way[0].message, under_way[0].steps
@@ -228,7 +228,7 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
         """Let the slot of a message be received into again."""
         if message.slot is not None:
             self._busy.discard(message.slot)
-        self._issue()
+        self._start_waiting()
 
     def drain(self, sent: Counts, is_late: Callable[[], bool]) -> bool:
         """Receive and drop what has been sent and nobody has asked for.
@@ -253,7 +253,7 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
                 part.Recv(storage(self._status.Get_count(self._byte)))
         return True
 
-    def _start(self, message: Incoming) -> _UnderWay[Incoming]:
+    def _post(self, message: Incoming) -> _UnderWay[Incoming]:
         codec = message.codec
         nbytes = codec.nbytes if isinstance(codec, TensorCodec) else HEAD_BYTES
         assert nbytes is not None

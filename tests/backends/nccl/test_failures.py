@@ -13,7 +13,7 @@ import torch
 
 from cg.backends.streams.groups import Group, Line
 from cg.backends.streams.library import CommunicationError, Library, Message
-from cg.backends.streams.ports import CollectivePort, RecvPort, SendPort
+from cg.backends.streams.ports import CollectivePort, StreamRecvPort, StreamSendPort
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType
 
@@ -174,8 +174,8 @@ def test_ports_say_whom_it_concerns(bound: Bound) -> None:
     def gather(source: int, target: int) -> None:
         bound.library.all_gather(source, target, 16, group.comm, 0)
 
-    send = SendPort(0, bound.library, edge, type_, Stream.SEND)
-    recv = RecvPort(0, bound.library, edge, type_, Stream.RECV, None, False, device)
+    send = StreamSendPort(0, bound.library, edge, type_, Stream.SEND)
+    recv = StreamRecvPort(0, bound.library, edge, type_, Stream.RECV, None, False, device)
     parts: Any = (lambda: x, lambda value, _: value, gather, lambda value: value)
     collective = CollectivePort(0, bound.library, group, Stream.COLLECTIVE, *parts)
     collective.prepare(x)
