@@ -18,7 +18,6 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
 from ..mpi.jobs import ROOT, needs_mpi, run
-from ..sampling import scale
 
 transformers = pytest.importorskip("transformers")
 
@@ -176,13 +175,14 @@ def test_adapters_open_with_peft(model: Path, tmp_path: Path) -> None:
 # -- kill -9 ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # `tests/models/test_interrupted_saves.py` stops a save at each of its calls
 @pytest.mark.timeout(4000)
 def test_killed_at_any_moment(model: Path, whole: Path, tmp_path: Path) -> None:
     """Each time it goes on from what was complete, and comes to the same losses, bit for bit.
 
     Nothing is evaluated: that writes nothing, and most of the kills would be in its trace.
     """
-    kills = 30 if scale() > 1 else 1
+    kills = 30
     job = str(Path(__file__).with_name("killing_job.py"))
     more = "--steps 6 --save-every 1 --keep 9 --resume --evaluate-every 0"
     words = [SCRIPT, "--model", str(model), *TINY.split(), *more.split()]

@@ -200,7 +200,13 @@ def test_a_process_manager_that_is_killed_ends_the_job(
     assert job.finish() != 0, job.output
 
 
-@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; exit $?', "sh"]], ids=["", "wrapped"])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        pytest.param([], marks=pytest.mark.slow, id=""),
+        pytest.param(["sh", "-c", '"$@"; exit $?', "sh"], id="wrapped"),
+    ],
+)
 def test_a_process_manager_that_is_killed_ends_the_job_under_plain_mpirun(
     start: Start, wrapper: list[str]
 ) -> None:
@@ -257,6 +263,7 @@ def test_the_jobs_folder_and_its_files_are_the_users_own(launch: Launch) -> None
     assert job.output.count("mode=600\n") == 4, job.output
 
 
+@pytest.mark.slow  # `test_foreign` knows its variables
 def test_copies_that_torchrun_starts_are_refused_and_what_they_start_goes_on(
     start: Start, tmp_path: Path
 ) -> None:

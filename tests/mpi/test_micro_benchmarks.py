@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from .jobs import needs_mpi, run
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = needs_mpi
 
 
 def test_each_case_runs() -> None:
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-disable", "-q"]
-    ended = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "skipped" not in ended.stdout, ended.stdout
+    program = ["-m", "pytest", "benchmarks", "--benchmark-disable", "-q", "-p", "no:cacheprovider"]
+    ended = run(0, program, seconds=240, warm=True)
+    assert ended.code == 0, ended.output
+    assert "skipped" not in ended.output, ended.output

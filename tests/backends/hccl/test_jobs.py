@@ -35,7 +35,7 @@ def on_npus(
         "HCCL_EXEC_TIMEOUT": "60",
         "PYTHONPATH": path,
     }
-    return run(ranks, program, variables={**given, **variables}, seconds=seconds, warm=ranks > 0)
+    return run(ranks, program, variables={**given, **variables}, seconds=seconds, warm=True)
 
 
 def calls(output: str, rank: int, part: str) -> dict[str, int]:
@@ -205,7 +205,8 @@ def test_the_self_test(mock: Path) -> None:
 
 @needs_no_torch_npu
 def test_the_self_test_where_there_is_nothing() -> None:
-    ended = run(0, ["-m", "cg.backends.hccl.selftest", "--library", "/no/libhccl.so"], seconds=60)
+    program = ["-m", "cg.backends.hccl.selftest", "--library", "/no/libhccl.so"]
+    ended = run(0, program, seconds=60, warm=True)
     assert ended.code == 1
     rows = ended.output[ended.output.index("result | check | details") :].splitlines()[1:]
     begins = (
