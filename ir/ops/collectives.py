@@ -36,8 +36,10 @@ class Exchange:
 
     Each receiver gets a piece of what each sender gives: all of it or, with `cut`, the part with
     the receiver's number in the group. It combines the pieces in the order of the group. Members
-    that receive nothing get a unit. Every member gives or receives, except in a barrier
-    (`Collective.check`): the verifier and the ports of hosts find the type of what travels by that.
+    that receive nothing get a unit. The verifier and the ports of hosts find the type of what
+    travels by three rules (`problem`), from which a barrier is exempt: every member gives or
+    receives, somebody receives, and if some members only give and others only receive, operands are
+    neither cut nor concatenated.
 
     Attributes:
         members: the ranks of the group, in order.
@@ -56,11 +58,19 @@ class Exchange:
     concat: int | None = None
 
     @property
-    def idle(self) -> list[int]:
-        """The members that neither give nor receive, of an exchange that moves something."""
-        if not self.senders and not self.receivers:
-            return []
-        return sorted(set(self.members).difference(self.senders, self.receivers))
+    def problem(self) -> Problem | None:
+        """Which rule it breaks, if it does."""
+        if self.receivers == self.members or not (self.senders or self.receivers):
+            return None
+        idle = set(self.members).difference(self.senders, self.receivers)
+        if idle:
+            ranks = sorted(idle)
+            return Problem(f"ranks {ranks} neither give nor receive", "leave them out of the group")
+        if not self.receivers:
+            return Problem("nobody receives", "there is no op for a value that nobody gets")
+        if self.senders != self.members and (self.cut, self.concat) != (None, None):
+            return Problem("some ranks give, others receive parts", "let all give, or all receive")
+        return None
 
     @property
     def has_one_result_type(self) -> bool:
@@ -156,12 +166,9 @@ class Collective(Op):
                     f"{self.opcode} {preposition} rank {stranger}, which is not of the group "
                     f"{self.group}"
                 )
-        if exchange.idle:
-            raise Problem(
-                f"ranks {exchange.idle} of the group {self.group} neither give nor receive in this "
-                f"{self.opcode}",
-                "leave them out of the group",
-            )
+        broken = exchange.problem
+        if broken is not None:
+            raise Problem(f"{self.opcode} of {self.group}: {broken.message}", broken.help)
         one_rank = context.phase is Phase.SCHEDULED
         members = len(exchange.members)
         operands = len(exchange.senders)

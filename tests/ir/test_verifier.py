@@ -387,26 +387,51 @@ def test_a_call_is_somewhere() -> None:
     assert "help: let the function return unit, and give its result a place" in message
 
 
-def test_every_member_of_a_collective_gives_or_receives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shown by a broadcast that only the second member receives."""
-
-    def exchange(op: Broadcast) -> Exchange:
-        return Exchange(op.group.ranks, (op.root,), (1,))
-
-    def module(ranks: tuple[int, ...]) -> Module:
-        results = [Value(f"r{rank}", UnitType(Place.of(rank))) for rank in ranks]
-        results[1] = Value("r1", TensorType(DType.F32, (2,), Place.of(1)))
-        x = Value("x", T)
-        made = parse_module("module @m phase=placed world=3 {\n}")
-        broadcast = Broadcast((x,), tuple(results), group=Place(ranks))
-        made.programs = [Program("m", [x], [broadcast, Return()])]
-        return made
-
-    monkeypatch.setattr(Broadcast, "exchange", property(exchange))
-    verify(module((0, 1)))
-    message = errors(module((0, 1, 2)))
-    assert "ranks [2] of the group @{0..2} neither give nor receive in this broadcast" in message
-    assert "help: leave them out of the group" in message
+@pytest.mark.parametrize(
+    ("ranks", "receivers", "concat", "message", "remedy"),
+    [
+        ((0, 1), (1,), None, None, ""),
+        (
+            (0, 1, 2),
+            (1,),
+            None,
+            "ranks [2] neither give nor receive",
+            "leave them out of the group",
+        ),
+        ((0,), (), None, "nobody receives", "there is no op for a value that nobody gets"),
+        ((0, 1), (1,), 0, "some ranks give, others receive parts", "let all give, or all receive"),
+    ],
+)
+def test_what_a_collective_may_be(
+    ranks: tuple[int, ...],
+    receivers: tuple[int, ...],
+    concat: int | None,
+    message: str | None,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shown by a broadcast that is another exchange."""
+    exchange = Exchange(ranks, (0,), receivers, concat=concat)
+    monkeypatch.setattr(Broadcast, "exchange", property(lambda op: exchange))
+    x = Value("x", T)
+    results = tuple(
+        Value(
+            f"r{rank}",
+            TensorType(DType.F32, (2,), Place.of(rank))
+            if rank in receivers
+            else UnitType(Place.of(rank)),
+        )
+        for rank in ranks
+    )
+    module = parse_module("module @m phase=placed world=3 {\n}")
+    broadcast = Broadcast((x,), results, group=Place(ranks))
+    module.programs = [Program("m", [x], [broadcast, Return()])]
+    if message is None:
+        verify(module)
+    else:
+        found = errors(module)
+        assert f"broadcast of {Place(ranks)}: {message}" in found
+        assert f"help: {remedy}" in found
 
 
 def test_declarations_are_in_the_table_under_their_names() -> None:
