@@ -67,7 +67,7 @@ class Exchange:
             ranks = sorted(idle)
             return Problem(f"ranks {ranks} neither give nor receive", "leave them out of the group")
         if not self.receivers:
-            return Problem("nobody receives", "there is no op for a value that nobody gets")
+            return Problem("nobody receives", "leave the op out, or let a rank receive")
         if self.senders != self.members and (self.cut, self.concat) != (None, None):
             return Problem("some ranks give, others receive parts", "let all give, or all receive")
         return None

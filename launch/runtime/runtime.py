@@ -289,7 +289,7 @@ def tell(world: World, purpose: str) -> None:
 def is_in_step(world: World) -> bool:
     """True if this process is executing a step that all ranks run together.
 
-    It is not in a virtual world: one process that plays all ranks comes to a step on all of them.
+    Never true of a virtual world, where one process comes to a step on all ranks.
     """
     transport = _transports.get(world)
     return transport is not None and transport.control.is_running

@@ -203,7 +203,7 @@ def test_a_process_manager_that_is_killed_ends_the_job(
 @pytest.mark.parametrize(
     "wrapper",
     [
-        pytest.param([], marks=pytest.mark.slow, id=""),
+        pytest.param([], marks=pytest.mark.slow, id=""),  # one process less than with a shell
         pytest.param(["sh", "-c", '"$@"; exit $?', "sh"], id="wrapped"),
     ],
 )

@@ -80,7 +80,7 @@ class _RemoteQueue(Generic[Message]):
         self._comm = comm
         self._tag = tag
         self._active = active
-        self._unissued: deque[Message] = deque()
+        self._unposted: deque[Message] = deque()
         self._under_way: deque[_UnderWay[Message]] = deque()
         self._busy: set[int | None] = set()
         self._persistent: dict[tuple[int, int], tuple[Any, memoryview]] = {}
@@ -105,10 +105,10 @@ class _RemoteQueue(Generic[Message]):
         self._persistent.clear()
         self._active.pop(self, None)
 
-    def _start_waiting(self) -> None:
-        """Start what waits, up to the first whose slot is in use."""
-        while self._unissued and self._unissued[0].slot not in self._busy:
-            message = self._unissued.popleft()
+    def _post_unblocked(self) -> None:
+        """Post what is to be posted, up to the first whose slot is in use."""
+        while self._unposted and self._unposted[0].slot not in self._busy:
+            message = self._unposted.popleft()
             if message.slot is not None:
                 self._busy.add(message.slot)
             self.counts.heads += 1
@@ -127,8 +127,8 @@ class _RemoteQueue(Generic[Message]):
         return known
 
     def _progress(self) -> None:
-        self._start_waiting()
-        if not self._under_way and not self._unissued:
+        self._post_unblocked()
+        if not self._under_way and not self._unposted:
             self._active.pop(self, None)
 
 
@@ -138,12 +138,12 @@ class RemoteSender(_RemoteQueue[Outgoing]):
     def send(self, message: Outgoing) -> None:
         """Send a loaded message, after all those before it."""
         message.keep()  # MPI reads it until the other side has it
-        self._unissued.append(message)
+        self._unposted.append(message)
         self._active[self] = None
-        self._start_waiting()
+        self._post_unblocked()
 
     def progress(self) -> None:
-        """Note what has been sent, and issue what waits."""
+        """Note what has been sent, and post what no slot holds back."""
         while self._under_way and self._under_way[0].is_done:
             message = self._under_way.popleft().message
             if message is not None:
@@ -157,7 +157,7 @@ class RemoteSender(_RemoteQueue[Outgoing]):
         Args:
             posted: what the receiver has asked for.
         """
-        self._unissued.clear()
+        self._unposted.clear()
         for _ in range(posted.heads - self.counts.heads):
             self._under_way.append(self._sent(None, [storage(0)]))
 
@@ -204,13 +204,13 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
     def post(self, message: Incoming) -> None:
         """Receive the next message into `message`."""
         message.clear()
-        self._unissued.append(message)
+        self._unposted.append(message)
         self._active[self] = None
-        self._start_waiting()
+        self._post_unblocked()
 
     def progress(self) -> None:
         """Note what has arrived, and ask for what waits."""
-        self._start_waiting()
+        self._post_unblocked()
         under_way = self._under_way
         while under_way:
             message, steps = under_way[0].message, under_way[0].steps
@@ -228,7 +228,7 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
         """Let the slot of a message be received into again."""
         if message.slot is not None:
             self._busy.discard(message.slot)
-        self._start_waiting()
+        self._post_unblocked()
 
     def drain(self, sent: Counts, is_late: Callable[[], bool]) -> bool:
         """Receive and drop what has been sent and nobody has asked for.
@@ -240,7 +240,7 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
         Returns:
             Whether all of it has come.
         """
-        self._unissued.clear()
+        self._unposted.clear()
         for tag, extra in (
             (self._tag, sent.heads - self.counts.heads),
             (self._tag + 1, sent.rests - self.counts.rests),
