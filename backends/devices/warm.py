@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Op, Slice, Value, View, Wait
-from ...ir.types import DType, FutureType, TensorType, Type
+from ...ir.types import DType, FutureType, TensorType, Type, promised
 from ..base import Body, BoxedBody, GraphBody, StatefulBody
 from ..dtypes import TORCH_DTYPES
 from ..program import builtins
@@ -262,7 +262,7 @@ def _made_up(type_: Type, device: Device) -> Tensor:
 
 def _dtypes(program: Program) -> list[torch.dtype]:
     values = [*program.params, *(value for op in program.ops for value in op.results)]
-    types = (getattr(value.type, "value", value.type) for value in values)
+    types = (promised(value.type) for value in values)
     return list(dict.fromkeys(TORCH_DTYPES[t.dtype] for t in types if isinstance(t, TensorType)))
 
 
