@@ -10,6 +10,9 @@ The model, which is that of `check-deadlock` and of simulations:
 - Communication ops of one rank that share a stream complete in the order in which they were posted.
   The messages of a batch complete together, as soon as all of them can.
 - A message with a slot is not complete before the receiver has freed the slot's last message.
+- A rank that puts messages on a device may be blocked at any op until all of these are complete: a
+  call of its host may wait for the device, as when memory is taken, a module is loaded, or a graph
+  is made. No program can know when; so, if it is asked for, the model waits at each op.
 
 Whether a message completes does not depend on the order in which ranks are looked at, so one run
 to a fixpoint decides, in time linear in the number of ops.
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias
@@ -27,7 +30,18 @@ from typing import TypeAlias
 from .attributes import Stream
 from .diagnostics import IRError
 from .module import Module, Program
-from .ops import Collective, Communication, Free, Op, Recv, Value, Wait, batch_of
+from .ops import (
+    Collective,
+    Communication,
+    Free,
+    Op,
+    Recv,
+    Return,
+    Value,
+    View,
+    Wait,
+    batch_of,
+)
 from .storage import SharedStorage
 from .verify.channel_rules import unmatched
 
@@ -71,10 +85,15 @@ class Message:
 
 
 class Kind(enum.Enum):
-    """The effect of an event of a rank's program."""
+    """The effect of an event of a rank's program.
+
+    `WAIT` is for the message of a `wait`. `DEVICE` is for one that is on the device when the host
+    comes to an op, in which it may wait for the device.
+    """
 
     POST = enum.auto()
     WAIT = enum.auto()
+    DEVICE = enum.auto()
     FREE = enum.auto()
     WORK = enum.auto()
 
@@ -171,6 +190,7 @@ class Progress:
         transfer: Callable[[Message], float] | None = None,
         buffered: bool = False,
         one_queue: bool = False,
+        on_devices: Set[int] = frozenset(),
     ) -> None:
         """Prepare to run `module`, scheduled.
 
@@ -181,6 +201,8 @@ class Progress:
             buffered: whether a message with a slot, on a channel without a transport of its own,
                 needs nothing but its slot to travel. What completes without that does so with it.
             one_queue: whether collectives of all traffic wait for each other, as if on one stream.
+            on_devices: the channels whose messages are on devices, for which hosts may wait at each
+                op.
 
         Raises:
             IRError: an op has no other end, or the two ends do not agree.
@@ -188,6 +210,7 @@ class Progress:
         self.programs = {program.rank or 0: program for program in module.programs}
         self.messages = match(module)
         self.freed: set[Message] = set()
+        self._on_devices = on_devices
         self.events = {
             rank: self._read(program, module, cost) for rank, program in self.programs.items()
         }
@@ -250,7 +273,9 @@ class Progress:
         last: dict[Value, Free] = {}
         early: set[Op] = set()
         events: list[Event] = []
+        on_device: dict[Message, None] = {}
         for op in program.ops:
+            events += self._of_device(on_device, program.rank or 0, op)
             if isinstance(op, Wait):
                 message = promised.get(op.operands[0])
                 if message is not None:
@@ -260,6 +285,8 @@ class Progress:
                 promised[op.results[0]] = message
                 received.setdefault(group_of(op.results[0]), []).append(message)
                 events.append((Kind.POST, message, op))
+                if message.chan in self._on_devices:
+                    on_device[message] = None
             elif isinstance(op, Free):
                 group = group_of(op.operands[0])
                 if group not in received:
@@ -273,6 +300,23 @@ class Progress:
             elif cost is not None:
                 events.append((Kind.WORK, None, op))
         return [event for event in events if event[2] not in early] if early else events
+
+    def _of_device(self, on_device: dict[Message, None], rank: int, op: Op) -> list[Event]:
+        """The waits of a host for its device at an op; what it has waited for is dropped.
+
+        The messages of a batch complete together, so the host waits for none before it has posted
+        all that are its own.
+        """
+        if isinstance(op, Free | View | Return):
+            return []  # they put nothing on the device
+        whole = [
+            message
+            for message in on_device
+            if all(part in on_device for part in message.unit if rank in part.ends)
+        ]
+        for message in whole:
+            del on_device[message]
+        return [(Kind.DEVICE, message, op) for message in whole]
 
     def _advance(self, rank: int) -> list[int]:
         """Run a rank until it blocks; the ranks that are blocked no longer because of it."""

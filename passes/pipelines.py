@@ -90,7 +90,7 @@ def default_pipeline(
         SplitTransfers(),
         # Needs all communication in sight, to keep it in one order on all ranks.
         SchedulePrograms(schedule, prefetch),
-        # One rank at a time from here on: receives are posted early, waits sink to first uses.
+        # One rank at a time from here on: hosts post receives early, and waits sink to first uses.
         Overlap(),
         # Receives are where they are posted, and waits where they are needed: between them there is
         # time to copy.
@@ -118,7 +118,7 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, in_flight: int) -> list[Pa
     """The steps, and those that devices need besides.
 
     Channels are made for one transport each, so it is chosen before there are any. Messages are put
-    in order once receives have been posted as early as may be. Graphs only number the ops of
+    in order once receives of hosts have moved. Graphs only number the ops of
     programs, which stay as they have been proved; tails move some, and are proved again.
     """
     found: list[Pass] = []

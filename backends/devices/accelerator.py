@@ -168,7 +168,7 @@ class Accelerator:
         to what a capture allows.
         """
         module, raw = self._module, self.raw(queue)
-        # Not the whole device: a receive that was posted early may wait for what is captured here.
+        # Not the whole device: messages on other streams have time until their values are used.
         queue.synchronize()
         if self.begins_pool(queue):
             self._pools[raw] = module.graph_pool_handle()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
@@ -209,18 +209,4 @@ def advice(logs: Sequence[str]) -> str:
         "number, and for an error ahead of this one. Compiled with passes='-capture', no graph "
         "hides at which op the device is. Where it only needs longer, raise compile(timeout=...) "
         "or CG_TIMEOUT"
-    )
-
-
-def cold(functions: Mapping[str, str]) -> str:
-    """The functions that could not be run ahead, which may have made the driver wait, and why."""
-    if not functions:
-        return ""
-    return "\n".join(
-        [
-            "\nThese functions could not be run before messages were under way. Their kernels "
-            "may have to be loaded, which waits for what is on the device; make their methods "
-            "opaque, or compile with -overlap:",
-            *(f"  @{name}: {why}" for name, why in functions.items()),
-        ]
     )

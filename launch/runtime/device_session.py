@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from ...backends.base import World
 from ...backends.cpu.transport import CpuTransport
 from ...backends.devices.programs.executable import DeviceExecutable
-from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
+from ...backends.devices.watchdog import Watchdog, advice, put_by
 from ...backends.errors import TransportError
 from ...backends.program.executor import Executable
 from ...backends.streams.communicator import StreamCommunicator
@@ -151,7 +151,7 @@ class DeviceSession:
         self._world.end_job(
             f"{trouble}\nHere is where the host of every rank is in {executable.work.name}; a host "
             "outside of executions has put its last one on its device, and does not wait for that:"
-            f"\n{where}{cold(executable.cold)}{advice(logs_of(self._streams))}"
+            f"\n{where}{advice(logs_of(self._streams))}"
         )
 
     @property

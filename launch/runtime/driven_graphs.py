@@ -227,7 +227,7 @@ def make_graph(
                 connections[rank].close()  # nobody else will
                 raise
     if on_device is not None:
-        on_device.warm(variants)
+        on_device.device.synchronize()  # constants are there for all streams
     graph = Graph(name, driver, modules, contexts, [variant.rebuild for variant in variants])
     executions.open(graph)
     recover = None

@@ -13,8 +13,7 @@ from ...backends.devices.pending_work import named
 from ...backends.devices.programs.device_only import DeviceOnlyBinder
 from ...backends.devices.programs.driven import DrivenBinder, HostHandshake
 from ...backends.devices.programs.instance import DeviceOnlyInstance, HandshakeInstance, Shared
-from ...backends.devices.warm import warm
-from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
+from ...backends.devices.watchdog import Watchdog, advice, put_by
 from ...backends.driven.arrange import Reports
 from ...backends.driven.graphs import Rebuild
 from ...backends.driven.instance import Guard, Instance
@@ -92,7 +91,6 @@ class OnDevice:
         self._world = world
         self._scheduler = scheduler
         self._streams: list[StreamCommunicator] = []
-        self._cold: dict[str, str] = {}
         self._whole: list[DeviceOnlyInstance] = []
         faults = partial(faults_of, self._streams)
         self._watchdog = Watchdog(device, timeout, faults, self.give_up, self._putting)
@@ -114,13 +112,6 @@ class OnDevice:
             connections.close()
 
         return ExecutionContext(tuple(instances), close)
-
-    def warm(self, variants: Sequence[GraphVariant]) -> None:
-        """Run what the programs call, once for all contexts; see `warm`."""
-        for variant in variants:
-            program = variant.linked.program(self._world.rank)
-            self._cold.update(warm(program, self.device))
-        self.device.synchronize()  # constants are there for all streams
 
     def in_flight(self) -> Sequence[Instance]:
         """The executions of the rank, in the order of their start."""
@@ -145,7 +136,7 @@ class OnDevice:
             for instance in self._scheduler.in_flight
         ] or ["  in no execution: all that it was given is on its device"]
         said = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *where])
-        self._world.end_job(said + cold(self._cold) + advice(logs_of(self._streams)))
+        self._world.end_job(said + advice(logs_of(self._streams)))
 
 
 class ContextFactory:

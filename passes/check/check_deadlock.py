@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.communication import Message, Progress
+from ...ir.communication import Kind, Message, Progress
 from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.module import Module
-from ...ir.ops import Op, Recv, Send
+from ...ir.ops import Op, Recv, Send, Wait
 from ...ir.phases import Phase
 from ..base import Pass
+from ..placement.fabrics import is_by_stream
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class CheckDeadlock(Pass):
     their receives, streams are queues, and a slot takes a message once the last one is freed. A
     step is run again and again, so a slot that is never freed is refused as well. Where gathers and
     reductions have streams of their own, the programs must come to their end with these and with
-    one stream for all collectives: a device may run queues side by side, or in one.
+    one stream for all collectives: a device may run queues side by side, or in one. Where messages
+    are on devices, the programs must also come to their end if every host waits for its device at
+    each op.
 
     Refused, for instance, as each rank waits for the other to receive::
 
@@ -31,6 +34,15 @@ class CheckDeadlock(Pass):
           %d = send(%x) {chan = 0, ...}             %d = send(%x) {chan = 1, ...}
           wait(%d)                                  wait(%d)
           %r = recv() {chan = 1, ...}               %r = recv() {chan = 0, ...}
+          ...                                       ...
+
+    Refused on devices, as the call of rank 0 may wait for a receive that is on the device already,
+    whose message depends on what the call makes::
+
+        program @0(%x: f32[4]) {                  program @1() {
+          %r = recv() {chan = 1, ...}               %q = recv() {chan = 0, ...}
+          %h = call(%x) {fn = @a.f}                 %h = wait(%q)
+          %d = send(%h) {chan = 0, ...}             %s = send(%h) {chan = 1, ...}
           ...                                       ...
     """
 
@@ -48,6 +60,11 @@ class CheckDeadlock(Pass):
             chained = Progress(module, one_queue=True)
             if not chained.run():
                 raise _explain(chained)
+        on_devices = frozenset(id_ for id_, one in module.channels.items() if is_by_stream(one))
+        if on_devices:
+            waiting = Progress(module, on_devices=on_devices)
+            if not waiting.run():
+                raise _explain(waiting)
         return False
 
 
@@ -93,6 +110,7 @@ class _Step:
     rank: int
     op: Op
     cause: Message | None
+    is_of_device: bool = False
 
 
 def _explain(progress: Progress) -> IRError:
@@ -114,16 +132,24 @@ def _explain(progress: Progress) -> IRError:
         f"deadlock: {who} would wait for each other for ever"
         if len(ranks) > 1
         else f"deadlock: {who} would wait for itself for ever",
-        help=_ONE_BY_ONE
-        if any(step.op.stream is Stream.MESSAGE for step in circle)
-        else "post receives before waits that their senders depend on, and wait as late as "
-        "possible",
+        help=_remedy(circle),
         notes=tuple(
             Diagnostic(step.message, step.op, progress.programs[step.rank]) for step in circle
         ),
     )
 
 
+def _remedy(circle: Sequence[_Step]) -> str:
+    if any(step.op.stream is Stream.MESSAGE for step in circle):
+        return _ONE_BY_ONE
+    return _IN_TURN if any(step.is_of_device for step in circle) else _EARLY
+
+
+_EARLY = "post receives before waits that their senders depend on, and wait as late as possible"
+_IN_TURN = (
+    "a call of the host may wait for all that is on its device: post the messages of devices in "
+    "one order on all ranks, and none before its turn, as `overlap` does"
+)
 _ONE_BY_ONE = (
     "this transport does the messages of a rank one after the other: let batch-messages put them "
     "into one order on all ranks, and those that cross into one batch"
@@ -173,5 +199,8 @@ def _stays(progress: Progress, rank: int, consequence: str) -> _Step:
     if event is None:
         op = progress.programs[rank].ops[-1]
         return _Step(f"rank {rank} {consequence}", rank, op, None)
-    _, cause, op = event
+    kind, cause, op = event
+    if kind is Kind.DEVICE and not isinstance(op, Wait):
+        why = f"the host of rank {rank} may wait here for its device, where {cause} is under way"
+        return _Step(f"{why}, and so it {consequence}", rank, op, cause, is_of_device=True)
     return _Step(f"rank {rank} waits here for {cause}, and so {consequence}", rank, op, cause)

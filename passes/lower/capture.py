@@ -143,8 +143,8 @@ def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
 def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
     """Find receives and collectives that are posted in one part and awaited in another, and waits.
 
-    A graph is over when all is over that it began, so a receive of a graph must not depend on what
-    its rank does behind the graph: to the receive's other end, for one, what is sent there.
+    A graph is over when all is over that it began: what is to go on beside what the host does is
+    not part of it.
     """
     parts = _part_numbers(program, found)
     posted: dict[Value, int] = {}
@@ -156,9 +156,9 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
             at = posted.pop(op.operands[0], None)
             if at is not None and at not in found and parts[at] != parts[index]:
                 what = "receive" if isinstance(program.ops[at], Recv) else "collective"
-                crossing[at] = f"a {what} that is posted early, ahead of what the host does"
+                crossing[at] = f"a {what} that goes on beside what the host does"
             if at is not None and index not in found and (at in found or at in crossing):
-                crossing[index] = "a wait for what is posted early"
+                crossing[index] = "a wait for what goes on beside that"
     crossing |= _torn(program, found, parts)
     return crossing | _mates(program, found.keys() | crossing.keys())
 
@@ -215,7 +215,7 @@ def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> d
             if index in left:
                 ahead.append(op.result)
             elif ahead:
-                found[index] = "a message behind one that is posted early, on the same stream"
+                found[index] = "a message behind such a one, on the same stream"
     return found
 
 
@@ -230,7 +230,7 @@ def _mates(program: Program, left: Set[int]) -> dict[int, str]:
     batches = {index: batch_of(op) for index, op in enumerate(program.ops)}
     torn = {batches[index] for index in left} - {None}
     return {
-        index: "a message in a batch with one that is posted early"
+        index: "a message in a batch with such a one"
         for index, batch in batches.items()
         if batch in torn and index not in left
     }

@@ -10,10 +10,10 @@ from typing import ClassVar
 from ...ir.attributes import Effect
 from ...ir.diagnostics import error
 from ...ir.flops import Flops
-from ...ir.module import Module, Program
-from ...ir.ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.module import FunctionKind, Module, Program
+from ...ir.ops import Call, Collective, Communication, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.phases import Phase
-from ...ir.types import DType, FutureType, TensorType, UnitType, promised, tensor_bytes
+from ...ir.types import DType, FutureType, TensorType, UnitType, tensor_bytes
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
@@ -23,14 +23,19 @@ SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class Overlap(Pass):
-    """Move receives up and waits down, within a bound on messages in flight.
+    """Move receives of hosts up and waits down, within a bound on messages in flight.
 
-    A receive is posted as soon as its channel has fewer than `lookahead` receives that have been
-    posted and not been waited for, and no more than `ahead` calls are left before it is needed; one
-    that is posted earlier stays. A wait moves down to the first use of what it gives. The wait for
-    a send moves down to just before the send of the same channel that is `lookahead` later, or to
-    the end. Small messages between devices move over calls that compute, or not at all: side by
-    side with each other they would cost more than they take.
+    A receive between hosts is posted as soon as its channel has fewer than `lookahead` receives
+    that have been posted and not been waited for. A wait moves down to the first use of what it
+    gives. The wait for a send moves down to just before the send of the same channel that is
+    `lookahead` later, or to the end.
+
+    A receive between devices stays where it stands, in the one order in which all ranks have their
+    messages. It is a kernel that waits, and calls of the host may wait for the device: a graph is
+    made, memory is taken, a module is loaded. Were the receive ahead of its turn, its message could
+    depend on what the host has yet to put on the device. It loses nothing by that: the host runs
+    ahead of the device, so the receive is there long before the work ahead of it is done, on a
+    stream of its own. `check-deadlock` proves it of each program.
 
     Why this cannot bring about a deadlock: the receives of a rank keep their order among each
     other, over all channels; so do its sends; and so do its collectives. Suppose that the programs
@@ -61,21 +66,19 @@ class Overlap(Pass):
         %h.sent = wait(%h.send) : unit
         return()
 
-    A receive that a device carries out waits on its multiprocessors. A channel whose receives do so
+    A method that is opaque may make the host wait for its device in any case, and it cuts the
+    graphs of a device, which end when all that they began has ended. So a device waits for what is
+    under way to it before such a call, and not behind.
+
+    While a receive waits on a device, it occupies multiprocessors. A channel whose receives do so
     while their rank computes is marked `background`, with how much that is, and its transport takes
-    fewer of them where that pays. Nor
-    does a device take any number of kernels behind a receive that waits: CUDA stops launching a
-    graph after some thousands, and if the message is sent by what comes then, nothing moves any
-    more.
+    fewer of them where that pays.
 
     Attributes:
         lookahead: how many messages of a channel this pass lets be in flight at each end.
-        ahead: how many calls that compute may stand between a receive that is moved up and the
-            wait for it.
     """
 
     lookahead: int = 2
-    ahead: int = 2
 
     name: ClassVar[str] = "overlap"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
@@ -84,18 +87,14 @@ class Overlap(Pass):
     def __post_init__(self) -> None:
         if self.lookahead < 1:
             raise ValueError(f"lookahead is at least 1, not {self.lookahead}")
-        if self.ahead < 0:
-            raise ValueError(f"ahead is at least 0, not {self.ahead}")
 
     def run(self, module: Module) -> bool:
         changed = False
         for program in module.programs:
             _refuse_planned(program)
-            calls = {op for op in program.ops if isinstance(op, Call) and _computes(op, module)}
-            stays = _not_worth_moving(program.ops, module, calls, self.lookahead)
-            late = _wait_late(program.ops, self.lookahead, stays)
-            small = {op for op in late if isinstance(op, Recv) and _is_small(op, module)}
-            ops = _post_early(late, calls, small, self.lookahead, self.ahead)
+            stays = _not_worth_moving(program.ops, module, self.lookahead)
+            late = _wait_late(program.ops, module, self.lookahead, stays)
+            ops = _post_early(late, module, self.lookahead)
             changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
             program.ops[:] = ops
         return _mark_background(module) or changed
@@ -105,17 +104,16 @@ def _mark_background(module: Module) -> bool:
     """Mark the channels of devices on which receives wait while their rank computes."""
     receives: Counter[int] = Counter()
     beside: defaultdict[int, Counter[DType]] = defaultdict(Counter)
-    found: set[int] = set()
+    busy: set[int] = set()
     for program in module.programs:
         for chan, calls, flops in _beside_receives(program, module):
             receives[chan] += 1
             beside[chan].update(flops)
             if calls:
-                found.add(chan)
+                busy.add(chan)
     changed = False
     for id_, channel in module.channels.items():
-        marked = id_ in found and is_by_stream(channel)
-        background = Flops.of(beside[id_]).scaled(1, receives[id_]) if marked else None
+        background = Flops.of(beside[id_]).scaled(1, receives[id_]) if id_ in busy else None
         changed = changed or background != channel.background
         module.channels[id_] = replace(channel, background=background)
     return changed
@@ -124,16 +122,21 @@ def _mark_background(module: Module) -> bool:
 def _beside_receives(
     program: Program, module: Module
 ) -> Iterator[tuple[int, int, Mapping[DType, int]]]:
-    """For each receive its channel, and the calls and operations between its posting and wait."""
+    """For each receive of a device its channel, and the calls and operations that it waits beside.
+
+    Receives are on one stream, and the host runs ahead of the device. So a receive begins when the
+    one before it is over, which is by the wait for that, and what is computed from there on to its
+    own wait is beside it.
+    """
     calls = 0
     flops: Counter[DType] = Counter()
-    posted: dict[Value, tuple[int, int, Counter[DType]]] = {}
+    channels: dict[Value, int] = {}
     for op in program.ops:
-        if isinstance(op, Recv):
-            posted[op.result] = op.chan, calls, flops.copy()
-        elif isinstance(op, Wait) and op.operands[0] in posted:
-            chan, calls_before, flops_before = posted.pop(op.operands[0])
-            yield chan, calls - calls_before, flops - flops_before
+        if isinstance(op, Recv) and is_by_stream(module.channels[op.chan]):
+            channels[op.result] = op.chan
+        elif isinstance(op, Wait) and op.operands[0] in channels:
+            yield channels.pop(op.operands[0]), calls, flops
+            calls, flops = 0, Counter()
         elif isinstance(op, Call) and _computes(op, module):
             calls += 1
             for dtype, count in module.functions[op.fn.name].flops.counts:
@@ -159,9 +162,7 @@ def _refuse_planned(program: Program) -> None:
             )
 
 
-def _not_worth_moving(
-    ops: Sequence[Op], module: Module, calls: Set[Call], lookahead: int
-) -> Set[Op]:
+def _not_worth_moving(ops: Sequence[Op], module: Module, lookahead: int) -> Set[Op]:
     """The waits for small sends on devices with nothing to compute before they would have to end.
 
     A graph of a device with two branches takes some microseconds longer than one with one.
@@ -172,7 +173,7 @@ def _not_worth_moving(
     waits: list[tuple[Op, int, int, int]] = []
     done = 0
     for op in ops:
-        if op in calls:
+        if isinstance(op, Call) and _computes(op, module):
             done += 1
         elif isinstance(op, Send):
             sends[op.result] = op
@@ -185,24 +186,34 @@ def _not_worth_moving(
     return {op for op, at, chan, number in waits if begun.get((chan, number), done) == at}
 
 
-def _is_small(op: Send | Recv, module: Module) -> bool:
+def _is_small(op: Send, module: Module) -> bool:
     """True if a message between devices is small."""
-    type_ = op.operands[0].type if isinstance(op, Send) else op.result.type
-    is_tensor = isinstance(promised(type_), TensorType)
+    type_ = op.operands[0].type
+    is_tensor = isinstance(type_, TensorType)
     return is_by_stream(module.channels[op.chan]) and is_tensor and tensor_bytes(type_) <= SMALL
 
 
-def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
-    """Move each wait for a future to where it is needed, but for those that stay."""
+def _wait_late(ops: Sequence[Op], module: Module, lookahead: int, stays: Set[Op]) -> list[Op]:
+    """Move each wait for a future to where it is needed, but for those that stay.
+
+    A device waits for what is on its way to it ahead of an opaque method, wherever that is needed.
+    """
     barriers = {value for op in ops if op.synchronizes for value in op.results}
     used = {value for op in ops for value in op.operands}
-    moved: list[Op] = []
+    to_device = _waits_of_devices(ops, module)
+    moved: dict[Op, None] = {}
     held: dict[Value, Wait] = {}  # by what the wait gives, or its future if that is not used
+    coming: dict[Op, None] = {}  # the waits for what is on its way to the device
     in_flight: dict[int, list[Value]] = {}
     for op in ops:
-        for value in op.operands:
-            if value in held:
-                moved.append(held.pop(value))
+        moved.update(dict.fromkeys(held.pop(value) for value in op.operands if value in held))
+        if isinstance(op, Call) and module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
+            moved.update(coming)
+            coming.clear()
+        if op in moved:
+            continue
+        if isinstance(op, Communication) and op.result in to_device:
+            coming[to_device[op.result]] = None
         if isinstance(op, Wait) and op not in stays and _may_wait_late(op, barriers):
             future = op.operands[0]
             given = op.results[0] if op.results else future
@@ -211,16 +222,32 @@ def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
         if isinstance(op, (Send, Collective)) and op.chan is not None and _only_gives(op):
             earlier = in_flight.setdefault(op.chan, [])
             earlier.append(op.result)
-            if len(earlier) > lookahead:
-                wait = held.pop(earlier.pop(0), None)
-                moved += () if wait is None else (wait,)
+            if len(earlier) > lookahead and earlier[0] in held:
+                moved[held.pop(earlier[0])] = None
+            del earlier[:-lookahead]
         elif isinstance(op, Return):
-            moved += held.values()
-        moved.append(op)
-    return moved
+            moved.update(dict.fromkeys(held.values()))
+        moved[op] = None
+    return list(moved)
 
 
-def _only_gives(op: Send | Collective) -> bool:
+def _waits_of_devices(ops: Sequence[Op], module: Module) -> dict[Value, Wait]:
+    """For each future of what comes to the device by a stream, the first wait for it."""
+    futures = {
+        op.result
+        for op in ops
+        if isinstance(op, Recv | Collective)
+        and op.chan is not None
+        and is_by_stream(module.channels[op.chan])
+    }
+    waits: dict[Value, Wait] = {}
+    for op in ops:
+        if isinstance(op, Wait) and op.operands[0] in futures:
+            waits.setdefault(op.operands[0], op)
+    return waits
+
+
+def _only_gives(op: Communication) -> bool:
     """True if an op gives something away, and gets nothing but the word that this has gone."""
     type_ = op.result.type
     return bool(op.operands) and isinstance(type_, FutureType) and isinstance(type_.value, UnitType)
@@ -230,21 +257,16 @@ def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:
     return isinstance(op.operands[0].type, FutureType) and op.operands[0] not in barriers
 
 
-def _post_early(
-    ops: Sequence[Op], calls: Set[Call], small: Set[Recv], lookahead: int, ahead: int
-) -> list[Op]:
-    """Move each receive to where its channel has room for it, without overtaking another.
+def _post_early(ops: Sequence[Op], module: Module, lookahead: int) -> list[Op]:
+    """Move each receive of a host to where its channel has room for it, without overtaking another.
 
     Args:
-        calls: those of `ops` that compute.
-        small: receives that only move up over such.
-        lookahead, ahead: as in `Overlap`.
+        lookahead: as in `Overlap`.
     """
     receives = [op for op in ops if isinstance(op, Recv)]
     channels = {op.result: op.chan for op in receives}
-    needed = _calls_before_waits(ops, calls)
     moved: list[Op] = []
-    posted = done = 0
+    posted = 0
     in_flight: dict[int, int] = {}
 
     def post_while_there_is_room(until: int) -> None:
@@ -253,9 +275,8 @@ def _post_early(
         while posted < len(receives):
             op = receives[posted]
             count = in_flight.get(op.chan, 0)
-            left = needed.get(op.result, done) - done
-            too_early = left > ahead or (op in small and not left)
-            if posted >= until and (count >= lookahead or too_early or op.operands):
+            stays = bool(op.operands) or is_by_stream(module.channels[op.chan])
+            if posted >= until and (count >= lookahead or stays):
                 break
             in_flight[op.chan] = count + 1
             moved.append(op)
@@ -269,22 +290,7 @@ def _post_early(
             post_while_there_is_room(seen)
             continue
         moved.append(op)
-        if op in calls:
-            done += 1
-            post_while_there_is_room(seen)
-        elif isinstance(op, Wait) and op.operands[0] in channels:
+        if isinstance(op, Wait) and op.operands[0] in channels:
             in_flight[channels[op.operands[0]]] -= 1
             post_while_there_is_room(seen)
     return moved
-
-
-def _calls_before_waits(ops: Sequence[Op], calls: Set[Call]) -> dict[Value, int]:
-    """For each future, how many of the calls stand before the first wait for it."""
-    before: dict[Value, int] = {}
-    done = 0
-    for op in ops:
-        if op in calls:
-            done += 1
-        elif isinstance(op, Wait):
-            before.setdefault(op.operands[0], done)
-    return before

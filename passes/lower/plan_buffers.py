@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from typing import ClassVar
 
 from ...ir.attributes import Stream
@@ -71,7 +71,7 @@ class PlanBuffers(Pass):
             if _copy_or_make_private(program, module, storages, private):
                 storages = Storages(program, module.functions)
             ends = _insert_frees(program, storages, private)
-            _choose_slots(program, ends, slots, sizes)
+            _choose_slots(program, module, ends, slots, sizes)
         for program in module.programs:
             for op in program.ops:
                 if isinstance(op, Send):
@@ -182,22 +182,27 @@ def _largest_into_buffers(module: Module) -> dict[int, int]:
 
 def _choose_slots(
     program: Program,
+    module: Module,
     ends: Mapping[Op, tuple[Recv, ...]],
     slots: dict[tuple[int, int], int],
     sizes: dict[int, tuple[int, int]],
 ) -> None:
-    """Colour the receives of a program: each gets the lowest slot that is free when it is posted.
+    """Colour the receives of a program: each gets the slot that was freed first of those that are.
+
+    A receive of a device waits on its stream until its slot is free, and the host runs ahead. So
+    its channel has two slots at least: a message comes while the one before it is used.
 
     `slots` is filled in by channel and message, `sizes` with (slots, bytes of each) by channel.
     """
     slotted = {recv for recvs in ends.values() for recv in recvs}
-    free: dict[int, list[int]] = {}
+    free: defaultdict[int, deque[int]] = defaultdict(deque)
     for op in program.ops:
         if isinstance(op, Recv) and op in slotted:
             assert isinstance(promised(op.result.type), TensorType), "objects have no slot"
             count, size = sizes.get(op.chan, (0, 0))
-            if free.setdefault(op.chan, []):
-                op.slot = heappop(free[op.chan])
+            least = 2 if is_by_stream(module.channels[op.chan]) else 1
+            if free[op.chan] and count >= least:
+                op.slot = free[op.chan].popleft()
             else:
                 op.slot, count = count, count + 1
             sizes[op.chan] = (count, max(size, tensor_bytes(op.result.type)))
@@ -205,4 +210,4 @@ def _choose_slots(
         else:
             for recv in ends.get(op, ()):
                 assert recv.slot is not None, "a receive comes before what it brings is freed"
-                heappush(free[recv.chan], recv.slot)
+                free[recv.chan].append(recv.slot)

@@ -43,7 +43,6 @@ def session(ahead: Any) -> DeviceSession:
     """That of a rank whose program has no calls, and whose device has `ahead` behind all it has."""
     executable = object.__new__(DeviceExecutable)
     executable.program, executable.module = Program("it"), Module("it", Phase.SCHEDULED, 1)
-    executable.cold = {}
     executable.work = SimpleNamespace(name="step 'it' (plan 01)")  # type: ignore[assignment]
     executable.segments = ()
     control = SimpleNamespace(flight_record=lambda: "  rank 0 is somewhere")

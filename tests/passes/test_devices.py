@@ -135,9 +135,9 @@ def test_the_host_cuts_it_and_a_receive_under_way_is_of_neither_part() -> None:
     PassManager((Capture("nccl+nccl"),)).run(module)
     assert describe(module, Fabrics("nccl+nccl")).splitlines() == [
         "rank 0: 2 graphs",
-        "  cut 1 times: a receive that is posted early, ahead of what the host does",
+        "  cut 1 times: a receive that goes on beside what the host does",
         "  cut 1 times: @a.update is opaque",
-        "  cut 1 times: a wait for what is posted early",
+        "  cut 1 times: a wait for what goes on beside that",
         "rank 1: one graph, the whole program",
     ]
 

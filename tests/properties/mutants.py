@@ -38,11 +38,11 @@ def mutate(module: Module, number: Number) -> str:
     mutation = _MUTATIONS[number(len(_MUTATIONS))]
     program = module.programs[number(len(module.programs))]
     mutation(module, program, number)
-    _renumber(module)
+    renumber(module)
     return mutation.__name__.strip("_")
 
 
-def _swap(module: Module, program: Program, number: Number) -> None:
+def swap(module: Module, program: Program, number: Number) -> None:
     """Exchange two instructions that stand near each other."""
     ops = program.ops
     if len(ops) > 2:
@@ -51,7 +51,7 @@ def _swap(module: Module, program: Program, number: Number) -> None:
         ops[one], ops[other] = ops[other], ops[one]
 
 
-def _move(module: Module, program: Program, number: Number) -> None:
+def move(module: Module, program: Program, number: Number) -> None:
     """Put a communication, a wait or a free to another place that its values allow."""
     ops = program.ops
     found = [
@@ -150,10 +150,10 @@ def _retarget_operand(module: Module, program: Program, number: Number) -> None:
 
 
 _MUTATIONS: Sequence[Callable[[Module, Program, Number], None]] = (
-    _swap,
-    _swap,
-    _move,
-    _move,
+    swap,
+    swap,
+    move,
+    move,
     _drop_wait,
     _drop_condition,
     _split_channel,
@@ -177,7 +177,7 @@ def _all(module: Module) -> list[Op]:
     return [op for program in module.programs for op in program.ops]
 
 
-def _renumber(module: Module) -> None:
+def renumber(module: Module) -> None:
     """Number messages in program order, and let each send use the slot of its receive."""
     slots: dict[tuple[int, int], int | None] = {}
     for kind in (Recv, Send, Collective):

@@ -257,7 +257,7 @@ class Segment:
         """Capture once to see what the segment leaves behind, and make room for that.
 
         Without messages: to drop a graph that has some makes the library wait for all that is on
-        the device, such as a receive that was posted early and waits for what comes later here.
+        the device.
         """
         registers = self._registers
         stay = self._device.begins_pool(self._order.compute)

@@ -12,7 +12,6 @@ from ...program.executor import Executable
 from ...program.linked import LinkedProgram
 from ..base import Device
 from ..pending_work import Work
-from ..warm import warm
 from .binder import DeviceBinder, landed
 from .capture import WARM_UPS
 from .segments import cut
@@ -31,7 +30,6 @@ class DeviceExecutable(Executable):
     Attributes:
         segments: the parts of the program that are captured, in order.
         work: what it puts on the device, for the watchdog.
-        cold: the functions that could not be run ahead of all messages, by name, and why.
     """
 
     def __init__(self, linked: LinkedProgram, device: Device) -> None:
@@ -46,7 +44,6 @@ class DeviceExecutable(Executable):
         self._copies = binder.copies
         self._ran = 0
         self.work = Work(self.program, self.module, binder.messages, self.segments, self.position)
-        self.cold = warm(linked, device)
         device.synchronize()  # constants are there for all streams
 
     def run(
@@ -59,8 +56,7 @@ class DeviceExecutable(Executable):
         """Put one execution on the device's streams; see `Executable.run`."""
         device, order = self._device, self._order
         if self.segments and self._ran == WARM_UPS:
-            # A graph has a pool of its own, and while it is captured no memory changes hands. Here
-            # nothing of this execution is under way yet that the device could wait for in vain.
+            # A graph has a pool of its own, and while it is captured no memory changes hands.
             device.give_back()
         self._ran += 1
         with device.session():

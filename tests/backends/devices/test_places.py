@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.devices.programs import executable
 from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
 
@@ -50,7 +49,6 @@ class Elsewhere(FakeDevice):
 def test_a_tensor_inside_an_object_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over an edge that tensors of the device go over, too, behind one that is still copied."""
     monkeypatch.setattr(ranks, "FakeDevice", Elsewhere)
-    monkeypatch.setattr(executable, "warm", lambda *_: {})  # it looks into what it computes
     module = parse_module(BOTH_WAYS)
     inside = torch.arange(3.0)
     inputs: list[list[Any]] = [[torch.ones(4), {"inside": inside}], []]
