@@ -108,6 +108,15 @@ class Stream(FastEnum):
     TAIL = "tail"
 
 
+COMMUNICATION_STREAMS: Final = frozenset(
+    {
+        *(Stream.SEND, Stream.RECV, Stream.MESSAGE),
+        *(Stream.COLLECTIVE, Stream.GATHER, Stream.REDUCE),
+    }
+)
+"""The streams of sends, receives and collectives, which are not over when the next op begins."""
+
+
 MAIN: Final = 0
 """The number of the graph that is a program which its device runs as a whole, its tail aside."""
 

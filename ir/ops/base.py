@@ -65,6 +65,7 @@ class Op:
             that is not always so, or not the first, overrides `shared_operand`.
         takes_layouts: whether its operands and results may be laid out.
         takes_summands: whether these may be summands, too.
+        streams: those that it may be on.
         synchronizes: whether it keeps ranks from going on, so that it is never moved or dropped.
         adjoint: how gradients flow through it; None if they do not.
         gradient_help: what to do where they do not.
@@ -87,6 +88,7 @@ class Op:
     shares_operand: ClassVar[bool] = False
     takes_layouts: ClassVar[bool] = False
     takes_summands: ClassVar[bool] = False
+    streams: ClassVar[frozenset[Stream]] = frozenset({Stream.COMPUTE})
     synchronizes: ClassVar[bool] = False
     adjoint: ClassVar[Adjoint | None] = None
     gradient_help: ClassVar[str] = "take this value out of the loss"

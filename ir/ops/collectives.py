@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..attributes import ReduceOp, Traffic
+from ..attributes import COMMUNICATION_STREAMS, ReduceOp, Stream, Traffic
 from ..phases import Phase, has_futures
 from ..types import Place, Type, UnitType
 from .base import Adjoint, Op, Value
@@ -106,6 +106,7 @@ class Collective(Op):
     """
 
     brings_operands: ClassVar[bool] = True
+    streams: ClassVar[frozenset[Stream]] = COMMUNICATION_STREAMS
     # In words, for errors: the operands that it takes.
     operand_rule: ClassVar[str] = "one operand for each rank of the program"
     group: Place = field(default=Place((0,)), kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..attributes import Symbol
+from ..attributes import COMMUNICATION_STREAMS, Stream, Symbol
 from ..phases import Phase
 from ..types import DType, Place, TensorType, UnitType, promised
 from .base import Adjoint, Op, Value
@@ -203,6 +203,7 @@ class Wait(Op):
     gives: ClassVar[str] = "the value; none is needed for a unit"
     shares_operand: ClassVar[bool] = True
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.ASYNC, Phase.SCHEDULED})
+    streams: ClassVar[frozenset[Stream]] = Op.streams | COMMUNICATION_STREAMS
     remedy: ClassVar[str] = "split-transfers makes it"
 
     def check(self, context: Context) -> None:
@@ -223,6 +224,7 @@ class Alloc(Op):
     gives: ClassVar[str] = "a tensor"
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.SCHEDULED})
     remedy: ClassVar[str] = "no pass makes it; it is written by hand, in scheduled programs"
+    streams: ClassVar[frozenset[Stream]] = Op.streams | COMMUNICATION_STREAMS
     offset: int = field(default=0, kw_only=True)
 
     def check(self, context: Context) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..attributes import Traffic
+from ..attributes import COMMUNICATION_STREAMS, Stream, Traffic
 from ..phases import Phase
 from ..types import FutureType, Place, TensorType, Type, UnitType
 from .base import Adjoint, Op
@@ -115,6 +115,7 @@ class PointToPoint(Op):
 
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.ASYNC, Phase.SCHEDULED})
     remedy: ClassVar[str] = "split-transfers makes it"
+    streams: ClassVar[frozenset[Stream]] = COMMUNICATION_STREAMS
     chan: int = field(default=0, kw_only=True)
     peer: int = field(default=0, kw_only=True)
     seq: int = field(default=0, kw_only=True)

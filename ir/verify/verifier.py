@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..attributes import Stream
 from ..diagnostics import Diagnostic, IRError
 from ..module import Function, Module, Program, Vjp
 from ..ops import Call, Communication, Free, Op, Return, Value, Wait
@@ -252,8 +253,8 @@ class _ProgramChecker:
         if self._placed:
             op.check_places(self._context)
             op.check_operand_places(self._context)
-        elif op.stream is not None and not isinstance(op, Wait):
-            self._check_streams(op)
+        elif op.stream is not None:
+            self._check_stream(op, op.stream)
         if isinstance(op, Communication):
             check_channel_op(op, self._module, self._program.rank)
         if isinstance(op, Free):
@@ -290,17 +291,24 @@ class _ProgramChecker:
             if value in self._freed:
                 raise Problem(f"%{value.name} is used after it was freed", "", value)
 
-    def _check_streams(self, op: Op) -> None:
-        """An operand was made on, or waited onto, the stream of the op."""
+    def _check_stream(self, op: Op, stream: Stream) -> None:
+        """The op may be on its stream, and its operands were made there, or waited onto it."""
+        if stream not in op.streams:
+            streams = " or ".join(sorted(other.value for other in op.streams))
+            raise Problem(
+                f"{op.opcode} is on stream {stream.value}",
+                f"it may be on {streams}; assign-streams chooses",
+            )
+        if isinstance(op, Wait):
+            return
         for value in op.operands:
             maker = self._makers.get(value)
-            if maker is None or maker.stream is None or maker.stream is op.stream:
+            if maker is None or maker.stream is None or maker.stream is stream:
                 continue
-            assert op.stream is not None
             raise Problem(
                 f"%{value.name} is made on stream {maker.stream.value}, "
-                f"but {op.opcode} runs on stream {op.stream.value}",
-                f"wait for it: %x = wait(%{value.name}) {{stream = {op.stream.value}}}",
+                f"but {op.opcode} runs on stream {stream.value}",
+                f"wait for it: %x = wait(%{value.name}) {{stream = {stream.value}}}",
                 value,
             )
 

@@ -32,9 +32,9 @@ class SplitTails(Pass):
 
     Before::
 
-        %r = recv() {chan = 1, graph = 0, peer = 1, seq = 0, stream = recv} : future<f32[4]>
         %h = call(%x) {fn = @stage0.forward, graph = 0, stream = compute} : f32[4]
         %d = send(%h) {chan = 0, graph = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        %r = recv() {chan = 1, graph = 0, peer = 1, seq = 0, stream = recv} : future<f32[4]>
         %v = wait(%r) {graph = 0, stream = compute} : f32[4]
         %u = call(%v) {fn = @token.set, graph = 0, stream = compute} : unit
         wait(%d) {graph = 0, stream = compute}

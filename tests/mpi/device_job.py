@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python -m tests.mpi.device_job [--slow] tests.mpi.pipeline_job 0 2
 
-With `--slow` whatever is put on a side stream takes some milliseconds.
+With `--slow` whatever is put on a side stream takes a millisecond or more.
 
 The device's side streams are threads, and its transport is sockets between processes; everything
 else is what real devices run with.
@@ -44,7 +44,7 @@ def install(delay: float = 0.0) -> FakeDevice:
 
 def main() -> None:
     slow = "--slow" in sys.argv
-    install(0.003 if slow else 0.0)
+    install(0.0015 if slow else 0.0)
     sys.argv[:] = [word for word in sys.argv[1:] if word != "--slow"]
     importlib.import_module(sys.argv[0]).main()
 

@@ -168,11 +168,12 @@ def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None
         *(pytest.param(n, (), DEVICE_ONLY, marks=SLOW) for n in (2, 3, 4)),
     ],
 )
+@pytest.mark.timeout(450)
 def test_steps_that_need_no_host_on_fake_devices(
     ranks: int, how: tuple[str, ...], checks: Sequence[str]
 ) -> None:
     program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.device_only_job", *checks]
-    check_driven(run(ranks, program, seconds=100, warm=True), checks)
+    check_driven(run(ranks, program, seconds=400, warm=True), checks)
 
 
 def test_masks_of_dropout_on_fake_devices() -> None:
