@@ -12,6 +12,7 @@ _SNIPPET = re.compile(
     r"^<!-- run(?P<options>[^\n]*) -->\n+```(?P<language>\w+)\n(?P<body>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
+_NAMES_A_RANK = re.compile(r"\.on\((?:[1-9]|[^\n]* in range\([2-9])")
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Program:
 
     @property
     def scales(self) -> bool:
-        """True if it asks how many ranks there are, so that it runs on any number."""
-        return "cg.world_size()" in self.text
+        """True if it asks how many ranks there are, and names none, so it runs on any number."""
+        return "cg.world_size()" in self.text and not _NAMES_A_RANK.search(self.text)
 
 
 def of_page(page: str, above: int | None = None) -> Program | None:
