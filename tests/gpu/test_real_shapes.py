@@ -16,7 +16,7 @@ from .cases import Case
 from .documented import Command, Shown, parse
 from .playing import VARIABLES, play, prepare, reference, skip_if_lacking
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(600)
 
 GPUS = min(torch.cuda.device_count() or 2, 2)
 
