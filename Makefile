@@ -23,7 +23,7 @@ help:
 	@echo "make bench-save  run the micro-benchmarks and save their statistics (NAME=…)"
 	@echo "make bench-compare  run them, and compare with what was saved last"
 	@echo "make bench-ray  compare with Ray Compiled Graphs, in an environment of its own"
-	@echo "make test-gpu  the tests that need GPUs, on 2 to 4 of this machine's, as many as there are"
+	@echo "make test-gpu  the tests that need GPUs, and the commands of the docs on them, on as many as there are"
 	@echo "make sanitize-gpu  training on 2 GPUs under compute-sanitizer's racecheck and memcheck"
 	@echo "make bench-gpu the benchmarks on $(RANKS) ranks, each with a GPU"
 	@echo "make docs    build the documentation into site/"

@@ -190,7 +190,7 @@ def normed(x):
     return norms.forward(x)
 
 
-print(torch.equal(normed(x), x.norm(dim=1)))
+print(torch.equal(normed(x).cpu(), x.norm(dim=1)))
 
 
 # cg.on
@@ -236,7 +236,7 @@ def mean_loss(x, y):
     return cg.mean([stages[0].loss(a, b) for a, b in cg.microbatches((x, y), 2)])
 
 
-print(torch.allclose(mean_loss(x, y), (x - y).square().mean()))
+print(torch.allclose(mean_loss(x, y).cpu(), (x - y).square().mean()))
 
 
 # cg.backward
@@ -384,7 +384,7 @@ class Half(nn.Module):
 
 
 halves = [Half.on(rank, init=cg.pretrained("."))(rank) for rank in range(2)]
-print(torch.equal(halves[1].local.part.model[3].weight, layers[3].weight))
+print(torch.equal(halves[1].local.part.model[3].weight.cpu(), layers[3].weight))
 
 # cg.save_checkpoint
 cg.save_checkpoint("runs/step-1", halves, state={"batches": 1})

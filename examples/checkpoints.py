@@ -100,8 +100,9 @@ def _read(file: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def _load_tensors(file: Path) -> dict[str, Any]:
-    # Mapped, for a rank needs a part of each file at most.
-    return torch.load(file, mmap=True, weights_only=True)
+    # Mapped, for a rank needs a part of each file at most; on the host, for the rank that has
+    # written it may have had a device that this one does not see.
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _state(stage: Any) -> dict[str, Any]:
@@ -109,6 +110,11 @@ def _state(stage: Any) -> dict[str, Any]:
     state = stage.optimizer.state
     named = {name: state[p] for name, p in stage.named_parameters() if p in state}
     return {"model": stage.state_dict(), "optimizer": named}
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A copy on the parameter's device; AdamW keeps numbers, such as the step, on the host."""
+    return value.to(parameter.device, copy=True) if value.shape else value.clone()
 
 
 def _restore(
@@ -125,7 +131,7 @@ def _restore(
     for name, parameter in stage.named_parameters():
         if name in optimizer:
             stage.optimizer.state[parameter] = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
+                key: _like(parameter, value) if isinstance(value, torch.Tensor) else value
                 for key, value in optimizer[name].items()
             }
     stage.scheduler.last_epoch = step

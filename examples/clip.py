@@ -211,7 +211,8 @@ def differences(shape: Shape, sizes: Sizes, size: int) -> list[float]:
         for instance in actor.instances.values():
             for name, parameter in instance.named_parameters():
                 grad = wanted[name].grad
-                found.append(float((parameter.grad - grad).abs().max() / grad.abs().max()))
+                difference = parameter.grad.cpu() - grad  # an actor's gradients are on its device
+                found.append(float(difference.abs().max() / grad.abs().max()))
     return found
 
 

@@ -3,7 +3,8 @@
     python -m cg.launch -n 2 examples/finetune.py --model DIR --pp 2
     mpirun -n 8 python examples/finetune.py --model DIR --pp 2 --dp 2 --tp 2 --schedule zb-h1
     mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --dp 2 --lora 8 --data notes.jsonl
-    python examples/finetune.py --model DIR --pp 2 --resume       # one process plays the ranks
+    python -m cg.launch -n 2 examples/finetune.py --model DIR --resume --steps 200
+    CG_RANKS=2 python examples/finetune.py --model DIR --pp 2     # one process plays the ranks
 
 DIR is a folder as `save_pretrained` writes it. Each checkpoint under --out is one as well, or with
 --lora a folder of adapters that peft opens. Beside the weights it has what training goes on from,

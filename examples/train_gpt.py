@@ -4,7 +4,9 @@
     mpirun -n 8 python examples/train_gpt.py
     mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2
     mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2 --fsdp
-    python examples/train_gpt.py                      # one process plays every rank
+    python -m cg.launch -n 2 examples/train_gpt.py --schedule zb-h1
+    python -m cg.launch -n 2 examples/train_gpt.py --resume --steps 320
+    python examples/train_gpt.py                      # one rank, without MPI
 
 Each rank holds one stage, or two where --schedule wants that. With --tp and --dp a group of ranks
 holds it: tp of them share its weights, dp such sets the batch. With --fsdp each of these sets keeps
@@ -257,14 +259,15 @@ def validate(evaluate, text: Text, config: Config, size: int, batches: int = 4) 
 def sample(predict, text: Text, config: Config, length: int, rows: int) -> str:
     """Continue the start of the held-out text by `length` bytes, temperature 0.8.
 
-    Every rank draws the same bytes: all get the same logits and use the same generator. The window
-    has `rows` equal rows, one for each set of ranks.
+    Every rank draws the same bytes: all get the same logits, and draw on the host, by the same
+    generator. The window has `rows` equal rows, one for each set of ranks.
     """
     generator = torch.Generator().manual_seed(0)
     window = text.validation[: config.context].long()[None]
     out: list[int] = []
     for _ in range(length):
-        probabilities = torch.softmax(predict(window.repeat(rows, 1))[0] / 0.8, dim=-1)
+        logits = predict(window.repeat(rows, 1))[0].cpu()  # a step's results are on the device
+        probabilities = torch.softmax(logits / 0.8, dim=-1)
         byte = torch.multinomial(probabilities, 1, generator=generator)
         out.append(int(byte))
         window = torch.cat([window[:, 1:], byte[None]], dim=1)

@@ -95,6 +95,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="insist that the installed wheel is tested, not this checkout",
     )
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="where test_on_the_host of tests/gpu runs documented commands: a value of CG_DEVICE",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -218,7 +223,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def starts_jobs(nodeid: str) -> bool:
     """True if a test, or those of a file, may start processes under mpirun."""
     file = PurePosixPath(file_of(nodeid))
-    return file.parts[1] in ("mpi", "examples") or file.name == "test_jobs.py"
+    return file.parts[1] in ("mpi", "examples", "gpu") or file.name == "test_jobs.py"
 
 
 class Lanes(LoadScopeScheduling):

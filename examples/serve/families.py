@@ -383,8 +383,9 @@ def _read_checkpoint(folder: Path) -> tuple[GptConfig, Weights]:
     manifest = json.loads((path / "manifest.json").read_text())
     tensors: dict[str, Tensor] = {}
     for name in manifest["actors"]:
-        # Mapped: a rank reads the pages of its own layers only.
-        tensors |= torch.load(path / f"{name}.pt", mmap=True, weights_only=True)["model"]
+        # Mapped: a rank reads the pages of its own layers only. On the host, whoever trained it.
+        file = path / f"{name}.pt"
+        tensors |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)["model"]
     vocabulary, width = tensors["tokens.weight"].shape
     layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
     config = GptConfig(layers, width, context=len(tensors["positions.weight"]))

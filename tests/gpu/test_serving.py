@@ -1,0 +1,154 @@
+"""The documented commands of the server: what it answers on GPUs is what transformers generates."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ..mpi import jobs
+from .cases import Case, cases
+from .documented import ROOT, Command
+from .playing import SECONDS, VARIABLES, line, skip_if_lacking
+
+pytestmark = pytest.mark.timeout(600)
+
+GPUS = torch.cuda.device_count() or 2
+SERVERS = [case for case in cases(GPUS) if case.command.name == "serve"]
+
+FEW = "--port 0 --batch 2 --batches --chunk 16 --chunks --blocks 32 --block-size 8"
+"""Options by which few graphs are compiled."""
+
+PROMPTS = ((5, 9, 200, 31, 7), tuple(range(40, 63)), (1,))
+COUNT = 16
+
+
+def on_gpus(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.gpu(case.command.ranks), id=case.id)
+
+
+def on_the_host(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow, id=case.id)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose tokens have texts of their own, so that a text says which tokens it is of."""
+    pytest.importorskip("transformers")
+    from benchmarks.one_gpu import folder
+    from benchmarks.one_gpu.qwen2 import SMALL
+
+    path = tmp_path_factory.mktemp("model")
+    folder.write(path, replace(SMALL, layers=4), 64, torch.float32)
+    return path
+
+
+def generated(model: Path) -> list[str]:
+    """What transformers makes of each prompt on the host, in float32."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = whole.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=COUNT,
+            min_new_tokens=COUNT,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        texts.append(tokenizer.decode(out[0, len(prompt) :]))
+    return texts
+
+
+@contextmanager
+def serving(command: Command, model: Path, log: Path, device: str) -> Iterator[str]:
+    """The address of a server that is ready; afterwards it has ended by SIGTERM, with code 0."""
+    words = [str(model) if word == "DIR" else word for word in line(command)]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*words, *FEW.split()],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=jobs.environment({**VARIABLES, "CG_DEVICE": device}),
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    try:
+        url = _wait(process, log)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The address of a server, once it is ready."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        assert process.poll() is None, f"the server has ended:\n{log.read_text()}"
+        if address := re.search(r" at (http\S+)$", log.read_text(), re.MULTILINE):
+            try:
+                with urllib.request.urlopen(f"{address[1]}ready", timeout=10):
+                    return address[1]
+            except urllib.error.URLError:  # 503: the engine compiles
+                pass
+        time.sleep(0.2)
+    raise AssertionError(f"the server is not ready after {SECONDS} s:\n{log.read_text()}")
+
+
+def complete(url: str, prompt: tuple[int, ...]) -> str:
+    body = {"prompt": prompt, "max_tokens": COUNT, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text: str = json.load(answer)["choices"][0]["text"]
+    return text
+
+
+def check(case: Case, model: Path, folder: Path, device: str) -> None:
+    """Each prompt is asked often enough for graphs to be captured, and replayed."""
+    skip_if_lacking(case)
+    with serving(case.command, model, folder / "log", device) as url:
+        answers = [complete(url, prompt) for prompt in PROMPTS * 2]
+    assert answers == generated(model) * 2
+
+
+@pytest.mark.parametrize("case", [*map(on_gpus, SERVERS)])
+def test_on_gpus(case: Case, model: Path, tmp_path: Path) -> None:
+    check(case, model, tmp_path, "cuda")
+
+
+@pytest.mark.parametrize("case", [*map(on_the_host, SERVERS)])
+def test_on_the_host(case: Case, model: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    check(case, model, tmp_path, pytestconfig.getoption("--device"))
+
+
+def test_the_server_is_run_on_one_rank_in_two_stages_and_cut() -> None:
+    """On one, two and four GPUs."""
+    assert [str(c.command) for c in cases(1) if c.command.name == "serve"] == [
+        f"{Path('python')} -m examples.serve -n 1 --model DIR"
+    ]
+    two = {c.id for c in cases(2) if c.command.name == "serve"}
+    assert two >= {"serve-n2", "serve-n2-tp2"}
