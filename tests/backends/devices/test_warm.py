@@ -54,7 +54,7 @@ class Noting:
         # Attributes of its own, by which it is a `GraphBody` on every version of Python.
         self.run, self.locate, self.graph = self.__call__, body.locate, body.graph
         self.state, self.trained, self.rebinds = body.state, body.trained, body.rebinds
-        self.new_gradients = body.new_gradients
+        self.new_gradients, self.locations = body.new_gradients, body.locations
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         self._ran.append(self._name)
