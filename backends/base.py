@@ -8,7 +8,7 @@ implementing this file's protocols and registering it by name (`registry.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -213,6 +213,7 @@ class GraphBody(StatefulBody, Protocol):
         run: what a call does.
         locate: the user's line that stands behind a traceback through the body, or None.
         graph: what it runs.
+        locations: the user's line of its nodes.
         rebinds: whether it puts new tensors in the place of buffers.
         new_gradients: memory for `.grad` of parameters that have none, by their id: whoever calls
             the body fills it for the time of the call. The body makes gradients of others itself.
@@ -224,6 +225,8 @@ class GraphBody(StatefulBody, Protocol):
     def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
     @property
     def graph(self) -> fx.Graph: ...
+    @property
+    def locations(self) -> Mapping[fx.Node, Location]: ...
     @property
     def rebinds(self) -> bool: ...
     @property

@@ -26,6 +26,7 @@ from typing import Any
 
 import adapters
 import curves
+import tables
 import torch
 from texts import Texts, documents
 from torch import Tensor, nn
@@ -433,9 +434,16 @@ def main() -> None:
     args = parse()
     model, tokenizer = read_model(args), read_tokenizer(args.model)
     try:
+        note = tables.check_length(args.length, model.whole, args.model)
         texts = Texts.of(documents(args.data), tokenizer, args.length, args.windows)
+        used = {"the text": texts.ids}
+        if args.sample:
+            used["--prompt"] = tokenizer(args.prompt)["input_ids"]
+        tables.check_ids(used, tokenizer, model.whole, args.model)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
+    if note is not None and cg.rank() == 0:
+        print(note)
     cuts, stages = make_stages(model, args)
     if cg.rank() == 0:
         print(cuts)

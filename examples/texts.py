@@ -77,6 +77,12 @@ class Texts:
         windows = torch.tensor(stream[: count * length]).view(count, length)
         return Texts(windows[:-held_out], windows[-held_out:])
 
+    @property
+    def ids(self) -> list[int]:
+        """The ids that occur in windows, each once."""
+        both = torch.cat([self.train, self.validation])
+        return [int(token) for token in both.unique()]
+
     def batch(self, step: int, size: int, seed: int) -> Tensor:
         """The windows of a step, [size, length].
 

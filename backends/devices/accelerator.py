@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -110,13 +110,15 @@ class Accelerator:
         self._callers.append(before)
         module.set_stream(compute)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         before = self._callers.pop()
         if self._callers:
             return
-        self._end.record(self._compute)
-        self._module.set_stream(before)
-        before.wait_event(self._end)
+        # After an error the device may have failed, and would hide that one behind another.
+        with nullcontext() if kind is None else suppress(RuntimeError):
+            self._end.record(self._compute)
+            self._module.set_stream(before)
+            before.wait_event(self._end)
 
     @contextmanager
     def on(self, queue: Queue) -> Iterator[None]:

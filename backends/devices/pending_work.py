@@ -7,7 +7,7 @@ execution that was put last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from ...ir.module import Module, Program
@@ -15,6 +15,8 @@ from ...ir.ops import Collective, Op, Recv, Send
 from ...ir.printer import format_op
 from ...ir.types import format_ranks
 from ..agreement.plan_hash import plan_hash
+from ..base import Body
+from ..failures.device_faults import suspects
 from ..failures.flight import Position
 from .programs.binder import stream_of
 from .programs.capture import Segment
@@ -33,6 +35,7 @@ class Work:
         messages: the ops that go by streams, as indices, with the event behind each.
         segments: the parts that are captured.
         position: where the host is.
+        bodies: the Python of functions, by name.
     """
 
     def __init__(
@@ -42,17 +45,40 @@ class Work:
         messages: Sequence[tuple[int, StreamEvent]],
         segments: Sequence[Segment],
         position: Callable[[], Position],
+        bodies: Mapping[str, Body] | None = None,
     ) -> None:
         self._program = program
         self._module = module
         self._messages = messages
         self._segments = segments
         self._position = position
+        self._bodies = bodies or {}
 
     @cached_property
     def name(self) -> str:
         """The step and its plan, in words."""
         return named(self._module)
+
+    @property
+    def running(self) -> int | None:
+        """The number of the execution that the host is in; None if it is in none."""
+        at = self._position()
+        return at.execution if at.running else None
+
+    def suspects(self, begun: bool) -> list[str]:
+        """Describe the methods that may have stopped the device by an index, in their order.
+
+        Args:
+            begun: whether only those count that the host has begun in the execution that it is in.
+                Where that is at a graph, all of the graph counts.
+        """
+        ops, at = self._program.ops, self._position()
+        end = len(ops)
+        if begun and at.running:
+            end, graph = at.op + 1, ops[at.op].graph
+            while graph is not None and end < len(ops) and ops[end].graph == graph:
+                end += 1
+        return suspects(ops[:end], self._module, self._bodies)
 
     def unfinished(self, execution: int) -> str:
         """The parts of an execution on the device that it has not ended, a line each."""

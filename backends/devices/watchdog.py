@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
+from weakref import WeakSet
 
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call
+from ..failures.device_faults import REMEDY, DeviceFault, cause_of, fault_in, first_line
 from ..failures.flight import Position
 from .base import Device, Event
 from .pending_work import Work
@@ -87,6 +89,8 @@ class Watchdog:
         faults: says what has gone wrong with messages under way; called by the thread.
         bark: called once, by the thread, with what is wrong.
         putting: where the host puts work on the device at the moment, if it does.
+        end: called in the place of `bark` if the device has failed, which leaves nothing to look
+            for: by the thread, or by whoever learns of it.
     """
 
     def __init__(
@@ -96,17 +100,20 @@ class Watchdog:
         faults: Callable[[], Sequence[str]],
         bark: Callable[[str], None],
         putting: Callable[[], Position | None] = lambda: None,
+        end: Callable[[str], None] | None = None,
     ) -> None:
         self._device = device
         self._timeout = timeout
         self._faults = faults
         self._bark = bark
         self._putting = putting
+        self._end = bark if end is None else end
         self._put: tuple[Position, float] | None = None
         self._line: deque[Put] = deque()
         self._spare: deque[Event] = deque()
         self._passed = monotonic()
         self._stop = threading.Event()
+        _watchdogs.add(self)
         self._thread = threading.Thread(target=self._run, name="cg watchdog", daemon=True)
         self._thread.start()
 
@@ -124,11 +131,15 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching; idempotent."""
         self._stop.set()
+        _watchdogs.discard(self)  # nobody takes anything out of the line any more
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
             try:
                 trouble = self.look()
+            except DeviceFault as fault:
+                self._end(str(fault))
+                return
             except Exception as error:
                 # Nobody would look any more, and the next hang would last for ever.
                 trouble = (
@@ -139,12 +150,32 @@ class Watchdog:
                 self._bark(trouble)
                 return
 
+    @property
+    def line(self) -> Sequence[Put]:
+        """The executions that the device has not been seen to pass; for any thread."""
+        return tuple(self._line.copy())
+
     def look(self) -> str | None:
-        """Describe what has gone wrong by now: with messages, on the host or on the device."""
+        """Describe what has gone wrong by now: with messages, on the host or on the device.
+
+        Raises:
+            DeviceFault: the device has failed, and its messages with it.
+        """
+        overdue = self._look_at_device()
         faults = self._faults()
         if faults:
             return "messages between devices have failed: " + "; ".join(faults)
-        return self._look_at_host() or self._look_at_device()
+        return self._look_at_host() or overdue
+
+    def end_if_failed(self, error: BaseException, running: Work) -> None:
+        """End the job if an error says that the device has failed; called by who has come upon it.
+
+        Args:
+            running: what the host was putting on the device.
+        """
+        fault = fault_of(error, running)
+        if fault is not None:
+            self._end(str(fault))
 
     def _look_at_host(self) -> str | None:
         at, now = self._putting(), monotonic()
@@ -160,16 +191,13 @@ class Watchdog:
 
     def _look_at_device(self) -> str | None:
         line = self._line
-        if not line:
-            return None
-        first = line[0]
         try:
-            self._let_go()
+            if line:
+                self._let_go()
+            else:
+                self._ask()
         except RuntimeError as error:
-            return (
-                f"the device has failed in execution {first.execution} of {first.work.name} or "
-                f"behind it, and cannot be used any more: {error}"
-            )
+            raise _described(error) from error
         if not line or self._timeout is None:
             return None
         first = line[0]
@@ -180,6 +208,15 @@ class Watchdog:
             f"device, which has not ended it after {self._timeout:g} s. The device is at:\n"
             f"{first.work.unfinished(first.execution)}"
         )
+
+    def _ask(self) -> None:
+        """Ask for an event that the device has passed: it says so if the device has failed."""
+        try:
+            event = self._spare.popleft()
+        except IndexError:
+            return
+        event.query()
+        self._spare.append(event)
 
     def _let_go(self) -> None:
         """Take out of the line what the device has passed; it passes the events in their order.
@@ -195,6 +232,52 @@ class Watchdog:
             self._passed = monotonic()
             if passed is last:
                 last = None
+
+
+_watchdogs: WeakSet[Watchdog] = WeakSet()
+
+
+def fault_of(error: BaseException, running: Work | None = None) -> DeviceFault | None:
+    """All that is known of a device's failure, wherever that has come up as an error.
+
+    Args:
+        error: raised to anybody.
+        running: what the host was putting on the device, if it was.
+
+    Returns:
+        The description; None if the device has not failed, or had nothing of cg's on it.
+    """
+    failed = fault_in(error)
+    if failed is None or (running is None and not _on_device()):
+        return None
+    return _described(failed, running)
+
+
+def _on_device() -> list[Put]:
+    """All executions that devices have not been seen to pass, the oldest first."""
+    puts = [put for watchdog in tuple(_watchdogs) for put in watchdog.line]
+    return sorted(puts, key=lambda put: put.since)
+
+
+def _described(error: BaseException, running: Work | None = None) -> DeviceFault:
+    puts = _on_device()
+    works = [put.work for put in puts] + ([] if running is None else [running])
+    where = ""
+    if puts:
+        where = f" in execution {puts[0].execution} of {puts[0].work.name} or behind it"
+    elif running is not None and running.running is not None:
+        where = f" in execution {running.running} of {running.name}"
+    said = f"the device has failed{where}, and cannot be used any more: {first_line(error)}"
+    cause = cause_of(error)
+    if not cause:
+        return DeviceFault(said)
+    methods: list[str] = []
+    for index, work in enumerate(works):
+        if not any(work is before for before in works[:index]):
+            methods += work.suspects(begun=not puts)
+    if methods:
+        methods.insert(0, "These methods were on the device and use indices, in their order:")
+    return DeviceFault("\n".join([said, cause, *methods, REMEDY]))
 
 
 def advice(logs: Sequence[str]) -> str:

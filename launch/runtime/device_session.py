@@ -23,6 +23,7 @@ from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Recv, Value, Wait
 from ...passes.placement.fabrics import is_by_stream
 from ..world.communicators import faults_of, logs_of
+from ..world.fault_hook import say_faults
 
 
 class DeviceSession:
@@ -63,8 +64,14 @@ class DeviceSession:
         self._compute = device.stream(Stream.COMPUTE)
         self._ahead = device.event()
         self._watchdog = Watchdog(
-            device, timeout, lambda: faults_of(streams), self._give_up, lambda: put_by(executable)
+            device,
+            timeout,
+            lambda: faults_of(streams),
+            self._give_up,
+            lambda: put_by(executable),
+            world.end_job,
         )
+        say_faults(world.end_job)
         self.watch = partial(self._watchdog.watch, self._on_device.work)
         for communicator in streams:
             communicator.hold(self)
@@ -83,7 +90,11 @@ class DeviceSession:
                 "these actors, for example from a checkpoint, and compile the step again"
             )
         if self._watchdog is not None:
-            self._ahead.record(self._compute)
+            try:
+                self._ahead.record(self._compute)
+            except RuntimeError as error:
+                self.end_if_failed(error)
+                raise
 
     def close(self) -> None:
         """Stop watching, and drop the graphs; idempotent."""
@@ -97,6 +108,15 @@ class DeviceSession:
             self._executable.drop_graphs()
 
     # -- failure ----------------------------------------------------------------------------
+
+    def end_if_failed(self, error: BaseException) -> None:
+        """End the job if an error says that this rank's device has failed.
+
+        Nothing can be broken off or begun again on it, and attempts would hide the message behind
+        errors of their own.
+        """
+        if self._watchdog is not None:
+            self._watchdog.end_if_failed(error, self._on_device.work)
 
     def note_failure(self, has_begun: bool) -> None:
         """Note the actors that an execution which has failed may have changed wrongly.

@@ -33,6 +33,7 @@ from ...ir.types import UnitType
 from ...passes.placement.fabrics import is_by_stream
 from ..world.communicators import connect_channels, faults_of, logs_of
 from ..world.devices import fabrics_of
+from ..world.fault_hook import say_faults
 from .runtime import transport_of
 
 Pair = tuple[int, int]
@@ -93,8 +94,9 @@ class OnDevice:
         self._streams: list[StreamCommunicator] = []
         self._whole: list[DeviceOnlyInstance] = []
         faults = partial(faults_of, self._streams)
-        self._watchdog = Watchdog(device, timeout, faults, self.give_up, self._putting)
-        self.watch = self._watchdog.watch
+        end = world.end_job
+        self.watchdog = Watchdog(device, timeout, faults, self.give_up, self._putting, end)
+        say_faults(end)
 
     def make(self, instances: Sequence[Instance], connections: Connections) -> ExecutionContext:
         """A context, whose resources are given back once the device has nothing to do."""
@@ -105,7 +107,7 @@ class OnDevice:
             communicator.hold(self)
 
         def close() -> None:
-            self._watchdog.close()
+            self.watchdog.close()
             self.device.synchronize()
             for instance in whole:
                 instance.drop_graphs()
@@ -233,15 +235,15 @@ class ContextFactory:
         on_device = self._on_device
         if on_device is None:
             return Instance(linked, Binder(linked, tickets).bind(), *shared)
-        device, watch = on_device.device, on_device.watch
+        device, watchdog = on_device.device, on_device.watchdog
         if is_device_only(linked.module):
             whole = DeviceOnlyBinder(linked, tickets, device=device)
             abandon, in_flight = on_device.give_up, on_device.in_flight
-            return DeviceOnlyInstance(whole, shared, watch, abandon, in_flight)
+            return DeviceOnlyInstance(whole, shared, watchdog, abandon, in_flight)
         announcing = self._announcing.items()
         handshakes = {id_: HostHandshake(host, channel) for id_, channel in announcing}
         binder = DrivenBinder(linked, tickets, device=device, handshakes=handshakes)
-        return HandshakeInstance(binder, shared, watch)
+        return HandshakeInstance(binder, shared, watchdog)
 
     def _reports(self, rank: int, pairs: Sequence[Pair], host: Communicator) -> Reports:
         send, receive = [], []

@@ -183,6 +183,8 @@ class RankRuntime(Runtime):
             outputs = executable.run(values, control.pause, execution, checked=True)
             control.commit(self._progress)
         except BaseException as error:
+            if self._session is not None:
+                self._session.end_if_failed(error)
             say_departure(error)  # before other ranks know of it, and may end the job
             agreed = self._fail(error, execution)
             if not isinstance(error, Exception):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -14,7 +15,7 @@ from ...backends.cpu.node import Observer
 from ...backends.devices.base import Device
 from ...backends.errors import PlanMismatch
 from ...backends.failures.flight import Activity, Sight
-from .failure import DRAIN_SECONDS
+from .failure import DRAIN_SECONDS, KILL_SECONDS
 from .stacks import Stacks
 from .waiting import Notice, Notices, WorldError, ending_after, user_line, wait_until
 
@@ -78,6 +79,7 @@ class MpiWorld:
         self._endings: list[Callable[[], bool]] = []
         self._stacks: Stacks | None = None
         self._observer: Observer | None = None
+        self._ending = Lock()
         self._side = self._duplicate()
         self._notices = Notices(mpi, self._side)
         self.comm = self._duplicate()
@@ -156,7 +158,12 @@ class MpiWorld:
         return tuple(sorted(r for r, notice in self._notices.latest.items() if notice.left))
 
     def end_job(self, message: str) -> None:
-        """End all ranks, since this one cannot go on; `message` says why."""
+        """End all ranks, since this one cannot go on; `message` says why.
+
+        Where two threads have come upon the same failure, the first one says so.
+        """
+        if not self._ending.acquire(blocking=False):
+            sleep(KILL_SECONDS)  # the first one ends this process meanwhile
         sys.stdout.flush()
         sys.stderr.write(f"[rank {self.rank}] {message}\n")
         sys.stderr.flush()

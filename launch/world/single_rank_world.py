@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import TypeVar
 
 from ...backends.cpu.node import Observer
@@ -34,6 +35,7 @@ class SingleRankWorld:
 
     def __init__(self, device: Device) -> None:
         self.device: Device | None = device
+        self._ending = Lock()
 
     def plays(self, rank: int) -> bool:
         """True for rank 0."""
@@ -57,7 +59,11 @@ class SingleRankWorld:
         """Nobody to wait for."""
 
     def end_job(self, message: str) -> None:
-        """End this process at once, from any thread: its own may wait for the device for ever."""
+        """End this process at once, from any thread: its own may wait for the device for ever.
+
+        Where two threads have come upon the same failure, the first one says so.
+        """
+        self._ending.acquire()
         sys.stdout.flush()
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()

@@ -237,6 +237,93 @@ def test_folders_that_cannot_be_tuned(
     assert not out.exists()
 
 
+@pytest.fixture
+def grown(model: Path, tmp_path: Path) -> Path:
+    """A folder to whose tokenizer a token was added, and whose model was left as it was."""
+    folder = tmp_path / "grown"
+    shutil.copytree(model, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_token_beyond_the_embedding(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before anything is compiled, and the remedy is one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text with <new> in it " * 9)
+    given = f"--out out --data text.txt {TINY}".split()
+    message = refused(monkeypatch, "--model", grown, *given)
+    assert message.startswith(
+        f"the text has the token '<new>' of id 257, and the embedding of {grown} has 257 rows, "
+        "while the tokenizer has 258 tokens, added ones included. "
+    )
+    *_, command = message.split("\n")
+    monkeypatch.setattr(finetune, "make_stages", _goes_on)
+    exec(command.split('"')[1])
+    assert refused(monkeypatch, "--model", grown, *given) == "it goes on"
+
+
+def _goes_on(*_: Any) -> None:
+    raise SystemExit("it goes on")
+
+
+def test_a_token_beyond_the_embedding_that_no_text_has_does_no_harm(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetune, "make_stages", _goes_on)
+    given = ["--model", grown, "--out", "out", *TINY.split()]
+    assert refused(monkeypatch, *given) == "it goes on"
+    prompt = ["--sample", 2, "--prompt", "go <new>"]
+    message = refused(monkeypatch, *given, *prompt)
+    assert message.startswith("--prompt has the token '<new>' of id 257")
+
+
+@pytest.mark.parametrize("table", ["transformer.wpe", "model.decoder.embed_positions"])
+def test_more_tokens_than_learned_positions(
+    table: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if table == "transformer.wpe":
+        config = transformers.GPT2Config(
+            vocab_size=257, n_positions=12, n_embd=16, n_layer=1, n_head=2
+        )
+    else:
+        config = transformers.OPTConfig(
+            vocab_size=257,
+            max_position_embeddings=12,
+            hidden_size=16,
+            word_embed_proj_dim=16,
+            ffn_dim=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    folder = tmp_path / "learned"
+    shutil.copytree(model, folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    monkeypatch.setattr(finetune, "make_stages", _goes_on)
+    given = ["--model", folder, "--out", tmp_path / "out", *TINY.split()]
+    assert refused(monkeypatch, *given) == (
+        f"--length 16 is more than the 12 positions of {folder}: {table} has a row for each, and "
+        "no more. Give --length 12 or less"
+    )
+    assert refused(monkeypatch, *given, "--length", "12") == "it goes on"
+
+
+def test_more_tokens_than_positions_that_are_computed(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(finetune, "make_stages", _goes_on)
+    given = ["--model", model, "--out", tmp_path / "out", *TINY.split(), "--length", "65"]
+    assert refused(monkeypatch, *given) == "it goes on"
+    assert "--length 65 is more than the 64 positions that" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

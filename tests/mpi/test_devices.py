@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .jobs import Ended, counts_of_agreement, needs_mpi, run
+from .jobs import ROOT, Ended, counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
@@ -245,13 +245,37 @@ def test_steps_that_need_no_host_on_gpus() -> None:
     check_driven(run(GPUS, program, variables=ON_GPUS, seconds=100), DEVICE_ONLY)
 
 
-@pytest.mark.gpu(2)
-def test_a_fault_of_a_gpu_ends_the_job_with_a_message() -> None:
-    program = ["-m", "tests.mpi.device_fault_job"]
-    ended = run(2, program, variables=ON_GPUS, seconds=60)
+FAULTS = ("watched", "read", "again", "within", "driven")
+"""Where a host learns that its device has failed; see `device_fault_job`."""
+
+
+def check_fault(how: str, device: Mapping[str, str] | None = None) -> None:
+    """The job has ended with one message, which names the method that has failed the device."""
+    program = ["-m", "tests.mpi.device_fault_job", how]
+    if device is None:
+        program[1:1] = ["tests.mpi.device_job"]
+    ended = run(2, program, variables=device, seconds=60, warm=device is None)
     assert ended.code != 0, ended.output
-    assert "the device has failed in execution" in ended.output
-    assert "device-side assert" in ended.output
+    assert ended.output.count("the device has failed in execution") == 1, ended.output
+    assert ended.output.count("CUDA error: device-side assert triggered") == 1, ended.output
+    assert "The likely cause: an index is out of range" in ended.output
+    file = ROOT / "tests" / "mpi" / "device_fault_job.py"
+    lines = file.read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "the line to be named" in text)
+    assert f"an embedding at {file}:{line}, in forward: it takes 0 to 3\n" in ended.output
+    for other in ("Traceback", "Search for", "messages between devices", "nobody has noticed"):
+        assert other not in ended.output, ended.output
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_fault_of_a_fake_device_ends_the_job_with_one_message(how: str) -> None:
+    check_fault(how)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_fault_of_a_gpu_ends_the_job_with_one_message(how: str) -> None:
+    check_fault(how, ON_GPUS)
 
 
 @pytest.mark.gpu(2)

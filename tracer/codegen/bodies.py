@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -40,6 +40,7 @@ class GraphBody:
     Attributes:
         generate: gives what `run` and `locate` are.
         graph: the graph that it runs.
+        locations: the user's line of its nodes, as far as they are known.
         state: gives the parameters and buffers that it works on.
         trained: gives the parameters to whose `.grad` it adds.
         new_gradients: memory for `.grad` of those that have none, by their id, while it has any.
@@ -50,6 +51,7 @@ class GraphBody:
 
     generate: Callable[[], tuple[Run, Locate]]
     graph: fx.Graph
+    locations: Mapping[fx.Node, Location]
     state: Callable[[], list[torch.Tensor]]
     trained: Callable[[], list[torch.Tensor]]
     new_gradients: dict[int, torch.Tensor]
@@ -82,6 +84,7 @@ class GraphBody:
         return GraphBody(
             generate,
             graph=self.graph,
+            locations=self.locations,
             state=self.state,
             trained=self.trained,
             new_gradients=self.new_gradients,

@@ -112,6 +112,7 @@ def _make(
     return kind(
         generate=lambda: _generate(source(), piece, name, made),
         graph=piece.graph,
+        locations=piece.locations,
         state=_Held([tensor.slots[0] for tensor in piece.state]),
         trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
         new_gradients=made,

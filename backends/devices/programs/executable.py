@@ -43,7 +43,14 @@ class DeviceExecutable(Executable):
         self._order = binder.order
         self._copies = binder.copies
         self._ran = 0
-        self.work = Work(self.program, self.module, binder.messages, self.segments, self.position)
+        self.work = Work(
+            self.program,
+            self.module,
+            binder.messages,
+            self.segments,
+            self.position,
+            linked.bodies,
+        )
         device.synchronize()  # constants are there for all streams
 
     def run(

@@ -27,6 +27,7 @@ from ...timing.tracing import Log
 from ..base import Device, Event
 from ..output_buffers import Loan
 from ..pending_work import Work
+from ..watchdog import Watchdog
 from .binder import DeviceBinder
 from .capture import Segment
 from .device_only import DeviceOnlyBinder
@@ -92,22 +93,26 @@ class DeviceInstance(Instance):
     Args:
         binder: of the program, which it binds.
         shared: what `Instance` takes besides.
-        watch: called with each execution that has been put on the device: what it is of, and its
-            number.
+        watchdog: is told of each execution that has been put on the device, and of each error.
 
     Attributes:
         segments: the parts of the program that are captured.
     """
 
-    def __init__(
-        self, binder: DeviceBinder, shared: Shared, watch: Callable[[Work, int], None]
-    ) -> None:
+    def __init__(self, binder: DeviceBinder, shared: Shared, watchdog: Watchdog) -> None:
         self._device = binder.device
         statistics, guards, reports = shared  # mypyc gives a starred tuple to one parameter
         super().__init__(binder.linked, binder.bind(), statistics, guards, reports)
         self.segments: Sequence[Segment] = binder.segments
-        work = Work(self.program, self.module, binder.messages, self.segments, self.position)
-        self._watch = partial(watch, work)
+        self._watchdog = watchdog
+        self._work = Work(
+            self.program,
+            self.module,
+            binder.messages,
+            self.segments,
+            self.position,
+            binder.linked.bodies,
+        )
 
     def _make_engine(self, runs_without_grad: bool) -> SessionEngine:
         polls: dict[Instruction | None, Callable[[], bool]] = {}
@@ -158,16 +163,18 @@ class DeviceInstance(Instance):
         if not self._session.is_put:
             self._deliver(outputs)
         super().ended(outputs)
-        self._watch(self.execution)
+        self._watchdog.watch(self._work, self.execution)
+
+    def failed(self, error: BaseException) -> None:
+        self._watchdog.end_if_failed(error, self._work)
+        super().failed(error)
 
 
 class HandshakeInstance(DeviceInstance):
     """An instance whose hosts announce each message; an error may take a message's place."""
 
-    def __init__(
-        self, binder: DrivenBinder, shared: Shared, watch: Callable[[Work, int], None]
-    ) -> None:
-        super().__init__(binder, shared, watch)
+    def __init__(self, binder: DrivenBinder, shared: Shared, watchdog: Watchdog) -> None:
+        super().__init__(binder, shared, watchdog)
         self._graphs = interleave(self._code, binder)
         self.segments = self._graphs.segments
         self.record(None)
@@ -180,6 +187,7 @@ class HandshakeInstance(DeviceInstance):
             super().record(log)
 
     def failed(self, error: BaseException) -> None:
+        self._watchdog.end_if_failed(error, self._work)
         if self.engine.located is not None:
             # What comes behind a graph, but stands ahead of what has failed in it.
             for instruction in self._graphs.put_off(self.engine.begun - 1):
@@ -200,7 +208,7 @@ class DeviceOnlyInstance(DeviceInstance):
     the device.
 
     Args:
-        binder, shared, watch: as `DeviceInstance` takes them.
+        binder, shared, watchdog: as `DeviceInstance` takes them.
         abandon: ends the job, and says why.
         in_flight: gives the executions of the rank, in the order of their start.
     """
@@ -209,7 +217,7 @@ class DeviceOnlyInstance(DeviceInstance):
         self,
         binder: DeviceOnlyBinder,
         shared: Shared,
-        watch: Callable[[Work, int], None],
+        watchdog: Watchdog,
         abandon: Callable[[str], None],
         in_flight: Callable[[], Sequence[Instance]],
     ) -> None:
@@ -218,7 +226,7 @@ class DeviceOnlyInstance(DeviceInstance):
         self._change: Poison | None = None
         self._has_begun = False
         self._binder = binder
-        super().__init__(binder, shared, watch)
+        super().__init__(binder, shared, watchdog)
         self.engine.runs_without_grad = True  # messages and copies are part of no history
 
     def start(self, inputs: Sequence[Any], execution: int) -> None:
@@ -297,6 +305,7 @@ class DeviceOnlyInstance(DeviceInstance):
         return True
 
     def failed(self, error: BaseException) -> None:
+        self._watchdog.end_if_failed(error, self._work)
         computes = self._code.infos[self.engine.index].role is Role.COMPUTE
         is_under_way = self._has_begun and not self._session.is_put
         if is_under_way and (computes or not isinstance(error, TransportError)):

@@ -125,15 +125,22 @@ def check_model(body: Body, model: str) -> None:
 
 
 def token_ids(found: object, param: str, limits: Limits) -> tuple[int, ...]:
-    """A list of token ids below the vocabulary's size."""
+    """A list of token ids that the model's embedding has a row for."""
     if not isinstance(found, list):
         bad(f"{param} must be a list of token ids", param)
     if len(found) > limits.context:
         _too_long(len(found), limits)
     for token in found:
         if type(token) is not int or not 0 <= token < limits.vocabulary:
-            bad(f"{param} has a token id that is none below {limits.vocabulary}", param)
+            rows = limits.vocabulary
+            wanted = f"the model's embedding has {rows} rows, for token ids 0 to {rows - 1}"
+            bad(f"{param} has {_shown(token)}, and {wanted}", param)
     return tuple(found)
+
+
+def _shown(token: object) -> str:
+    """What stands for a token id, cut short."""
+    return f"the token id {token}"[:60] if type(token) is int else "something that is no token id"
 
 
 def messages(body: Body) -> list[dict[str, str]]:

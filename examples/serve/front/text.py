@@ -77,6 +77,7 @@ class HuggingFace:
 
     Raises:
         FileNotFoundError: there is no tokenizer in the folder.
+        ValueError: it has tokens that the model's embedding has no row for.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,6 +85,7 @@ class HuggingFace:
         if not file.exists():
             raise FileNotFoundError(f"there is no {file}: is the folder one of a model?")
         self._tokenizer = Tokenizer.from_file(str(file))
+        self._check_rows(folder)
         # A second one takes the names of special tokens for the text that they are.
         self._plain = Tokenizer.from_file(str(file))
         self._plain.encode_special_tokens = True
@@ -110,6 +112,29 @@ class HuggingFace:
             log.warning("%s has no chat template: a chat is its messages, a line each", folder)
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self._names = {name: _content(config[name]) for name in names if config.get(name)}
+
+    def _check_rows(self, folder: Path) -> None:
+        """Refuse a tokenizer that has outgrown its model, as by tokens that were added.
+
+        Any client may write the name of any token in a prompt. So all of them count, and not only
+        those that a template or the text of somebody has.
+        """
+        config = _read(folder / "config.json")
+        rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        token = max(vocabulary, key=vocabulary.__getitem__)
+        highest = vocabulary[token]
+        if not isinstance(rows, int) or highest < rows:
+            return
+        raise ValueError(
+            f"the tokenizer of {folder} has {len(vocabulary)} tokens, added ones included, up to "
+            f"id {highest} ({token!r}), and the model's embedding has {rows} rows: a client that "
+            "writes such a token would ask for a row that is not there. Give the model a row for "
+            "each, and save it into its folder again:\n"
+            '  python -c "import transformers; '
+            f"model = transformers.AutoModelForCausalLM.from_pretrained('{folder}'); "
+            f"model.resize_token_embeddings({highest + 1}); model.save_pretrained('{folder}')\""
+        )
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

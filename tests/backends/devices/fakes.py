@@ -36,6 +36,15 @@ from ..recording import Pool, Recording
 PATIENCE = 120.0
 """Seconds after which a wait of the compute stream is a deadlock."""
 
+ASSERTED = (
+    "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in https://docs.nvidia."
+    "com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.\nCUDA kernel errors "
+    "might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with "
+    "`TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+"""The error of torch 2.11 by whatever is asked of a device on which a kernel has asserted."""
+
 FABRIC = Fabric("fake", frozenset(DType) - {DType.I16, DType.U16})
 
 
@@ -74,6 +83,7 @@ class FakeQueue:
         Args:
             comm: whose operation it is; a communicator does one after the other.
         """
+        self.device.check()
         recording = self.device.recording
         if recording is not None:
             branch = self.branch
@@ -125,8 +135,9 @@ class FakeEvent:
 
     count = 0
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         FakeEvent.count += 1
+        self.check = check
         self.name = f"e{FakeEvent.count}"
         self.token = threading.Event()
         self.token.set()
@@ -143,9 +154,11 @@ class FakeEvent:
         stream.put(f"record {self.name}", token.set)
 
     def query(self) -> bool:
+        self.check()
         return self.token.is_set()
 
     def synchronize(self) -> None:
+        self.check()
         _wait(self.token, "host")
 
 
@@ -226,8 +239,18 @@ class FakeDevice:
         self.queues: dict[Stream, FakeQueue] = {}
         self.events: list[FakeEvent] = []
         self.current: FakeQueue | None = None
+        self.error: RuntimeError | None = None
         self._depth = 0
         self._raw: dict[int, FakeQueue] = {}
+
+    def fail(self, text: str = ASSERTED) -> None:
+        """From now on do nothing any more, and answer whatever is asked by an error."""
+        self.error = RuntimeError(text)
+
+    def check(self) -> None:
+        """Raise the error of a device that has failed."""
+        if self.error is not None:
+            raise RuntimeError(str(self.error))
 
     def stream(self, kind: Stream) -> FakeQueue:
         found = self.queues.get(kind)
@@ -244,7 +267,7 @@ class FakeDevice:
         return self._raw[raw]
 
     def event(self) -> FakeEvent:
-        self.events.append(FakeEvent())
+        self.events.append(FakeEvent(self.check))
         return self.events[-1]
 
     def timer(self) -> FakeTimer:

@@ -131,3 +131,38 @@ def test_a_graph_that_cannot_be_made_is_not_kept(monkeypatch: pytest.MonkeyPatch
         device.capture(nothing, queue)
     gc.collect()
     assert len(module.graphs) == 0
+
+
+class Broken(Stub):
+    """A module, a stream and an event of a device that fails in a session."""
+
+    Event = Stream = lambda *_, **__: Broken()
+    fails = False
+
+    def current_stream(self, index: int) -> Any:
+        return self
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record(self, stream: Any) -> None:
+        if Broken.fails:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_session_that_ends_by_an_error_does_not_hide_it(
+    raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Broken())
+    monkeypatch.setattr(Broken, "fails", False)
+    device = Accelerator("cuda", 0, None, "raw", "CUDAGraph")
+
+    def run() -> None:
+        with device.session():
+            Broken.fails = True
+            if raised:
+                raise ValueError("of a method")
+
+    with pytest.raises(ValueError if raised else RuntimeError) as error:
+        run()
+    assert error.value.__context__ is None

@@ -50,6 +50,7 @@ class Body:
         self.broken = False
         self.locate = lambda traceback: None
         self.graph = None
+        self.locations: dict[Any, Any] = {}
 
     def __call__(self, x: Any) -> Sequence[torch.Tensor]:
         return self.run(x)

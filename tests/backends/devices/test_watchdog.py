@@ -31,7 +31,11 @@ module @step phase=scheduled world=1 {
 }
 """
 GRAPH, OPAQUE = 0, 1
-WORK: Any = SimpleNamespace(name="step 'it'", unfinished="  a part of execution {}".format)
+WORK: Any = SimpleNamespace(
+    name="step 'it'",
+    unfinished="  a part of execution {}".format,
+    suspects=lambda begun: ["  it.look_up"],
+)
 AT = Position(rank=0, execution=3, op=GRAPH)
 
 

@@ -489,3 +489,20 @@ def test_pipelined_requests(attacked: Server) -> None:
     sock.sendall(request * 100 + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert read_all(sock).count(b"HTTP/1.1 200 OK") == 101
     assert attacked.memory() < before + 16 * MEBIBYTE
+
+
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        ([1, 256], "the token id 256"),
+        ([[1], [-1]], "the token id -1"),
+        ([10**4000], f"the token id {10**4000}"[:60]),
+        ([1, "x"], "something that is no token id"),
+    ],
+)
+def test_a_token_beyond_the_vocabulary_is_named(
+    prompt: list[Any], what: str, attacked: Server
+) -> None:
+    found, answer = attacked.get("/v1/completions", {"prompt": prompt})
+    wanted = "the model's embedding has 256 rows, for token ids 0 to 255"
+    assert (found, answer["error"]["message"]) == (400, f"prompt has {what}, and {wanted}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
+from examples.serve import __main__ as command
 from examples.serve.front.text import Bytes, HuggingFace, Stops, load
 from examples.serve.models import resolve
 
@@ -148,3 +150,22 @@ def test_what_is_served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve("nowhere")
     with pytest.raises(FileNotFoundError, match=r"there is no .*tokenizer\.json"):
         load(str(tmp_path))
+
+
+def test_a_tokenizer_that_has_outgrown_its_model_is_refused_before_anything_is_served(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "A tokenizer with ids beyond the model's embedding": a message, and exit code 2."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": tokens - 1}))
+    assert command.main(["--model", str(folder), "--port", "0"]) == command.BAD_USAGE
+    told = capsys.readouterr().err
+    assert (
+        f"the tokenizer of {folder} has {tokens} tokens, added ones included, up to id "
+        f"{tokens - 1} ('<|im_end|>'), and the model's embedding has {tokens - 1} rows"
+    ) in told
+    assert f"model.resize_token_embeddings({tokens}); model.save_pretrained('{folder}')" in told
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": tokens}}))
+    assert isinstance(load(str(folder)), HuggingFace)
