@@ -19,8 +19,8 @@ MFU       operations of the model, 6 N + 12 L W T a token (`finetuning/shapes.py
 peak GiB  torch.cuda.max_memory_allocated of each rank
 NCCL ms   milliseconds a step in which NCCL's kernels run on a rank, by torch's profiler in two
           further steps; exposed: of these, those in which no other kernel runs, and their share
-first s   seconds from the start of the arm's command to the end of its first step, with an empty
-          cache of TorchInductor
+first s   seconds from the start of the arm's command to the end of its first step; the cache of
+          TorchInductor is empty then, but with `--warm-cache`
 losses    of the first and of the last step; they must be those of the first arm
 """
 
@@ -98,8 +98,9 @@ class Bench:
         stem = f"{shape}.{arm.name}.{turn}"
         result, log = self.folder / f"{stem}.json", self.folder / f"{stem}.log"
         command = arm.command(self.measured(arm, shape, result))
-        more = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"{stem}.cache")}
-        more |= {"CG_PASSES": arm.passes} if arm.passes else {}
+        more = {"CG_PASSES": arm.passes} if arm.passes else {}
+        if not self.args.warm_cache:
+            more |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"{stem}.cache")}
         row |= {"command": shlex.join(["python", *command[1:]]), "passes": arm.passes}
         limit = min(self.args.timeout, self.left)
         began = time.monotonic()
@@ -147,10 +148,10 @@ class Bench:
 def variables(shape: str) -> dict[str, str]:
     """The environment of jobs, with the same share of the cores for the ranks of both sides."""
     cores = max(1, len(os.sched_getaffinity(0)) // RANKS)
-    found = {**os.environ, "OMP_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"OMP_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": "false"}
     if shape == "tiny":
-        found |= {"CG_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    return found
+        settings |= {"CG_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **settings}
 
 
 def jobs(args: argparse.Namespace) -> Iterator[tuple[Arm, str, int]]:
@@ -174,6 +175,7 @@ def parse() -> argparse.Namespace:
     add("--microbatches", type=int, help="of a step, but for pipelines (default: the shape's)")
     add("--seconds", type=float, default=float("inf"), help="for the whole run")
     add("--timeout", type=float, default=180.0, help="seconds for an arm")
+    add("--warm-cache", action="store_true", help="leave TorchInductor's cache as it is")
     add("--models", type=Path, help="where models are kept for the next run")
     add("--record", type=Path, metavar="FILE", help="JSON with a row for each arm")
     args = parser.parse_args()

@@ -16,15 +16,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from finetuning import training  # noqa: E402 (found by the line above)
-from finetuning.meter import Meter  # noqa: E402
-from finetuning.shapes import SHAPES  # noqa: E402
+from finetuning import training
+from finetuning.meter import Meter
+from finetuning.shapes import SHAPES
 
 sys.path.insert(0, str(training.EXAMPLES))
 
-import finetune  # noqa: E402 (an example, and found by the line above)
+import finetune
 
-import cg  # noqa: E402
+import cg
 
 
 def words(args: argparse.Namespace, out: Path) -> list[str]:

@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 GRACE = 5.0
 """Seconds between asking a command to end, and ending it."""
@@ -60,34 +62,51 @@ def end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=GRACE)
-    for pid, started in members.items():
-        if _parent_and_start(pid)[1] == started:  # no other process has got this id since
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    running = [pid for pid, began in members.items() if is_running(pid, began)]
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
+    limit = time.monotonic() + GRACE
+    while time.monotonic() < limit and any(is_running(pid, members[pid]) for pid in running):
+        time.sleep(0.05)  # the next job needs the memory of their GPUs
+
+
+def is_running(pid: int, began: str) -> bool:
+    """Whether a process has not ended; another may have got its id since."""
+    status = _status(pid)
+    return status is not None and status.began == began and status.state != "Z"
 
 
 def descendants(ancestor: int) -> dict[int, str]:
-    """The processes under one, also those in other groups: when each has started, by its id."""
-    running = {
-        int(folder.name): _parent_and_start(int(folder.name))
+    """The processes under one, also those in other groups: when each began, by its id."""
+    statuses = {
+        int(folder.name): status
         for folder in Path("/proc").iterdir()
-        if folder.name.isdigit()
+        if folder.name.isdigit() and (status := _status(int(folder.name))) is not None
     }
     below: dict[int, str] = {}
     parents = {ancestor}
     while parents:
-        parents = {pid for pid, (parent, _) in running.items() if parent in parents}
-        below |= {pid: running[pid][1] for pid in parents}
+        parents = {pid for pid, status in statuses.items() if status.parent in parents}
+        below |= {pid: statuses[pid].began for pid in parents}
     return below
 
 
-def _parent_and_start(pid: int) -> tuple[int, str]:
-    """The parent's id, and when it started in the kernel's ticks; of no process -1 and nothing."""
+class _Status(NamedTuple):
+    """Of a process; `began` is in ticks of the kernel."""
+
+    state: str
+    parent: int
+    began: str
+
+
+def _status(pid: int) -> _Status | None:
+    """None if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return -1, ""
-    return int(fields[1]), fields[19]
+        return None
+    return _Status(fields[0], int(fields[1]), fields[19])

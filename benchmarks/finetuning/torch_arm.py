@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from finetuning import torch_pipelines  # noqa: E402 (found by the line above)
-from finetuning.meter import Meter  # noqa: E402
-from finetuning.training import (  # noqa: E402
+from finetuning import torch_pipelines
+from finetuning.meter import Meter
+from finetuning.training import (
     CLIP,
     DECAY,
     RATE,
