@@ -6,7 +6,7 @@
 Each arm is a job of its own on two ranks, started by `python -m cg.launch` or by torchrun. An arm
 that fails is a row with its error, and the others go on. `--list` names all arms in their order;
 `--shapes tiny` tries everything out on CPUs, over gloo. With `--seconds` no arm is begun that would
-not end in time.
+not end in time; the same command with `--resume` goes on behind the arms that FILE has.
 
 All arms train the same random weights on the same tokens: 16 sequences of 1,024 tokens a step, in
 bfloat16 with weights in float32, by AdamW in one kernel, gradients clipped. cg's arms are
@@ -30,6 +30,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -85,7 +86,7 @@ class Bench:
             row["seconds"]
             for row in self.rows
             if row["shape"] == shape
-            and row["status"] == "ok"
+            and "seconds" in row
             and (ARMS[row["arm"]].side, ARMS[row["arm"]].compiles) == (arm.side, arm.compiles)
         ]
         return max(alike, default=GUESS)
@@ -154,6 +155,13 @@ def variables(shape: str) -> dict[str, str]:
     return {**os.environ, **settings}
 
 
+def recorded(args: argparse.Namespace) -> list[Row]:
+    """With `--resume`, the rows of arms that have ended well in an earlier run."""
+    if not args.resume or not args.record.exists():
+        return []
+    return [row for row in json.loads(args.record.read_text())["rows"] if row["status"] == "ok"]
+
+
 def jobs(args: argparse.Namespace) -> Iterator[tuple[Arm, str, int]]:
     """All that is to run, in order: arms take turns."""
     for turn in range(args.turns):
@@ -178,9 +186,12 @@ def parse() -> argparse.Namespace:
     add("--warm-cache", action="store_true", help="leave TorchInductor's cache as it is")
     add("--models", type=Path, help="where models are kept for the next run")
     add("--record", type=Path, metavar="FILE", help="JSON with a row for each arm")
+    add("--resume", action="store_true", help="keep what FILE has, and run the other arms")
     args = parser.parse_args()
     if not 0 <= args.warm < args.steps:
         parser.error(f"--warm {args.warm} leaves none of the --steps {args.steps}")
+    if args.resume and args.record is None:
+        parser.error("--resume goes on from the file of --record, which is not named")
     try:
         matching(args.only)
     except ValueError as error:
@@ -193,9 +204,13 @@ def main() -> None:
     if args.list:
         print("\n".join(arm.name for arm in matching(args.only)))
         return
+    signal.signal(signal.SIGTERM, lambda *caught: sys.exit("ended by SIGTERM"))  # and its job, too
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args, Path(folder))
+        bench = Bench(args, Path(folder), rows=recorded(args))
+        done = {(row["arm"], row["shape"], row["turn"]) for row in bench.rows}
         for arm, shape, turn in jobs(args):
+            if (arm.name, shape, turn) in done:
+                continue
             row = bench.run(arm, shape, turn)
             bench.rows.append(row)
             bench.write()

@@ -76,7 +76,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(300, 64, 128, 4, 4, 2, length=32),
+    "tiny": Shape(1024, 64, 128, 4, 4, 2, length=32),
     "0.5B": Shape(151936, 896, 4864, 24, 14, 2),
     "3B": Shape(151936, 2048, 11008, 36, 16, 2, microbatches=8),
 }
