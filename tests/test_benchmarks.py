@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import platform
 import runpy
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import provenance
+from benchmarks.finetuning import processes, rows
+from benchmarks.finetuning.arms import ARMS, matching
+from benchmarks.finetuning.exposed import shares
+from benchmarks.finetuning.shapes import SHAPES, stage_layers
 from benchmarks.gpu.counting import Counts, check, sort_out
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -89,3 +95,99 @@ def test_figures_of_gpus_say_where_they_come_from(
     assert written["machine"]["python"] == platform.python_version()
     assert {"torch", "numpy"} <= set(written["machine"]["packages"])
     assert {"date", "revision"} <= set(written)
+
+
+# -- fine-tuning ----------------------------------------------------------------------------------
+
+
+def kernel(name: str, begin: float, end: float) -> dict[str, Any]:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
+
+
+def test_communication_is_exposed_where_nothing_else_runs() -> None:
+    events = [
+        kernel("gemm", 0.0, 1000.0),
+        kernel("gemm", 500.0, 2000.0),  # on another stream
+        kernel("ncclDevKernel_SendRecv", 1500.0, 3500.0),
+        kernel("ncclDevKernel_AllReduce", 3000.0, 4000.0),
+        kernel("gemm", 3200.0, 3400.0),
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 2000.0, "dur": 9000.0},
+        {"name": "a mark"},
+    ]
+    seen = shares(events, steps=2)
+    assert seen["communication_ms"] == pytest.approx(1.25)
+    assert seen["computation_ms"] == pytest.approx(1.1)
+    assert seen["exposed_ms"] == pytest.approx(0.9)
+    assert seen["exposed_share"] == pytest.approx(0.72)
+    assert shares([], steps=1)["exposed_share"] == 0.0
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    assert SHAPES["0.5B"].parameters == 494_032_768
+    assert SHAPES["3B"].parameters == 3_085_938_688
+    assert [len(each) for each in stage_layers(SHAPES["0.5B"], 2)] == [16, 8]
+    assert [len(each) for each in stage_layers(SHAPES["0.5B"], 4)] == [8, 8, 8, 0]
+    assert [len(each) for each in stage_layers(SHAPES["3B"], 4)] == [10, 10, 10, 6]
+    assert [each.start for each in stage_layers(SHAPES["3B"], 4)] == [0, 10, 20, 30]
+
+
+def test_arms_are_chosen_by_name() -> None:
+    assert [arm.name for arm in matching(["torch-ddp*", "cg-dp"])] == [
+        "cg-dp",
+        "torch-ddp-compiled",
+        "torch-ddp",
+    ]
+    assert len(matching([])) == len(ARMS)
+    with pytest.raises(ValueError, match="no arm is called cg-ddp; there are cg-dp, "):
+        matching(["cg-ddp"])
+
+
+def job(code: str, log: Path, seconds: float) -> str:
+    return processes.run([sys.executable, "-c", code], {}, log, seconds)
+
+
+def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert job("print('fine')", log, 60.0) == ""
+    failing = "import sys; sys.stderr.write('ValueError: no\\nChildFailedError: x\\nrank 1\\n')"
+    assert job(f"{failing}; sys.exit(3)", log, 60.0) == "ValueError: no"
+    assert job("raise SystemExit(4)", log, 60.0) == "exit code 4: no output"
+
+
+def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
+    assert job("import time; time.sleep(600)", tmp_path / "log", 1.0) == "timeout: ended after 1 s"
+
+
+def test_all_that_a_job_has_started_is_ended() -> None:
+    code = (
+        "import subprocess, time\n"
+        "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        began = processes.descendants(parent.pid)[child]
+        assert processes.is_running(child, began)
+        processes.end(parent)
+    assert not processes.is_running(child, began)
+
+
+def row(arm: str, *losses: float, **more: Any) -> dict[str, Any]:
+    rank = {"communication": None, "step_ms": []}
+    measured = {"losses": losses, "tokens_per_second": 9.0, "mfu": None, "peak_gib": [1.5, None]}
+    measured |= {"until_first_step_s": 3.0, "ranks": [rank, rank]}
+    return {"shape": "tiny", "arm": arm, "status": "ok", **measured, **more}
+
+
+def test_losses_are_held_against_those_of_the_first_arm() -> None:
+    failed = {"shape": "tiny", "arm": "c", "status": "failed", "error": "ValueError: no"}
+    many = [row("a", 5.0, 4.0), row("b", 5.04, 4.1), failed]
+    assert rows.disagreements(many) == []
+    assert rows.disagreements([*many, row("d", 5.0, float("nan"))]) == [
+        "tiny d: last loss nan, not 4.0000 of a"
+    ]
+    lines = rows.table(many).splitlines()
+    assert " ".join(lines[1].split()) == "tiny a 9 - 1.5 - - - - 3.0 5.0000 4.0000"
+    assert " ".join(lines[3].split()) == "tiny c failed: ValueError: no"

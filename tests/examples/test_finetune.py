@@ -125,6 +125,7 @@ REST = "--steps 6 --resume --evaluate-every 0"
     "shape",
     [
         "--pp 1 --dp 2 --tp 2",
+        pytest.param("--pp 2 --dp 2 --fsdp step", marks=SLOW),
         pytest.param("--pp 2 --dp 2 --schedule zb-h1", marks=SLOW),
         pytest.param("--pp 2 --tp 2", marks=SLOW),
         pytest.param("--pp 2 --dp 2 --fuse inductor", marks=SLOW),
