@@ -110,7 +110,7 @@ class Bench:
         if not error and not result.exists():
             error = "it has written no result"
         if error:
-            ending = log.read_text(errors="replace")[-2000:]
+            ending = log.read_text(errors="replace")[-8000:]
             return {**row, "status": "failed", "error": error, "output": ending}
         measured = json.loads(result.read_text())
         return {

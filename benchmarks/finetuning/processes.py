@@ -16,7 +16,8 @@ GRACE = 5.0
 """Seconds between asking a command to end, and ending it."""
 
 _ERROR = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Deadlock|Timeout|Exit)\b(?::.*|$))")
-_OF_LAUNCHERS = ("ChildFailedError", "SignalException")
+_FOLLOWING = ("ChildFailedError", "SignalException", "Connection closed by", "Connection reset")
+"""Parts of the errors that launchers and other ranks have because a rank had one."""
 
 
 def run(command: Sequence[str], variables: Mapping[str, str], log: Path, seconds: float) -> str:
@@ -46,11 +47,11 @@ def run(command: Sequence[str], variables: Mapping[str, str], log: Path, seconds
 
 
 def last_error(text: str, code: int) -> str:
-    """The last line of an output that names an error, but for those of launchers."""
+    """The last line of an output that names an error which does not follow from another rank's."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         named = _ERROR.search(line)
-        if named and not any(name in line for name in _OF_LAUNCHERS):
+        if named and not any(name in line for name in _FOLLOWING):
             return named[1][:400]
     return f"exit code {code}: {lines[-1][:400] if lines else 'no output'}"
 

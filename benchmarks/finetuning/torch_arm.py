@@ -250,6 +250,9 @@ def main() -> None:
 
     Meter(args, dist.get_rank(), gather).run(step)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # else a reducer of DDP over gloo can hang where Python destroys it
 
 
 if __name__ == "__main__":
