@@ -17,11 +17,6 @@ GRACE = 5.0
 
 _ERROR = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Deadlock|Timeout|Exit)\b(?::.*|$))")
 _FOLLOWING = ("ChildFailedError", "SignalException", "Connection closed by", "Connection reset")
-    "ChildFailedError",
-    "SignalException",
-    "Connection closed by peer",
-    "Connection reset",
-)
 """Parts of the errors that launchers and other ranks have because a rank had one."""
 
 
