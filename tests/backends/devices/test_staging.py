@@ -15,8 +15,8 @@ from cg.backends.devices.staging import Copies, StagedPort
 from cg.backends.failures.poison import Poison
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType
+from tests.backends.devices.patience import PATIENCE, loose_device
 
-from .fakes import PATIENCE, FakeDevice
 from .ranks import pause
 
 TYPE = TensorType(DType.F32, (4,))
@@ -50,7 +50,7 @@ class Rig:
     """The copies of a program on a fake device, whose streams wait where a test wants it."""
 
     def __init__(self) -> None:
-        self.fake = FakeDevice()
+        self.fake = loose_device()
         device: Device = self.fake
         self.copies = Copies(device)
         self.calls: list[Any] = []
