@@ -61,6 +61,8 @@ def use(device: Worked | None) -> Worked | None:
 def use_for_process(device: Worked) -> None:
     """Let a device be told of what threads do that use none, such as those of backwards."""
     _of_process[:] = [device]
+    # A module that is moved keeps its parameters, as on devices for which `.data` serves.
+    torch.__future__.set_swap_module_params_on_conversion(True)
 
 
 def _before() -> None:
@@ -167,8 +169,6 @@ def _take_data() -> None:
             self.grad = gradient.to(value.device)
 
     torch.Tensor.data = property(data.__get__, write)  # type: ignore[assignment]
-    # A module that is moved keeps its parameters, as on devices for which `.data` serves.
-    torch.__future__.set_swap_module_params_on_conversion(True)
 
 
 def _take_clones() -> None:

@@ -170,7 +170,7 @@ def test_the_compute_stream_waits_for_what_comes_and_the_host_does_not() -> None
     assert port.poll()
     opened = threading.Timer(0.05, gate.set)  # else the fake compute stream, which is this thread,
     opened.start()  # would wait in vain for the copy
-    assert torch.equal(port.take(), ONES)
+    assert torch.equal(port.take().cpu(), ONES)
     waits = rig.fake.stream(Stream.COMPUTE).log
     assert waits[-1].replace("wait", "record") == rig.fake.stream(Stream.COPY).log[-1]
 
@@ -184,7 +184,7 @@ def test_pinned_memory_is_used_again_when_its_copy_has_passed() -> None:
     assert not port.poll()
     gate.set()
     until(port.poll)
-    assert torch.equal(first, ONES)
+    assert torch.equal(first.cpu(), ONES)
 
 
 def test_a_slot_is_written_behind_its_release() -> None:
