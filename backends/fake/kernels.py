@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import autocast
 from .generators import device_type
 from .host_memory import HOST, KIND, move_into, on_device, on_host, placed, storage_on_device
 
@@ -261,13 +262,19 @@ def install(before: Callable[[], None]) -> Iterable[torch.library.Library]:
         "empty_strided": _without_device(aten.empty_strided.default, before),
         "copy_": _copier(before),
     }
+    # What torch calls for devices that it does not know.
+    for name in ("convolution", "convolution_backward"):
+        own[f"{name}_overrideable"] = Kernel(_overload(f"aten::{name}"), before)
     for name in _VIEWS:
         own[name] = _as_on_host(_overload(f"aten::{name}"))
     for name, kernel in own.items():
         library.impl(name, kernel, _KEY)
     for name in sorted(_decomposed() - own.keys()):
         library.impl(name, Kernel(_overload(f"aten::{name}"), before), _KEY)
-    return everything, library
+    others = make("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, autocast.KEY)
+    autocast.install(library, lambda name: _overload(f"aten::{name}"))
+    return everything, others, library
 
 
 def _decomposed() -> set[str]:
