@@ -17,13 +17,15 @@ KEY = "AutocastPrivateUse1"
 FEWER_BITS = (
     "conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_transpose1d "
     "conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul "
-    "einsum mm mv linear addbmm baddbmm bmm linalg_vecdot linalg_multi_dot scaled_dot_product_attention"
+    "einsum mm mv linear addbmm baddbmm bmm linalg_vecdot linalg_multi_dot "
+    "scaled_dot_product_attention"
 )
 FLOAT32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm "
     "group_norm cosine_similarity cdist renorm logsumexp mse_loss l1_loss smooth_l1_loss "
-    "huber_loss nll_loss kl_div binary_cross_entropy_with_logits softmax.int log_softmax.int cumprod cumsum "
+    "huber_loss nll_loss kl_div binary_cross_entropy_with_logits softmax.int log_softmax.int "
+    "cumprod cumsum "
     "prod prod.dim_int sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim"
 )
 
@@ -46,7 +48,7 @@ def _chosen() -> torch.dtype:
 
 
 def _casting(op: Any, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
-    keys: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         target = dtype()
