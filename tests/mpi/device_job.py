@@ -2,8 +2,8 @@
 
     mpiexec -n 2 python -m tests.mpi.device_job [--slow] [--strict] tests.mpi.pipeline_job 0 2
 
-With `--slow` whatever is put on a side stream takes a millisecond or more. Without `--strict` no host
-waits where it need not, so that work which is ordered wrongly shows.
+With `--slow` whatever is put on a side stream takes a millisecond or more. Without `--strict` no
+host waits where it need not, so that work which is ordered wrongly shows.
 
 The device's side streams are threads, and its transport is sockets between processes; everything
 else is what real devices run with.

@@ -23,20 +23,10 @@ def losses(ended: Ended) -> set[str]:
     return set(re.findall(r"trained: (.*)", ended.output))
 
 
-def test_a_pipeline_is_trained_as_on_the_host() -> None:
-    values = losses(rehearse("train", CG_PASSES="-overlap"))
-    assert len(values) == 1
-    assert values == losses(rehearse("train", device="cpu"))
-
-
-@pytest.mark.xfail(reason="receives are posted early, and a device may wait for one in vain")
 def test_a_pipeline_does_not_stand_still_where_the_device_waits() -> None:
-    """With receives that are posted early it does, in cg's words; see `overlap`."""
-    ended = rehearse("train", CG_TIMEOUT="5")
-    if ended.code != 0:
-        assert "the device has not taken the next piece of execution" in ended.output
-        assert "stream = recv" in ended.output
-    assert len(losses(ended)) == 1
+    """It did while receives were posted early."""
+    values = losses(rehearse("train", CG_TIMEOUT="30"))
+    assert values == losses(rehearse("train", device="cpu"))
 
 
 def test_what_a_gpu_refuses_is_refused_everywhere() -> None:
@@ -76,7 +66,7 @@ def test_the_example_trains_as_on_the_host(options: list[str], tmp_path: str) ->
     program += ["--sample", "0", *options]
     validated = []
     for device in ("cpu", "fake"):
-        variables = {"CG_DEVICE": device, "CG_PASSES": "-overlap"}
+        variables = {"CG_DEVICE": device}
         out = ["--out", f"{tmp_path}/{device}"]
         ended = run(2, [*program, *out], variables=variables, seconds=190)
         assert ended.code == 0, ended.output
