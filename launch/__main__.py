@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-thread-cap", action="store_true", help="leave thread pools as they are")
     add("--no-affinity", action="store_true", help="do not bind ranks to cores")
     add("--no-bind-devices", action="store_true", help="do not select devices by local rank")
-    add("--device", metavar="KIND", help="where actors live: auto, cpu, or a kind such as cuda")
+    add("--device", metavar="KIND", help="where actors live: auto, cpu, fake, or one such as cuda")
     add(
         "-x",
         "--env",

@@ -348,12 +348,13 @@ VARIABLES = (
     Variable(
         "CG_DEVICE",
         "device",
-        "`auto`, `cpu`, or a kind of accelerator, such as `cuda`",
+        "`auto`, `cpu`, `fake`, or a kind of accelerator, such as `cuda`",
         "auto",
         "Where the actors of ranks that a launcher has started live: each rank on the accelerator "
         "of its local rank (or its own, where the launcher shows each rank others), or all on the "
         "CPU. `auto` takes accelerators where no two ranks would share one, and says if it does "
-        "not.",
+        "not. `fake` gives each rank a device in the memory of the host, which waits and refuses "
+        "as GPUs may.",
         _word,
     ),
     Variable(

@@ -50,7 +50,7 @@ SAME_THING = {
     "instance.py": "on the host and on devices",
     "instructions.py": "on the host and on devices",
     "layout.py": "of a tensor over ranks, and of a rank's shared memory",
-    "library.py": "the protocol, and NCCL and HCCL behind it",
+    "library.py": "the protocol, and those behind it: NCCL, HCCL, and that of fake devices",
     "partition.py": "cuts a graph: into forward and backward, and where ranks exchange something",
     "pool.py": "in each transport between devices",
     "ports.py": "in each transport",

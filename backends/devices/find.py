@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 
+from ..fake import device as fake
+from ..fake.host_memory import KIND
 from . import cuda, npu
-from .accelerator import Accelerator
+from .base import Device
 
-MAKERS: dict[str, Callable[[int], Accelerator]] = {"cuda": cuda.make, "npu": npu.make}
+FAKE = KIND
+"""Every process has one of its own, which is taken only where it is asked for."""
+
+MAKERS: dict[str, Callable[[int], Device]] = {
+    "cuda": cuda.make,
+    "npu": npu.make,
+    FAKE: fake.make,
+}
 """By torch's word for the kind."""
 
 
@@ -23,7 +33,7 @@ def present() -> str | None:
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in MAKERS else None
+    return found.type if found is not None and found.type in MAKERS.keys() - {FAKE} else None
 
 
 def name(kind: str, index: int) -> str:
@@ -32,11 +42,13 @@ def name(kind: str, index: int) -> str:
     Where torch gives no such name, its number among those that the process sees has to do: two
     processes that see one device each then seem to see the same.
     """
+    if kind == FAKE:
+        return f"the one of process {os.getpid()}"
     properties = getattr(torch.get_device_module(kind), "get_device_properties", None)
     uuid = getattr(properties(index), "uuid", None) if properties is not None else None
     return f"number {index}, which torch does not name" if uuid is None else str(uuid)
 
 
-def make(kind: str, index: int) -> Accelerator:
+def make(kind: str, index: int) -> Device:
     """The device of a kind, as this process's current one."""
     return MAKERS[kind](index)

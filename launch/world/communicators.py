@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...backends.base import Communicator, World
 from ...backends.cpu.transport import CpuTransport
+from ...backends.fake.communicator import connect as connect_by_fake
 from ...backends.hccl.communicator import HcclCommunicator
 from ...backends.hccl.communicator import connect as connect_by_hccl
 from ...backends.nccl.communicator import NcclCommunicator
@@ -30,6 +31,7 @@ def _connect_by_hccl(world: World, channels: Sequence[Channel]) -> HcclCommunica
 
 register("nccl", _connect_by_nccl)
 register("hccl", _connect_by_hccl)
+register("fake", connect_by_fake)
 
 
 def check_transports(program: Program) -> None:

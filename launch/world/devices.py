@@ -75,7 +75,12 @@ def look(
     present: Callable[[], str | None] = find.present,
     name: Callable[[str, int], str] = find.name,
 ) -> VisibleDevices:
-    """Find the accelerators of this process; a rank that stays on the host finds none."""
+    """Find the accelerators of this process; a rank that stays on the host finds none.
+
+    A fake one is there wherever it is asked for.
+    """
+    if wanted == find.FAKE:
+        return VisibleDevices(wanted, wanted, (name(wanted, 0),))
     kind = None if wanted == HOST else present()
     if kind is None:
         return VisibleDevices(wanted)
@@ -137,7 +142,11 @@ def for_process(
     Raises:
         DeviceError: a kind is asked for that the process does not see.
     """
-    return for_rank(0, [sight], lambda kind, _: make(kind, current()))
+
+    def take(kind: str, index: int) -> Device:
+        return make(kind, index if kind == find.FAKE else current())
+
+    return for_rank(0, [sight], take)
 
 
 def declined(machines: Iterable[Sequence[VisibleDevices]]) -> str | None:

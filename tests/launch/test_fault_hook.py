@@ -17,7 +17,7 @@ import torch
 import cg
 from cg.launch.world import world as worlds
 from cg.launch.world.single_rank_world import SingleRankWorld
-from tests.backends.devices.fakes import FakeDevice
+from tests.backends.devices.patience import ASSERTED, loose_device
 
 @cg.actor
 class Table(torch.nn.Module):
@@ -28,14 +28,14 @@ class Table(torch.nn.Module):
     def forward(self, at):
         return torch.nn.functional.embedding(at, self.rows)
 
-device = FakeDevice()
+device = loose_device()
 with worlds.use_world(SingleRankWorld(device)):
     table = Table.on(0)()
     step = cg.trace(lambda at: table.forward(at))
     at = torch.arange(3)
     compiled = step.lower(at).compile()
     compiled(at)
-    device.fail()
+    device.fail(ASSERTED)
     device.check()  # as float(...) does
 """
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import cg
+from cg.backends.fake.device import FakeDevice
 from cg.launch.world import world as worlds
 from cg.launch.world.single_rank_world import SingleRankWorld
-from tests.backends.devices.fakes import FakeDevice
+from tests.backends.devices.patience import loose_device
 from tests.backends.memory import peak_of
 
 from ..sampling import scaled
@@ -45,7 +46,7 @@ Actor = cg.actor(Layers)
 
 @pytest.fixture
 def device() -> Iterator[FakeDevice]:
-    found = FakeDevice()
+    found = loose_device()
     with worlds.use_world(SingleRankWorld(found)):
         yield found
 
@@ -133,7 +134,7 @@ def test_gradients_are_those_of_autograd_whatever_is_replayed_between(
     of it than the other one saves, so that gradients would lie where it works.
     """
     begin = [(False, "step")] * 3 + [(True, "step")] * 3 + [(False, "step")]
-    with worlds.use_world(SingleRankWorld(FakeDevice())), ExitStack() as stack:
+    with worlds.use_world(SingleRankWorld(loose_device())), ExitStack() as stack:
         both = [Trained(8), Trained(4)]
         for each in both:
             stack.enter_context(each.program)

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import cg
 from cg.backends.base import World
 from cg.backends.devices import find
+from cg.backends.fake.device import FakeDevice
 from cg.launch.config import Config
 from cg.launch.world import devices
 from cg.launch.world import world as worlds
 from cg.launch.world.devices import DeviceError, VisibleDevices, for_process
 from cg.launch.world.single_rank_world import SingleRankWorld
-from tests.backends.devices.fakes import FakeDevice
+from tests.backends.devices.patience import loose_device
 
 WIDTH = 8
 EXECUTIONS = 6
@@ -143,7 +144,7 @@ def test_a_method_that_raises_is_an_error_of_its_execution_alone(world: World) -
 
 def test_a_process_that_is_alone_is_one_rank_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "look", lambda wanted, _: VisibleDevices(wanted, "cuda", ("a",)))
-    monkeypatch.setattr(devices, "for_process", lambda sight, current: FakeDevice())
+    monkeypatch.setattr(devices, "for_process", lambda sight, current: loose_device())
     for config in (Config(), Config(ranks=1)):
         world = worlds.start(config)
         assert isinstance(world, SingleRankWorld)
@@ -164,7 +165,7 @@ def test_it_takes_the_device_that_is_torchs_current_one() -> None:
 
 
 def test_there_is_no_other_rank() -> None:
-    world = SingleRankWorld(FakeDevice())
+    world = SingleRankWorld(loose_device())
     assert world.allgather("a") == ["a"]
     assert world.broadcast("a", 0) == "a"
     assert world.plays(0)

@@ -21,6 +21,8 @@ import torch
 
 from cg.backends.cpu.transport import CpuTransport
 from cg.backends.devices.programs.executable import DeviceExecutable
+from cg.backends.fake.device import FABRIC
+from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator, make_pool
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.program.executor import Executable
@@ -30,7 +32,7 @@ from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
 from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
-from tests.backends.devices.fakes import FABRIC, FakeDevice, FakeLibrary
+from tests.backends.devices.patience import loose_device
 
 
 def main() -> None:
@@ -69,7 +71,7 @@ class Runner:
         self.replays = 0
         self.device: Any = None
         if name == "fake":
-            self.device = world.device = FakeDevice(world.rank)
+            self.device = world.device = loose_device(world.rank)
             self.pool = NcclPool(world, self.device, FakeLibrary(self.device))
         elif name != "cpu":
             self.device = world.device

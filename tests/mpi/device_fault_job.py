@@ -18,6 +18,7 @@ import torch
 
 import cg
 from cg.launch.world.world import world
+from tests.backends.devices.patience import ASSERTED
 
 
 @cg.actor
@@ -48,7 +49,7 @@ FAILS: list[bool] = []
 def read(x: torch.Tensor) -> float:
     """A number of the device, which raises if that has failed."""
     if FAKE and FAILS:
-        FAKE.fail()
+        FAKE.fail(ASSERTED)
         FAKE.check()
     return float(x.sum())
 
@@ -84,7 +85,7 @@ def main() -> None:
             FAILS.append(True)
         result = compiled(BAD)
         if FAKE and FAILS:
-            FAKE.fail()
+            FAKE.fail(ASSERTED)
         if how == "read":
             read(result)
         while how == "again":

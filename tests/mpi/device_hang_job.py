@@ -14,7 +14,7 @@ import time
 import torch
 
 import cg
-from tests.backends.devices.fakes import FakeEvent
+from cg.backends.fake.queues import FakeEvent
 
 
 @cg.actor

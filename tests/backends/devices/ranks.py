@@ -13,13 +13,13 @@ from cg.backends.base import Port, World
 from cg.backends.devices.programs.binder import DeviceBinder
 from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.failures.poison import Poison
+from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.program.linked import LinkedProgram
 from cg.backends.virtual.fabric import VirtualFabric
 from cg.ir.module import Channel, Module
-
-from .fakes import PATIENCE, FakeDevice, FakeLibrary
+from tests.backends.devices.patience import PATIENCE, loose_device
 
 
 class ThreadWorld:
@@ -152,7 +152,7 @@ def bound(
 
     Channels that say `via = fake`, or nothing, go by the device, all others by the host.
     """
-    device = world.device = FakeDevice(world.rank, delay)
+    device = world.device = loose_device(world.rank, delay)
     library = world.library = FakeLibrary(device)
     pool = NcclPool(world, device, library)
     by_device = [c for c in module.channels.values() if c.via in (None, "fake")]
@@ -193,7 +193,9 @@ def play(
         found = []
         for values in inputs:
             outputs = executable.run(values[world.rank], pause)
-            found.append(tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in outputs))
+            found.append(
+                tuple(v.clone().cpu() if isinstance(v, torch.Tensor) else v for v in outputs)
+            )
             world.barrier()
         return found
 

@@ -13,8 +13,7 @@ from cg.backends.nccl import pool as nccl
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.streams.library import CommunicationError
 from cg.ir.module import Channel
-
-from .fakes import FakeDevice
+from tests.backends.devices.patience import loose_device
 
 THERE, ELSEWHERE = Channel(0, (0, 1)), Channel(1, (0, 2))
 
@@ -65,7 +64,7 @@ class Alone:
 def joined(library: Any) -> NcclPool:
     """A pool with one communicator."""
     world: Any = Alone()
-    pool = NcclPool(world, FakeDevice(), library)
+    pool = NcclPool(world, loose_device(), library)
     pool.join([THERE])
     return pool
 

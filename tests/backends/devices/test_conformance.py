@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cg.backends.fake.device import FABRIC
+
 from ..conformance import EXECUTIONS, Case, cases, check
-from .fakes import FABRIC
 from .ranks import play
 
 CASES = [

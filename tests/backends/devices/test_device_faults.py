@@ -20,9 +20,10 @@ from cg.backends.errors import Failure, RemoteError
 from cg.backends.failures.device_faults import DeviceFault, fault_in, index_uses
 from cg.backends.program.linked import LinkedProgram
 from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.single_rank_world import SingleRankWorld
 from cg.launch.world.world import use_world
 
-from .fakes import ASSERTED, FakeDevice
+from .patience import ASSERTED, loose_device
 from .ranks import pause
 
 WORDS, WIDTH, CLASSES = 11, 4, 7
@@ -47,7 +48,7 @@ class Model(torch.nn.Module):
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def look(self, x: torch.Tensor) -> torch.Tensor:
         for device in FAILING:
-            device.fail()
+            device.fail(ASSERTED)
             device.check()
         return x.clone()
 
@@ -56,7 +57,7 @@ class Model(torch.nn.Module):
         return F.cross_entropy(logits, ids)
 
 
-FAILING: list[FakeDevice] = []
+FAILING: list[Any] = []
 """The devices that fail while `look` runs, and that it learns that of."""
 
 
@@ -71,9 +72,9 @@ class Bound:
     """A step on a fake device that a watchdog looks at when it is told to."""
 
     def __init__(self) -> None:
-        self.device: Any = FakeDevice()
+        self.device: Any = loose_device()
         self.ended: list[str] = []
-        with use_world(VirtualWorld(1)):
+        with use_world(SingleRankWorld(self.device)):
             model = Model.on(0)()
 
             @cg.trace
@@ -121,7 +122,7 @@ LOSS = partial(line_of, Model.loss, "cross_entropy")
 
 def test_methods_that_use_indices_are_named_with_their_lines(bound: Bound) -> None:
     bound.put()
-    bound.device.fail()
+    bound.device.fail(ASSERTED)
     fault = bound.fault()
     head, cause, *_ = fault.split("\n")
     assert head.startswith("the device has failed in execution 0 of step 'step' (plan ")
@@ -149,7 +150,7 @@ def test_the_oldest_execution_that_has_not_passed_is_named(bound: Bound) -> None
     assert bound.dog.look() is None
     bound.put()
     bound.put()
-    bound.device.fail()
+    bound.device.fail(ASSERTED)
     assert "failed in execution 1 of step 'step'" in bound.fault()
 
 
@@ -179,7 +180,7 @@ def test_what_the_host_comes_upon_while_it_puts_an_execution_there(bound: Bound)
 def test_all_of_a_captured_step_may_have_done_it(bound: Bound) -> None:
     for _ in range(WARM_UPS + 1):
         bound.put()
-    bound.device.fail()
+    bound.device.fail(ASSERTED)
     fault = bound.fault()
     assert EMBED() in fault
     assert LOSS() in fault

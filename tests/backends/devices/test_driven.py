@@ -8,20 +8,22 @@ import torch
 
 from cg.backends.devices.programs.driven import DrivenBinder, HostHandshake
 from cg.backends.driven.ticket_locks import TicketLocks, Tickets
+from cg.backends.fake.device import FakeDevice
+from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.program.linked import LinkedProgram
 from cg.ir.attributes import Stream
 from cg.ir.module import Module
+from tests.backends.devices.patience import loose_device
 
 from ..conformance import one_way
-from .fakes import FakeDevice, FakeLibrary
 from .ranks import HostCommunicator, ThreadWorld, on_ranks, pause
 
 
 def execute(world: ThreadWorld, module: Module, inputs: list[torch.Tensor]) -> FakeDevice:
     """Run this rank's program once; the device that it ran on."""
-    device = FakeDevice(world.rank)
+    device = loose_device(world.rank)
     pool = NcclPool(world, device, FakeLibrary(device))
     streams = NcclCommunicator(pool, list(module.channels.values()), world.rank)
     host = HostCommunicator(*world.shared["host"], world.rank)

@@ -21,9 +21,9 @@ from cg.ir.parser import parse_module
 from cg.launch.api.dumps import Dump
 from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
+from tests.backends.devices.patience import loose_device
 
 from ..conformance import check, pipeline
-from .fakes import FakeDevice
 from .ranks import ThreadWorld, bound, on_ranks, pause
 
 X = torch.ones(4)
@@ -74,7 +74,7 @@ class Told:
         self.module = parse_module(PROGRAM.replace("TYPE", type_))
         self.lines: list[str] = []
         self.fallbacks = Fallbacks(self.module, 0, self.lines.append)
-        self.device = FakeDevice()
+        self.device = loose_device()
         self.warned: list[str] = []
         linked = LinkedProgram(self.module, 0, {"a.f": body}, fallbacks=self.fallbacks)
         self.executable = self._listen(lambda: DeviceExecutable(linked, self.device))

@@ -12,12 +12,12 @@ import pytest
 
 from cg.backends.devices.base import Device
 from cg.backends.errors import TransportError
+from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.streams.library import CommunicationError, Library, Message
 from cg.ir.module import Channel
-
-from .fakes import FakeDevice, FakeLibrary
+from tests.backends.devices.patience import loose_device
 
 EDGE = Channel(0, (0, 1))
 SUCCESS, REMOTE_ERROR, IN_PROGRESS = 0, 6, 7
@@ -48,7 +48,7 @@ class Hasty(NcclPool):
 
 
 def pool_of(world: Alone, library: Library, kind: type[NcclPool] = Hasty) -> NcclPool:
-    device: Device = FakeDevice()
+    device: Device = loose_device()
     there: Any = world
     return kind(there, device, library)
 
@@ -60,7 +60,7 @@ class Blocking(FakeLibrary):
     """One whose calls return when the job is at its end."""
 
     def __init__(self, world: Alone, blocks: str) -> None:
-        super().__init__(FakeDevice())
+        super().__init__(loose_device())
         self.world = world
         self.blocks = blocks
 

@@ -10,6 +10,7 @@ import pytest
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.errors import BindError, TransportError
+from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import LIMIT, NcclPool, width_of
 from cg.ir.attributes import Stream
@@ -18,9 +19,9 @@ from cg.ir.module import Channel
 from cg.ir.types import DType
 from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
+from tests.backends.devices.patience import loose_device
 
 from ..conformance import Case, pipeline
-from .fakes import FakeDevice, FakeLibrary
 from .ranks import ThreadWorld, bound, on_ranks, pause
 
 
@@ -104,7 +105,7 @@ def test_a_rank_is_a_member_of_so_many_communicators() -> None:
         def allgather(self, value: object) -> list[object]:
             return [value] * self.size
 
-    device = FakeDevice()
+    device = loose_device()
     pool = NcclPool(Alone(0, LIMIT + 2, {}), device, FakeLibrary(device))
     with pytest.raises(BindError, match=f"rank 0 would be a member of {LIMIT + 1} NCCL"):
         pool.join(channels)
@@ -112,7 +113,7 @@ def test_a_rank_is_a_member_of_so_many_communicators() -> None:
 
 def test_a_rank_without_a_device_is_not_joined() -> None:
     def play(world: ThreadWorld) -> None:
-        device = FakeDevice() if world.rank == 0 else None
+        device = loose_device() if world.rank == 0 else None
         pool = NcclPool(world, device, None if device is None else FakeLibrary(device))
         pool.join([Channel(0, (0, 1))])
 

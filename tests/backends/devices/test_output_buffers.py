@@ -12,10 +12,12 @@ import torch
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.devices.programs.instance import hand_over
+from cg.backends.fake.device import FakeDevice
+from cg.backends.fake.queues import FakeQueue
 from cg.backends.program.linked import LinkedProgram
 from cg.ir.parser import parse_module
+from tests.backends.devices.patience import PATIENCE, loose_device
 
-from .fakes import PATIENCE, FakeDevice, FakeQueue
 from .ranks import pause
 
 PROGRAM = """
@@ -63,7 +65,7 @@ class Program:
     """A program that doubles, on a device, called from several streams."""
 
     def __init__(self) -> None:
-        self.device = FakeDevice()
+        self.device = loose_device()
         bodies = {"a.f": lambda x: (x * 2,)}
         linked = LinkedProgram(parse_module(PROGRAM), 0, bodies)
         self.executable = DeviceExecutable(linked, self.device)

@@ -15,11 +15,12 @@ from cg.backends.devices.pending_work import MOST, Work
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.devices.stream_order import StreamEvent, StreamOrder
 from cg.backends.failures.flight import Position
+from cg.backends.fake.queues import FakeEvent
 from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
+from tests.backends.devices.patience import loose_device
 
 from ..conformance import pipeline
-from .fakes import FakeDevice, FakeEvent
 from .ranks import ThreadWorld, on_ranks, pause
 from .ranks import bound as bound_on
 from .test_order import captured
@@ -44,7 +45,7 @@ class Bound:
     """The program of rank 0 as it is on a device whose streams are held up."""
 
     def __init__(self) -> None:
-        self.device = FakeDevice()
+        self.device = loose_device()
         self.order = StreamOrder(self.device)  # type: ignore[arg-type]
         self.events: dict[int, StreamEvent] = {}
         self.on_device: dict[int, FakeEvent] = {}

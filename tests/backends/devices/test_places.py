@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from cg.backends.fake.device import FakeDevice
+from cg.backends.fake.queues import FakeQueue
 from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
 
 from . import ranks
-from .fakes import FakeDevice, FakeQueue
 from .ranks import ThreadWorld, bound, on_ranks, pause
 
 BOTH_WAYS = """
@@ -39,7 +40,7 @@ class Elsewhere(FakeDevice):
     """One whose memory is not the host's. There is nothing in it, so copies put nothing there."""
 
     def __init__(self, index: int = 0, delay: float = 0.0) -> None:
-        super().__init__(index, delay)
+        super().__init__(index, delay, strict=False)
         self.torch_device = torch.device("meta")
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: FakeQueue) -> None:
@@ -48,7 +49,7 @@ class Elsewhere(FakeDevice):
 
 def test_a_tensor_inside_an_object_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over an edge that tensors of the device go over, too, behind one that is still copied."""
-    monkeypatch.setattr(ranks, "FakeDevice", Elsewhere)
+    monkeypatch.setattr(ranks, "loose_device", Elsewhere)
     module = parse_module(BOTH_WAYS)
     inside = torch.arange(3.0)
     inputs: list[list[Any]] = [[torch.ones(4), {"inside": inside}], []]

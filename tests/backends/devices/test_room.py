@@ -12,13 +12,15 @@ import torch
 
 from cg.backends.devices.base import Device
 from cg.backends.errors import BindError
+from cg.backends.fake.device import FakeDevice
+from cg.backends.fake.library import FakeComm, FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool, may_round_to_tf32
 from cg.ir.flops import Flops
 from cg.ir.module import Channel
 from cg.ir.types import DType
+from tests.backends.devices.patience import loose_device
 
-from .fakes import FakeComm, FakeDevice, FakeLibrary
 from .ranks import ThreadWorld, on_ranks
 
 THERE, BACK = Channel(0, (0, 1)), Channel(1, (1, 0))
@@ -56,7 +58,7 @@ class Rank:
 
     def __init__(self, world: ThreadWorld) -> None:
         self.world = world
-        self.device = world.device = FakeDevice(world.rank)
+        self.device = world.device = loose_device(world.rank)
         self.library = Noting(self.device)
         device: Device = self.device
         self.pool = Small(world, device, self.library)
@@ -207,7 +209,7 @@ def test_faults_are_asked_for_while_communicators_are_given_up() -> None:
     lines: dict[Asking, Any] = {}
 
     def play(world: ThreadWorld) -> list[str]:
-        device = FakeDevice(world.rank)
+        device = loose_device(world.rank)
         library = Asking(device)
         pool = Small(world, device, library)
         lease = pool.join([THERE, BACK])

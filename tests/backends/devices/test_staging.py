@@ -15,8 +15,8 @@ from cg.backends.devices.staging import Copies, StagedPort
 from cg.backends.failures.poison import Poison
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType
+from tests.backends.devices.patience import PATIENCE, loose_device
 
-from .fakes import PATIENCE, FakeDevice
 from .ranks import pause
 
 TYPE = TensorType(DType.F32, (4,))
@@ -50,7 +50,7 @@ class Rig:
     """The copies of a program on a fake device, whose streams wait where a test wants it."""
 
     def __init__(self) -> None:
-        self.fake = FakeDevice()
+        self.fake = loose_device()
         device: Device = self.fake
         self.copies = Copies(device)
         self.calls: list[Any] = []
@@ -170,7 +170,7 @@ def test_the_compute_stream_waits_for_what_comes_and_the_host_does_not() -> None
     assert port.poll()
     opened = threading.Timer(0.05, gate.set)  # else the fake compute stream, which is this thread,
     opened.start()  # would wait in vain for the copy
-    assert torch.equal(port.take(), ONES)
+    assert torch.equal(port.take().cpu(), ONES)
     waits = rig.fake.stream(Stream.COMPUTE).log
     assert waits[-1].replace("wait", "record") == rig.fake.stream(Stream.COPY).log[-1]
 
@@ -184,7 +184,7 @@ def test_pinned_memory_is_used_again_when_its_copy_has_passed() -> None:
     assert not port.poll()
     gate.set()
     until(port.poll)
-    assert torch.equal(first, ONES)
+    assert torch.equal(first.cpu(), ONES)
 
 
 def test_a_slot_is_written_behind_its_release() -> None:

@@ -16,8 +16,7 @@ from cg.backends.failures.flight import Position
 from cg.backends.streams.library import CommunicationError
 from cg.ir.module import Module, Program
 from cg.ir.parser import parse_module
-
-from .fakes import FakeDevice
+from tests.backends.devices.patience import loose_device
 
 PROGRAM = """
 module @step phase=scheduled world=1 {
@@ -81,7 +80,7 @@ class BrokenEvent:
 
 def test_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
-    device = FakeDevice()
+    device = loose_device()
     monkeypatch.setattr(device, "event", BrokenEvent)
     barked: list[str] = []
     done = threading.Event()
@@ -118,7 +117,7 @@ def test_a_host_that_does_not_go_on(
         barked.append(trouble)
         done.set()
 
-    dog = Watchdog(FakeDevice(), 0.1, list, bark, putting)
+    dog = Watchdog(loose_device(), 0.1, list, bark, putting)
     assert done.wait(20)
     dog.close()
     if moves:
@@ -181,7 +180,7 @@ class Watching:
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
     monkeypatch.setattr(watchdog, "INTERVAL", 1000.0)
-    device, queue = FakeDevice(), Queue()
+    device, queue = loose_device(), Queue()
     monkeypatch.setattr(device, "event", queue.event)
     found: list[Watching] = []
     monkeypatch.setattr(watchdog, "monotonic", lambda: found[0].now if found else 0.0)
@@ -268,7 +267,7 @@ def test_a_look_that_fails_is_told_and_not_the_end_of_looking(
         barked.append(trouble)
         done.set()
 
-    dog = Watchdog(FakeDevice(), None, faults, bark)
+    dog = Watchdog(loose_device(), None, faults, bark)
     assert done.wait(20)
     dog.close()
     assert "cannot be watched any more" in barked[0]

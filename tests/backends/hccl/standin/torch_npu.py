@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.backends.recording import Pool, Recording
+from cg.backends.fake.op_recorder import Pool, Recording
 
 COUNT = int(os.environ.get("MOCK_NPUS", "8"))
 """How many devices the machine pretends to have."""

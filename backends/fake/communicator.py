@@ -1,0 +1,39 @@
+"""The communicator of the fake device: serves the channels between ranks that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+from ...ir.module import Channel
+from ..base import World
+from ..nccl.communicator import NcclCommunicator
+from ..nccl.pool import NcclPool
+from .device import FakeDevice
+from .library import FakeLibrary
+
+
+class FakePool(NcclPool):
+    """The communicators of this process, with NCCL's limits, and failures as with NCCL."""
+
+    library_name: ClassVar[str] = "the fake devices' library"
+    device_name: ClassVar[str] = "fake device"
+    logs: ClassVar[str] = "that of this rank"
+
+
+def connect(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
+    """The factory of communicators (`CommunicatorFactory`).
+
+    Raises:
+        BindError: a rank of the channels has no device, or would need too many communicators.
+    """
+    pool = _pools.get(world)
+    if pool is None:
+        device = world.device
+        library = FakeLibrary(device) if isinstance(device, FakeDevice) else None
+        pool = _pools[world] = FakePool(world, device, library)
+    return NcclCommunicator(pool, channels, world.rank)
+
+
+_pools: WeakKeyDictionary[World, FakePool] = WeakKeyDictionary()

@@ -1,0 +1,137 @@
+"""Captures torch's operations for devices that are made of the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import dlpack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .host_memory import KIND, is_there, on_device, on_host
+
+
+class Steps(Protocol):
+    """Where what a graph does is noted down, in order."""
+
+    def append(self, step: Callable[[], object], /) -> None: ...
+
+
+class Pool:
+    """The memory of what lives within a replay: given out again as soon as nothing refers to it.
+
+    A recording refers to it as graphs do, by address. So whoever holds a tensor, or a view of it,
+    during captures keeps its memory from those that are captured then; and from no others.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._in_use: list[StorageWeakRef] = []
+        self._by_pointer: dict[int, torch.Tensor] = {}
+
+    def blank(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor on the device `meta`."""
+        host = torch.empty_like(like, device="cpu")
+        nbytes = max(host.untyped_storage().nbytes(), 1)
+        at = self._free(nbytes)
+        if at is None:
+            at = len(self._buffers)
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+            self._buffers.append(buffer)
+            self._by_pointer[buffer.data_ptr()] = buffer
+            self._in_use.append(_weakly(host))
+        # The caller's tensor has a storage of its own, whose end shows that it is free again.
+        alias = dlpack.from_dlpack(self._buffers[at])
+        self._in_use[at] = _weakly(alias)
+        tensor = torch.empty(0, dtype=host.dtype, device="cpu")
+        tensor.set_(alias.untyped_storage(), 0, host.shape, host.stride())
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    def by_address(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor without keeping its memory from others, if it is the pool's."""
+        buffer = self._by_pointer.get(tensor.untyped_storage().data_ptr())
+        if buffer is None:
+            return tensor
+        same = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return same.set_(buffer.untyped_storage(), *place)
+
+    def _free(self, nbytes: int) -> int | None:
+        for at, (buffer, used) in enumerate(zip(self._buffers, self._in_use, strict=True)):
+            if len(buffer) == nbytes and used.expired():  # type: ignore[no-untyped-call]
+                return at
+        return None
+
+
+def _weakly(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations down instead of doing them: their results hold nothing until a replay."""
+
+    def __init__(self, steps: Steps, pool: Pool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps = steps
+        self.pool = pool
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or func.namespace == "prims" or func.overloadpacket is _SET:
+            return func(*args, **kwargs)  # of the host alone
+        there = self._is_on_device(args, kwargs)
+        here, kwhere = self._by_address((args, _on(kwargs, torch.device("cpu"))))
+        if func._schema.is_mutable:
+            self.steps.append(lambda: func(*here, **kwhere))
+            return args[0] if func._schema.returns else None
+        meta_args, meta_kwargs = tree_map_only(
+            torch.Tensor, lambda t: on_host(t).to("meta"), (args, _on(kwargs, torch.device("meta")))
+        )
+        results = _as_kernels_do(func, func(*meta_args, **meta_kwargs))
+        outputs = tree_map_only(torch.Tensor, self.pool.blank, results)
+        if "empty" not in func.name():
+            targets = tree_leaves(self._by_address(outputs))
+            self.steps.append(lambda: _copy_all(func(*here, **kwhere), targets))
+        return tree_map_only(torch.Tensor, on_device, outputs) if there else outputs
+
+    def _by_address(self, values: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: self.pool.by_address(on_host(t)), values)
+
+    def _is_on_device(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if an operation makes tensors of the fake device, and not of the host."""
+        device = kwargs.get("device")
+        if device is not None:
+            return bool(device.type == KIND)
+        tensors = (v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
+        return any(is_there(tensor) for tensor in tensors)
+
+
+def _copy_all(values: Any, targets: list[Any]) -> None:
+    for target, value in zip(targets, tree_leaves(values), strict=True):
+        if target is not None:  # a gradient that was not asked for
+            target.copy_(value)
+
+
+_SET: Any = torch.ops.aten.set_
+"""Says where a tensor lies in memory."""
+
+
+def _as_kernels_do(func: Any, results: Any) -> Any:
+    """The results of an operation on the device `meta`, with element types of the host's kernel.
+
+    Of float64, torch 2.11 makes a float32 logsumexp there, and a float64 one on the host.
+    """
+    if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return results
+    output, logsumexp = results
+    return output, logsumexp.double() if output.dtype is torch.float64 else logsumexp
+
+
+def _on(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same arguments for another device, where they name one."""
+    return kwargs if kwargs.get("device") is None else {**kwargs, "device": device}

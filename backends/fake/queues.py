@@ -1,0 +1,201 @@
+"""The streams of the fake device, and their events.
+
+The compute stream is the calling thread: what is put on it happens at once. Every other stream is a
+thread that does one thing after the other, and what a graph has on it another one. So messages
+really are under way while a rank goes on, and what is ordered wrongly shows as a wrong value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Capture(Protocol):
+    """The device of a queue, as far as that asks whether a graph is captured."""
+
+    recording: list[Callable[[], None]] | None
+    base: FakeQueue | None
+    patience: float | None
+
+    def check(self) -> None:
+        """Raise the error of a device that has failed."""
+
+    def note(self, queue: FakeQueue) -> None:
+        """Make a node of the graph that is being captured, behind those of a stream."""
+
+
+class Turns(Protocol):
+    """A communicator, which does one operation after the other."""
+
+    def in_turn(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The work, to be begun when that is over which was put on a stream before it."""
+
+
+class FakeQueue:
+    """A stream: a thread, or the caller itself (the compute stream).
+
+    Attributes:
+        log: what was put on it, in words.
+        delay: seconds that its thread waits ahead of all that it does.
+        error: what its thread has raised last.
+        nodes: while a graph is captured: what the next work stands behind.
+    """
+
+    def __init__(self, name: str, inline: bool, device: Capture) -> None:
+        self.name = name
+        self.device = device
+        self.inline = inline
+        self.log: list[str] = []
+        self.delay = 0.0
+        self.error: BaseException | None = None
+        self.nodes: tuple[int, ...] | None = None
+        self._branch: FakeQueue | None = None
+        self._work: queue.Queue[Callable[[], None]] = queue.Queue()
+        if not inline:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def branch(self) -> FakeQueue:
+        """Where graphs do what was captured of this stream: not behind what else is on it.
+
+        What they have on the stream that they are replayed on is on that stream.
+        """
+        if self.inline or self is self.device.base:
+            return self
+        if self._branch is None:
+            self._branch = FakeQueue(f"{self.name} of graphs", False, self.device)
+            self._branch.log, self._branch.delay = self.log, self.delay
+        return self._branch
+
+    def put(self, label: str, work: Callable[[], None], comm: Turns | None = None) -> None:
+        """Do some work, or note it down where the device is capturing.
+
+        Args:
+            comm: whose operation it is.
+        """
+        self.device.check()
+        recording = self.device.recording
+        if recording is not None:
+            branch = self.branch
+            recording.append(lambda: branch.put(label, work, comm))
+            self.device.note(self)
+            return
+        self.log.append(label)
+        in_turn = work if comm is None else comm.in_turn(work)
+        if self.inline:
+            in_turn()
+        else:
+            self._work.put(in_turn)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """Let all that is put on the stream from now on wait for the event."""
+        if self.device.recording is not None:
+            branch = self.branch
+            self.device.recording.append(lambda: branch.wait_event(event))
+            assert event.captured, "a graph cannot wait for what is outside of it"
+            self.nodes = tuple(sorted({*(self.nodes or ()), *event.nodes}))
+            return
+        passed = event.passed
+        self.put(f"wait {event.name}", lambda: wait(passed, self.name, self.device.patience))
+
+    def synchronize(self) -> None:
+        """Block the host until the stream is empty."""
+        passed = threading.Event()
+        self.put("synchronize", passed.set)
+        wait(passed, self.name, self.device.patience)
+
+    def drain(self) -> None:
+        """Block the host until the stream is empty, and what graphs do of it; notes nothing down.
+
+        As other waits of the host it ends by Ctrl-C, and other threads run meanwhile.
+        """
+        if self._work.unfinished_tasks:
+            passed = threading.Event()
+            self._work.put(passed.set)
+            wait(passed, self.name, self.device.patience)
+        if self._branch is not None:
+            self._branch.drain()
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if self.delay:
+                time.sleep(self.delay)
+            try:
+                work()
+            except BaseException as error:  # those who wait for its result find out
+                self.error = error
+            self._work.task_done()
+            del work  # with the tensors that it refers to
+
+
+def wait(passed: threading.Event, waiting: str, patience: float | None) -> None:
+    """Block until something is passed.
+
+    Raises:
+        TimeoutError: it is not within so many seconds.
+    """
+    if not passed.wait(patience):
+        raise TimeoutError(f"stream {waiting} has waited {patience:g} s for an event")
+
+
+class FakeEvent:
+    """An event; recording it again moves it.
+
+    Args:
+        patience: seconds after which a wait for it raises TimeoutError; None for never.
+        check: raises the error of a device that has failed, of which this is an event.
+    """
+
+    def __init__(
+        self, patience: float | None = None, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name = f"e{next(_numbers)}"
+        self.patience = patience
+        self.check = check
+        self.passed = threading.Event()
+        self.passed.set()
+        self.captured = False
+        self.nodes: tuple[int, ...] = ()
+
+    def record(self, stream: FakeQueue) -> None:
+        """Put the mark behind all that is on the stream now."""
+        if stream.device.recording is not None:
+            self.captured, self.nodes = True, stream.nodes or ()
+            branch = stream.branch
+            stream.device.recording.append(lambda: self.record(branch))
+            return
+        passed = self.passed = threading.Event()
+        stream.put(f"record {self.name}", passed.set)
+
+    def query(self) -> bool:
+        """True if the queue has passed it."""
+        self.check()
+        return self.passed.is_set()
+
+    def synchronize(self) -> None:
+        """Block the host until it has."""
+        self.check()
+        wait(self.passed, "host", self.patience)
+
+
+class FakeTimer(FakeEvent):
+    """An event that notes when it is passed."""
+
+    at = 0.0
+
+    def record(self, stream: FakeQueue) -> None:
+        """Put the mark behind all that is on the stream now."""
+        super().record(stream)
+        stream.put(f"time {self.name}", self._note)
+
+    def _note(self) -> None:
+        self.at = time.perf_counter()
+
+
+_numbers = itertools.count(1)

@@ -1,0 +1,183 @@
+"""Makes the fake device known to torch, as a package for a new device does.
+
+After `register`, `torch.device("fake")` exists, `torch.fake` is its module, and tensors of it are
+in the host's memory. Torch keeps one place for devices that it does not know: the process must not
+use it for another one, such as NPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.utils import backend_registration
+
+from .generators import take_generators
+from .host_memory import DEVICE_INDEX, KIND, host_storage, storage_on_device
+from .kernels import install
+
+
+class Worked(Protocol):
+    """A device that is told of work before torch puts it there."""
+
+    def before_work(self) -> None:
+        """Torch is about to put work on the compute stream."""
+
+
+class _Threads(threading.local):
+    device: Worked | None = None
+
+
+_threads = _Threads()
+_of_process: list[Worked] = []
+_registrations: list[Any] = []
+
+
+def register() -> None:
+    """Make the device known to torch; idempotent.
+
+    Raises:
+        RuntimeError: the process has given the place to another device.
+    """
+    if _registrations:
+        return
+    backend_registration._setup_privateuseone_for_python_backend(KIND, _module, _Hooks(), _Guard())
+    _registrations.extend(install(_before))
+    take_generators()
+    _take_data()
+    _take_clones()
+    torch.accelerator.synchronize = _module.synchronize
+
+
+def use(device: Worked | None) -> Worked | None:
+    """Let a device be told of what this thread does; the one before is returned."""
+    before, _threads.device = _threads.device, device
+    return before
+
+
+def use_for_process(device: Worked) -> None:
+    """Let a device be told of what threads do that use none, such as those of backwards."""
+    _of_process[:] = [device]
+    # A module that is moved keeps its parameters, as on devices for which `.data` serves.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+def _before() -> None:
+    device = _threads.device
+    if device is not None:
+        device.before_work()
+    elif _of_process:
+        _of_process[0].before_work()
+
+
+class _Module:
+    """`torch.fake`, with what torch asks the module of a device for."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def _lazy_init(self) -> None:
+        pass
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return DEVICE_INDEX
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def device(self, device: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def synchronize(self, device: object = None) -> None:
+        """Wait for all that the device has to do."""
+        _before()
+
+    def empty_cache(self) -> None:
+        _before()
+
+    def manual_seed(self, seed: int) -> None:
+        """Do nothing: torch has seeded the host's generator, which the device draws from."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing, as `manual_seed`."""
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        torch.default_generator.set_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def memory_allocated(self, device: object = None) -> int:
+        return 0
+
+    def max_memory_allocated(self, device: object = None) -> int:
+        return 0
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        pass
+
+
+_module = _Module()
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def _take_data() -> None:
+    """Let `.data` take tensors of the device for one of the host, and the other way round.
+
+    Torch allows that for the devices that it knows.
+    """
+    data: Any = torch._C.TensorBase.data
+
+    def write(self: torch.Tensor, value: torch.Tensor) -> None:
+        if value.is_cpu == self.is_cpu:
+            data.__set__(self, value)
+            return
+        gradient = self.grad
+        moved = value.detach().requires_grad_(self.requires_grad)
+        torch._C._swap_tensor_impl(self, moved)
+        if gradient is not None:
+            self.grad = gradient.to(value.device)
+
+    torch.Tensor.data = property(data.__get__, write)  # type: ignore[assignment]
+
+
+def _take_clones() -> None:
+    """Let storages of the device be cloned, for `copy.deepcopy`: torch cannot allocate there."""
+    clone: Callable[[Any], Any] = torch.UntypedStorage.clone
+
+    def of_any_device(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self.device.type != KIND:
+            return clone(self)  # type: ignore[no-any-return]
+        return storage_on_device(clone(host_storage(self)))
+
+    torch.UntypedStorage.clone = of_any_device  # type: ignore[assignment, method-assign]
