@@ -26,16 +26,26 @@ def documents(files: Sequence[Path]) -> Iterator[str | list[Any]]:
         yield from (topics[name] for name in sorted(topics))
     for file in files:
         if file.suffix not in (".jsonl", ".json"):
-            yield file.read_text(encoding="utf-8")
+            yield file.read_text(encoding="utf-8-sig")
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in _lines(file):
             try:
-                found = json.loads(line)
-                yield found["text"] if "text" in found else found["messages"]
+                document = json.loads(line)
+                yield document["text"] if "text" in document else document["messages"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(
                     f'{file}:{number} is no JSON object with "text" or "messages": {error}'
                 ) from error
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """The numbered lines of a file of JSON lines.
+
+    A line ends at a line feed alone: a string of JSON may hold whatever else `str.splitlines`
+    splits at, such as U+2028.
+    """
+    with file.open(encoding="utf-8-sig", newline="\n") as opened:
+        yield from enumerate(opened, 1)
 
 
 @dataclass(frozen=True)

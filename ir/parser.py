@@ -140,7 +140,7 @@ class _Parser:
         self.header("phase")
         phase = self.read(literals.reader_for(Phase), "the module's phase")
         self.header("world")
-        world = self.read(literals.parse_int, "the module's world")
+        world = self.read(literals.parse_world, "the module's world")
         self.expect("{", "the module's header")
         module = Module(name, phase, world)
         self._meshes = module.meshes

@@ -66,6 +66,10 @@ class DType(FastEnum):
         return str(self.value)
 
 
+MOST_RANKS = 1 << 17
+"""The ranks of a world at most, so that a few letters of a file do not take all memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The ranks that hold a value or run an op, in group order.

@@ -18,6 +18,7 @@ from .job.rank_registry import RankRegistry
 from .job.shm_cleanup import remove_unused
 from .job.slurm import check_srun, for_daemons, is_elsewhere
 from .world.cores import allowed_cpus, core_count, cpu_quota, read_cores, thread_settings
+from .world.shared_memory import shortage
 
 BAD_USAGE = 2
 """Exit code where nothing was started."""
@@ -100,6 +101,10 @@ def _run(options: argparse.Namespace) -> int:
     if not (options.no_thread_cap or options.mpi_arg or elsewhere):
         preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
         ours.update(thread_settings(max(1, cores // ranks), preset))
+    if launcher.flavour is Flavour.MPICH and not (elsewhere or options.mpi_arg):
+        short = shortage(ranks, {**inherited, **ours}, others_began=False)
+        if short is not None:
+            raise LaunchError(short)
     inherited.pop("CG_RANKS", None)
     line = command(
         launcher,

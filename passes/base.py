@@ -64,7 +64,10 @@ class Pass(ABC):
                 have = ", ".join(sorted(known)) or "none"
                 raise OptionError(f"pass '{cls.name}' has no option '{key}'; its options: {have}")
             values[key] = parse_option(cls.name, key, hints[key], text)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise OptionError(f"pass '{cls.name}': {error}") from error
 
     @classmethod
     def describe_options(cls) -> str:

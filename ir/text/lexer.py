@@ -2,7 +2,8 @@
 
 A token is a plain string whose first character says what it is. Positions are not kept: they are
 found again, by counting, for the one token that an error is about. This keeps reading a large
-file cheap.
+file cheap. So does that no pattern looks far ahead in vain: whatever stands in a file, the time is
+in proportion to its length.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ _END_OF_WORD = r"(?![\w.-])"
 _TOKEN = re.compile(
     r"(?:\s|//[^\n]*+)*+("
     r"[%@][\w.$-]+"  # a value or a symbol
-    r'|[%@]?"(?:[^"\\\n]|\\.)*"'  # a string, or a value or a symbol in quotes
-    r"|future<[^>\n]*>+"
-    rf"|\w+\[[^\]\n]*\](?:{_PLACE})?"  # a tensor type
+    r'|[%@]?"(?:[^"\\\n]|\\.)*+"?'  # a string, or a value or a symbol in quotes; it may not end
+    r"|(?:future<){1,2}[^<>\n]*+>+"  # more are refused without them
+    rf"|\w+\[[^\[\]\n]*+\](?:{_PLACE})?"  # a tensor type
     rf"|(?:object|unit){_END_OF_WORD}(?:{_PLACE})?"
     rf"|\d+[FBW]\d+{_END_OF_WORD}"  # a task
     rf"|-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|inf{_END_OF_WORD})"
     r"|[A-Za-z_][\w.-]*"
-    r"|->|\{[-\d.,>\s]*\d[-\d.,>\s]*\}"  # the last is a set of ranks, or of pairs
+    r"|->|\{(?=[-.,>\s]*+\d)[-\d.,>\s]*+\}"  # the last is a set of ranks, or of pairs
     r"|\[[\d:+,\s]*\]|\{\s*\[[\[\]\d:+,\s]*\}"  # a region, or a set of regions
     r"|\{\s*\w+\s*:\s*\d[\w:,\s]*\}"  # counts by element type
     r"|\{\s*[A-Za-z_][\w.-]*\s*:\s*[a-z][\w.:,\s-]*\}"  # effects by actor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import re
 import types
@@ -13,7 +14,17 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..attributes import Effect, ReduceOp, Shares, Symbol, Task
 from ..flops import Flops
 from ..layout import WHOLE, Cut, Intervals, Layout, Region, is_region, merge
-from ..types import DType, FutureType, Mesh, ObjectType, Place, TensorType, Type, UnitType
+from ..types import (
+    MOST_RANKS,
+    DType,
+    FutureType,
+    Mesh,
+    ObjectType,
+    Place,
+    TensorType,
+    Type,
+    UnitType,
+)
 
 _TYPE = re.compile(
     r"(?:(?P<kind>object|unit)|(?P<dtype>\w+)\[(?P<dims>[^|]*?)(?:\|(?P<summands>.*))?\])"
@@ -35,6 +46,9 @@ _REGIONS = re.compile(rf"{_REGION.pattern}(?:\s*,\s*{_REGION.pattern})*+")
 _INTERVAL = re.compile(r"(\d+)\s*:\s*(\d+)")
 _PLAIN = re.compile(r"[\w.$-]+")
 
+_MOST_BLOCKS = 1 << 16
+_LARGEST = (1 << 63) - 1
+
 Reader = Callable[[str], Any]
 """Turns a token into a value; raises ValueError, with what to write instead, if it cannot."""
 
@@ -52,9 +66,10 @@ def parse_type(text: str, meshes: Mapping[str, Mesh] = NO_MESHES) -> Type:
         ValueError: `text` is no type.
     """
     if future := _FUTURE.fullmatch(text):
-        inner = parse_type(future[1], meshes)
-        if isinstance(inner, FutureType):
+        if _FUTURE.fullmatch(future[1]):
             raise ValueError(f"'{text}' is a future of a future")
+        inner = parse_type(future[1], meshes)
+        assert not isinstance(inner, FutureType), "it would be one of a future"
         return FutureType(inner)
     match = _TYPE.fullmatch(text)
     if match is None:
@@ -96,7 +111,12 @@ def _dims(text: str, dims: str) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
         blocks, unit = int(match["blocks"] or 1), int(match["unit"] or 1)
         if not blocks or not unit:
             raise ValueError(f"'{text}' has a dimension of 0 blocks, or of units of 0")
-        shape.append(blocks * int(match["size"]) * unit)
+        if blocks > _MOST_BLOCKS:
+            raise ValueError(f"'{text}' has more than {_MOST_BLOCKS:,} blocks, the most of a type")
+        size = blocks * int(match["size"]) * unit
+        if size > _LARGEST:
+            raise ValueError(f"'{text}' has a dimension of more than 2**63 - 1, the most of a type")
+        shape.append(size)
         cuts.append(Cut(_axes(match["axes"]), blocks, unit) if match["axes"] else WHOLE)
     return tuple(shape), tuple(cuts)
 
@@ -120,12 +140,27 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """Read ranks, or any indices, in the form `{0..3,7}`.
 
     Raises:
-        ValueError: `text` is not of that form.
+        ValueError: `text` is not of that form, or they are too many.
     """
-    ranks: list[int] = []
-    for first, last in _items(text, _RUN, "not a set of ranks; write {0..3,7}"):
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
+    runs = [
+        range(int(first), int(last or first) + 1)
+        for first, last in _items(text, _RUN, "not a set of ranks; write {0..3,7}")
+    ]
+    if sum(max(run.stop - run.start, 0) for run in runs) > MOST_RANKS:
+        raise ValueError(f"'{text}' has more than {MOST_RANKS:,} ranks, the most that cg takes")
+    return tuple(itertools.chain.from_iterable(runs))
+
+
+def parse_world(text: str) -> int:
+    """The number of ranks of a module.
+
+    Raises:
+        ValueError: `text` is no whole number from 1 on, or they are too many.
+    """
+    count = parse_int(text)
+    if not 1 <= count <= MOST_RANKS:
+        raise ValueError(f"a world has 1 to {MOST_RANKS:,} ranks, not {text}")
+    return count
 
 
 def _items(text: str, form: re.Pattern[str], problem: str) -> list[tuple[str, str]]:

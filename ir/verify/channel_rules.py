@@ -7,7 +7,7 @@ of a group's, over all programs of a module.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ from ..ops import (
 )
 from ..ops.rules import Problem, bare, same_but_place
 from ..phases import Phase, has_futures
-from ..types import ValueType, promised
+from ..types import ValueType, promised, tensor_bytes
 from .batch_rules import unlike_batches
 
 _End: TypeAlias = tuple[Program, Communication]
@@ -40,6 +40,9 @@ def check_channel(channel: Channel, module: Module) -> str | None:
         return f"channel {channel.id} names a rank twice"
     if not all(0 <= rank < module.world for rank in channel.ranks):
         return f"channel {channel.id} has ranks {channel.ranks}, the world has {module.world}"
+    for name, count in (("slots", channel.slots), ("slot_bytes", channel.slot_bytes)):
+        if count is not None and count < 0:
+            return f"channel {channel.id} has {name} = {count}, which is less than 0"
     return None
 
 
@@ -118,11 +121,17 @@ def unmatched(module: Module) -> Iterator[Diagnostic]:
             elif isinstance(op, Collective) and op.chan is not None:
                 collectives[op.chan][program.rank or 0].append((program, op))
     ordered = module.phase is Phase.SCHEDULED
+    positions = {} if ordered else _positions(module)
     for chan in sorted(sends.keys() | receives.keys()):
         for ends in (sends[chan], receives[chan]):
             yield from _out_of_order(ends, ordered)
         for sent, received in zip_longest(sends[chan], receives[chan]):
             yield from _unlike_ends(sent, received)
+            if sent is None or received is None:
+                continue
+            if not ordered:
+                yield from _received_too_early(sent, received, positions)
+            yield from _unlike_slot(received, module.channels.get(chan))
     for chan, by_rank in sorted(collectives.items()):
         yield from _unlike_group(by_rank, module.channels.get(chan), ordered)
 
@@ -157,6 +166,44 @@ def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnosti
             notes=(Diagnostic("sent here", sent[1], sent[0]),),
         )
     yield from unlike_batches(sent, received)
+
+
+def _unlike_slot(received: _End, channel: Channel | None) -> Iterator[Diagnostic]:
+    """A message fits into its slot; without slots, `slot_bytes` are those of the largest."""
+    program, op = received
+    if channel is None or channel.slot_bytes is None or not isinstance(op, Recv):
+        return
+    nbytes, is_in_buffer = tensor_bytes(op.result.type), not channel.slots and op.operands
+    if (op.slot is not None or is_in_buffer) and nbytes > channel.slot_bytes:
+        yield Diagnostic(
+            f"recv {_seq(op)} of channel {op.chan} takes {nbytes} bytes, and the channel's "
+            f"slot_bytes are {channel.slot_bytes}",
+            op,
+            program,
+            help=f"write slot_bytes = {nbytes} or more in the channel's declaration",
+        )
+
+
+def _positions(module: Module) -> dict[Communication, int]:
+    """Where each communication op stands in the program over all ranks."""
+    return {
+        op: index for index, op in enumerate(module.program.ops) if isinstance(op, Communication)
+    }
+
+
+def _received_too_early(
+    sent: _End, received: _End, positions: Mapping[Communication, int]
+) -> Iterator[Diagnostic]:
+    """In a program over all ranks what is received has been sent above: so it has one order."""
+    (program, op), send = received, sent[1]
+    if positions[op] < positions[send]:
+        yield Diagnostic(
+            f"recv {_seq(op)} of channel {op.chan} stands above its send",
+            op,
+            program,
+            help="put the send first: a program over all ranks is in the order of its messages",
+            notes=(Diagnostic("sent here", send, sent[0]),),
+        )
 
 
 def _alone(end: _End) -> Diagnostic:

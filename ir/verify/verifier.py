@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from ..attributes import Stream
@@ -18,6 +19,9 @@ from .layout_rules import check_mesh, check_op, check_signature, check_value
 from .parameter_rules import check_parameters
 from .reserve_rules import check_reserves
 from .summand_rules import check_summands
+
+_SHOWN = 20
+"""Ranks in a message at most."""
 
 
 def verify(module: Module) -> None:
@@ -147,9 +151,12 @@ def _programs(module: Module) -> Iterator[Diagnostic]:
                 f"this one has {len(ranks)} programs, of ranks {ranks}"
             )
         return
-    missing = sorted(set(range(module.world)) - set(ranks))
+    present = set(ranks)
+    lacking = (rank for rank in range(module.world) if rank not in present)
+    missing = list(itertools.islice(lacking, _SHOWN))
     if missing or len(ranks) != module.world:
-        what = f"none for {missing}" if missing else f"{len(ranks)}"
+        more = ", and more" if len(missing) == _SHOWN else ""
+        what = f"none for {missing}{more}" if missing else f"{len(ranks)}"
         yield Diagnostic(
             f"a scheduled module has one program for each of its {module.world} ranks, "
             f"this one has {what}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
 
     Raises:
         KeyError: the file lacks a tensor that an actor has.
-        ValueError: a tensor has another shape or element type in the file, or the file is damaged.
-            Or the file has a tensor of an actor that neither it nor its optimizers take, such as
-            one that the actor makes in its first update. Nothing has been filled.
+        ValueError: a tensor has another shape or element type in the file, or the file is damaged,
+            such as where the keys of optimizers differ between parameters. Or the file has a tensor
+            of an actor that neither it nor its optimizers take, such as one that the actor makes in
+            its first update. Nothing has been filled.
     """
     opened = together(lambda: TensorFile(Path(file)), "read the file")
     taken = together(lambda: _check(opened, actors), "read the file")
@@ -166,9 +168,57 @@ def check_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) ->
         The names of what they take.
 
     Raises:
-        ValueError: a tensor cannot be cut as its parameter is.
+        ValueError: a tensor cannot be cut as its parameter is. Or parameters of one kind have
+            different tensors, so that an update would not find what it needs.
     """
-    return {f"{each.parameter_name}.{each.key}" for each in _kept(opened, actor, name_of)}
+    taken = set()
+    keys: dict[Hashable, dict[str, set[str]]] = {}
+    for each in _kept(opened, actor, name_of):
+        taken.add(f"{each.parameter_name}.{each.key}")
+        kind = _kind(each.optimizer, each.parameter.tensor)
+        if kind is not None:
+            keys.setdefault(kind, {}).setdefault(each.parameter_name, set()).add(each.key)
+    for alike in keys.values():
+        _refuse_differing(opened.path, alike)
+    return taken
+
+
+def _kind(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Hashable | None:
+    """The kind of parameters of which an optimizer keeps tensors by the same keys, once any.
+
+    Returns:
+        None if that is not known: optimizers that are not torch's choose keys as they like.
+    """
+    options = group_with(optimizer, parameter)
+    if options is None or not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    by_dimensions = isinstance(optimizer, torch.optim.Adafactor)
+    return (
+        type(optimizer),
+        *(bool(options.get(name)) for name in ("amsgrad", "centered", "momentum")),
+        by_dimensions and parameter.dim() > 1,
+    )
+
+
+def _refuse_differing(path: Path, keys: Mapping[str, set[str]]) -> None:
+    """Refuse parameters with other keys than most of their kind have.
+
+    Raises:
+        ValueError: there is one.
+    """
+    usual = Counter(map(frozenset, keys.values())).most_common(1)[0][0]
+    other = next(name for name, own in keys.items() if own == usual)
+    for name, own in keys.items():
+        if own != usual:
+            raise ValueError(
+                f"{path} is damaged: an optimizer keeps {_listed(own)} for '{name}', and "
+                f"{_listed(usual)} for '{other}'; load a file that is whole, or give the actor no "
+                "optimizer"
+            )
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(keys)))
 
 
 def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:

@@ -76,21 +76,26 @@ def save_checkpoint(
     trainers = trainers_of(actors)
     weights, optimizers = together(lambda: _pieces(actors, rename), "name its tensors")
     on_rank_0(lambda: _make_empty(partial, path))
-    table = table_of(weights)
-    parts = list(shards(table, stem, largest))
-    for part in parts:
-        write(partial / part.file, part.table, weights)
-    write(partial / _TRAINING / _OPTIMIZERS, table_of(optimizers), optimizers)
-    texts = dict(files or {})
-    if len(parts) > 1:
-        texts[f"{stem}.safetensors.index.json"] = json.dumps(index_of(parts), indent=1)
-    kept = {
-        "trainers": trainers.as_json(),
-        "compiled": None if compiled is None else compiled.state_dict(),
-        "state": dict(state or {}),
-    }
-    texts[f"{_TRAINING}/{_STATE}"] = json.dumps(kept, indent=1)
-    on_rank_0(lambda: _finish(partial, path, texts, like, dtype_of(table)))
+    try:
+        table = table_of(weights)
+        parts = list(shards(table, stem, largest))
+        for part in parts:
+            write(partial / part.file, part.table, weights)
+        write(partial / _TRAINING / _OPTIMIZERS, table_of(optimizers), optimizers)
+        texts = dict(files or {})
+        if len(parts) > 1:
+            texts[f"{stem}.safetensors.index.json"] = json.dumps(index_of(parts), indent=1)
+        kept = {
+            "trainers": trainers.as_json(),
+            "compiled": None if compiled is None else compiled.state_dict(),
+            "state": dict(state or {}),
+        }
+        texts[f"{_TRAINING}/{_STATE}"] = json.dumps(kept, indent=1)
+        on_rank_0(lambda: _finish(partial, path, texts, like, dtype_of(table)))
+    except OSError:
+        if world().rank == 0:  # the next save may need the space
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def load_checkpoint(
@@ -275,8 +280,11 @@ def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
 def _make_empty(partial: Path, path: Path) -> None:
     if path.exists():
         raise FileExistsError(f"{path} is there already; save under another name, or remove it")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / _TRAINING).mkdir(parents=True)
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)  # as a job has left it
+    partial.unlink(missing_ok=True)  # of a symbolic link that is the link itself
+    partial.mkdir(parents=True)
+    (partial / _TRAINING).mkdir()
 
 
 def _finish(

@@ -6,13 +6,15 @@ https://huggingface.co/docs/safetensors, a header of JSON and the elements behin
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -147,19 +149,25 @@ def write(
 ) -> None:
     """Write a file of the tensors of a table, of which this process has pieces; collective.
 
-    When it returns, the file is on the disk.
+    When it returns, the file is on the disk. Its space is reserved first: ranks write through
+    memory maps, and there a full disk is a signal that ends the process.
 
     Args:
         words: what its metadata say besides.
 
     Raises:
-        OSError: a rank could not write.
+        OSError: a rank could not write, such as on a full disk.
     """
     header, offsets = _header(table, words or {})
     on_rank_0(lambda: _create(path, header, offsets))
     start = 8 + len(header)
     own = [piece for piece in mine if piece.counts and piece.name in table]
-    together(lambda: _write_all(path, start, offsets, own))
+    try:
+        together(lambda: _write_all(path, start, offsets, own))
+    except OSError:
+        if world().rank == 0:
+            path.unlink(missing_ok=True)  # for its space
+        raise
 
 
 def replace(partial: Path, path: Path) -> None:
@@ -196,20 +204,79 @@ def _header(table: Table, words: Mapping[str, str]) -> tuple[bytes, dict[str, tu
 
 
 def _create(path: Path, header: bytes, offsets: Mapping[str, tuple[int, int]]) -> None:
-    with path.open("wb") as opened:
-        opened.write(len(header).to_bytes(8, "little") + header)
-        opened.truncate(8 + len(header) + max((end for _, end in offsets.values()), default=0))
+    """Make a file with its header and the space for all tensors, in place of what a job has left.
+
+    Raises:
+        OSError: the file system lacks the space, or a folder has the name.
+    """
+    nbytes = 8 + len(header) + max((end for _, end in offsets.values()), default=0)
+    if path.is_dir() and not path.is_symlink():
+        raise IsADirectoryError(
+            errno.EISDIR,
+            "a folder has the name of the file that is written first; remove it",
+            os.fspath(path),
+        )
+    path.unlink(missing_ok=True)  # of a symbolic link that is the link itself
+    with open(path, "xb", opener=_open_no_link) as opened:
+        try:
+            _reserve(opened.fileno(), nbytes)
+            opened.write(len(header).to_bytes(8, "little") + header)
+            opened.flush()
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise _with_bytes(error, path, nbytes) from error
+
+
+def _with_bytes(error: OSError, path: Path, nbytes: int) -> OSError:
+    """The error with its file; of a full disk also with the bytes that are needed."""
+    words = error.strerror or str(error)
+    if error.errno in _FULL:
+        free = shutil.disk_usage(path.parent).free
+        words += (
+            f": {nbytes} bytes are needed, and {free} are free on its file system; make room, "
+            "raise the quota or the limit (ulimit -f), or save elsewhere"
+        )
+    return OSError(error.errno, words, os.fspath(path))
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors by which a system refuses space: of a disk, a quota, or a limit of the process."""
+_ZEROS = bytes(1 << 20)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Give an empty file its size, and blocks of the disk for all of it.
+
+    Raises:
+        OSError: there is no room.
+    """
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV):
+            raise
+        at = 0
+        while at < nbytes:
+            at += os.pwrite(descriptor, _ZEROS[: nbytes - at], at)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file, and refuse a symbolic link: nobody may lead the save to another file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _write_all(
     path: Path, start: int, offsets: Mapping[str, tuple[int, int]], mine: Iterable[Piece]
 ) -> None:
-    for piece in mine:
-        _write(path, start, offsets, piece)
-    sync(path)
+    with open(path, "r+b", opener=_open_no_link) as opened:
+        for piece in mine:
+            _write(opened, start, offsets, piece)
+        os.fsync(opened.fileno())
 
 
-def _write(path: Path, start: int, offsets: Mapping[str, tuple[int, int]], piece: Piece) -> None:
+def _write(
+    opened: BinaryIO, start: int, offsets: Mapping[str, tuple[int, int]], piece: Piece
+) -> None:
     local = shape_of(piece.region)
     if not math.prod(local):
         return
@@ -218,7 +285,7 @@ def _write(path: Path, start: int, offsets: Mapping[str, tuple[int, int]], piece
     unit = np.dtype((np.void, size))
     own = flat.view(unit).reshape(local)
     at = start + offsets[piece.name][0]
-    file = np.memmap(path, unit, "r+", at, piece.shape or (1,))
+    file = np.memmap(opened, unit, "r+", at, piece.shape or (1,))
     if not piece.shape:
         file[0] = own
     for here, there in _boxes(piece.region):

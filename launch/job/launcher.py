@@ -34,6 +34,17 @@ _SIGNS = (
 )
 
 
+_HOST = re.compile(
+    r"(?:[A-Za-z0-9_+^][A-Za-z0-9_.@+%-]*|\[[0-9A-Fa-f:.]+\])(?::(?:0*[1-9][0-9]{0,8}|\*))?"
+)
+"""A host, with the number of its ranks. Open MPI has names such as `+n0` and `^north`, and `*`."""
+_OPTION = re.compile(r"(?:^|[\s=])-")
+"""A word or a value in a line of a file of hosts that a program would take for an option."""
+_HOST_HELP = (
+    "a host is a name or an address that begins with no hyphen, with :N behind it for N ranks, at "
+    "least 1"
+)
+
 _HOST_OPTIONS = {
     Flavour.OPEN_MPI: ("--host", "--hostfile"),
     Flavour.INTEL: ("-hosts", "-f"),
@@ -111,7 +122,8 @@ def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[st
         file: lists them, in the launcher's own format.
 
     Raises:
-        LaunchError: both are given, or it is not known what the launcher calls them.
+        LaunchError: both are given, or something in them is no host, or it is not known what the
+            launcher calls them.
     """
     if hosts is None and file is None:
         return []
@@ -123,7 +135,37 @@ def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[st
             f"{launcher.path}'s option for hosts is not known: give it by "
             "--mpi-arg, instead of --hosts and --hostfile"
         )
-    return [names[0], hosts] if hosts is not None else [names[1], str(file)]
+    if hosts is not None:
+        for host in hosts.split(","):
+            if not _HOST.fullmatch(host):
+                raise LaunchError(f"--hosts '{hosts}': '{host}' is no host; {_HOST_HELP}: a:2,b:2")
+        return [names[0], hosts]
+    _check_host_file(Path(str(file)))
+    return [names[1], str(file)]
+
+
+def _check_host_file(path: Path) -> None:
+    """Refuse a file with a line that names no host: a launcher waits for ever, or passes it to ssh.
+
+    Behind the host stand the launcher's own words, such as `slots=2`.
+
+    Raises:
+        LaunchError: it has such a line, or no host at all, or cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise LaunchError(f"--hostfile {path}: {error.strerror}; give a file of hosts") from error
+    texts = {number: line.partition("#")[0].strip() for number, line in enumerate(lines, 1)}
+    if not any(texts.values()):
+        raise LaunchError(f"--hostfile {path} names no host; write one in each line, such as a:2")
+    for number, text in texts.items():
+        host, *words = text.split(maxsplit=1) or [""]
+        if text and not (_HOST.fullmatch(host) and not any(map(_OPTION.search, words))):
+            raise LaunchError(
+                f"--hostfile {path}: line {number}, '{text}', is no host; {_HOST_HELP}, and no "
+                "word or value behind it begins with a hyphen either"
+            )
 
 
 def command(

@@ -15,6 +15,7 @@ from ...ir.text.files import NotTextError, read_text
 from ...passes import registry
 from ...passes.base import OptionError, Pass
 from ...passes.manager import PassManager, PassReport, PipelineError, format_reports
+from ...passes.schedules.base import ScheduleError
 
 _EPILOG = """\
 A pipeline is written dce,split-transfers{option=value}. The module that comes out goes to standard
@@ -28,6 +29,7 @@ _USER_ERRORS = (
     PipelineError,
     registry.UnknownPassError,
     OptionError,
+    ScheduleError,
     OSError,
     UnicodeDecodeError,
     NotTextError,

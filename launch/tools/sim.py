@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -126,6 +127,8 @@ def _simulate(options: argparse.Namespace) -> str:
         costs = replace(costs, remat=problem.remat)
     storing = _storing(options)
     found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs, storing)
+    if not math.isfinite(found.makespan):
+        raise ValueError("the makespan is too large for a number: choose smaller costs")
     result: dict[str, object] = {
         "makespan_ms": round(found.makespan, 6),
         "bubble_ratio": round(found.bubble_ratio, 9),
@@ -212,7 +215,9 @@ def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
             raise ValueError(f"say how many {needed} there are: --{needed} N")
         if getattr(options, needed) < 1:
             raise ValueError(f"--{needed} {getattr(options, needed)}: there must be at least 1")
-    pipeline = Pipeline(_layout(options), options.microbatches)
+    chunks = _chunks(options)
+    _check_size(options.stages * chunks, options.microbatches)
+    pipeline = Pipeline(_layout(options, chunks), options.microbatches)
     if name == "auto":
         return _searched(options, pipeline, _of_stages(costs, pipeline))
     for option in _OF_SEARCH:
@@ -253,15 +258,39 @@ def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> 
     return _Problem(pipeline, best.order, search, best.remat)
 
 
-def _layout(options: argparse.Namespace) -> tuple[int, ...]:
-    """The rank of each stage."""
-    name = options.schedule
-    line = tuple(range(options.stages))
-    usual = _LAYOUTS.get(name, "loop")
-    usual_chunks = 2 if name in _LAYOUTS or options.layout == "vee" else 1
+_MOST_STAGES, _MOST_CELLS = 1 << 10, 1 << 18
+
+
+def _check_size(stages: int, microbatches: int) -> None:
+    """Refuse a pipeline that would take minutes, or all memory, on paper.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    if stages > _MOST_STAGES or stages * microbatches > _MOST_CELLS:
+        raise ValueError(
+            f"{_shown(stages)} stages and {_shown(microbatches)} microbatches are too many: at "
+            f"most {_MOST_STAGES:,} stages, and {_MOST_CELLS:,} for stages times microbatches"
+        )
+
+
+def _shown(number: int) -> str:
+    return f"{number:,}" if number < 10**30 else "over 10**30"
+
+
+def _chunks(options: argparse.Namespace) -> int:
+    """How many chunks each rank has."""
+    usual_chunks = 2 if options.schedule in _LAYOUTS or options.layout == "vee" else 1
     chunks: int = usual_chunks if options.chunks is None else options.chunks
     if chunks < 1:
         raise ValueError(f"--chunks {chunks}: there must be at least 1")
+    return chunks
+
+
+def _layout(options: argparse.Namespace, chunks: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    line = tuple(range(options.stages))
+    usual = _LAYOUTS.get(options.schedule, "loop")
     if (options.layout or usual) == "loop":
         return line * chunks
     if chunks != 2:
@@ -276,6 +305,7 @@ def _from_table(options: argparse.Namespace) -> _Problem:
             raise ValueError(f"--{name.replace('_', '-')} is not for a --table, which has its own")
     text = read_text(options.table)
     pipeline = schedules.table_pipeline(text, options.table)
+    _check_size(pipeline.stages, pipeline.microbatches)
     sizes = {"stages": len(pipeline.ranks), "microbatches": pipeline.microbatches}
     for name, size in sizes.items():
         if getattr(options, name) not in (None, size):

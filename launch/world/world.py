@@ -25,7 +25,7 @@ from ..job import listening_ports as ports
 from ..job.detect import HYDRA, OPEN_MPI, SLURM, Launch
 from ..job.foreign import command, described, is_handed_on
 from ..job.rank_registry import RankRegistry
-from . import devices, failure
+from . import devices, failure, shared_memory
 from .mpi_world import MpiWorld
 from .single_rank_world import SingleRankWorld
 from .waiting import WorldError, ending_after
@@ -109,7 +109,9 @@ def start(settings: Config) -> World:
     guard = failure.install(launch)
     check_ranks(launch, launch.size, settings.ranks)
     mpi = _load(launch)
-    check_library(launch, _library(mpi))
+    library = _library(mpi)
+    check_library(launch, library)
+    check_shared_memory(launch, library)
     local = ports.is_on_one_machine(launch)
     with exported(ports.without_network(environment()) if local else {}):
         _initialise_on_every_rank(mpi, settings.timeout)
@@ -230,6 +232,23 @@ def check_library(launch: Launch, library: str) -> None:
     for launcher, libraries in FOREIGN.items():
         if launch.launcher == launcher and library.startswith(libraries):
             raise WorldError(f"{_started_as(launch)}, but mpi4py loaded {library}. {OTHER_MPI}")
+
+
+def check_shared_memory(launch: Launch, library: str) -> None:
+    """Refuse to initialise MPICH where its shared memory has no room, since it would crash.
+
+    Args:
+        launch: what the launcher told us.
+        library: the version text of the MPI that was loaded.
+
+    Raises:
+        WorldError: there is too little room.
+    """
+    if not library.startswith("MPICH"):
+        return
+    short = shared_memory.shortage(launch.local_size or 1, environment(), others_began=True)
+    if short is not None:
+        raise WorldError(short)
 
 
 def check_size(launch: Launch, size: int, library: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...ir.pipeline.timing import Timeline
 
+_WIDEST = 1_000_000
 _COARSEST = 8
 """The most by which the longest task may exceed the one that the scale is made for."""
 
@@ -19,9 +20,18 @@ def grid(timeline: Timeline, ranks: Sequence[int] | None = None) -> str:
     Args:
         timeline: what to draw.
         ranks: which lines, and in which order; all ranks, ascending, without.
+
+    Raises:
+        ValueError: a line would be too wide, as one task or gap is far longer than the others.
     """
     ranks = sorted(timeline.rows) if ranks is None else ranks
     per_ms = _scale(timeline)
+    width = timeline.end * per_ms
+    if not width <= _WIDEST:
+        raise ValueError(
+            f"the grid would be {width:.3g} letters wide, and {_WIDEST:,} are the most; draw the "
+            "timeline into a file instead (--svg, --html), or choose costs that are more alike"
+        )
     label = max(len(str(rank)) for rank in ranks)
     return "".join(f"{rank:>{label}} | {_line(timeline, rank, per_ms)}\n" for rank in ranks)
 

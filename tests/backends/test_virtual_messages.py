@@ -108,6 +108,7 @@ def test_poison_of_other_types(value: torch.Tensor) -> None:
         return (None,)
 
     text = two_messages(USED_AFTER_FREE).replace("f32[2]", f"{dtype}[2]")
+    text = text.replace("slot_bytes = 8", f"slot_bytes = {value.nbytes}")
     run(text, [[value, value], []], {"b.see": see}, poison=True)
     if dtype == "c64":
         assert kept[0].isnan().all()

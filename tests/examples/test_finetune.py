@@ -368,6 +368,19 @@ def test_documents_of_files(tmp_path: Path) -> None:
         list(documents([bad]))
 
 
+def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    separators = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
+    table, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    kept = "\u2028\u2029\x85"  # which JSON allows in a string as they are
+    lines = [json.dumps({"text": f"a{kept}b"}, ensure_ascii=False), json.dumps({"text": "c"})]
+    table.write_bytes("\ufeff{}\r\n\r{}\r\n".format(*lines).encode())
+    text.write_bytes(f"\ufeffone{separators}two".encode())
+    assert list(documents([table, text])) == [f"a{kept}b", "c", f"one{separators}two"]
+    table.write_text('{"text": "a"}\n{"text": "b\x0cc"}')
+    with pytest.raises(ValueError, match=r"a.jsonl:2 is no JSON object .* Invalid control char"):
+        list(documents([table]))
+
+
 def test_batches_follow_from_the_step(model: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     texts = Texts.of(["0123456789" * 20], tokenizer, 8, most=100)

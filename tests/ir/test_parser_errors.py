@@ -7,6 +7,7 @@ import pytest
 from cg.ir.diagnostics import IRError
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
+from cg.ir.text.literals import parse_type
 
 TEXT = """module @m phase=traced world=2 {
   function @f(f32[2]) -> (f32[2]) {aliases = {0 -> 0}, effect = read}
@@ -40,6 +41,19 @@ def failure(text: str) -> tuple[str, int, int, str]:
         ("phase=traced", "world=2", 1, 11, "expected 'phase'", "module @name phase=traced"),
         ("=traced", "=tracd", 1, 17, "'tracd' is not one of traced, placed, async", ""),
         ("world=2", "world=two", 1, 30, "'two' is not a whole number", ""),
+        ("world=2", "world=0", 1, 30, "a world has 1 to 131,072 ranks, not 0", ""),
+        ("world=2", "world=100000000", 1, 30, "a world has 1 to 131,072 ranks, not 100000000", ""),
+        ("@{0..1}", "@{0..999999999}", 7, 49, "has more than 131,072 ranks, the most that cg", ""),
+        ("ranks = {0..1}", "ranks = {0..999999999}", 4, 41, "has more than 131,072 ranks", ""),
+        ("%x: f32[2]", "%x: f32[99999999*4/tp]", 5, 18, "has more than 65,536 blocks", ""),
+        (
+            "%x: f32[2]",
+            "%x: f32[9223372036854775808]",
+            5,
+            18,
+            "dimension of more than 2**63 - 1",
+            "",
+        ),
         ("module @m", "module m", 1, 8, "'m' is not a symbol; write @name", ""),
         (
             "function",
@@ -183,3 +197,37 @@ def test_errors_of_layouts_and_regions(
 def test_adjacent_and_empty_intervals_are_read_as_they_are_written() -> None:
     text = LAID_OUT.replace("region = [0:4,0:4]", "region = [0:2+2:4, 1:1 ]")
     assert "{region = [0:4,0:0]}" in format_module(parse_module(text))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "part",
+    [
+        "future<",
+        "a[",
+        "f32[1]@{1",
+        '\\"',
+        '"\\"',
+        "{1",
+        "{[",
+        "{a: 1,",
+        "{a: a,",
+        "{a",
+        "1,",
+        "a.",
+        " {",
+    ],
+)
+@pytest.mark.parametrize("before", ["program @m(%x: ", "channel 0 {ranks = {", 'x "'])
+def test_what_does_not_end_is_an_error_in_time_that_is_linear(part: str, before: str) -> None:
+    """A search that begins again at each of so many parts would take an hour."""
+    with pytest.raises(IRError):
+        parse_module("module @m phase=placed world=2 {\n" + before + part * 100_000)
+
+
+def test_many_futures_of_futures() -> None:
+    many = "future<" * 5_000 + "f32[2]" + ">" * 5_000
+    with pytest.raises(IRError, match="not a type"):
+        parse_module(TEXT.replace("f32[2]@0", many, 1))
+    with pytest.raises(ValueError, match="is a future of a future"):
+        parse_type(many)

@@ -215,6 +215,8 @@ BROADCAST = (
         ("ranks = {0,1}}\n", "ranks = {0,1,1}}\n", "channel 0 is an edge: it has two ranks, not 3"),
         ("ranks = {0,1}}\n", "ranks = {1,1}}\n", "channel 0 names a rank twice"),
         ("ranks = {0,1}}\n", "ranks = {0,2}}\n", "channel 0 has ranks (0, 2), the world has 2"),
+        ("{0,1}}\n", "{0,1}, slots = -1}\n", "channel 0 has slots = -1, which is less than 0"),
+        ("{0,1}}\n", "{0,1}, slot_bytes = -1}\n", "channel 0 has slot_bytes = -1, which is less"),
         (SEND, SEND.replace("chan = 0", "chan = 7"), "send on channel 7, which the module does"),
         (SEND, SEND.replace("chan = 0", "chan = 1"), "send on channel 1, which is a group's"),
         (SEND, SEND.replace("peer = 1", "peer = 0"), "send with peer 0 on channel 0, which goes"),
@@ -241,6 +243,8 @@ BROADCAST = (
          f"    {RECV.replace('f32[4]', 'i32[4]')}\n    wait(%s)\n    %t0 = wait(%r) : i32[4]@1\n"
          "    %t = copy(%x) : f32[4]@1\n",
          "recv 0 of channel 0 is i32[4], but what is sent is f32[4]"),
+        (f"    {SEND}\n    {RECV}\n", f"    {RECV}\n    {SEND}\n",
+         "recv 0 of channel 0 stands above its send"),
     ],
 )  # fmt: skip
 def test_async(old: str, new: str, message: str) -> None:
@@ -248,7 +252,10 @@ def test_async(old: str, new: str, message: str) -> None:
 
 
 def test_async_messages_may_stand_in_any_order() -> None:
-    """Before SCHEDULED the one program is not yet the order in which the ranks issue."""
+    """Before SCHEDULED the one program is not yet the order in which the ranks issue.
+
+    But what is received has been sent above.
+    """
     second = [
         op.replace("%s", "%s1").replace("%r", "%r1").replace("seq = 0", "seq = 1")
         for op in (SEND, RECV)
@@ -454,3 +461,24 @@ def test_each_wrong_op_is_reported_once_and_its_users_not_at_all() -> None:
         "call of @ff",
         "call of @dropp",
     ]
+
+
+@pytest.mark.parametrize(
+    ("channel", "recv", "message"),
+    [
+        ("slots = 1, slot_bytes = 15", "slot = 0", "recv 1 of channel 0 takes 16 bytes, and the"),
+        ("slots = 0, slot_bytes = 15", "", "recv 0 of channel 0 takes 16 bytes, and the channel's"),
+        ("slots = 1, slot_bytes = 16", "slot = 0", ""),
+        ("slots = 1, slot_bytes = 0", "", ""),
+        ("slots = 1", "slot = 0", ""),
+    ],
+)
+def test_a_message_fits_into_its_slot(channel: str, recv: str, message: str) -> None:
+    """Without slots, `slot_bytes` are those of the largest message into a buffer, as %a is."""
+    text = SCHEDULED.replace("ranks = {0,1}}", f"ranks = {{0,1}}, {channel}}}")
+    slot = f", {recv}" if recv else ""
+    text = text.replace(RECV1, RECV1.replace("seq = 1", f"seq = 1{slot}"))
+    if message:
+        assert message in errors(parse_module(text))
+    else:
+        verify(parse_module(text))

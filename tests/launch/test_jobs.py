@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import pytest
 from cg.launch.job.launcher import Flavour, find
 
 from ..mpi import warm as interpreting
-from ..mpi.jobs import of_interpreters
+from ..mpi.hosts import missing, unshare
+from ..mpi.jobs import environment, of_interpreters
 from .conftest import PROGRAMS, Job, Launch, Start
 
 pytestmark = pytest.mark.timeout(180)
@@ -60,6 +62,32 @@ def test_a_rank_that_ends_with_code_0_in_the_middle_ends_the_job(launch: Launch)
     # MPICH's launcher reports success; others, or the waiting rank, notice it by themselves.
     noticed = "the program of rank 1 has ended", "finaliz", "TERMINATION"
     assert re.search(in_the_middle, job.output) or any(word in job.output for word in noticed)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("size", ["1m", "16m"])
+def test_a_small_shared_memory_ends_the_job_with_a_reason(size: str, tmp_path: Path) -> None:
+    launcher, flavour = mpi_launcher()
+    if flavour is not Flavour.MPICH:
+        pytest.skip("other MPIs say so themselves")
+    script = tmp_path / "talk.py"
+    script.write_text("import cg\ncg.rank()\n")
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    starts = (([str(launcher)], [sys.executable]), ([sys.executable, "-m", "cg.launch"], []))
+    for start, python in starts:
+        done = subprocess.run(
+            [*unshare(), "sh", "-c", mount, "sh", *start, "-n", "2", *python, script],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode in (1, 2), done.stdout
+        assert f"/dev/shm has {size[:-1]} MiB" in done.stdout
+        assert "--shm-size=1g" in done.stdout
+        assert "Segmentation fault" not in done.stdout
 
 
 def test_an_exception_in_a_thread_ends_the_job(launch: Launch) -> None:

@@ -90,19 +90,62 @@ def test_command_lines() -> None:
     ) == ["/m/mpirun", "-n", "4", "python"]
 
 
-def test_options_for_hosts_are_those_of_the_launcher() -> None:
+def test_options_for_hosts_are_those_of_the_launcher(tmp_path: Path) -> None:
+    file = str(tmp_path / "file")
+    Path(file).write_text("# two machines\na:2  # the first\n\nb slots=2 max_slots = 4\n")
     open_mpi = Launcher(Path("/m/mpirun"), Flavour.OPEN_MPI, "")
     hydra = Launcher(Path("/m/mpirun"), Flavour.MPICH, "")
     other = Launcher(Path("/m/mpirun"), Flavour.OTHER, "")
     assert on_hosts(open_mpi, "a:2,b:2", None) == ["--host", "a:2,b:2"]
-    assert on_hosts(open_mpi, None, "file") == ["--hostfile", "file"]
+    assert on_hosts(open_mpi, None, file) == ["--hostfile", file]
     assert on_hosts(hydra, "a:2,b:2", None) == ["-hosts", "a:2,b:2"]
-    assert on_hosts(hydra, None, "file") == ["-f", "file"]
+    assert on_hosts(hydra, None, file) == ["-f", file]
     assert on_hosts(other, None, None) == []
     with pytest.raises(LaunchError, match="/m/mpirun's option for hosts"):
         on_hosts(other, "a", None)
     with pytest.raises(LaunchError, match="give one of them"):
         on_hosts(hydra, "a", "file")
+
+
+HOSTS = ["a", "a:2,b:2", "10.0.0.1:4", "me@north-1.example.org", "[fe80::1]:2", "+n0", "a:*"]
+NO_HOSTS = [
+    "",
+    ":2",
+    "x:-1",
+    "x:0",
+    "x:",
+    "x:two",
+    "x:2:2",
+    "x:9999999999",
+    "-oProxyCommand=x",
+    " ",
+]
+
+
+@pytest.mark.parametrize("flavour", [Flavour.MPICH, Flavour.INTEL, Flavour.OPEN_MPI])
+def test_what_is_no_host_is_refused(tmp_path: Path, flavour: Flavour) -> None:
+    launcher = Launcher(Path("/m/mpirun"), flavour, "")
+    for hosts in HOSTS:
+        assert on_hosts(launcher, hosts, None)[1] == hosts
+    for host in NO_HOSTS:
+        for hosts in (host, f"{host},a:2", f"a:2,{host}"):
+            with pytest.raises(LaunchError, match=r"^--hosts '.*' is no host; a host is a name"):
+                on_hosts(launcher, hosts, None)
+
+
+def test_a_file_with_a_line_that_is_no_host_is_refused(tmp_path: Path) -> None:
+    launcher, file = Launcher(Path("/m/mpirun"), Flavour.MPICH, ""), tmp_path / "hosts"
+    for line in [*filter(str.strip, NO_HOSTS), "a -x", "a slots=-1", "a slots = -1", "\ufeffa"]:
+        file.write_text(f"# machines\na:2\n{line}\n", encoding="utf-8")
+        with pytest.raises(LaunchError, match=r"hosts: line 3, '.*', is no host; a host is a name"):
+            on_hosts(launcher, None, str(file))
+    for text in ("", "\n", "# none\n  \n"):
+        file.write_text(text)
+        with pytest.raises(LaunchError, match="names no host; write one in each line, such as a:2"):
+            on_hosts(launcher, None, str(file))
+    for path in (tmp_path, tmp_path / "none", ""):
+        with pytest.raises(LaunchError, match=r"--hostfile .*; give a file of hosts"):
+            on_hosts(launcher, None, str(path))
 
 
 def test_open_mpi_is_allowed_to_run_as_root() -> None:

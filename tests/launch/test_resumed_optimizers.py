@@ -223,3 +223,20 @@ def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
     net.other.step()
     with pytest.raises(ValueError, match=r"AdamW and SGD of .* both keep state for 'up\.weight'"):
         cg.save(tmp_path / "net.safetensors", {"m.": actor})
+
+
+@pytest.mark.parametrize("make", [pytest.param(ELEMENTWISE["adam"], id="adam")])
+def test_a_key_that_differs_between_parameters_is_refused(tmp_path: Path, make: Maker) -> None:
+    """As a bit that has flipped in the file makes it: the next update would miss its tensor."""
+    file = tmp_path / "model.safetensors"
+    first = on_mesh(make)
+    losses(step_of(first))
+    cg.save(file, {"m.": first})
+    text = file.read_bytes()
+    assert text.count(b'm.down.weight.exp_avg"') == 1
+    file.write_bytes(text.replace(b'm.down.weight.exp_avg"', b'm.down.weight.exp_avf"'))
+    again = on_mesh(make)
+    untouched = kept(again)
+    with pytest.raises(ValueError, match=r"damaged: an optimizer keeps 'exp_avf', 'exp_avg_sq'"):
+        cg.load(file, {"m.": again})
+    assert kept(again) == untouched

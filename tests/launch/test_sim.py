@@ -241,3 +241,43 @@ def test_a_folder_that_cannot_be_written_to_is_named(
     (tmp_path / "file").touch()
     refusal = refused(capsys, f"--stages 2 --microbatches 2 --svg {tmp_path / 'file' / 'a.svg'}")
     assert "file" in refusal
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--stages 99999999999999999999 --microbatches 4",
+        "--stages 4 --microbatches 99999999999999999999",
+        "--stages 100000000 --microbatches 1 --schedule auto",
+        "--stages 4 --microbatches 4 --chunks 99999999999 --schedule interleaved",
+        "--stages 513 --microbatches 1 --schedule zb-v",
+    ],
+)
+def test_a_pipeline_that_is_too_large_is_refused(
+    capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    message = refused(capsys, line)
+    assert "microbatches are too many: at most 1,024 stages, and 262,144 for stages" in message
+
+
+def test_a_table_that_is_too_large_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "table"
+    file.write_text("".join(f"{stage}F0 {stage}B0\n" for stage in range(1025)))
+    assert "1,025 stages and 1 microbatches are too many" in refused(capsys, f"--table {file}")
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ("--tcomm 1e12", "the grid would be 3.2e+13 letters wide, and 1,000,000 are the most"),
+        ("--tf 1e308", "the makespan is too large for a number: choose smaller costs"),
+    ],
+)
+def test_costs_that_no_grid_can_show(
+    capsys: pytest.CaptureFixture[str], costs: str, message: str
+) -> None:
+    line = f"--stages 3 --microbatches 4 --grid {costs}"
+    assert message in refused(capsys, line)

@@ -18,6 +18,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.config import Config
 from cg.launch.job.detect import HYDRA, OPEN_MPI, Launch, detect
 from cg.launch.job.job import descendants
+from cg.launch.world import shared_memory
 from cg.launch.world import world as worlds
 from cg.launch.world.waiting import WorldError, user_line, wait_until
 
@@ -227,3 +228,52 @@ def test_descendants_of_this_process() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         assert child.pid in descendants(os.getpid())
         child.kill()
+
+
+# -- the room in /dev/shm -------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def short_of(monkeypatch: pytest.MonkeyPatch, size: int, free: int, **options: object) -> str:
+    """The report on a /dev/shm of so many MiB, for two ranks; nothing if there is room."""
+    status = os.statvfs_result((4096, 4096, size * 256, free * 256, free * 256, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(shared_memory.os, "statvfs", lambda _: status)
+    arguments: dict[str, object] = {"ranks": 2, "environ": {}, "others_began": False, **options}
+    return shared_memory.shortage(**arguments) or ""  # type: ignore[arg-type]
+
+
+def test_a_small_shared_memory_is_refused_before_mpi_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for size in (1, 16):
+        message = short_of(monkeypatch, size, size)
+        assert f"/dev/shm has {size} MiB, of which {size}.0 MiB are free" in message
+        assert "needs 26.5 MiB of shared memory there for the 2 ranks" in message
+        assert "docker run --shm-size=1g, or --ipc=host" in message
+        with pytest.raises(WorldError, match=rf"/dev/shm has {size} MiB, .* the 8 ranks of this"):
+            worlds.check_shared_memory(HYDRA_RANK, "MPICH Version: 5.0.2")
+    worlds.check_shared_memory(HYDRA_RANK, "Open MPI v5.0.8")
+    assert not short_of(monkeypatch, 64, 64, ranks=9), "as containers of Docker have it"
+    assert not short_of(monkeypatch, 0, 0), "a file system without a limit"
+    assert "of which 20.0 MiB are free" in short_of(monkeypatch, 64, 20)
+
+
+def test_what_other_ranks_have_taken_of_the_shared_memory_is_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not short_of(monkeypatch, 64, 22, ranks=8, others_began=True)
+    assert short_of(monkeypatch, 64, 20, ranks=8, others_began=True)
+
+
+@pytest.mark.parametrize(
+    ("transports", "takes"),
+    [("self,tcp", 4), ("^tcp,posix", 4), ("^tcp", 26.5), ("posix,self", 26.5), ("all", 26.5)],
+)
+def test_ranks_whose_ucx_makes_no_segments_need_less(transports: str, takes: float) -> None:
+    assert shared_memory.bytes_needed(2, {"UCX_TLS": transports}) == takes * MIB
+
+
+def test_a_file_system_that_cannot_be_seen_is_left_to_mpi(tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    assert shared_memory.shortage(2, {}, others_began=False, folder=folder) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ def dying_at(number: int) -> Iterator[list[str]]:
         for owner, name in (
             (os, "fsync"),
             (os, "replace"),
+            (os, "posix_fallocate"),
             (np, "memmap"),
             (shutil, "copyfile"),
             (Path, "write_text"),
@@ -71,7 +73,7 @@ def test_nothing_is_lost_at_any_call(tmp_path: Path) -> None:
             save(2)
         shutil.rmtree(runs / "step-2")
         kinds, deaths = set(calls), 0
-        assert {"fsync", "replace", "memmap", "copyfile", "write_text"} <= kinds
+        assert {"fsync", "replace", "posix_fallocate", "memmap", "copyfile", "write_text"} <= kinds
         for number in range(1, len(calls) + 1):
             if calls[number - 1] == "memmap" and number % 8:
                 continue  # one tensor is as another
@@ -88,3 +90,31 @@ def test_nothing_is_lost_at_any_call(tmp_path: Path) -> None:
         save(2)
         assert sorted(each.name for each in runs.iterdir()) == ["step-1", "step-2"]
         assert deaths > 20
+
+
+def test_a_full_disk_keeps_nothing_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, victim = tmp_path / "runs", tmp_path / "victim"
+    runs.mkdir()
+    victim.mkdir()
+    (runs / ".step-1.partial").symlink_to(victim)
+    reserve, calls = os.posix_fallocate, []
+
+    def full(*where: int) -> None:
+        calls.append(where)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*where)
+
+    with use_world(VirtualWorld(2)):
+        cuts = cg.cut_layers(model_of("Llama", 2), 2)
+        actors = [Stage.on(index)(cuts, index) for index in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(OSError, match=r"No space left on device: \d+ bytes are needed"):
+                cg.save_checkpoint(runs / "step-1", actors, largest=20_000)
+        assert not list(runs.iterdir())
+        cg.save_checkpoint(runs / "step-1", actors)
+    assert [each.name for each in runs.iterdir()] == ["step-1"]
+    assert not list(victim.iterdir()), "a link at the folder's first name is not followed"

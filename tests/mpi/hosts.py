@@ -47,7 +47,7 @@ def missing() -> str:
         " && ip link add name plug0 type veth peer name end0"
     )
     tried = subprocess.run(
-        [*_unshare(), "sh", "-c", script],
+        [*unshare(), "sh", "-c", script],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -59,7 +59,8 @@ def missing() -> str:
     return f"emulated hosts need namespaces, which are not permitted here: {tried.stderr.strip()}"
 
 
-def _unshare() -> list[str]:
+def unshare() -> list[str]:
+    """The command before one that gets namespaces of its own."""
     as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", *as_root, *ISOLATED]
 
@@ -173,7 +174,7 @@ def _send_input(link: socket.socket) -> None:
 
 def _isolate(program: Sequence[str]) -> int:
     """Run a program in namespaces of its own, where it gets our signals; its exit code."""
-    process = subprocess.Popen([*_unshare(), *program])
+    process = subprocess.Popen([*unshare(), *program])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
     def forward(number: int, _frame: FrameType | None) -> None:

@@ -96,3 +96,29 @@ def test_print_between_shows_each_module_that_changed(
     assert out == MODULE
     assert f"// ---- after dce\n{MODULE}// ---- after dce: unchanged\n" in err
     assert err.count(" ms  ") == 3
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ("schedule{schedule=zb-v}", "schedule 'zb-v' wants 2 stages on each of 2 ranks"),
+        ("schedule{prefetch=-1}", "pass 'schedule': prefetch is at least 0, not -1"),
+        ("overlap{lookahead=0}", "pass 'overlap': lookahead is at least 1, not 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors(
+    passes: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).with_name("schedule.cg")
+    module = file.read_text().partition("// ----")[0]
+    status, err = piped(module, "--passes", passes, capsys=capsys)
+    assert status == 1
+    assert err.startswith(f"error: {message}")
+
+
+def piped(text: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status and the messages of the tool on a module from standard input."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(text))
+        status = opt.main(list(arguments))
+    return status, capsys.readouterr().err
