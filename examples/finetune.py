@@ -52,7 +52,7 @@ class Stage(nn.Module):
 
     def forward(self, moving, ids: Tensor, lent: dict[str, Tensor]):
         """Take what the part before gives, and tokens [batch, time]; give what the next takes."""
-        with torch.autocast("cpu" if not ids.is_cuda else "cuda", torch.bfloat16, self.bf16):
+        with torch.autocast(ids.device.type, torch.bfloat16, self.bf16):
             return self.part(moving, input_ids=ids, use_cache=False, lent=lent)
 
     def logits(self, moving, ids: Tensor, at: Tensor, lent: dict[str, Tensor]) -> Tensor:

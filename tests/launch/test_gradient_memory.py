@@ -77,9 +77,9 @@ def test_a_graph_that_is_recorded_takes_no_more_memory_than_its_program(
         (segment,) = compiled._runtimes[0].bound[0][0].segments
         assert (segment.captures, segment.replays) == (1, 2)
     _, program, recorded, replayed = peaks
-    # A fake capture takes memory for a moment to find out about a result.
-    assert recorded <= program + x.nbytes + 64
-    assert replayed <= 2 * x.nbytes
+    # A fake capture takes memory for a moment to find out about a result, and of the host's.
+    assert recorded <= program + 2 * x.nbytes + 64
+    assert replayed <= 2 * x.nbytes + 64
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Trained:
             right = self.plain.loss(x)
             right.backward()
             loss = self.program(x)
-            torch.testing.assert_close(loss, right.detach())
+            torch.testing.assert_close(loss.cpu(), right.detach())
             if self.held is not None:
                 self.held.append(loss)
 
@@ -117,7 +117,8 @@ class Trained:
         """All gradients are right."""
         pairs = zip(self.actor.local.parameters(), self.plain.parameters(), strict=True)
         for mine, right in pairs:
-            torch.testing.assert_close(mine.grad, right.grad)
+            gradient = None if mine.grad is None else mine.grad.cpu()
+            torch.testing.assert_close(gradient, right.grad)
 
 
 OPS = st.tuples(
