@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -210,6 +211,8 @@ def pipeline(args: argparse.Namespace, device: torch.device) -> Step:
     """torch.distributed.pipelining on manual stages."""
     model = load(args)
     compile_layers(model, args)
+    if torch_pipelines.splits_backwards(args.schedule):
+        functorch_config.donated_buffer = False  # else compiled layers refuse to keep their graph
     return torch_pipelines.make_step(model, args, device)
 
 

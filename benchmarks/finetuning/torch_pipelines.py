@@ -23,6 +23,11 @@ HOMES: dict[str, Callable[[int], list[int]]] = {
 """The rank of each stage, by schedule."""
 
 
+def splits_backwards(schedule: str) -> bool:
+    """Whether gradients of weights are made apart from those of inputs."""
+    return "ZeroBubble" in schedule
+
+
 class Part(nn.Module):
     """Some layers of a model, with the embedding or the head at an end of it.
 
