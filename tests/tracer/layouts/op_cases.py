@@ -299,6 +299,16 @@ CASES: dict[str, OpCase] = {
         lambda g, i, w: ATEN.embedding_dense_backward(g, i, 7, -1, False) + w,
         *(ints(4, 2, 3), indices(7, 4, 2), ints(7, 3)),
     ),
+    "embedding gradient by frequency": case(
+        lambda g, i: ATEN.embedding_dense_backward(g, i, 7, 2, True),
+        *(ints(4, 2, 3), indices(7, 4, 2)),
+        tolerance=1e-12,
+    ),
+    "embedding rows by frequency": case(
+        lambda g, i, w: ATEN.embedding_dense_backward(g, i, 7, -1, True) + w,
+        *(ints(4, 2, 3), indices(7, 4, 2), ints(7, 3)),
+        tolerance=1e-12,
+    ),
     "index": case(lambda x, i: x[:, i], ints(3, 4, 2), indices(4, 5)),
     "index two": case(lambda x, i, j: x[i, :, j], ints(3, 4, 2), indices(3, 2, 1), indices(2, 3)),
     "index rows": case(lambda x, i: x[torch.arange(4), i], ints(4, 5, 2), indices(5, 4)),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....ir.layout import shape_of
+from ....ir.layout import shape_of, whole
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
 from ..cuts import is_interval
 from ..factors import Dim, Dims, Factors, Linear, each, jointly, solve
@@ -90,6 +90,10 @@ def _local_embedding_backward(op: LocalOp) -> Any:
         counted = op.emit(_ATEN.ne.Scalar, indices, op.arguments["padding_idx"])
         inside = op.emit(_ATEN.logical_and.default, inside, counted)
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
+    if op.arguments["scale_grad_by_freq"]:  # ids of others are counted in a row of their own
+        others = op.emit(_ATEN.where.ScalarOther, inside, safe, count)
+        made = op.run(indices=others, num_weights=count + 1, padding_idx=count)
+        return op.piece(made, (((0, count),), *whole(shape[1:])))
     own = op.emit(_ATEN.where.ScalarOther, mask, grad, 0)
     return op.run(grad_output=own, indices=safe, num_weights=count, padding_idx=-1)
 
