@@ -87,6 +87,8 @@ class Watchdog:
         faults: says what has gone wrong with messages under way; called by the thread.
         bark: called once, by the thread, with what is wrong.
         putting: where the host puts work on the device at the moment, if it does.
+        noted: the error that an execution has noted on the device, if one has; the next one on this
+            rank raises it if it comes in time.
     """
 
     def __init__(
@@ -96,12 +98,15 @@ class Watchdog:
         faults: Callable[[], Sequence[str]],
         bark: Callable[[str], None],
         putting: Callable[[], Position | None] = lambda: None,
+        noted: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._device = device
         self._timeout = timeout
         self._faults = faults
         self._bark = bark
         self._putting = putting
+        self._noted = noted
+        self._noted_since: float | None = None
         self._put: tuple[Position, float] | None = None
         self._line: deque[Put] = deque()
         self._spare: deque[Event] = deque()
@@ -144,7 +149,17 @@ class Watchdog:
         faults = self._faults()
         if faults:
             return "messages between devices have failed: " + "; ".join(faults)
-        return self._look_at_host() or self._look_at_device()
+        return self._look_at_notes() or self._look_at_host() or self._look_at_device()
+
+    def _look_at_notes(self) -> str | None:
+        """An error that nobody has raised: what came of it must not be taken for right."""
+        error, now = self._noted(), monotonic()
+        if error is None:
+            self._noted_since = None
+            return None
+        if self._noted_since is None:
+            self._noted_since = now
+        return error if now - self._noted_since > GRACE else None
 
     def _look_at_host(self) -> str | None:
         at, now = self._putting(), monotonic()

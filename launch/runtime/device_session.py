@@ -22,6 +22,7 @@ from ...ir.attributes import Effect, Stream
 from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Recv, Value, Wait
 from ...passes.placement.fabrics import is_by_stream
+from ...tracer.layouts.values.ids import forget, noted
 from ..world.communicators import faults_of, logs_of
 
 
@@ -63,7 +64,9 @@ class DeviceSession:
         self._compute = device.stream(Stream.COMPUTE)
         self._ahead = device.event()
         self._watchdog = Watchdog(
-            device, timeout, lambda: faults_of(streams), self._give_up, lambda: put_by(executable)
+            *(device, timeout, lambda: faults_of(streams), self._give_up),
+            lambda: put_by(executable),
+            lambda: noted(device.torch_device),
         )
         self.watch = partial(self._watchdog.watch, self._on_device.work)
         for communicator in streams:
@@ -84,6 +87,19 @@ class DeviceSession:
             )
         if self._watchdog is not None:
             self._ahead.record(self._compute)
+
+    def raise_noted(self) -> None:
+        """Raise what earlier executions have noted on the device; the host waits for nothing.
+
+        Raises:
+            IndexError: an index was out of range.
+        """
+        device = self._world.device
+        error = None if device is None else noted(device.torch_device)
+        if device is not None and error is not None:
+            device.synchronize()
+            forget(device.torch_device)
+            raise IndexError(error)
 
     def close(self) -> None:
         """Stop watching, and drop the graphs; idempotent."""

@@ -31,6 +31,7 @@ from ...ir.module import Channel, Module
 from ...ir.ops import Recv, Send
 from ...ir.types import UnitType
 from ...passes.placement.fabrics import is_by_stream
+from ...tracer.layouts.values.ids import noted
 from ..world.communicators import connect_channels, faults_of, logs_of
 from ..world.devices import fabrics_of
 from .runtime import transport_of
@@ -93,7 +94,10 @@ class OnDevice:
         self._streams: list[StreamCommunicator] = []
         self._whole: list[DeviceOnlyInstance] = []
         faults = partial(faults_of, self._streams)
-        self._watchdog = Watchdog(device, timeout, faults, self.give_up, self._putting)
+        self._watchdog = Watchdog(
+            *(device, timeout, faults, self.give_up, self._putting),
+            lambda: noted(device.torch_device),
+        )
         self.watch = self._watchdog.watch
 
     def make(self, instances: Sequence[Instance], connections: Connections) -> ExecutionContext:

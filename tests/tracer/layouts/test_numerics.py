@@ -130,12 +130,14 @@ def drawn(seed: int, dtype: torch.dtype, scale: float, middle: float) -> torch.T
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @given(data=st.data())
-@examples(64)
+@examples(32)
 def test_reductions_of_pieces(name: str, data: st.DataObject) -> None:
     function = FUNCTIONS[name]
     dtype = data.draw(st.sampled_from(FLOATS))
     scale = data.draw(st.sampled_from([1.0, 1e-3, 30.0, 300.0]))
     middle = data.draw(st.sampled_from([0.0, 10.0, 300.0]))
+    if name == "batch norm":  # which divides by a deviation that would be lost in rounding
+        middle = min(middle, scale)
     place = data.draw(st.sampled_from(list(MESHES)))
     axes = data.draw(st.sampled_from([*CUTS, *(["dp,tp", "-,dp.tp"] if "x" in place else [])]))
     seeds = data.draw(st.tuples(*(st.integers(0, 99) for _ in range(1 + (name in OF_TWO)))))

@@ -17,6 +17,7 @@ from ....ir.attributes import ReduceOp
 from ..cases import Answer, Case, Expansion, Operand, Rule, whole
 from ..factors import Dims, Factors, each, solve
 from ..values.accumulation import accumulated, accumulation_type
+from ..values.ids import CHECKED_IDS
 from .creation import counting
 from .pointwise import broadcast, operand
 
@@ -148,6 +149,8 @@ def _nll_loss_of(
     ignore_index: int,
 ) -> Any:
     """The loss by comparisons of classes with targets, which pieces of the classes add up to."""
+    # A target that no class has would have no loss.
+    target = CHECKED_IDS(target, self.shape[-1], ignore_index, "nll_loss")
     chosen = _chosen(self, target, ignore_index)
     one = self.new_ones(self.shape[-1:]) if not weighted else weight
     wide = accumulation_type(self.dtype)
