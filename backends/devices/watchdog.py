@@ -91,6 +91,8 @@ class Watchdog:
         putting: where the host puts work on the device at the moment, if it does.
         end: called in the place of `bark` if the device has failed, which leaves nothing to look
             for: by the thread, or by whoever learns of it.
+        noted: the error that an execution has noted on the device, if one has; the next one on this
+            rank raises it if it comes in time.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Watchdog:
         bark: Callable[[str], None],
         putting: Callable[[], Position | None] = lambda: None,
         end: Callable[[str], None] | None = None,
+        noted: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._device = device
         self._timeout = timeout
@@ -108,6 +111,8 @@ class Watchdog:
         self._bark = bark
         self._putting = putting
         self._end = bark if end is None else end
+        self._noted = noted
+        self._noted_since: float | None = None
         self._put: tuple[Position, float] | None = None
         self._line: deque[Put] = deque()
         self._spare: deque[Event] = deque()
@@ -165,7 +170,17 @@ class Watchdog:
         faults = self._faults()
         if faults:
             return "messages between devices have failed: " + "; ".join(faults)
-        return self._look_at_host() or overdue
+        return self._look_at_notes() or self._look_at_host() or overdue
+
+    def _look_at_notes(self) -> str | None:
+        """An error that nobody has raised: what came of it must not be taken for right."""
+        error, now = self._noted(), monotonic()
+        if error is None:
+            self._noted_since = None
+            return None
+        if self._noted_since is None:
+            self._noted_since = now
+        return error if now - self._noted_since > GRACE else None
 
     def end_if_failed(self, error: BaseException, running: Work) -> None:
         """End the job if an error says that the device has failed; called by who has come upon it.

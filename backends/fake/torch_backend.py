@@ -49,6 +49,7 @@ def register() -> None:
     take_generators()
     _take_data()
     _take_clones()
+    _take_pinning()
     torch.accelerator.synchronize = _module.synchronize
 
 
@@ -181,3 +182,12 @@ def _take_clones() -> None:
         return storage_on_device(clone(host_storage(self)))
 
     torch.UntypedStorage.clone = of_any_device  # type: ignore[assignment, method-assign]
+
+
+def _take_pinning() -> None:
+    """Let memory of the host be pinned: the device copies from and to any."""
+
+    def pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
+        return self.clone()
+
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment, method-assign]

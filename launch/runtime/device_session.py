@@ -22,6 +22,7 @@ from ...ir.attributes import Effect, Stream
 from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Recv, Value, Wait
 from ...passes.placement.fabrics import is_by_stream
+from ...tracer.layouts.values.ids import forget, noted
 from ..world.communicators import faults_of, logs_of
 from ..world.fault_hook import say_faults
 
@@ -70,6 +71,7 @@ class DeviceSession:
             self._give_up,
             lambda: put_by(executable),
             world.end_job,
+            lambda: noted(device.torch_device),
         )
         say_faults(world.end_job)
         self.watch = partial(self._watchdog.watch, self._on_device.work)
@@ -95,6 +97,19 @@ class DeviceSession:
             except RuntimeError as error:
                 self.end_if_failed(error)
                 raise
+
+    def raise_noted(self) -> None:
+        """Raise what earlier executions have noted on the device; the host waits for nothing.
+
+        Raises:
+            IndexError: an index was out of range.
+        """
+        device = self._world.device
+        error = None if device is None else noted(device.torch_device)
+        if device is not None and error is not None:
+            device.synchronize()
+            forget(device.torch_device)
+            raise IndexError(error)
 
     def close(self) -> None:
         """Stop watching, and drop the graphs; idempotent."""

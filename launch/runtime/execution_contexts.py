@@ -31,6 +31,7 @@ from ...ir.module import Channel, Module
 from ...ir.ops import Recv, Send
 from ...ir.types import UnitType
 from ...passes.placement.fabrics import is_by_stream
+from ...tracer.layouts.values.ids import noted
 from ..world.communicators import connect_channels, faults_of, logs_of
 from ..world.devices import fabrics_of
 from ..world.fault_hook import say_faults
@@ -95,7 +96,10 @@ class OnDevice:
         self._whole: list[DeviceOnlyInstance] = []
         faults = partial(faults_of, self._streams)
         end = world.end_job
-        self.watchdog = Watchdog(device, timeout, faults, self.give_up, self._putting, end)
+        self.watchdog = Watchdog(
+            *(device, timeout, faults, self.give_up, self._putting, end),
+            lambda: noted(device.torch_device),
+        )
         say_faults(end)
 
     def make(self, instances: Sequence[Instance], connections: Connections) -> ExecutionContext:

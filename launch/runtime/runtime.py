@@ -174,6 +174,8 @@ class RankRuntime(Runtime):
             self._until_compared = compare.plan_next()  # whatever comes of this execution
         control.begin(self._plan, executable.position, self._describe, self._timeout, self._doing)
         try:
+            if self._session is not None:
+                self._session.raise_noted()
             values = inputs()
             if compare is not None:
                 compare.compare(values)

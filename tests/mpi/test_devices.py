@@ -195,6 +195,30 @@ def test_groups_on_gpus() -> None:
     assert output.count("is replayed, and differs") == 2 * len(GROUPS), output
 
 
+NOTED = "embedding: index 1001 at [7] is out of range: the dimension has 1001 entries"
+
+
+def check_noted(output: str) -> None:
+    for rank in (0, 1):
+        assert f"rank {rank} raised {NOTED}" in output.replace("IndexError: ", ""), output
+        assert f"rank {rank} goes on" in output, output
+
+
+def test_what_fake_devices_note_is_raised() -> None:
+    check_noted(play("ids_job", "raises", fake=True))
+
+
+def test_what_no_step_raises_ends_the_job() -> None:
+    ended = run(2, ["-m", "tests.mpi.device_job", "tests.mpi.ids_job", "left"], seconds=60)
+    assert ended.code != 0, ended.output
+    assert NOTED in ended.output
+
+
+@pytest.mark.gpu(2)
+def test_what_gpus_note_is_raised() -> None:
+    check_noted(play("ids_job", "raises", fake=False, ranks=2))
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_bad_end_of_a_rank_on_a_fake_device_ends_the_job(ending: str) -> None:
     check_ending(ending, ["-m", "tests.mpi.device_job", "tests.mpi.device_endings_job", ending])

@@ -20,6 +20,7 @@ from ...ir.ops import Call, Return, Transfer, Value
 from ...ir.types import TensorType, relocate
 from ..actors.actor_state import StateTensor
 from ..functions.interface import Body, RankBodies, TracedPart
+from ..layouts.values.accumulation import accumulation_type
 from ..step.session import Session
 from ..step.specs import TensorSpec, ir_dtype, torch_dtype
 from ..step.values import TracedTensor
@@ -46,7 +47,17 @@ def gradient_norms(
     op = session.emit(Call((), (value,), fn=Symbol(name), loc=loc, mb=session.mb))
     powers = session.hold(op.result, TensorSpec(torch_dtype(type_.dtype), type_.shape))
     assert isinstance(powers, TracedTensor)
-    return powers if math.isinf(norm_type) else torch.pow(powers, 1.0 / norm_type)
+    norms = powers if norm_type in _OWN_POWERS else torch.pow(powers, 1.0 / norm_type)
+    return norms.to(_common_type(group.state(group.first).tensors))
+
+
+_OWN_POWERS = (0.0, 1.0, math.inf)
+"""Norms that need no root: a count, a sum, an extreme."""
+
+
+def _common_type(tensors: Sequence[StateTensor]) -> torch.dtype:
+    """The type of the norms: what the trained tensors' types are promoted to."""
+    return reduce(torch.promote_types, (t.tensor.dtype for t in tensors if t.is_trained)).to_real()
 
 
 def _powers(
@@ -58,15 +69,15 @@ def _powers(
 ) -> list[TracedPart]:
     bodies: dict[int, Body] = {}
     trained = [each for each in group.state(group.first).tensors if each.is_trained]
+    wide = accumulation_type(_common_type(trained))
     for rank in group.instances:
         own = [each for each in group.state(rank).tensors if each.is_trained]
-        bodies[rank] = _Powers([_counted(group, each, rank) for each in own], norm_type)
-    dtype = ir_dtype(reduce(torch.promote_types, (t.tensor.dtype for t in trained)))
+        bodies[rank] = _Powers([_counted(group, each, rank) for each in own], norm_type, wide)
     axes = tuple(axis for axis, size in group.mesh.grid if size > 1)
     combine = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
     layout = Layout.of((WHOLE,), axes, combine)
-    local = TensorType(dtype, (len(trained),), None, layout)
-    whole = TensorType(dtype, (len(trained),))
+    local = TensorType(ir_dtype(wide), (len(trained),), None, layout)
+    whole = TensorType(ir_dtype(wide), (len(trained),))
     common: dict[str, Any] = {"effect": Effect.WRITE, "actor": group.name, "loc": loc}
     function = Function(name, (), (whole,), kind=FunctionKind.PROGRAM, **common)
     read = Function(f"{name}.read", (), (local,), **common)
@@ -98,10 +109,15 @@ def _counted(group: GroupActor, state: StateTensor, rank: int) -> tuple[torch.Te
 
 @dataclass(frozen=True)
 class _Powers:
-    """Gives what a rank's pieces add to the powers of the norms."""
+    """Gives what a rank's pieces add to the powers of the norms.
+
+    Powers are summed up in `wide`, the type in which torch adds up: the square of a float16 norm
+    above 256 is no float16 number.
+    """
 
     tensors: Sequence[tuple[torch.Tensor, bool]]
     norm_type: float
+    wide: torch.dtype
 
     def state(self) -> Sequence[torch.Tensor]:
         """Nothing: it reads no parameter."""
@@ -118,6 +134,7 @@ class _Powers:
     def _power(self, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
         gradient = tensor.grad
         if gradient is None or not counts or not gradient.numel():
-            return tensor.new_zeros(())
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, self.norm_type)
-        return norm if math.isinf(self.norm_type) else norm.pow(self.norm_type)
+            return torch.zeros((), dtype=self.wide, device=tensor.device)
+        wide = self.wide.to_complex() if gradient.is_complex() else self.wide
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, self.norm_type, dtype=wide)
+        return norm if self.norm_type in _OWN_POWERS else norm.pow(self.norm_type)

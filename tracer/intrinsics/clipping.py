@@ -41,17 +41,19 @@ def clip_grad_norm(
         actors: the actors, on any ranks. Their parameters are those of `parameters()`, or, of an
             actor that is no `nn.Module`, all tensors in its attributes that require a gradient.
         max_norm: the norm that gradients may have, above 0.
-        norm_type: which norm; `math.inf` for the largest element.
+        norm_type: which norm, from 0; `math.inf` for the largest element. 0 counts, as in torch,
+            the parameters with a gradient that is not 0.
 
     Returns:
         The norm before clipping: a scalar of the type that the parameters have, on the last actor's
         rank.
 
     Raises:
-        TraceError: there are no actors, something else is among them, or `max_norm` is not above 0.
+        TraceError: there are no actors, something else is among them, `max_norm` is not above 0, or
+            `norm_type` is below 0.
     """
     session = recording("cg.clip_grad_norm")
-    _check(actors, max_norm)
+    _check(actors, max_norm, norm_type)
     with torch.no_grad():
         holders = Holders(tuple(actor._member for actor in actors))
         norms = [_norms(session, actor, norm_type, holders) for actor in actors]
@@ -79,7 +81,7 @@ def _norms(
     return norms
 
 
-def _check(actors: Sequence[Any], max_norm: float) -> None:
+def _check(actors: Sequence[Any], max_norm: float, norm_type: float) -> None:
     loc = caller_location(3)
     if not actors:
         raise TraceError("cg.clip_grad_norm of no actors", loc=loc, remedy="give it at least one")
@@ -95,6 +97,13 @@ def _check(actors: Sequence[Any], max_norm: float) -> None:
             f"cg.clip_grad_norm with max_norm={max_norm}",
             loc=loc,
             remedy="give a number above 0; math.inf measures the norm and clips nothing",
+        )
+    if not norm_type >= 0:
+        raise TraceError(
+            f"cg.clip_grad_norm with norm_type={norm_type}; a norm below 0 says nothing of the "
+            "other gradients where one is 0 or is not there",
+            loc=loc,
+            remedy="give 2.0, 1.0, math.inf for the largest element, or another number from 0",
         )
 
 

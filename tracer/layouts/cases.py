@@ -62,6 +62,7 @@ class Case:
         sizes: of the mesh's axes, in its order.
         asked: cuts of the first result that its user asks for, where the answer left it free.
         loc: the user's line.
+        stays_a_sum: whether the result is a term of gradients alone, which may be summands.
     """
 
     target: torch._ops.OpOverload
@@ -71,6 +72,7 @@ class Case:
     sizes: Mapping[str, int]
     asked: tuple[Cut, ...] | None = None
     loc: Location | None = None
+    stays_a_sum: bool = False
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

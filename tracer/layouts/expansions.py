@@ -23,18 +23,35 @@ def constant_of(graph: fx.Graph, node: fx.Node) -> Any:
     return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
-def traced(case: Case, expansion: Expansion) -> fx.Graph:
-    """The graph of an expansion; its placeholders are the operands of the case."""
+def traced(case: Case, expansion: Expansion, results: Any) -> fx.Graph:
+    """The graph of an expansion; its placeholders are the operands of the case.
+
+    Args:
+        case: the op.
+        expansion: what it is replaced by.
+        results: fakes of what the op gives. What the expansion gives is cast to their types, so it
+            may compute in others.
+    """
     fakes = [operand.node.meta["val"] for operand in case.operands]
 
     def function(*given: torch.Tensor) -> Any:
         values = iter(given)
-        return expansion.function(**{n: _given(v, values) for n, v in case.arguments.items()})
+        arguments = {name: _given(value, values) for name, value in case.arguments.items()}
+        return _cast(expansion.function(**arguments), results)
 
     with torch.no_grad(), fake_mode_of(fakes):
         graph = make_fx(function, _allow_non_fake_inputs=False)(*fakes).graph
     simplify(graph)
     return graph
+
+
+def _cast(made: Any, results: Any) -> Any:
+    """Tensors in the element types of others."""
+    if isinstance(made, (list, tuple)):
+        return type(made)(_cast(*pair) for pair in zip(made, results, strict=True))
+    if isinstance(made, torch.Tensor) and isinstance(results, torch.Tensor):
+        return made.to(results.dtype)
+    return made
 
 
 def _given(argument: Any, values: Iterator[torch.Tensor]) -> Any:

@@ -161,6 +161,9 @@ class Builder:
         version = Version(node, layout)
         shape = shape_of(self.region(version))
         assert tuple(fake.shape) == shape, f"{node.format_node()}: {tuple(fake.shape)}, not {shape}"
+        dtype = node.meta["val"].dtype
+        if fake.dtype is not dtype:  # of a rule's own form
+            made = self.emit(_ATEN._to_copy.default, (made,), {"dtype": dtype})
         self._values[version] = made
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:

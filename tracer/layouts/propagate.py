@@ -55,9 +55,13 @@ def propagate(
     Raises:
         LayoutError: an op has no rule, or layouts that contradict each other.
     """
-    run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {})
-    return run.all(ends)
+    run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {}, ends)
+    return run.all()
 
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
+"""Ops that lead from a term of a parameter's gradient to the gradient."""
 
 _WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
 """Changes that are refused, in words."""
@@ -75,8 +79,10 @@ class _Run:
         pins: Mapping[fx.Node, Layout],
         allowed: frozenset[Change],
         names: Locations,
+        ends: Sequence[End],
     ) -> None:
         self.place = place
+        self.ends = ends
         self.sizes = dict(place.axes)
         self.allowed = allowed
         self.graph = fx.Graph()
@@ -106,11 +112,11 @@ class _Run:
             if node.name in names:
                 self.locations[copy] = names[node.name]
 
-    def all(self, ends: Sequence[End]) -> Propagation:
+    def all(self) -> Propagation:
         node = next(iter(self.graph.nodes))
         while node.op != "output":
             node = self._visit(node)
-        outputs = tuple(self._outputs(node, ends))
+        outputs = tuple(self._outputs(node))
         rewire(self.reads, self.versions, node, outputs)
         return Propagation(
             self.graph,
@@ -197,7 +203,20 @@ class _Run:
         val = node.meta.setdefault("val", None)  # an op that only writes, or checks, gives nothing
         results = val if isinstance(val, (tuple, list)) else (val,)
         shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in results)
-        return Case(target, given, operands, shapes, self.sizes, asked, loc)
+        stays = target is _TO_COPY and self._stays_a_sum(node)
+        return Case(target, given, operands, shapes, self.sizes, asked, loc, stays)
+
+    def _stays_a_sum(self, node: fx.Node) -> bool:
+        """True if a value is a term of gradients, and of nothing else: those may stay summands."""
+        for user in node.users:
+            if user.op == "output":
+                flat: list[fx.Node] = []
+                fx.node.map_arg(user.args, flat.append)
+                if not all(self._end_of(i).summands for i, n in enumerate(flat) if n is node):
+                    return False
+            elif user.target not in _TERMS or not self._stays_a_sum(user):
+                return False
+        return True
 
     def _operand(self, node: fx.Node) -> Any:
         fake = node.meta["val"]
@@ -327,7 +346,7 @@ class _Run:
         )
         swapped = dict(zip(map(id, case.operands), operands, strict=True))
         arguments = {name: swapped.get(id(value), value) for name, value in case.arguments.items()}
-        again = Case(case.target, arguments, operands, case.shapes, self.sizes, asked, case.loc)
+        again = replace(case, arguments=arguments, operands=operands, asked=asked)
         new = rule_of(node.target, case.loc)(again)
         if isinstance(new, Expansion) or new.results[0] != wanted:
             return None
@@ -368,7 +387,7 @@ class _Run:
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
         """Put the ops of an expansion in the place of a node; gives the first of them."""
-        inner = traced(case, expansion)
+        inner = traced(case, expansion, node.meta["val"])
         nodes: dict[fx.Node, fx.Node] = {}
         sources = iter(case.operands)
         first: fx.Node | None = None
@@ -393,15 +412,14 @@ class _Run:
         self.graph.erase_node(node)
         return first or following
 
-    def _outputs(self, output: fx.Node, ends: Sequence[End]) -> Iterator[Version | None]:
+    def _outputs(self, output: fx.Node) -> Iterator[Version | None]:
         flat: list[Any] = []
         fx.node.map_arg(output.args, flat.append)
         for index, node in enumerate(flat):
-            if node not in self.versions:
-                yield None
-                continue
-            end = ends[index] if index < len(ends) else End()
-            yield self._end(node, end)
+            yield self._end(node, self._end_of(index)) if node in self.versions else None
+
+    def _end_of(self, index: int) -> End:
+        return self.ends[index] if index < len(self.ends) else End()
 
     def _end(self, node: fx.Node, end: End) -> Version:
         """An output in the layout that it ends in."""

@@ -97,6 +97,29 @@ def test_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "device-side assert triggered" in barked[0]
 
 
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_an_error_that_an_execution_has_noted(
+    is_raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the job unless a later execution raises it meanwhile."""
+    monkeypatch.setattr(watchdog, "INTERVAL", 60)
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "monotonic", lambda: now[0])
+    notes = ["index 7 at [0] is out of range"]
+    device: Any = loose_device()
+    dog = Watchdog(device, None, list, lambda _: None, noted=lambda: (*notes, None)[0])
+    assert dog.look() is None
+    now[0] = watchdog.GRACE - 0.1
+    assert dog.look() is None
+    if is_raised:
+        error = notes.pop()
+        assert dog.look() is None
+        notes.append(error)
+    now[0] = watchdog.GRACE + 0.1
+    assert dog.look() == (None if is_raised else "index 7 at [0] is out of range")
+    dog.close()
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_host_that_does_not_go_on(
     bound: Bound, moves: bool, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ class Actor(Layer):
         return self.up.weight.norm()
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [0, 0.5, 1.0, 2.0, 3, math.inf])
 def test_the_norm_of_pieces_is_the_norm_of_the_whole(norm_type: float) -> None:
     with use_world(VirtualWorld(5)):
         one = Actor.on(cg.mesh(dp=2, tp=2), plan=PLAN)(1)
@@ -74,6 +74,53 @@ def test_the_norm_of_pieces_is_the_norm_of_the_whole(norm_type: float) -> None:
         second.update()
         torch.testing.assert_close(loss, right.detach())
         torch.testing.assert_close(norm, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", [0, 1.0, 2.0, 3.0, math.inf])
+def test_norms_of_16_bits_are_added_up_in_32(norm_type: float, dtype: torch.dtype) -> None:
+    """The square of a float16 norm above 256 is no float16 number, and gradients became 0."""
+
+    @cg.actor
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(7, dtype=dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).sum()
+
+    x = torch.tensor([300, -400, 512, 0, 1, 2.5, 1000], dtype=dtype)
+    with use_world(VirtualWorld(2)):
+        weight = Weight.on(cg.mesh(tp=2), plan={"weight": cg.cut(0, "tp")})()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            cg.backward(weight.forward(x))
+            return cg.clip_grad_norm([weight], 1.0, norm_type)
+
+        total = step.lower(x).compile()(x)
+        pieces = [piece.weight.grad for piece in weight.instances.values()]
+    plain = Weight()
+    plain(x).backward()
+    right = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+    torch.testing.assert_close(total, right)
+    torch.testing.assert_close(torch.cat(pieces), plain.weight.grad)
+
+
+@pytest.mark.parametrize("norm_type", [-1.0, -math.inf, math.nan])
+def test_a_norm_below_0_is_refused(norm_type: float) -> None:
+    with use_world(VirtualWorld(5)):
+        one = Actor.on(cg.mesh(dp=2, tp=2), plan=PLAN)(1)
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            cg.backward(one.forward(x).sum())
+            return cg.clip_grad_norm([one], 0.1, norm_type)
+
+        with pytest.raises(cg.TraceError, match=f"norm_type={norm_type}") as info:
+            step.lower(X)
+    assert "give 2.0, 1.0, math.inf" in str(info.value)
 
 
 def test_an_opaque_method_of_pieces_returns_no_tensor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,6 +168,22 @@ CASES: dict[str, OpCase] = {
     "norm 3": case(lambda x: torch.linalg.vector_norm(x, 3, 1), ints(4, 3), tolerance=1e-12),
     "norm inf": case(lambda x: torch.linalg.vector_norm(x, float("inf")), ints(4, 3)),
     "logsumexp": case(lambda x: torch.logsumexp(x, 1), ints(4, 3), tolerance=1e-12),
+    "logsumexp of infinities": case(
+        lambda x: torch.logsumexp(torch.where(x > 1, math.inf, -math.inf), 1), ints(6, 4)
+    ),
+    "var of complex numbers": case(
+        lambda x: x.var(1), torch.complex(ints(4, 5), ints(5, 4).t()), tolerance=1e-12
+    ),
+    "norm of complex numbers": case(
+        lambda x: torch.linalg.vector_norm(x, dim=1),
+        torch.complex(ints(4, 5), ints(5, 4).t()),
+        tolerance=1e-12,
+    ),
+    "norm inf of complex numbers": case(
+        lambda x: torch.linalg.vector_norm(x, math.inf, 1),
+        torch.complex(ints(4, 5), ints(5, 4).t()),
+        tolerance=1e-12,
+    ),
     "argmax": case(lambda x: x.argmax(1), ints(4, 5)),
     "max dim": case(lambda x: x.max(0), ints(4, 5)),
     "any": case(lambda x: (x > 2).any(1), ints(4, 5)),
@@ -282,6 +299,16 @@ CASES: dict[str, OpCase] = {
         lambda g, i, w: ATEN.embedding_dense_backward(g, i, 7, -1, False) + w,
         *(ints(4, 2, 3), indices(7, 4, 2), ints(7, 3)),
     ),
+    "embedding gradient by frequency": case(
+        lambda g, i: ATEN.embedding_dense_backward(g, i, 7, 2, True),
+        *(ints(4, 2, 3), indices(7, 4, 2)),
+        tolerance=1e-12,
+    ),
+    "embedding rows by frequency": case(
+        lambda g, i, w: ATEN.embedding_dense_backward(g, i, 7, -1, True) + w,
+        *(ints(4, 2, 3), indices(7, 4, 2), ints(7, 3)),
+        tolerance=1e-12,
+    ),
     "index": case(lambda x, i: x[:, i], ints(3, 4, 2), indices(4, 5)),
     "index two": case(lambda x, i, j: x[i, :, j], ints(3, 4, 2), indices(3, 2, 1), indices(2, 3)),
     "index rows": case(lambda x, i: x[torch.arange(4), i], ints(4, 5, 2), indices(5, 4)),
@@ -293,6 +320,8 @@ CASES: dict[str, OpCase] = {
         *(ints(4, 2), indices(5, 4)),
     ),
     "gather": case(lambda x, i: x.gather(1, i), ints(4, 5), indices(5, 4, 2)),
+    "gather of int32": case(lambda x, i: x.int().gather(1, i), ints(4, 5), indices(5, 4, 2)),
+    "gather of bools": case(lambda x, i: (x > 0).gather(1, i), ints(4, 5), indices(5, 4, 2)),
     "gather part": case(lambda x, i: x.gather(1, i), ints(4, 5), indices(5, 3, 2)),
     "scatter add": case(
         lambda x, i, v: x.scatter_add(1, i, v), ints(4, 5), indices(5, 4, 2), ints(4, 2)

@@ -216,18 +216,17 @@ class Run:
         return [t.change for t in self.propagation.transfers]
 
 
-def check(
+def simulate(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
     layouts: Sequence[Layout],
     place: Place,
     *,
-    tolerance: float = 0.0,
     traced: fx.GraphModule | None = None,
     ends: Sequence[End] | None = None,
     allowed: frozenset[Change] = ALL,
-) -> Run:
-    """Lay a function out, run it on all ranks, and compare with what it gives for whole tensors."""
+) -> tuple[Run, list[torch.Tensor | None]]:
+    """Lay a function out, and run it on all ranks."""
     owner = trace(function, *tensors) if traced is None else traced
     placeholders = [node for node in owner.graph.nodes if node.op == "placeholder"]
     ends = [End(None, True)] * 20 if ends is None else ends
@@ -239,16 +238,31 @@ def check(
     }
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        expected = function(*(tensor.clone() for tensor in tensors))
-    expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
+        return Run(propagation, cut), run(cut, propagation, owner, values)
+
+
+def check(
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    layouts: Sequence[Layout],
+    place: Place,
+    *,
+    tolerance: float = 0.0,
+    absolute: float | None = None,
+    **simulated: Any,
+) -> Run:
+    """Lay a function out, run it on all ranks, and compare with what it gives for whole tensors."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        found = run(cut, propagation, owner, values)
+        expected = function(*(tensor.clone() for tensor in tensors))
+    expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
+    laid_out, found = simulate(function, tensors, layouts, place, **simulated)
     wanted = [value for value in expected if isinstance(value, torch.Tensor)]
     made = [value for value in found if value is not None]
+    near = {"rtol": tolerance, "atol": tolerance if absolute is None else absolute}
     for mine, theirs in zip(made, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
-    return Run(propagation, cut)
+        torch.testing.assert_close(mine, theirs, **near, equal_nan=True)
+    return laid_out
 
 
 def cuts(rank: int, place: Place, summands: bool = True) -> Iterator[Layout]:
@@ -264,4 +278,4 @@ def cuts(rank: int, place: Place, summands: bool = True) -> Iterator[Layout]:
         yield Layout(tuple(map(Cut, found)), summed)
 
 
-__all__ = ["ALL", "Run", "check", "cuts", "layout", "mesh", "trace", "within"]
+__all__ = ["ALL", "Run", "check", "cuts", "layout", "mesh", "simulate", "trace", "within"]

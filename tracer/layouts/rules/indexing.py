@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from ....ir.layout import shape_of
+from ....ir.layout import Region, shape_of, whole
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
 from ..cuts import is_interval
 from ..factors import Dim, Dims, Factors, Linear, each, jointly, solve
+from ..values.ids import CHECKED_IDS
 from .creation import counting
+from .pointwise import pointwise
 from .views import named
 
 _ATEN = torch.ops.aten
 
 
+def _checked_ids(case: Case) -> Answer:
+    return replace(pointwise(case), local=_local_checked)
+
+
+def _local_checked(op: LocalOp) -> Any:
+    return op.run(first=_first(op.operands[0]))
+
+
+def _first(region: Region) -> list[int]:
+    """The place of a piece's first entry; empty if its entries lie apart."""
+    if any(len(intervals) > 1 for intervals in region):
+        return []
+    return [intervals[0][0] if intervals else 0 for intervals in region]
+
+
 def _embedding(case: Case) -> Answer:
-    """Of a cut vocabulary, a rank has the rows that are its own, and zeros for the others."""
+    """Of a cut vocabulary, a rank has the rows that are its own, and zeros for the others.
+
+    So nobody has a row for an id beyond the vocabulary, which each rank looks for itself.
+    """
     inner = named(case["indices"].shape, "i")
     sizes = {"v": case["weight"].shape[0], "d": case["weight"].shape[1]}
     sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
@@ -46,6 +66,8 @@ def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
     weight, indices = op.arguments["weight"], op.arguments["indices"]
     if not count:
         return op.emit(_ATEN.new_zeros.default, weight, list(shape_of(region)))
+    place = _first(op.operands[1])
+    indices = op.emit(CHECKED_IDS, indices, vocabulary, None, "embedding", place)
     safe, inside = _within(op, indices, first, count)
     found = op.emit(_ATEN.embedding.default, weight, safe)
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
@@ -90,6 +112,10 @@ def _local_embedding_backward(op: LocalOp) -> Any:
         counted = op.emit(_ATEN.ne.Scalar, indices, op.arguments["padding_idx"])
         inside = op.emit(_ATEN.logical_and.default, inside, counted)
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
+    if op.arguments["scale_grad_by_freq"]:  # ids of others are counted in a row of their own
+        others = op.emit(_ATEN.where.ScalarOther, inside, safe, count)
+        made = op.run(indices=others, num_weights=count + 1, padding_idx=count)
+        return op.piece(made, (((0, count),), *whole(shape[1:])))
     own = op.emit(_ATEN.where.ScalarOther, mask, grad, 0)
     return op.run(grad_output=own, indices=safe, num_weights=count, padding_idx=-1)
 
@@ -237,6 +263,7 @@ def _gather(case: Case) -> Answer | Expansion:
 
 def _gathered(along: int, *, self: torch.Tensor, index: torch.Tensor, **_: Any) -> torch.Tensor:
     last = self.movedim(along, -1).unsqueeze(-2)
+    index = CHECKED_IDS(index, self.shape[along], None, "gather")
     wanted = index.movedim(along, -1).unsqueeze(-1)
     chosen = wanted == torch.arange(self.shape[along], device=self.device)
     return torch.where(chosen, last, 0).sum(-1).movedim(-1, along)
@@ -328,6 +355,7 @@ def _bucketize(case: Case) -> Answer:
 
 
 RULES: Mapping[object, Rule] = {
+    CHECKED_IDS: _checked_ids,
     _ATEN.embedding.default: _embedding,
     _ATEN.embedding_dense_backward.default: _embedding_backward,
     **dict.fromkeys((_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor), _index),

@@ -16,6 +16,8 @@ import torch
 from ....ir.attributes import ReduceOp
 from ..cases import Answer, Case, Expansion, Operand, Rule, whole
 from ..factors import Dims, Factors, each, solve
+from ..values.accumulation import accumulated, accumulation_type
+from ..values.ids import CHECKED_IDS
 from .creation import counting
 from .pointwise import broadcast, operand
 
@@ -32,6 +34,8 @@ def _entries(case: Case) -> Answer | Expansion:
     """A loss that compares two tensors entry by entry."""
     if case["reduction"] == _MEAN and _is_cut(case):
         return Expansion(partial(_mean_of, case.target))
+    if case["reduction"] == _SUM and _is_cut(case) and _is_rounded(case["self"]):
+        return Expansion(partial(_sum_of, case.target))
     shapes = [operand.shape for operand in case.operands]
     full = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     given, made = broadcast(shapes, tuple(full))
@@ -40,9 +44,19 @@ def _entries(case: Case) -> Answer | Expansion:
     return solve(case, Factors(given, (result,), sizes, (), {}, ReduceOp.SUM))
 
 
+def _is_rounded(operand: Operand) -> bool:
+    """True if sums of tensors of the type are added up in a wider one."""
+    return accumulation_type(operand.dtype) is not operand.dtype
+
+
 def _mean_of(op: Any, /, *, reduction: int, **given: Any) -> torch.Tensor:
     losses: torch.Tensor = op(**given, reduction=_NONE)
-    return losses.sum() / losses.numel()
+    return accumulated(losses).sum() / losses.numel()
+
+
+def _sum_of(op: Any, /, *, reduction: int, **given: Any) -> torch.Tensor:
+    losses: torch.Tensor = op(**given, reduction=_NONE)
+    return accumulated(losses).sum()
 
 
 def _entries_backward(case: Case) -> Answer | Expansion:
@@ -58,9 +72,14 @@ def _entries_backward(case: Case) -> Answer | Expansion:
 def _mean_backward_of(
     op: Any, /, *, grad_output: torch.Tensor, self: torch.Tensor, reduction: int, **given: Any
 ) -> torch.Tensor:
-    shared = grad_output / self.numel()
-    found: torch.Tensor = op(grad_output=shared, self=self, **given, reduction=_SUM)
+    shared = accumulated(grad_output) / self.numel()
+    wide = {name: _wide(value) for name, value in given.items()}
+    found: torch.Tensor = op(grad_output=shared, self=accumulated(self), **wide, reduction=_SUM)
     return found
+
+
+def _wide(value: Any) -> Any:
+    return accumulated(value) if isinstance(value, torch.Tensor) else value
 
 
 def _nll_loss(case: Case) -> Answer | Expansion:
@@ -71,8 +90,8 @@ def _nll_loss(case: Case) -> Answer | Expansion:
     weight = operand(case, "weight")
     if case.has_cut(given, classes) or case.has_cut(weight, 0):
         return counting(partial(_nll_loss_of, weight is not None), given.cuts[classes])
-    if case["reduction"] == _MEAN and cut_batch:
-        return Expansion(partial(_mean_by_weight, case.target))
+    if cut_batch and (case["reduction"] == _MEAN or _adds_rounded(case)):
+        return Expansion(partial(_summed, case.target))
     batch, sizes = _batch(given)
     operands = [(*batch, ("c",)), batch, *([(("c",),)] if weight is not None else [])]
     if case["reduction"] == _NONE:
@@ -97,9 +116,27 @@ def _batch(given: Operand) -> tuple[Dims, dict[str, int]]:
     return (("n",),), sizes | {"n": given.shape[0]}
 
 
-def _mean_by_weight(op: Any, /, *, reduction: int, **given: Any) -> Any:
-    total, count = op(**given, reduction=_SUM)
-    return total / count, count
+def _adds_rounded(case: Case) -> bool:
+    return case["reduction"] == _SUM and _is_rounded(case["self"])
+
+
+def _summed(op: Any, /, *, self: torch.Tensor, weight: Any, reduction: int, **given: Any) -> Any:
+    """The loss of a cut batch: sums of losses and of weights, each in the accumulation type."""
+    if accumulation_type(self.dtype) is self.dtype:
+        total, count = op(self=self, weight=weight, **given, reduction=_SUM)
+    else:
+        losses, _ = op(self=self, weight=weight, **given, reduction=_NONE)
+        total = accumulated(losses).sum()
+        count = _weights(weight, **given).sum(dtype=total.dtype)
+    return (total / count if reduction == _MEAN else total), count
+
+
+def _weights(weight: Any, *, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """What each target counts: 1 or the weight of its class; 0 where it is ignored."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted
+    return torch.where(counted, weight[torch.where(counted, target, 0)], 0)
 
 
 def _nll_loss_of(
@@ -112,10 +149,13 @@ def _nll_loss_of(
     ignore_index: int,
 ) -> Any:
     """The loss by comparisons of classes with targets, which pieces of the classes add up to."""
+    # A target that no class has would have no loss.
+    target = CHECKED_IDS(target, self.shape[-1], ignore_index, "nll_loss")
     chosen = _chosen(self, target, ignore_index)
     one = self.new_ones(self.shape[-1:]) if not weighted else weight
-    weights = torch.where(chosen, one, 0).sum(-1)
-    picked = torch.where(chosen, self, 0).sum(-1)
+    wide = accumulation_type(self.dtype)
+    weights = torch.where(chosen, one, 0).sum(-1, dtype=wide)
+    picked = torch.where(chosen, self, 0).sum(-1, dtype=wide)
     losses = -picked * weights
     if reduction == _NONE:
         return losses, self.new_zeros(())
@@ -155,7 +195,8 @@ def _nll_loss_backward_of(
     ignore_index: int,
     total_weight: torch.Tensor,
 ) -> torch.Tensor:
-    scaled = grad_output / total_weight if reduction == _MEAN else grad_output
+    wide = accumulated(grad_output)
+    scaled = wide / total_weight if reduction == _MEAN else wide
     one = self.new_ones(self.shape[-1:]) if not weighted else weight
     spread = scaled.unsqueeze(-1) if reduction == _NONE else scaled
     return torch.where(_chosen(self, target, ignore_index), -spread * one, 0)
@@ -167,8 +208,8 @@ def _nll_loss_2d(case: Case) -> Answer | Expansion:
     weight = operand(case, "weight")
     if case.has_cut(given, 1) or case.has_cut(weight, 0):
         return counting(partial(_nll_loss_2d_of, weight is not None), given.cuts[1])
-    if case["reduction"] == _MEAN and _is_cut(case):
-        return Expansion(partial(_mean_by_weight, case.target))
+    if _is_cut(case) and (case["reduction"] == _MEAN or _adds_rounded(case)):
+        return Expansion(partial(_summed, case.target))
     batch, image, sizes = _pixels(given)
     operands = (image, batch, *([(("c",),)] if weight is not None else []))
     if case["reduction"] == _NONE:

@@ -14,6 +14,7 @@ from torch import fx
 from ....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, whole
 from ..factors import Dims, Factors, each, solve
+from ..values.accumulation import accumulated
 from .creation import zeros
 from .pointwise import operand
 
@@ -146,8 +147,9 @@ def _batch_norm_of(
 ) -> Any:
     rows = [i for i in range(input.dim()) if i != 1]
     count = input.numel() // max(input.shape[1], 1)
-    mean = input.sum(rows) / count
-    centred = input - _aside(mean, input)
+    wide = accumulated(input)
+    mean = wide.sum(rows) / count
+    centred = wide - _aside(mean, input)
     variance = centred.square().sum(rows) / count
     scale = (variance + eps).rsqrt()
     if running_mean is not None:
@@ -187,10 +189,10 @@ def _batch_norm_backward_of(
     rows = [i for i in range(input.dim()) if i != 1]
     count = input.numel() // max(input.shape[1], 1)
     mean = save_mean if train else running_mean
-    scale = save_invstd if train else (running_var + eps).rsqrt()
-    normed = (input - _aside(mean, input)) * _aside(scale, input)
-    total, along = grad_out.sum(rows), (grad_out * normed).sum(rows)
-    grad = grad_out
+    scale = save_invstd if train else (accumulated(running_var) + eps).rsqrt()
+    normed = (accumulated(input) - _aside(mean, input)) * _aside(scale, input)
+    grad = accumulated(grad_out)
+    total, along = grad.sum(rows), (grad * normed).sum(rows)
     if train:
         grad = grad - _aside(total / count, input) - normed * _aside(along / count, input)
     grad = grad * _aside(scale if weight is None else scale * weight, input)

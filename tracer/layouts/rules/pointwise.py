@@ -71,11 +71,17 @@ def _masked(case: Case) -> Linear:
 
 
 def _cast(case: Case) -> Linear:
-    """A cast between floating types; summands are rounded where it is to a smaller one."""
-    to: torch.dtype | None = case["dtype"]
+    """A cast between floating types.
+
+    To a narrower one the sum is cast, and not its summands, which might be too large for it. Those
+    of a parameter's gradient are: they are added up in its type, over all microbatches.
+    """
     (operand,) = case.operands
-    floats = to is None or to.is_floating_point or to.is_complex
-    return each(0) if floats and operand.is_floating else NOT_LINEAR
+    to: torch.dtype = case["dtype"] or operand.dtype
+    if not operand.is_floating or not (to.is_floating_point or to.is_complex):
+        return NOT_LINEAR
+    keeps_all = torch.promote_types(operand.dtype, to) is to
+    return each(0) if keeps_all or case.stays_a_sum else NOT_LINEAR
 
 
 _MOVES = frozenset(

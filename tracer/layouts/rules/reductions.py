@@ -14,6 +14,7 @@ from ....ir.attributes import ReduceOp
 from ....ir.layout import shape_of, volume
 from ..cases import Answer, Case, Expansion, LocalOp, Rule, dim_of, dims_of
 from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, solve
+from ..values.accumulation import accumulated, accumulation_type
 from .views import named
 
 _ATEN = torch.ops.aten
@@ -43,16 +44,43 @@ def _dims(case: Case) -> tuple[int, ...]:
     return dims_of(case.arguments.get("dim"), len(case.operands[0].shape))
 
 
-def _sum(case: Case) -> Answer:
-    return reduced(case, _dims(case), ReduceOp.SUM, each(0))
+def _sum(case: Case) -> Answer | Expansion:
+    dims = _dims(case)
+    if _is_rounded(case, dims):
+        return Expansion(partial(_sum_of, dims, _keepdim(case)))
+    return reduced(case, dims, ReduceOp.SUM, each(0))
+
+
+def _keepdim(case: Case) -> bool:
+    return len(case.shape()) == len(case.operands[0].shape)
+
+
+def _is_rounded(case: Case, dims: tuple[int, ...]) -> bool:
+    """True if ranks reduce what each would round: in the accumulation type they are not."""
+    (operand,) = case.operands
+    dtype = case["dtype"] or operand.dtype
+    return case.has_cut(operand, *dims) and accumulation_type(dtype) is not dtype
+
+
+def _sum_of(
+    dims: tuple[int, ...], keep: bool, *, self: torch.Tensor, dtype: Any, **_: Any
+) -> torch.Tensor:
+    return self.sum(dims, keepdim=keep, dtype=accumulation_type(dtype or self.dtype))
 
 
 def _extreme(reduce: ReduceOp, case: Case) -> Answer:
     return replace(reduced(case, _dims(case), reduce), local=partial(_local_extreme, reduce))
 
 
-def _multiplied(case: Case) -> Answer:
-    return reduced(case, _dims(case), ReduceOp.PROD)
+def _multiplied(case: Case) -> Answer | Expansion:
+    dims = _dims(case)
+    if _is_rounded(case, dims):
+        return Expansion(_product_of)
+    return reduced(case, dims, ReduceOp.PROD)
+
+
+def _product_of(*, self: torch.Tensor, dtype: Any, **along: Any) -> torch.Tensor:
+    return self.prod(**along, dtype=accumulation_type(dtype or self.dtype))
 
 
 def _local_extreme(reduce: ReduceOp, op: LocalOp) -> Any:
@@ -85,16 +113,14 @@ def _mean(case: Case) -> Answer | Expansion:
     (operand,) = case.operands
     if case.has_cut(operand, *dims):
         count = math.prod(operand.shape[i] for i in dims)
-        return Expansion(partial(_mean_of, dims, count, len(case.shape()) == len(operand.shape)))
+        return Expansion(partial(_mean_of, dims, count, _keepdim(case)))
     return reduced(case, dims, ReduceOp.SUM, each(0))
 
 
 def _mean_of(
     dims: tuple[int, ...], count: int, keep: bool, *, self: torch.Tensor, dtype: Any, **_: Any
 ) -> torch.Tensor:
-    if not dims:
-        return self.clone()
-    return self.sum(list(dims), keepdim=keep, dtype=dtype) / count
+    return _sum_of(dims, keep, self=self, dtype=dtype) / count
 
 
 def _variance(case: Case) -> Answer | Expansion:
@@ -102,8 +128,7 @@ def _variance(case: Case) -> Answer | Expansion:
     dims = _dims(case)
     (operand,) = case.operands
     if case.has_cut(operand, *dims):
-        keepdim = len(case.shape()) == len(operand.shape)
-        return Expansion(partial(_variance_of, dims, keepdim, case.target))
+        return Expansion(partial(_variance_of, dims, _keepdim(case), case.target))
     return reduced(case, dims, None)
 
 
@@ -111,13 +136,19 @@ def _variance_of(
     dims: tuple[int, ...], keep: bool, target: Any, *, self: torch.Tensor, correction: Any, **_: Any
 ) -> Any:
     count = math.prod(self.shape[i] for i in dims)
-    mean = self.sum(dims, keepdim=True) / count
-    squares = (self - mean).square().sum(dims, keepdim=keep)
+    wide = accumulated(self)
+    mean = wide.sum(dims, keepdim=True) / count
+    squares = _magnitude(wide - mean).square().sum(dims, keepdim=keep)
     variance = squares / max(count - (1 if correction is None else correction), 0)
     found = variance.sqrt() if target in _DEVIATIONS else variance
     if target in _WITH_MEAN:
         return found, mean if keep else mean.squeeze(dims)
     return found
+
+
+def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """What squares are taken of: of complex numbers, their absolute values."""
+    return tensor.abs() if tensor.is_complex() else tensor
 
 
 _DEVIATIONS = (_ATEN.std.correction, _ATEN.std_mean.correction)
@@ -130,7 +161,7 @@ def _norm(case: Case) -> Answer | Expansion:
     (operand,) = case.operands
     order = case["ord"]
     if case.has_cut(operand, *dims) and 0 < order < math.inf:
-        return Expansion(partial(_norm_of, dims, len(case.shape()) == len(operand.shape)))
+        return Expansion(partial(_norm_of, dims, _keepdim(case)))
     if order != math.inf:
         return reduced(case, dims, None)
     return replace(reduced(case, dims, ReduceOp.MAX), local=_local_highest)
@@ -141,31 +172,35 @@ def _local_highest(op: LocalOp) -> Any:
     assert region is not None
     if volume(op.operands[0]) or not volume(region):
         return op.run()
-    return op.emit(_ATEN.new_zeros.default, op.arguments["self"], list(shape_of(region)))
+    shape, dtype = list(shape_of(region)), op.fakes[0].dtype
+    return op.emit(_ATEN.new_zeros.default, op.arguments["self"], shape, dtype=dtype)
 
 
 def _norm_of(
     dims: tuple[int, ...], keep: bool, *, self: torch.Tensor, ord: float, dtype: Any, **_: Any
 ) -> torch.Tensor:
-    given = self if dtype is None else self.to(dtype)
+    wide = accumulated(self if dtype is None else self.to(dtype))
     if ord == 2:
-        return given.square().sum(dims, keepdim=keep).sqrt()
-    return given.abs().pow(ord).sum(dims, keepdim=keep).pow(1 / ord)
+        return _magnitude(wide).square().sum(dims, keepdim=keep).sqrt()
+    return wide.abs().pow(ord).sum(dims, keepdim=keep).pow(1 / ord)
 
 
 def _logsumexp(case: Case) -> Answer | Expansion:
     dims = _dims(case)
     (operand,) = case.operands
     if case.has_cut(operand, *dims):
-        return Expansion(partial(_logsumexp_of, dims, len(case.shape()) == len(operand.shape)))
+        return Expansion(partial(_logsumexp_of, dims, _keepdim(case)))
     return reduced(case, dims, None)
 
 
 def _logsumexp_of(
     dims: tuple[int, ...], keep: bool, *, self: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    highest = self.amax(dims, keepdim=True)
-    total = (self - highest).exp().sum(dims, keepdim=True).log() + highest
+    wide = accumulated(self) if self.is_floating_point() else self.to(torch.get_default_dtype())
+    highest = wide.amax(dims, keepdim=True)
+    # An infinite entry less itself is no number; exponentials of the row are 0 or infinite anyway.
+    shift = torch.where(highest.isinf(), 0, highest)
+    total = (wide - shift).exp().sum(dims, keepdim=True).log() + shift
     return total if keep else total.squeeze(dims)
 
 

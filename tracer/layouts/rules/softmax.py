@@ -1,7 +1,8 @@
 """Rules of softmax, along a dimension that may be cut.
 
 Where it is, an op is expanded to a maximum, a sum of exponentials and what lies between them; each
-becomes a reduction over ranks. As in Megatron-LM's vocabulary-parallel cross entropy.
+becomes a reduction over ranks, in the accumulation type. As in Megatron-LM's vocabulary-parallel
+cross entropy.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from ..cases import Answer, Case, Expansion, Rule, dim_of
 from ..factors import Factors, solve
+from ..values.accumulation import accumulated
 from .views import named
 
 _ATEN = torch.ops.aten
@@ -35,8 +37,7 @@ def _softmax(case: Case) -> Answer | Expansion:
 
 
 def _softmax_of(*, self: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
-    given = self.float() if half_to_float else self
-    powers = (given - given.amax(dim, keepdim=True)).exp()
+    powers = (accumulated(self) - self.amax(dim, keepdim=True)).exp()
     return powers / powers.sum(dim, keepdim=True)
 
 
@@ -45,8 +46,7 @@ def _log_softmax(case: Case) -> Answer | Expansion:
 
 
 def _log_softmax_of(*, self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    given = self.float() if half_to_float else self
-    shifted = given - given.amax(dim, keepdim=True)
+    shifted = accumulated(self) - self.amax(dim, keepdim=True)
     return shifted - shifted.exp().sum(dim, keepdim=True).log()
 
 
@@ -57,8 +57,9 @@ def _softmax_backward(case: Case) -> Answer | Expansion:
 def _softmax_backward_of(
     *, grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> torch.Tensor:
-    product = grad_output * output
-    return (product - output * product.sum(dim, keepdim=True)).to(input_dtype)
+    wide = accumulated(output)
+    product = grad_output * wide
+    return product - wide * product.sum(dim, keepdim=True)
 
 
 def _log_softmax_backward(case: Case) -> Answer | Expansion:
@@ -68,8 +69,8 @@ def _log_softmax_backward(case: Case) -> Answer | Expansion:
 def _log_softmax_backward_of(
     *, grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> torch.Tensor:
-    total = grad_output.sum(dim, keepdim=True)
-    return (grad_output - output.exp() * total).to(input_dtype)
+    wide = accumulated(grad_output)
+    return wide - accumulated(output).exp() * wide.sum(dim, keepdim=True)
 
 
 def _safe_softmax(case: Case) -> Answer | Expansion:

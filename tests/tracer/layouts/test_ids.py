@@ -1,0 +1,106 @@
+"""Indices into a dimension that is cut: out of range they are an error, as on one rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+
+from ...sampling import examples
+from .simulation import check, layout, mesh, simulate
+
+SIZE = 7
+IGNORED = -100
+IMAGE = torch.randn(2, SIZE, 2, 2, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
+LOOKUPS: dict[str, tuple[Callable[..., Any], Tensor, tuple[int, ...], str]] = {
+    "embedding": (lambda w, i: functional.embedding(i, w), ROWS.t(), (2, 2), "tp,-"),
+    "gather": (lambda x, i: x.gather(1, i), ROWS, (4, 1), "-,tp"),
+    "cross entropy": (lambda x, t: functional.cross_entropy(x, t), ROWS, (4,), "-,tp"),
+    "cross entropy of pixels": (
+        lambda x, t: functional.cross_entropy(x, t),
+        IMAGE,
+        (2, 2, 2),
+        "-,tp,-,-",
+    ),
+    "nll of one": (lambda x, t: functional.nll_loss(x[0], t), ROWS, (), "-,tp"),
+}
+"""The lookup, what is looked up in, the shape of indices, and the cut."""
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@given(data=st.data())
+@examples(80)
+def test_indices_at_borders(name: str, data: st.DataObject) -> None:
+    function, source, shape, axes = LOOKUPS[name]
+    ignores = name not in ("embedding", "gather")
+    odd = [-2, -1, SIZE, SIZE + 1, 2**40, *[IGNORED] * (3 * ignores)]
+    each = st.one_of(st.integers(0, SIZE - 1), st.sampled_from([0, SIZE - 1]), st.sampled_from(odd))
+    count = torch.Size(shape).numel()
+    ids = torch.tensor(data.draw(st.lists(each, min_size=count, max_size=count))).reshape(shape)
+    place = mesh(dp=2, tp=data.draw(st.sampled_from([2, 3, 9])))
+    rows = "dp" if shape and data.draw(st.booleans()) else "-"
+    layouts = [layout(axes), layout(",".join([rows, *"-" * (len(shape) - 1)] if shape else []))]
+    outside = ((ids < 0) | (ids >= SIZE)) & ~((ids == IGNORED) & ignores)
+    if not outside.any():
+        check(function, [source, ids], layouts, place, tolerance=1e-5)
+        return
+    with pytest.raises(IndexError, match="is out of range: the dimension has 7 entries") as info:
+        simulate(function, [source, ids], layouts, place)
+    places = [f"index {ids[tuple(at)]} at {at.tolist()} is" for at in outside.nonzero()]
+    assert any(text in str(info.value) for text in places), str(info.value)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(SIZE, 4)
+        self.head = nn.Linear(4, SIZE)
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.table(ids)), targets)
+
+
+@pytest.mark.parametrize(
+    ("ids", "targets", "text"),
+    [
+        ([0, 6, 7], [0, 1, 2], "embedding: index 7 at [2] is out of range"),
+        ([-1, 6, 1], [0, 1, 2], "embedding: index -1 at [0] is out of range"),
+        ([0, 6, 1], [0, 7, 2], "nll_loss: index 7 at [1] is out of range"),
+        ([0, 6, 1], [0, -100, -1], "nll_loss: index -1 at [2] is out of range"),
+    ],
+)
+def test_a_step_raises_and_trains_nothing(ids: list[int], targets: list[int], text: str) -> None:
+    plan = {"table.weight|head.weight|head.bias": cg.cut(0, "tp")}
+    with use_world(VirtualWorld(2)):
+        model = cg.actor(Model).on(cg.mesh(tp=2), plan=plan)()
+
+        @cg.trace
+        def step(ids: Tensor, targets: Tensor) -> Tensor:
+            loss = model.loss(ids, targets)
+            cg.backward(loss)
+            return loss
+
+        good = torch.tensor([0, 6, 1]), torch.tensor([0, -100, 6])
+        compiled = step.lower(*good).compile()
+        loss = compiled(*good)
+        torch.testing.assert_close(loss, Model().loss(*good).detach())
+        with pytest.raises(cg.RemoteError, match="IndexError on rank") as info:
+            compiled(torch.tensor(ids), torch.tensor(targets))
+    assert text in str(info.value)
+    raised = info.value.failure.raised
+    assert raised is not None
+    assert raised.line == inspect.getsourcelines(Model.loss)[1] + 1
+    assert isinstance(info.value.__cause__, IndexError)

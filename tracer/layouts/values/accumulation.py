@@ -1,0 +1,17 @@
+"""The element type in which ranks add up what they hold of a value, as torch does on one rank."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of partial results: float32 for the types of 16 bits, else the type itself."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.complex64 if dtype is torch.complex32 else dtype
+
+
+def accumulated(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the type in which it is reduced."""
+    return tensor.to(accumulation_type(tensor.dtype))

@@ -1,0 +1,142 @@
+"""A check of ids that a masked lookup would give zeros for, since they are of no rank's rows.
+
+On a host it raises. A device's host does not wait for it, so there the check is part of the graph:
+it leaves a note in memory of the host, which is read when the next execution begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "checked_ids(Tensor ids, int size, int? ignored, str op, int[]? first=None) -> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What ids are looked up in.
+
+    Attributes:
+        op: in words.
+        size: of the dimension: ids are from 0, and below it.
+        shape: of the ids that a rank has.
+        first: the place of the first of them among the ids of all ranks; empty if they lie apart.
+    """
+
+    op: str
+    size: int
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+
+    def describe(self, id_: int, at: int) -> str:
+        """The error that an id is out of range; `at` is its place in the flattened ids."""
+        place: list[int] = []
+        for size in reversed(self.shape):
+            at, index = divmod(at, size)
+            place.insert(0, index)
+        is_apart = len(self.first) < len(place)
+        if not is_apart:
+            place = [sum(pair) for pair in zip(self.first, place, strict=True)]
+        return (
+            f"{self.op}: index {id_} at {place}{' of this rank' if is_apart else ''} is out of "
+            f"range: the dimension has {self.size} entries, 0 to {self.size - 1}, which are cut "
+            f"over ranks, and the indices here have shape {list(self.shape)}; correct the index, "
+            "or make the dimension larger"
+        )
+
+
+@dataclass
+class _Notes:
+    """What a device has found: whether there is an error, the id, its place, the lookup.
+
+    Attributes:
+        there, here: in memory of the device, and of its host.
+        lookups: by number.
+    """
+
+    there: Tensor
+    here: Tensor
+    lookups: list[Lookup] = field(default_factory=list)
+
+
+_AWAITED = ("cpu",)
+"""Types of devices that the host waits for anyway."""
+
+_notes: dict[str, _Notes] = {}
+"""By the type of the device, of which a process has one; graphs of all steps write to its notes."""
+
+
+def _checked(
+    ids: Tensor, size: int, ignored: int | None, op: str, first: Sequence[int] | None = None
+) -> Tensor:
+    """A copy of ids, which are from 0 and below `size`, or `ignored`.
+
+    Raises:
+        IndexError: one is not, and is in memory of the host.
+    """
+    if ids.numel():
+        outside = ids.clamp(0, size - 1) != ids
+        if ignored is not None:
+            outside = outside & (ids != ignored)
+        start = (0,) * ids.dim() if first is None else tuple(first)
+        lookup = Lookup(op, size, tuple(ids.shape), start)
+        if ids.device.type not in _AWAITED:
+            _note(ids, outside, lookup)
+        elif outside.any():
+            at = int(outside.flatten().nonzero()[0])
+            raise IndexError(lookup.describe(int(ids.flatten()[at]), at))
+    return ids.clone()
+
+
+def _note(ids: Tensor, outside: Tensor, lookup: Lookup) -> None:
+    """Put a note of the first error of a device on its way to the host, which does not wait."""
+    notes = _notes.get(ids.device.type)
+    if notes is None:
+        there = torch.zeros(4, dtype=torch.int64, device=ids.device)
+        here = torch.zeros(4, dtype=torch.int64).pin_memory()
+        notes = _notes[ids.device.type] = _Notes(there, here)
+    if lookup not in notes.lookups:
+        notes.lookups.append(lookup)
+    number = notes.lookups.index(lookup)
+    is_one, at = outside.flatten().to(torch.uint8).max(0, keepdim=True)
+    id_ = ids.flatten().index_select(0, at)
+    new = torch.cat([is_one, id_, at, torch.full_like(at, number)])
+    torch.where(notes.there[0] != 0, notes.there, new, out=notes.there)
+    notes.here.copy_(notes.there, non_blocking=True)
+
+
+def noted(device: torch.device) -> str | None:
+    """The error that executions on a device have noted so far; the host waits for nothing."""
+    notes = _notes.get(device.type)
+    if notes is None or not int(notes.here[0]):
+        return None
+    _, id_, at, number = map(int, notes.here.tolist())
+    return (
+        f"{notes.lookups[number].describe(id_, at)}. The device has noted it in a step that it has "
+        "gone through: what that step computed, and whatever was trained on it, is wrong, so go on "
+        "from a checkpoint"
+    )
+
+
+def forget(device: torch.device) -> None:
+    """Make room for the next note, once an error has been raised."""
+    notes = _notes[device.type]
+    notes.there.zero_()
+    notes.here.copy_(notes.there)
+
+
+_LIBRARY.impl("checked_ids", _checked, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "cg::checked_ids",
+    lambda ids, size, ignored, op, first=None: torch.empty_like(ids),
+    lib=_LIBRARY,
+)
+
+CHECKED_IDS = torch.ops.cg.checked_ids.default
+"""`_checked` as an operator, for graphs; what a rank has a piece of is given with its place."""
