@@ -30,6 +30,7 @@ from cg.tracer.functions.interface import (
     TracedPart,
     TracedVjp,
 )
+from cg.tracer.methods.joint import inputs_reached
 from cg.tracer.step.specs import ObjectSpec, Static, TensorSpec, Tree
 from cg.tracer.step.step import trace_step
 from cg.tracer.step.trace import Trace
@@ -113,7 +114,10 @@ class EagerTracer:
             with torch.no_grad():
                 return _run(call, signature, values) or (None,)
 
-        return TracedFunction(declaration, results, state, body, lambda: None, strict=body)
+        reaching = inputs_reached(*(_as_tensors(values) for values in (outputs, inputs)))
+        return TracedFunction(
+            declaration, results, state, body, lambda: None, strict=body, reaching=reaching
+        )
 
     def trace_vjp(
         self,
@@ -177,6 +181,10 @@ class EagerTracer:
         return TracedVjp(
             vjp, TracedPart(forward, forward_body), TracedPart(backward, backward_body)
         )
+
+
+def _as_tensors(values: list[Any]) -> list[torch.Tensor]:
+    return [x if isinstance(x, torch.Tensor) else torch.empty(()) for x in values]
 
 
 class Opaque:

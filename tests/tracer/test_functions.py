@@ -133,10 +133,10 @@ def _values(result: dict[str, Any]) -> list[torch.Tensor]:
     return [result["h"], *result["pair"], result["same"], result["count"], result["detached"]]
 
 
-def test_an_input_that_no_output_depends_on_has_zeros_and_an_unused_parameter_no_gradient() -> None:
+def test_an_input_or_a_parameter_that_no_output_depends_on_has_no_gradient() -> None:
     actor = Many()
     run = run_traced(actor, "forward", (rand(3, 4), rand(2, 4), torch.arange(3)), {}, 0)
-    assert torch.equal(run.input_grads[1], torch.zeros(2, 4))  # type: ignore[arg-type]
+    assert run.input_grads[1] is None
     assert run.grads["unused.weight"] is None
     assert run.grads["frozen.weight"] is None
 

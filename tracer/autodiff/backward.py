@@ -71,7 +71,7 @@ class Cut:
     def results(self) -> list[fx.Node]:
         """The gradients that the backward computes."""
         joint = self._joint
-        return [n for n in joint.input_grads if n is not None] + [n for _, n in joint.state_grads]
+        return [*joint.input_grads, *(n for _, n in joint.state_grads)]
 
     def _needed(self) -> list[fx.Node]:
         """What the results need, and all that has an effect, but for what the forward gives."""
@@ -163,7 +163,7 @@ class Part:
 
 def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
     """Build a part of a backward."""
-    results = [n for n in joint.input_grads if n is not None] if part.returns else []
+    results = joint.input_grads if part.returns else ()
     gradients = [n for _, n in part.gradients]
     used = {cut.origin(s) for node in part.nodes for s in node.all_input_nodes}
     used.update(map(cut.origin, (*results, *gradients)))
@@ -181,8 +181,7 @@ def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
     for node in (*results, *gradients):
         _provide(builder, cut, node)
     memory = {memory_of(n) for n, _ in joint.state}
-    values, aliases, _ = returned_values(builder, results, part.inputs, memory)
-    returned, aliases = _with_zeros(builder, joint, values, aliases) if part.returns else ([], ())
+    returned, aliases, _ = returned_values(builder, results, part.inputs, memory)
     aliases += sharing(part.left, part.inputs, len(returned))
     returned += [builder.of(n) for n in part.left]
     builder.graph.output((*returned, *(builder.of(n) for n in gradients)))
@@ -219,25 +218,6 @@ def _provide(builder: Builder, cut: Cut, node: fx.Node) -> None:
         builder.alias(node, base)
     else:
         builder.copy(node)
-
-
-def _with_zeros(
-    builder: Builder,
-    joint: Joint,
-    values: Sequence[fx.Node],
-    aliases: tuple[tuple[int, int], ...],
-) -> tuple[list[fx.Node], tuple[tuple[int, int], ...]]:
-    """Fill in zeros for the inputs that no output depends on."""
-    supply = iter(values)
-    position: list[int] = []
-    returned: list[fx.Node] = []
-    for index, node in zip(joint.wanted_inputs, joint.input_grads, strict=True):
-        if node is None:
-            returned.append(builder.zeros(joint.inputs[index]))
-        else:
-            position.append(len(returned))
-            returned.append(next(supply))
-    return returned, tuple((position[i], j) for i, j in aliases)
 
 
 def _gradients(

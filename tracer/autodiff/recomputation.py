@@ -172,5 +172,5 @@ def _as_torch_has_it(joint: Joint, fixed: set[fx.Node]) -> tuple[fx.Graph, dict[
                 copies[node] = same
     ends = [*joint.outputs, *(n for _, n in joint.rebinds), *joint.input_grads]
     ends += [n for _, n in joint.state_grads]
-    graph.output(tuple(copies[n] for n in ends if n is not None))
+    graph.output(tuple(copies[n] for n in ends))
     return graph, copies

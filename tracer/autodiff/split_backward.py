@@ -99,7 +99,7 @@ def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
 
     None if the backward cannot be cut, or nothing of it can be put off.
     """
-    results = [n for n in joint.input_grads if n is not None]
+    results = joint.input_grads
     written = _written_memory(cut.body)
     if not results or written is None or reshapes_in_place(joint.graph):
         return None

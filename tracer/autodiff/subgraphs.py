@@ -263,12 +263,6 @@ class Builder:
             node, _ATEN.clone.default, (self._copies[node],), {"memory_format": layout}
         )
 
-    def zeros(self, like: fx.Node) -> fx.Node:
-        """Zeros in the shape of a node of the joint graph."""
-        fake = fake_of(like)
-        kind = {"dtype": fake.dtype, "device": fake.device}
-        return self._add(like, _ATEN.zeros.default, (list(fake.shape),), kind)
-
     def _add(
         self, at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> fx.Node:

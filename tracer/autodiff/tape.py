@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -31,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A call that a backward goes through, and the masks of its derivative."""
+    """A call that a backward goes through, and the masks of the derivative to ask for."""
 
     entry: Entry
     call: Call
@@ -89,11 +90,18 @@ class Tape:
             stack += new
         return list(found.values())
 
-    def reach(self, losses: list[Value]) -> tuple[list[Entry], list[Reached], list[Value]]:
+    def reach(
+        self, losses: list[Value], inputs_of: Callable[[Reached], tuple[int, ...]]
+    ) -> tuple[list[Entry], list[Reached], list[Value]]:
         """Find what a backward from the losses goes through.
 
+        Args:
+            losses: where it starts.
+            inputs_of: the operands of a call that its derivative gives cotangents of, as far as
+                that is known.
+
         Returns:
-            All entries and, of these, the calls with exact masks, both latest first; and the
+            All entries and, of these, the calls with their masks, both latest first; and the
             values that require a gradient and that no entry has made.
         """
         reached = set(losses)
@@ -112,12 +120,15 @@ class Tape:
             last = index
             entry = self._entries[index]
             entries.append(entry)
+            inputs = tuple(i for i, needed in enumerate(entry.needed) if needed)
             if isinstance(entry.op, Call) and entry.callee is not None:
                 outputs = tuple(i for i, v in enumerate(entry.op.results) if v in reached)
-                inputs = tuple(i for i, needed in enumerate(entry.needed) if needed)
-                calls.append(Reached(entry, entry.op, entry.callee, outputs, inputs))
-            for value, needed in zip(entry.op.operands, entry.needed, strict=True):
-                if needed and value not in reached:
+                may_reach = {i for output in outputs for i in entry.callee.reaching[output]}
+                asked = tuple(i for i in inputs if i in may_reach)
+                calls.append(Reached(entry, entry.op, entry.callee, outputs, asked))
+                inputs = inputs_of(calls[-1])
+            for value in map(entry.op.operands.__getitem__, inputs):
+                if value not in reached:
                     reached.add(value)
                     self._push(value, heap, strays)
         return entries, calls, strays

@@ -16,8 +16,8 @@ import operator
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import CodeType, FunctionType, TracebackType
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from .bodies import Compiler, Compute, FusedBody, GraphBody, Locate, Run
 from .constant_folding import fold_constants
 from .direct_calls import call_of
 from .fusible import make_fusible
+from .locator import Locator, show
+from .strides import Comparison, compared, laid_out
 
 _serial = itertools.count()
 _FUNCTION = "BODY"
@@ -79,6 +81,8 @@ class Source:
         globals: what it refers to.
         holders: names of globals that hold tensors, each with the number of a slot in `_slots`.
         locations: the user's lines, by line.
+        settled: of code that compares strides: gives the source to run once it has, of the names of
+            the results that are to be laid out.
     """
 
     text: str
@@ -86,9 +90,19 @@ class Source:
     globals: dict[str, Any]
     holders: tuple[tuple[str, int], ...]
     locations: dict[int, Location]
+    settled: Callable[[frozenset[str]], Source] | None = None
 
 
 def _source(writer: _Writer) -> Source:
+    if not writer.strides:
+        return _written(writer, frozenset())
+    settled = functools.cache(lambda names: _written(writer, names))
+    return replace(_written(writer, None), settled=settled)
+
+
+def _written(writer: _Writer, names: frozenset[str] | None) -> Source:
+    """The source that lays out the results of these names; that compares all, if it is None."""
+    writer.differing = names
     lines = list(writer.lines())
     text = "\n".join(line for line, _ in lines) + "\n"
     module = compile(text, "<cg>", "exec")
@@ -132,25 +146,27 @@ def _generate(
     names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
     run = names[_FUNCTION] = FunctionType(code, names, shown)
-    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
+    show(file, source.text)
     weakref.finalize(run, linecache.cache.pop, file, None)
-    return run, _Locator(run.__code__, source.locations)
+    locator = Locator(run.__code__, source.locations)
+    if source.settled is not None:
+        # A cell, and not a closure over all of it: what is settled keeps nothing alive.
+        settled, function = [source.settled], weakref.ref(run)
 
+        def settle(differing: frozenset[str]) -> None:
+            target = function()
+            if settled and target is not None:
+                new = settled.pop()(differing)
+                names.update({k: v for k, v in new.globals.items() if k not in names})
+                target.__code__ = new.code.replace(
+                    co_filename=file, co_name=shown, co_qualname=shown
+                )
+                locator.add(target.__code__, new.locations)
+                show(file, new.text)
 
-class _Locator:
-    """Maps a line of generated code to the user's line."""
-
-    def __init__(self, code: CodeType, locations: dict[int, Location]) -> None:
-        self._code = code
-        self._locations = locations
-
-    def __call__(self, tb: TracebackType | None) -> Location | None:
-        found = None
-        while tb is not None:
-            if tb.tb_frame.f_code is self._code:
-                found = self._locations.get(tb.tb_lineno, found)
-            tb = tb.tb_next
-        return found
+        comparison = Comparison(settle)
+        names |= {"COMPARE": comparison.compare, "COMPARED": comparison.end}
+    return run, locator
 
 
 class _Held:
@@ -172,6 +188,10 @@ class _Writer:
     Args:
         products: gradients that are products, by index, to be added by the product itself.
         compute: where the graph is computed by a single call: the call.
+
+    Attributes:
+        strides: of the results that are compared with those of the trace.
+        differing: names of those that are laid out; None to compare all.
     """
 
     def __init__(
@@ -191,6 +211,7 @@ class _Writer:
             "ADD_PRODUCT": sums.add_product,
             "ADDING_TO": sums.adding_to,
             "COMPUTE": compute,
+            "LAID_OUT": laid_out,
         }
         self._products = products
         self._is_fused = compute is not None
@@ -198,6 +219,10 @@ class _Writer:
         self._constants = fold_constants(piece.graph) if compute is None else {}
         self._last_use = _last_uses(piece.graph, self._constants)
         self._early = self._early_gradients() if compute is None else {}
+        passed = {n for product in products.values() for n in product.nodes} | {*self._constants}
+        every = compared(piece) if compute is None else {}
+        self.strides = {node: strides for node, strides in every.items() if node not in passed}
+        self.differing: frozenset[str] | None = frozenset()
         nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
         self._state = nodes[: len(piece.state)]
         self._inputs = nodes[len(piece.state) :]
@@ -224,12 +249,21 @@ class _Writer:
                 factors = [self._literal(factor) for factor in products[adds[node]].factors]
                 text = self._add_product(adds[node], factors)
             elif node.op in ("call_function", "get_attr") and node not in passed:
-                text = f"    {node.name} = {self._expression(node)}"
+                text = f"    {node.name} = {self._expression(node)}{self._layout(node)}"
             if text is not None:
                 drop = ", ".join(n.name for n in self._last_use.get(node, ()))
                 yield f"{text}; del {drop}" if drop else text, locations.get(node)
             for index, gradient in self._early.get(node, ()):
                 yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
+
+    def _layout(self, node: fx.Node) -> str:
+        """What lays a result out as it was in the trace, behind it."""
+        name, strides = node.name, self.strides.get(node)
+        if strides is None:
+            return ""
+        if self.differing is None:
+            return f"; {name} = COMPARE({name!r}, {name}, {strides})"
+        return f"; {name} = LAID_OUT({name}, {strides})" if name in self.differing else ""
 
     def _call(self) -> Iterator[str]:
         """The call that computes the graph. Nothing but its list holds the inputs meanwhile."""
@@ -336,6 +370,8 @@ class _Writer:
         late = [i for i in range(len(gradients)) if i not in early and i not in self._products]
         if late:
             yield self._accumulate(late, [gradients[index] for index in late])
+        if self.differing is None:
+            yield "    COMPARED()"
         yield f"    return ({', '.join(returned) or None},)"
 
     def _values(self) -> list[str]:

@@ -91,12 +91,12 @@ def _declare(
         views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
         part = TracedPart(traced.declaration, traced.body, traced.program)
         called = tuple(map(public_part, (part, *traced.parts)))
-        public = (called, results.leaves, skeleton, traced.state_outputs, views)
+        public = (called, results.leaves, skeleton, traced.state_outputs, views, traced.reaching)
         return traced, public
 
     types = ", ".join(map(str, signature.types()))
     mine, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
-    called, leaves, skeleton, state_outputs, views = public
+    called, leaves, skeleton, state_outputs, views, reaching = public
     bodies = [] if mine is None else [mine.body, *(part.body for part in mine.parts)]
     declaration = enter(session, called, bodies)
     if mine is not None and mine.guard is not None:
@@ -127,6 +127,7 @@ def _declare(
         is_single=len(specs) == 1 and results.spec.is_leaf(),
         shares=bool(views or state_outputs) or is_opaque or several,
         views=views,
+        reaching=reaching,
         strict_body=None if mine is None else mine.strict,
     )
 

@@ -126,6 +126,7 @@ class Functions:
             self._pieces.bodies(piece, name, target.group),
             guard,
             views=sharing(joint.outputs, joint.inputs),
+            reaching=joint.reaching,
         )
 
     def _trace_group(
@@ -148,6 +149,7 @@ class Functions:
             views=sharing(joint.outputs, joint.inputs),
             program=made.program,
             parts=made.parts,
+            reaching=joint.reaching,
         )
 
     def trace_vjp(
@@ -163,8 +165,8 @@ class Functions:
         """Trace forward and backward of the same call as one joint graph, and split it.
 
         The vjp is called `name`, its functions `name.forward`, `name.backward`, `name.input` and
-        `name.weight`. An input that the outputs do not depend on has zeros as its cotangent; a
-        parameter that they do not depend on keeps its `.grad` as it is.
+        `name.weight`. An input of `grad_inputs` that the outputs do not depend on is left out of
+        those of the vjp; a parameter that they do not depend on keeps its `.grad` as it is.
 
         State that a call in between replaces is saved as the forward has seen it. Where an opaque
         call stands in between, the backward raises when it runs if state that it needs has been
@@ -195,7 +197,7 @@ class Functions:
         backward = Function(
             f"{name}.backward",
             inputs=tuple(map(_type, (*parts.saved, *joint.cotangents))),
-            outputs=tuple(forward.inputs[i] for i in grad_inputs),
+            outputs=tuple(forward.inputs[i] for i in joint.wanted_inputs),
             effect=_of_backward(effects, joint, parts.backward),
             actor=target.actor,
             aliases=parts.backward.aliases,
@@ -203,7 +205,7 @@ class Functions:
             flops=self._pieces.flops(parts.backward),
         )
         backward = _with_shares(backward, target, parts.backward)
-        vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
+        vjp = Vjp(name, forward.name, backward.name, grad_outputs, joint.wanted_inputs)
         halves: tuple[TracedPart, ...] = ()
         if parts.halves is not None:
             vjp, halves = self._halves(target, vjp, parts.halves, backward, joint, effects)

@@ -18,7 +18,7 @@ from ..groups.group import Group
 from ..groups.stored import Stored
 from ..layouts.cases import LayoutError
 from ..layouts.joints import propagate_joint
-from ..layouts.sections import Cutter, Section, with_all_gradients
+from ..layouts.sections import Cutter, Section
 from ..layouts.versions import Version
 from ..methods.dispatch_modes import storage_key
 from ..methods.joint import Joint
@@ -64,12 +64,12 @@ class GroupMethods:
         """Forward, backward and the halves of that, which compute `what` of the forward again.
 
         Raises:
-            TraceError: as in `forward`; or it writes to state, or a call of unknown effect stands
-                between the two.
+            TraceError: as in `forward`; or it writes to state, a call of unknown effect stands
+                between the two, or the backward sends no gradient anywhere.
         """
         written = [joint.state[index][1].path for index in sorted(joint.written)]
         self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
-        joint = with_all_gradients(joint)
+        self._refuse_without_gradients(joint)
         volatile = self.effects.volatile(joint, between)
         cutter = self._cutter(joint)
         self.buckets.enter(self._sums(cutter.gradients))
@@ -190,6 +190,15 @@ class GroupMethods:
                 f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",
                 "change state in a method that is marked @cg.opaque, which every rank calls on its "
                 "pieces; batch norm can be replaced by a layer without running statistics",
+            )
+
+    def _refuse_without_gradients(self, joint: Joint) -> None:
+        if not joint.input_grads and not joint.state_grads:
+            raise TraceError(
+                f"{self.call.what} cannot be differentiated: a loss depends on it, and its "
+                "backward gives no gradient to any argument or parameter",
+                loc=self.call.error_loc,
+                remedy="leave its result out of the loss, or call .detach() on it in the method",
             )
 
     def _refuse_between(self, between: Sequence[Write], backward: Section) -> None:

@@ -151,6 +151,7 @@ class TracedFunction:
             calls that a loss depends on (not sent to other ranks).
         views: pairs (output, input) that share memory in plain Python. Of those that are no
             aliases in the declaration, the body gives a copy.
+        reaching: for each output, the inputs that its gradient may go to.
     """
 
     declaration: Function
@@ -162,6 +163,7 @@ class TracedFunction:
     views: tuple[tuple[int, int], ...] = ()
     program: Program | None = None
     parts: tuple[TracedPart, ...] = ()
+    reaching: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -368,8 +370,10 @@ class Callee:
         is_single: whether its result is one value and nothing else.
         shares: whether its results may share memory with anything.
         views: pairs (result, operand) that may share memory in plain Python.
-        vjps: its derivatives so far, by masks of outputs and inputs, and by the functions that
-            may write to its actor between forward and backward.
+        reaching: for each result, the operands that its gradient may go to.
+        vjps: its derivatives so far, by masks of outputs and of inputs that were asked for, and by
+            the functions that may write to its actor between forward and backward. Their own masks
+            are exact.
         strict_body: of an opaque function, a body that raises where a result requires a gradient;
             None where it cannot run.
         strict: the name by which that body is in the module, once it is.
@@ -391,6 +395,7 @@ class Callee:
     is_single: bool
     shares: bool
     views: tuple[tuple[int, int], ...]
+    reaching: tuple[tuple[int, ...], ...]
     vjps: dict[VjpKey, Symbol] = field(default_factory=dict)
     strict_body: Bodies | None = None
     strict: Symbol | None = None

@@ -46,11 +46,10 @@ def backward(*losses: torch.Tensor) -> None:
         return
     values = [_loss(session, loss, loc) for loss in losses]
     op = Backward(tuple(values), (), loc=loc, mb=session.mb)
-    entries, calls, strays = session.tape.reach(values)
+    entries, calls, strays = _reached(session, values, loc)
     _refuse_strays(strays, loc)
     for entry in entries:
         _spend(entry, op, loc)
-    _derive(session, calls, loc)
     for reached in calls:
         key, _ = _key(session, reached)
         vjp = reached.call.vjp = reached.callee.vjps[key]
@@ -134,13 +133,38 @@ def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
     entry.spent = op
 
 
-def _derive(session: Session, calls: list[Reached], loc: Location | None) -> None:
+def _reached(
+    session: Session, losses: list[Value], loc: Location | None
+) -> tuple[list[Entry], list[Reached], list[Value]]:
+    """What a backward goes through, as `Tape.reach` gives it; its calls have derivatives.
+
+    A call asks for the gradients of all operands that autograd's graph leads to. Its derivative
+    says of which there are any, and fewer may reach other calls then.
+    """
+
+    def inputs_of(reached: Reached) -> tuple[int, ...]:
+        symbol = reached.callee.vjps.get(_key(session, reached)[0])
+        return (
+            reached.grad_inputs if symbol is None else session.module.vjps[symbol.name].grad_inputs
+        )
+
+    while True:
+        entries, calls, strays = session.tape.reach(losses, inputs_of)
+        if not _derive(session, calls, loc):
+            return entries, calls, strays
+
+
+def _derive(session: Session, calls: list[Reached], loc: Location | None) -> bool:
     """Make sure that all these calls have derivatives for their masks.
 
     Every rank first traces those of its own actors, and then they tell each other: so they work
     side by side.
+
+    Returns:
+        True if one of them gives fewer gradients than it was asked for.
     """
-    wanted: list[tuple[Callee, str, TracedVjp | TraceError | None]] = []
+    is_less = False
+    wanted: list[tuple[Reached, str, TracedVjp | TraceError | None]] = []
     for reached in calls:
         key, between = _key(session, reached)
         callee = reached.callee
@@ -148,9 +172,11 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> Non
             session.refuse_new(f"the derivative of {callee.declaration.name}", loc)
             name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
             callee.vjps[key] = Symbol(name)
-            wanted.append((callee, name, _trace(session, reached, name, between)))
-    for callee, name, made in wanted:
-        _tell(session, callee, name, made, loc)
+            wanted.append((reached, name, _trace(session, reached, name, between)))
+    for reached, name, made in wanted:
+        vjp = _tell(session, reached.callee, name, made, loc)
+        is_less |= vjp.grad_inputs != reached.grad_inputs
+    return is_less
 
 
 def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
@@ -191,7 +217,7 @@ def _tell(
     name: str,
     traced: TracedVjp | TraceError | None,
     loc: Location | None,
-) -> None:
+) -> Vjp:
     """Enter a derivative into the module on every rank, and its bodies where it was traced."""
 
     def made() -> tuple[TracedVjp, tuple[Vjp, list[PublicPart], Mapping[str, GradientLayout]]]:
@@ -206,3 +232,4 @@ def _tell(
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients
     enter(session, parts, [] if mine is None else [part.body for part in mine.parts])
+    return vjp

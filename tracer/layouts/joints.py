@@ -52,10 +52,7 @@ def propagate_joint(
     ends = [outputs[i] if i < len(outputs) else End() for i in range(len(joint.outputs))]
     ends += [End() for _ in joint.rebinds]
     sources = [joint.inputs[i] for i in joint.wanted_inputs]
-    graded = zip(sources, joint.input_grads, strict=True)
-    ends += [
-        End(_like(given, node), is_asked=True) for node, gradient in graded if gradient is not None
-    ]
+    ends += [End(_like(given, node), is_asked=True) for node in sources]
     by_path = {tensor.path: node for node, tensor in joint.state}
     paths = [tensor.path for tensor, _ in joint.state_grads]
     ends += [End(_like(given, by_path[path]), summands=True, path=path) for path in paths]

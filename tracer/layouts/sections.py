@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from ..actors.actor_state import StateTensor
@@ -21,7 +20,6 @@ from ..autodiff.subgraphs import written_in_place
 from ..methods.joint import Joint
 from .cases import LayoutError
 from .cuts import Product
-from .expansions import fake_mode_of
 from .partition import Partition, exchanged, partition
 from .versions import Propagation, Version, text_of
 
@@ -64,39 +62,6 @@ class Sections:
     kept: tuple[int, ...] = ()
 
 
-def with_all_gradients(joint: Joint) -> Joint:
-    """The joint graph, in which an input that no output depends on has zeros as its cotangent."""
-    if all(node is not None for node in joint.input_grads):
-        return joint
-    joint = _copied(joint)
-    end = joint.graph.output_node()
-    found: list[fx.Node] = []
-    for index, node in zip(joint.wanted_inputs, joint.input_grads, strict=True):
-        found.append(node if node is not None else _zeros(joint.graph, joint.inputs[index]))
-    forward = [*joint.outputs, *(node for _, node in joint.rebinds)]
-    end.args = ((*forward, *found, *(node for _, node in joint.state_grads)),)
-    return replace(joint, input_grads=tuple(found))
-
-
-def _copied(joint: Joint) -> Joint:
-    """The joint graph with a graph of its own, which no other call shares."""
-    graph = fx.Graph(joint.owner)
-    of: dict[fx.Node, fx.Node] = {}
-    for node in joint.graph.nodes:
-        of[node] = graph.node_copy(node, of.__getitem__)
-    return _on_nodes(joint, graph, of, of.__getitem__)
-
-
-def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    fake = like.meta["val"]
-    kind = {"dtype": fake.dtype, "device": fake.device}
-    with graph.inserting_before(graph.output_node()):
-        node = graph.call_function(torch.ops.aten.zeros.default, (list(fake.shape),), kind)
-    with fake_mode_of([fake]):
-        node.meta["val"] = torch.ops.aten.zeros.default(list(fake.shape), **kind)
-    return node
-
-
 def relabelled(joint: Joint, propagation: Propagation) -> Joint:
     """The joint graph in terms of the graph that has layouts."""
     of = propagation.copies
@@ -133,7 +98,7 @@ def _on_nodes(
         cotangents=tuple(of[node] for node in joint.cotangents),
         outputs=tuple(end(node) for node in joint.outputs),
         rebinds=tuple((rebind, end(node)) for rebind, node in joint.rebinds),
-        input_grads=tuple(None if n is None else end(n) for n in joint.input_grads),
+        input_grads=tuple(end(node) for node in joint.input_grads),
         state_grads=tuple((tensor, end(node)) for tensor, node in joint.state_grads),
     )
 
@@ -142,7 +107,7 @@ class Cutter:
     """Cuts one joint graph.
 
     Args:
-        joint: the graph before it was laid out, with a cotangent for each input that is wanted.
+        joint: the graph before it was laid out.
         propagation: its layouts.
         ranks: those whose graphs are wanted.
         stored: the layer of each parameter that is gathered for its use, by path.

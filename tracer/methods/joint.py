@@ -8,7 +8,7 @@ the actor, its attributes and all generators are afterwards as they were before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
@@ -64,8 +65,10 @@ class Joint:
         cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
         outputs: nodes of the value outputs.
         rebinds: slots that the call has given a new tensor, with its node.
-        wanted_outputs, wanted_inputs: those of `Wanted`.
-        input_grads: their cotangents; None where no wanted output depends on one.
+        wanted_outputs: those of `Wanted`.
+        wanted_inputs: those of `Wanted` that a wanted output depends on.
+        input_grads: the cotangents of these.
+        reaching: for each output, the value inputs that autograd may send its gradient to.
         state_grads: gradients of the trained state, where there is one.
         forward: names of the nodes that exist without the backward.
         results: what the call returns.
@@ -85,7 +88,8 @@ class Joint:
     rebinds: tuple[tuple[Rebind, fx.Node], ...]
     wanted_outputs: tuple[int, ...]
     wanted_inputs: tuple[int, ...]
-    input_grads: tuple[fx.Node | None, ...]
+    input_grads: tuple[fx.Node, ...]
+    reaching: tuple[tuple[int, ...], ...]
     state_grads: tuple[tuple[StateTensor, fx.Node], ...]
     forward: frozenset[str]
     results: Tree
@@ -184,6 +188,7 @@ class _Run(Scene):
         self.counts: list[int] = []
         self.graded: list[int] = []
         self.dependent: list[int] = []
+        self.reaching: tuple[tuple[int, ...], ...] = ()
 
     def trace(self) -> Joint:
         # Nobody calls the module that comes out, so its code is not generated.
@@ -264,6 +269,7 @@ class _Run(Scene):
         self.functions.note_end(ends(spec, leaves, self.rebinds))
         self.forward = frozenset(node.name for node in nodes_so_far() or ())
         self._note_results(outputs)
+        self.reaching = inputs_reached(outputs, self.inputs)
         return outputs
 
     def _note_results(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -313,7 +319,8 @@ class _Run(Scene):
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
             raise _works_on_gradients(self.call)
         many = len(self.wanted.inputs)
-        self.dependent = [i for i, g in enumerate(found[:many]) if g is not None]
+        pairs = zip(self.wanted.inputs, found[:many], strict=True)
+        self.dependent = [i for i, g in pairs if g is not None]
         self.graded = [i for i, g in zip(trained, found[many:], strict=True) if g is not None]
         return [g for g in found if g is not None]
 
@@ -332,10 +339,7 @@ class _Run(Scene):
         state = tuple(zip(placeholders, self.call.state.tensors, strict=False))
         outputs = tuple(next(returned) for _ in range(self.counts[0]))
         rebinds = tuple((r, next(returned)) for r in self.rebinds)
-        wanted = self.wanted.inputs if self.wanted is not None else ()
-        input_grads = tuple(
-            next(returned) if i in self.dependent else None for i in range(len(wanted))
-        )
+        input_grads = tuple(next(returned) for _ in self.dependent)
         return Joint(
             owner=owner,
             graph=owner.graph,
@@ -345,8 +349,9 @@ class _Run(Scene):
             outputs=outputs,
             rebinds=rebinds,
             wanted_outputs=self.wanted.outputs if self.wanted is not None else (),
-            wanted_inputs=wanted,
+            wanted_inputs=tuple(self.dependent),
             input_grads=input_grads,
+            reaching=self.reaching,
             state_grads=tuple((self.call.state.tensors[i], next(returned)) for i in self.graded),
             forward=self.forward,
             results=self.results,
@@ -366,6 +371,36 @@ def ends(spec: pytree.TreeSpec, leaves: Sequence[Any], rebinds: Sequence[Rebind]
     """What the forward of a call gives, as a log of functions compares it."""
     replaced = [(r.slot.path, r.value, r.shared) for r in rebinds]
     return (spec, leaves, replaced)
+
+
+def inputs_reached(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], ...]:
+    """For each output, the inputs to which autograd's graph leads from it.
+
+    What a `torch.autograd.Function` keeps to itself shows in the backward alone.
+    """
+    numbers = {
+        get_gradient_edge(tensor).node: i for i, tensor in enumerate(inputs) if tensor.requires_grad
+    }
+    return tuple(
+        _reached_from(get_gradient_edge(tensor).node, numbers)
+        if numbers and tensor.requires_grad
+        else ()
+        for tensor in outputs
+    )
+
+
+def _reached_from(start: Node, numbers: Mapping[Node, int]) -> tuple[int, ...]:
+    seen, pending = {start}, [start]
+    while pending:
+        node = pending.pop()
+        if node not in numbers:
+            new = {following for following, _ in node.next_functions if following is not None}
+            new -= seen
+            seen |= new
+            pending += new
+    return tuple(sorted(numbers[node] for node in seen & numbers.keys()))
 
 
 def is_plain(state: StateTensor) -> bool:

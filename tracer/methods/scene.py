@@ -13,6 +13,7 @@ from ..actors.actor_state import put_state
 from ..functions.interface import Call
 from ..heap.snapshot import Snapshot
 from .changes import Initialization
+from .checkpoints import checkpoints_as_eager
 from .fake_types import real_kinds
 from .module_paths import padded_rows_zeroed, without_fused_recurrence
 from .randomness import generator_watched
@@ -74,6 +75,7 @@ class Scene:
             generator_watched(self.call.what),
             padded_rows_zeroed(state),
             without_fused_recurrence(state),
+            checkpoints_as_eager(),
         ):
             yield
 
