@@ -101,6 +101,10 @@ EXPECTED = [
     ("embedding gradient", "dp,-,-", "dp,-", "tp,-|dp", "tp,-|dp", NOTHING),
     ("index rows", "dp,-,-", "dp", "dp,-", NOTHING),
     ("gather", "-,tp", "-,-", "-,-|tp", NOTHING),
+    ("gather of int32", "-,tp", "-,-", "-,-", REDUCE),
+    ("gather of bools", "-,tp", "-,-", "-,-", REDUCE),
+    ("embedding rows by frequency", "-,-,-", "-,-", "tp,-", "tp,-", NOTHING),
+    ("norm of complex numbers", "-,tp", "-", REDUCE),
     ("dropout", "dp,tp", "dp,tp", NOTHING),
     ("zeros", "dp,-", "dp,-", NOTHING),
 ]
