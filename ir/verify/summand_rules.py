@@ -125,7 +125,6 @@ class _Checker:
         self._functions = functions
         self._parts: dict[Value, _Part] = {}
         self._sent: dict[tuple[int, int], _Part] = {}
-        self._received: set[tuple[int, int]] = set()
         self._fills: dict[Value, float] = {}
 
     def visit(self, op: Op) -> None:
@@ -137,7 +136,6 @@ class _Checker:
         if isinstance(op, Slice):
             self._slice(op)
         elif isinstance(op, Recv):
-            self._received.add((op.chan, op.seq))
             if part := self._sent.get((op.chan, op.seq)):
                 self._parts[op.result] = part
         elif isinstance(op, Assemble):
@@ -156,12 +154,6 @@ class _Checker:
                 raise self._unreduced(op, first)
             self._parts.update(dict.fromkeys(op.results, part))
         elif isinstance(op, Send):
-            if (op.chan, op.seq) in self._received:
-                raise Problem(
-                    f"%{first.name}, {part}, is sent behind its receive",
-                    "put the receive behind the send",
-                    first,
-                )
             self._sent[op.chan, op.seq] = part
         elif isinstance(op, AllGather):
             self._gather(op, self._alike(op, op.operands))

@@ -284,7 +284,7 @@ def test_messages_carry_summands() -> None:
     assert message in broken(ASYNC, "return()", "return(%at0)")
     send = ASYNC[ASYNC.index("    %s =") : ASYNC.index("    %r =")]
     late = ASYNC.replace(send, "").replace("    wait(%s)\n", f"{send}    wait(%s)\n")
-    with pytest.raises(IRError, match="is sent behind its receive"):
+    with pytest.raises(IRError, match="recv 0 of channel 0 stands above its send"):
         verify(parse_module(late))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cg.backends.fake.host_memory import on_host
 from cg.ir.module import Module
 from cg.ir.ops import Assemble
 from cg.ir.parser import parse_module
@@ -108,7 +109,7 @@ def test_a_rank_copies_its_own_piece_and_what_is_not_contiguous(name: str) -> No
         taken: list[torch.Tensor] = []
 
         def take(x: torch.Tensor) -> tuple[None]:
-            taken.append(torch.from_numpy(x.numpy().copy()))
+            taken.append(torch.from_numpy(on_host(x).numpy().copy()))
             return (None,)
 
         bodies = {"there": lambda x: (x + 1.0,), "back": lambda x: (x * 2.0,), "take": take}
