@@ -17,7 +17,6 @@ from cg.tracer.codegen.accumulate import accumulate
 
 from .test_fallbacks import Body, Told, X
 
-
 torch_backend.register()
 
 
