@@ -34,6 +34,7 @@ class _Threads(threading.local):
 _threads = _Threads()
 _of_process: list[Worked] = []
 _registrations: list[Any] = []
+_registering = threading.Lock()
 
 
 def register() -> None:
@@ -42,15 +43,18 @@ def register() -> None:
     Raises:
         RuntimeError: the process has given the place to another device.
     """
-    if _registrations:
-        return
-    backend_registration._setup_privateuseone_for_python_backend(KIND, _module, _Hooks(), _Guard())
-    _registrations.extend(install(_before))
-    take_generators()
-    _take_data()
-    _take_clones()
-    _take_pinning()
-    torch.accelerator.synchronize = _module.synchronize
+    with _registering:
+        if _registrations:
+            return
+        backend_registration._setup_privateuseone_for_python_backend(
+            KIND, _module, _Hooks(), _Guard()
+        )
+        _registrations.extend(install(_before))
+        take_generators()
+        _take_data()
+        _take_clones()
+        _take_pinning()
+        torch.accelerator.synchronize = _module.synchronize
 
 
 def use(device: Worked | None) -> Worked | None:
