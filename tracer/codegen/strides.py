@@ -57,8 +57,8 @@ def laid_out(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor, or a copy of it, with these strides where they tell elements apart."""
     if _agree(value, strides):
         return value
-    made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return made.copy_(value)
+    copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return copy.copy_(value)
 
 
 def _agree(value: torch.Tensor, strides: tuple[int, ...]) -> bool:
@@ -83,10 +83,10 @@ class Comparison:
 
     def compare(self, name: str, value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         """The result of this name, laid out as in the trace."""
-        made = laid_out(value, strides)
-        if made is not value:
+        result = laid_out(value, strides)
+        if result is not value:
             self.differing.add(name)
-        return made
+        return result
 
     def end(self) -> None:
         """All have been compared."""
