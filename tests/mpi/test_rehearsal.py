@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .jobs import ROOT, Ended, needs_mpi, run
+from .jobs import ROOT, Ended, counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(200)]
 
@@ -72,3 +72,23 @@ def test_the_example_trains_as_on_the_host(options: list[str], tmp_path: str) ->
         assert ended.code == 0, ended.output
         validated.append(re.findall(r"validation loss (\S+)", ended.output))
     assert validated[0] == validated[1] != []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [
+        (2, (0, 2)),
+        *(pytest.param(2, (n, n + 20), marks=pytest.mark.slow) for n in range(2, 182, 20)),
+        pytest.param(4, (0, 20), marks=pytest.mark.slow),
+    ],
+)
+def test_random_steps_on_devices_that_wait(ranks: int, seeds: tuple[int, int]) -> None:
+    """None stands still, and values are those of the same Python run eagerly."""
+    program = ["-m", "tests.mpi.oracle_job", *map(str, seeds)]
+    variables = {"CG_DEVICE": "fake", "CG_TIMEOUT": "200"}
+    ended = run(ranks, program, variables=variables, seconds=800, warm=True)
+    assert ended.code == 0, ended.output
+    agreeing = counts_of_agreement(ended.output)
+    assert len(agreeing) == ranks
+    assert set(agreeing) != {0}
