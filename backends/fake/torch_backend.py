@@ -51,7 +51,7 @@ def register() -> None:
         )
         _registrations.extend(install(_before))
         take_generators()
-        _take_data()
+        torch.Tensor.data = _Data(torch._C.TensorBase.data)  # type: ignore[assignment]
         _take_clones()
         _take_pinning()
         torch.accelerator.synchronize = _module.synchronize
@@ -156,24 +156,29 @@ class _Guard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
-def _take_data() -> None:
-    """Let `.data` take tensors of the device for one of the host, and the other way round.
+class _Data:
+    """`torch.Tensor.data`, which takes tensors of the device for one of the host, and vice versa.
 
-    Torch allows that for the devices that it knows.
+    Torch allows that for the devices that it knows. Whoever asks for its `__get__` and `__set__`,
+    as torch does for those who follow all calls, gets torch's own.
     """
-    data: Any = torch._C.TensorBase.data
 
-    def write(self: torch.Tensor, value: torch.Tensor) -> None:
-        if value.is_cpu == self.is_cpu:
-            data.__set__(self, value)
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.__dict__.update(__get__=own.__get__, __set__=own.__set__, __name__="data")
+
+    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+        return self if tensor is None else self._own.__get__(tensor, kind)
+
+    def __set__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if value.is_cpu == tensor.is_cpu:
+            self._own.__set__(tensor, value)
             return
-        gradient = self.grad
-        moved = value.detach().requires_grad_(self.requires_grad)
-        torch._C._swap_tensor_impl(self, moved)
+        gradient = tensor.grad
+        moved = value.detach().requires_grad_(tensor.requires_grad)
+        torch._C._swap_tensor_impl(tensor, moved)
         if gradient is not None:
-            self.grad = gradient.to(value.device)
-
-    torch.Tensor.data = property(data.__get__, write)  # type: ignore[assignment]
+            tensor.grad = gradient.to(value.device)
 
 
 def _take_clones() -> None:

@@ -268,7 +268,7 @@ def start(
         return None
     first = next(iter(stages[0].instances.values()))
     device = first.pool0.device
-    copies = None if device.type == "cpu" else torch.Stream(device)
+    copies = torch.Stream(device) if _has_events(device) else None
     log.info("has compiled the engine")
     engine = CgEngine(limits, options, decode, prefill, copies)
     if options.warm:
@@ -410,3 +410,14 @@ def _within(what: str, numbers: Any, least: int, bound: int) -> None:
 def _check(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(f"outside of the engine's limits: {what}")
+
+
+def _has_events(device: torch.device) -> bool:
+    """True if the host can wait for events of the device, as for those of GPUs."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.Stream(device).record_event().synchronize()
+    except RuntimeError:
+        return False
+    return True

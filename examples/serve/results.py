@@ -72,7 +72,7 @@ class Tokens:
         with self._copies:
             parts = _tuple(future.result())
             self._host = tuple(
-                torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts
+                torch.empty(part.shape, dtype=part.dtype).pin_memory() for part in parts
             )
             for host, part in zip(self._host, parts, strict=True):
                 host.copy_(part, non_blocking=True)

@@ -122,5 +122,7 @@ def test_a_device_has_the_name_that_torch_gives_it(
 
 def test_the_setting() -> None:
     assert Config.from_environ({"CG_DEVICE": "cpu"}).device == "cpu"
-    with pytest.raises(ConfigError, match="CG_DEVICE='0 1': it takes `auto`, `cpu`, or a kind"):
+    with pytest.raises(
+        ConfigError, match="CG_DEVICE='0 1': it takes `auto`, `cpu`, `fake`, or a kind"
+    ):
         Config.from_environ({"CG_DEVICE": "0 1"})

@@ -205,11 +205,13 @@ def check_noted(output: str) -> None:
 
 
 def test_what_fake_devices_note_is_raised() -> None:
-    check_noted(play("ids_job", "raises", fake=True))
+    check_noted(play("ids_job", "raises", "-capture", fake=True))
 
 
 def test_what_no_step_raises_ends_the_job() -> None:
-    ended = run(2, ["-m", "tests.mpi.device_job", "tests.mpi.ids_job", "left"], seconds=60)
+    ended = run(
+        2, ["-m", "tests.mpi.device_job", "tests.mpi.ids_job", "left", "-capture"], seconds=60
+    )
     assert ended.code != 0, ended.output
     assert NOTED in ended.output
 

@@ -90,7 +90,7 @@ def test_a_transport_that_nobody_knows() -> None:
             with pytest.raises(cg.IRError) as caught:
                 lowered.compile()
             text = str(caught.value)
-            assert "no transport 'carrier-pigeon'; known are: auto, cpu, hccl" in text
+            assert "no transport 'carrier-pigeon'; known are: auto, cpu, fake, hccl" in text
             line = wrong.__wrapped__.__code__.co_firstlineno + 2
             assert f"written at {__file__}:{line}, in {wrong.__name__}:\n" in text
             assert "(by an entry point of group 'cg.communicators') on all ranks" in text

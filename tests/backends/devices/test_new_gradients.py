@@ -17,7 +17,11 @@ from cg.tracer.codegen.accumulate import accumulate
 
 from .test_fallbacks import Body, Told, X
 
-torch_backend.register()
+
+@pytest.fixture(autouse=True, scope="module")
+def known_to_torch() -> None:
+    """Not when tests are collected: the process may have others to run first, with NPUs."""
+    torch_backend.register()
 
 
 class Training(Body):

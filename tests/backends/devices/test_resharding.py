@@ -117,7 +117,8 @@ def test_a_rank_copies_its_own_piece_and_what_is_not_contiguous(name: str) -> No
         copied = 0
         for execution in range(EXECUTIONS):
             x = whole(execution)
-            inputs = [x[held[world.rank]].contiguous()] if world.rank in held else []
+            there = world.device.torch_device
+            inputs = [x[held[world.rank]].to(there)] if world.rank in held else []
             with Copied() as counted:  # type: ignore[no-untyped-call]
                 executable.run(inputs, pause)
             copied = copied if execution else counted.nbytes

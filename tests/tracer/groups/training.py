@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 import cg
 from cg.ir.layout import Region
@@ -462,6 +463,7 @@ def cut_out(tensor: Tensor, region: Region | None) -> Tensor:
 
 
 def assert_close(found: Any, expected: Any, exact: bool, what: str) -> None:
+    found = tree_map_only(Tensor, lambda tensor: tensor.cpu(), found)
     are_tensors = isinstance(found, Tensor) and isinstance(expected, Tensor)
     if exact and are_tensors and found.dtype == expected.dtype and torch.equal(found, expected):
         return  # what follows would say so, too, in twenty times the time
@@ -474,4 +476,4 @@ def assert_close(found: Any, expected: Any, exact: bool, what: str) -> None:
 def note(made: Any, instance: Stage) -> None:
     """Add what a rank holds to a hash."""
     for tensor in (*instance.found.values(), *instance.parameters()):
-        made.update(tensor.detach().contiguous().numpy().tobytes())
+        made.update(tensor.detach().cpu().contiguous().numpy().tobytes())
