@@ -133,7 +133,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs more GPUs than there are."""
+    """Skip what needs more GPUs than there are, and make the fake device known to torch.
+
+    Torch makes its threads for the backwards of devices once, at the first backward of a process.
+    """
+    if file_of(item.nodeid) != FORKS:
+        from cg.backends.fake import torch_backend
+
+        torch_backend.register()
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return
