@@ -120,7 +120,13 @@ def test_packed_weights(rows: int, bias: bool) -> None:
     assert packed.weight.untyped_storage().nbytes() == 4
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="weights of devices stay as they are")
+@pytest.fixture
+def without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of devices stay as they are, and a process of tests may have the fake device."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_accelerators")
 def test_only_float32_is_packed() -> None:
     module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4).bfloat16()})
     project(module)
@@ -128,7 +134,7 @@ def test_only_float32_is_packed() -> None:
     assert [type(each) for each in module.values()] == kinds
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="weights of devices stay as they are")
+@pytest.mark.usefixtures("without_accelerators")
 @pytest.mark.parametrize("bias", [False, True])
 def test_small_weights_are_transposed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projections, "SMALL", 25)

@@ -31,12 +31,12 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, 
     return query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3])
 
 
-@torch.library.custom_op("cg_tests::twice", mutates_args=())
-def twice(x: Tensor) -> Tensor:
+@torch.library.custom_op("cg_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-@twice.register_fake
+@doubled.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -84,8 +84,8 @@ def test_other_letters_must_be_whole(texts: list[str], message: str) -> None:
 
 
 def test_without_a_rule_the_remedy_names_the_function() -> None:
-    with pytest.raises(LayoutError, match=r"cg_tests\.twice has no rule") as caught:
-        check(twice, [ints(4, 6)], [layout("tp,-")], mesh(tp=2), allowed=DEFAULT)
+    with pytest.raises(LayoutError, match=r"cg_tests\.doubled has no rule") as caught:
+        check(doubled, [ints(4, 6)], [layout("tp,-")], mesh(tp=2), allowed=DEFAULT)
     assert "cg.layout_rule" in str(caught.value.remedy)
 
 
