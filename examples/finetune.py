@@ -305,6 +305,8 @@ class Run:
     def go(self) -> None:
         """Train to the last step, evaluate and save as often as is wanted."""
         args, seconds, began_at = self.args, 0.0, self.record.done
+        if began_at < args.steps:
+            self.save(dry_run=True)  # what cannot be saved is refused before the first step
         bar = progress(range(began_at, args.steps), self.talks)
         for step in bar:
             ids = self.texts.batch(step, args.batch, args.seed)
@@ -327,11 +329,11 @@ class Run:
         losses = [float(self.evaluate(ids)) for ids in batches]
         return sum(losses) / len(losses)
 
-    def save(self) -> None:
+    def save(self, dry_run: bool = False) -> None:
         """Write a checkpoint, then remove those that are older than the newest --keep."""
         folder = self.args.out / "checkpoints"
         cg.save_checkpoint(
-            folder / f"step-{self.record.done:06d}",
+            folder / ("dry-run" if dry_run else f"step-{self.record.done:06d}"),
             self.stages,
             compiled=self.train,
             state={"record": asdict(self.record), "model": str(self.args.model)},
@@ -339,8 +341,9 @@ class Run:
             files=self.model.files,
             rename=self.model.saved,
             stem=self.model.stem,
+            dry_run=dry_run,
         )
-        if self.talks:
+        if self.talks and not dry_run:
             for old in sorted(folder.glob("step-*"))[: -self.args.keep]:
                 shutil.rmtree(old)
 

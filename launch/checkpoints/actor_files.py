@@ -34,7 +34,9 @@ from .tensor_files import PREFIXES, TensorFile, replace, table_of, write
 from .together import on_rank_0, together
 
 
-def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
+def save(
+    file: str | os.PathLike[str], actors: Mapping[str, ActorHandle], *, dry_run: bool = False
+) -> None:
     """Write the tensors of actors, and of their optimizers, as one safetensors file; collective.
 
     The file appears when it is complete. All ranks see one file system.
@@ -43,6 +45,8 @@ def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
         file: its name.
         actors: by the prefix of their tensors' names: the tensor `up.weight` of the actor `"0."` is
             `0.up.weight`, and of its optimizer's state `optimizer.0.up.weight.exp_avg`.
+        dry_run: write nothing, but refuse all that would be refused, before the first step. What
+            optimizers make in their first update is not there yet.
 
     Raises:
         ValueError: two tensors have one name, or one has an element type without a name there. Or
@@ -53,7 +57,10 @@ def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
     path = Path(file)
     partial = path.with_name(f".{path.name}.partial")
     mine = together(lambda: _pieces(actors), "name its tensors")
-    write(partial, table_of(mine), mine, {PREFIXES: json.dumps(sorted(actors))})
+    table = table_of(mine)
+    if dry_run:
+        return
+    write(partial, table, mine, {PREFIXES: json.dumps(sorted(actors))})
     on_rank_0(lambda: replace(partial, path))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...tracer.actors.actor_state import collect
+from ...tracer.actors.actor_state import StateTensor, collect
 from ...tracer.actors.actors import ActorHandle
 from ..api.compiled import Compiled
 from ..models.part import ModelPart
@@ -46,6 +46,7 @@ def save_checkpoint(
     rename: Rename = str,
     stem: str = "model",
     largest: int = 5_000_000_000,
+    dry_run: bool = False,
 ) -> None:
     """Write the parts of a cut model, and the state of its training, as a folder; collective.
 
@@ -65,33 +66,35 @@ def save_checkpoint(
         rename: what the folder calls a tensor of the model; None for what is not written.
         stem: of the names of files with weights.
         largest: bytes in one of them.
+        dry_run: write nothing, but refuse all that would be refused, before the first step. What
+            optimizers make in their first update is not there yet.
 
     Raises:
         ValueError: an actor has no part of a model, or tensors besides; or optimizers differ, or
-            have state that `cg.save` refuses.
+            have state that `cg.save` refuses; or `state` has no form in JSON.
         OSError: a rank could not write, or the folder is there already.
     """
     path = Path(folder)
     partial = path.with_name(f".{path.name}.partial")
     trainers = trainers_of(actors)
     weights, optimizers = together(lambda: _pieces(actors, rename), "name its tensors")
-    on_rank_0(lambda: _make_empty(partial, path))
+    tables = table_of(weights), table_of(optimizers)
+    parts = list(shards(tables[0], stem, largest))
+    texts = dict(files or {})
+    if len(parts) > 1:
+        texts[f"{stem}.safetensors.index.json"] = json.dumps(index_of(parts), indent=1)
+    texts[f"{_TRAINING}/{_STATE}"] = together(
+        lambda: _state_text(trainers, compiled, state), "write its state"
+    )
+    on_rank_0(lambda: _refuse_present(path))
+    if dry_run:
+        return
+    on_rank_0(lambda: _make_empty(partial))
     try:
-        table = table_of(weights)
-        parts = list(shards(table, stem, largest))
         for part in parts:
             write(partial / part.file, part.table, weights)
-        write(partial / _TRAINING / _OPTIMIZERS, table_of(optimizers), optimizers)
-        texts = dict(files or {})
-        if len(parts) > 1:
-            texts[f"{stem}.safetensors.index.json"] = json.dumps(index_of(parts), indent=1)
-        kept = {
-            "trainers": trainers.as_json(),
-            "compiled": None if compiled is None else compiled.state_dict(),
-            "state": dict(state or {}),
-        }
-        texts[f"{_TRAINING}/{_STATE}"] = json.dumps(kept, indent=1)
-        on_rank_0(lambda: _finish(partial, path, texts, like, dtype_of(table)))
+        write(partial / _TRAINING / _OPTIMIZERS, tables[1], optimizers)
+        on_rank_0(lambda: _finish(partial, path, texts, like, dtype_of(tables[0])))
     except OSError:
         if world().rank == 0:  # the next save may need the space
             shutil.rmtree(partial, ignore_errors=True)
@@ -260,14 +263,12 @@ def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
     names: dict[int, str | None] = {}
     for instance in actor.instances.values():
         modules = instance.named_modules() if isinstance(instance, torch.nn.Module) else ()
-        part = next((module for _, module in modules if isinstance(module, ModelPart)), None)
-        if part is None:
+        found = next((each for each in modules if isinstance(each[1], ModelPart)), None)
+        if found is None:
             raise ValueError(f"{actor.name} has no part of a model, as cg.cut_layers makes them")
-        kept = part.model.state_dict(keep_vars=True)
-        tensors = {**dict(part.named_buffers()), **dict(part.named_parameters())}
-        own: dict[int, str | None] = {id(tensor): None for tensor in tensors.values()}
-        own |= {id(tensor): rename(name) for name, tensor in reversed(kept.items())}
-        for each in collect(instance).tensors:
+        state = collect(instance).tensors
+        own = _names_in(*found, state, rename)
+        for each in state:
             if id(each.tensor) not in own:
                 raise ValueError(
                     f"'{each.path}' of {actor.name} is no tensor of the model, so a folder of the "
@@ -277,9 +278,43 @@ def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
     return lambda state: names[id(state.tensor)]
 
 
-def _make_empty(partial: Path, path: Path) -> None:
+def _names_in(
+    path: str, part: ModelPart, state: Sequence[StateTensor], rename: Rename
+) -> dict[int, str | None]:
+    """The names of a part's tensors by their identity; None for what the model makes anew.
+
+    That is what `state_dict` leaves out: buffers that are not persistent, and tensors that are
+    plain attributes of the model's modules, such as a table of positions.
+    """
+    own: dict[int, str | None] = {id(tensor): None for tensor in part.buffers()}
+    inside = f"{path}.model.".removeprefix(".")
+    own |= {id(each.tensor): None for each in state if each.path.startswith(inside)}
+    kept = part.model.state_dict(keep_vars=True)
+    return own | {id(tensor): rename(name) for name, tensor in reversed(kept.items())}
+
+
+def _state_text(
+    trainers: TrainerState, compiled: Compiled | None, state: Mapping[str, Any] | None
+) -> str:
+    kept = {
+        "trainers": trainers.as_json(),
+        "compiled": None if compiled is None else compiled.state_dict(),
+        "state": dict(state or {}),
+    }
+    try:
+        return json.dumps(kept, indent=1)
+    except TypeError as error:
+        raise ValueError(
+            f"the state of a checkpoint is JSON, and holds no such thing: {error}"
+        ) from error
+
+
+def _refuse_present(path: Path) -> None:
     if path.exists():
         raise FileExistsError(f"{path} is there already; save under another name, or remove it")
+
+
+def _make_empty(partial: Path) -> None:
     if partial.is_dir() and not partial.is_symlink():
         shutil.rmtree(partial)  # as a job has left it
     partial.unlink(missing_ok=True)  # of a symbolic link that is the link itself

@@ -101,6 +101,19 @@ def test_losses_are_those_of_plain_transformers(model: Path, whole: Path) -> Non
         check_opens(each)
 
 
+def test_a_table_that_the_model_makes_as_it_runs(tmp_path: Path) -> None:
+    """Its rotary embedding keeps a tensor in an attribute, which no folder has; it is resumed."""
+    model, out = tmp_path / "model", tmp_path / "run"
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
+    untied = {"num_hidden_layers": 2, "tie_word_embeddings": False}
+    tiny_model.write(model, rope_parameters=rotary | factors, **untied)
+    tune(model, out, "--steps 1 --pp 2")
+    tune(model, out, "--steps 2 --pp 1 --resume", ranks=1)
+    assert losses(out) == pytest.approx(plain(model, 2), rel=1e-5)
+    check_opens(out / "checkpoints" / "step-000002")
+
+
 def check_opens(folder: Path) -> None:
     """A checkpoint is a model, and all of it."""
     found, report = transformers.AutoModelForCausalLM.from_pretrained(

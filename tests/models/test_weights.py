@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,13 +295,48 @@ def test_the_newest_checkpoint(tmp_path: Path) -> None:
     assert cg.newest_checkpoint(tmp_path) == tmp_path / "step-000010"
 
 
-def test_actors_that_cannot_be_saved(tmp_path: Path) -> None:
+@cg.actor
+class Counting(torch.nn.Module):
+    """It has a tensor that no folder of the model has a place for."""
+
+    def __init__(self, cuts: Any) -> None:
+        super().__init__()
+        self.part = cuts.part(0)
+        self.register_buffer("steps", torch.zeros(()))
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_actors_that_cannot_be_saved(dry_run: bool, tmp_path: Path) -> None:
+    save = partial(cg.save_checkpoint, tmp_path / "step-1", dry_run=dry_run)
     with use_world(VirtualWorld(2)):
         cuts = cg.cut_layers(model_of("Llama"), 2)
         actors = [Stage.on(i)(cuts, i, rate=0.1 * (i + 1)) for i in range(2)]
         with pytest.raises(ValueError, match=r"of stage\d+ and stage\d+ have other options"):
-            cg.save_checkpoint(tmp_path / "step-1", actors)
+            save(actors)
         plain = cg.actor(torch.nn.Linear).on(0)(2, 2)
         with pytest.raises(ValueError, match=r"linear\d* has no part of a model"):
-            cg.save_checkpoint(tmp_path / "step-1", [plain])
+            save([plain])
+        whole = cg.cut_layers(model_of("Llama"), 1)
+        with pytest.raises(ValueError, match=r"'steps' of counting\d* is no tensor of the model"):
+            save([Counting.on(0)(whole)])
+        with pytest.raises(ValueError, match="the state of a checkpoint is JSON"):
+            save([Stage.on(0)(whole, 0)], state={"texts": whole})
+    assert not list(tmp_path.iterdir())
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("x", torch.zeros(2, dtype=torch.complex128))
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    with use_world(VirtualWorld(2)):
+        cuts = cg.cut_layers(model_of("Llama"), 2)
+        actors = [Stage.on(i)(cuts, i) for i in range(2)]
+        cg.save_checkpoint(tmp_path / "step-1", actors, dry_run=True)
+        cg.save(tmp_path / "all.safetensors", {"0.": actors[0]}, dry_run=True)
+        wide = cg.actor(Wide).on(0)()
+        with pytest.raises(ValueError, match=r"'x' is .*, which safetensors has no name for"):
+            cg.save(tmp_path / "all.safetensors", {"": wide}, dry_run=True)
     assert not list(tmp_path.iterdir())
