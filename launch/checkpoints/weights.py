@@ -38,6 +38,7 @@ class Weights:
     def __init__(self, folder: Path, stem: str, rename: Rename) -> None:
         self.folder = folder
         self._stem, self._rename = stem, rename
+        self._tied: dict[str | None, tuple[str, ...]] = {}
         self.files = {name: file for file in self._open() for name in file.shapes}
 
     def __repr__(self) -> str:
@@ -46,21 +47,26 @@ class Weights:
     def check(self, model: nn.Module) -> None:
         """Compare the names and shapes of a whole model's tensors with those of the folder.
 
+        Of a tied parameter, one of its names is enough. The weights know all of them from then on,
+        for actors that have it under another one.
+
         Args:
-            model: it may be on the meta device. Of a tied parameter, one name is enough.
+            model: it may be on the meta device.
 
         Raises:
             ValueError: tensors are missing, surplus, or of other shapes or kinds of types.
         """
         tensors = model.state_dict(keep_vars=True)
-        tied: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            tied.setdefault(id(tensor), []).append(name)
-        prefix = self._prefix(tensors)
-        named = self._named(prefix)
-        wanted = {n[0]: tensors[n[0]] for n in tied.values() if any(map(named, n))}
-        known = self.names(wanted, type(model).__name__, {n[0]: n for n in tied.values()})
-        taken = {found for found in map(named, tensors) if found} | {*known.values()}
+        paths: dict[int, list[str]] = {}
+        for path, tensor in tensors.items():
+            paths.setdefault(id(tensor), []).append(path)
+        named = self._named(self._prefix(tensors))
+        for tied in paths.values():
+            names = tuple(filter(None, map(named, tied)))
+            self._tied |= dict.fromkeys(names, names) if len(names) > 1 else {}
+        wanted = {n[0]: tensors[n[0]] for n in paths.values() if any(map(named, n))}
+        known = self.names(wanted, type(model).__name__)
+        taken = {name for name in map(named, tensors) if name} | {*known.values()}
         surplus = [n for n in self.files if n not in taken and not _is_ignored(model, n)]
         if surplus:
             raise ValueError(
@@ -68,12 +74,7 @@ class Weights:
                 f"{_few(surplus)}; is it of another model, or of other layers?"
             )
 
-    def names(
-        self,
-        wanted: Mapping[str, torch.Tensor],
-        actor: str,
-        tied: Mapping[str, Iterable[str]] | None = None,
-    ) -> Mapping[str, str]:
+    def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
         """The names in the files of tensors of an actor, by their path.
 
         Paths and names may differ by what stands in front: an actor's attributes, or the name of a
@@ -86,8 +87,7 @@ class Weights:
         named = self._named(prefix)
         found, missing = {}, []
         for path, tensor in wanted.items():
-            names = [named(each) for each in (tied or {}).get(path, (path,))]
-            name = next((each for each in names if each in self.files), None)
+            name = self._stored(named(path))
             if name is None:
                 missing.append(path.removeprefix(prefix))
                 continue
@@ -97,13 +97,18 @@ class Weights:
             raise ValueError(
                 f"{self.folder} lacks tensors that {actor} has: {_few(missing)}; it has "
                 f"{_few(list(self.files))}. If the model's library renames or joins tensors as it "
-                "loads them, load it there, and write the model's state_dict() as safetensors"
+                "loads them, load it there, and write the model's state_dict() as safetensors. If "
+                "it has a tied parameter under its other name, call check(model) of the weights"
             )
         return found
 
     def read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
         """The part of a tensor in a region, as an element type; only that part is read."""
         return self.files[name].read(name, region).to(dtype)
+
+    def _stored(self, name: str | None) -> str | None:
+        """The name by which the files have a tensor; None if they have it by none."""
+        return next((n for n in self._tied.get(name, (name,)) if n in self.files), None)
 
     def _named(self, prefix: str) -> Callable[[str], str | None]:
         return lambda path: self._rename(path.removeprefix(prefix))
@@ -114,7 +119,7 @@ class Weights:
             parts = path.split(".")
             for start in range(len(parts)):
                 name = self._rename(".".join(parts[start:]))
-                if name in self.files:
+                if self._stored(name) is not None:
                     return "".join(f"{part}." for part in parts[:start])
         return ""
 

@@ -240,6 +240,24 @@ def test_an_index_that_does_not_fit(folders: dict[str, Path], tmp_path: Path) ->
         cg.pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_folder_that_has_the_head_of_a_tied_pair(stages: int, tmp_path: Path) -> None:
+    model = model_of("Gemma", LAYERS)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, {"format": "pt"})
+    weights = cg.pretrained(tmp_path)
+    cuts = cg.cut_layers(empty("Gemma"), stages)
+    with use_world(VirtualWorld(stages)):
+        with pytest.raises(ValueError, match=r"under its other name, call check\(model\)"):
+            place(cuts, (stages, 1, 1), weights)
+        weights.check(cuts.model)
+        embedding = place(cuts, (stages, 1, 1), weights)[0].local.part.model.get_input_embeddings()
+    assert torch.equal(embedding.weight, model.get_input_embeddings().weight)
+
+
 @pytest.fixture
 def saved(folders: dict[str, Path], tmp_path: Path) -> Path:
     run(folders["Llama"], "Llama", (2, 1, 1), range(1), tmp_path / "step-1")
