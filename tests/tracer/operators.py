@@ -16,7 +16,7 @@ import sys
 import unittest
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -222,7 +222,7 @@ def _write(path: Path, records: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def main() -> int:
+def main(attempt: Callable[[Any], Outcome] = outcome_of) -> int:
     """Try operators; 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
@@ -233,8 +233,10 @@ def main() -> int:
     number, count = map(int, options.share.split("/"))
     chosen = [op for op in operators() if options.only in name_of(op)][number::count]
     records: dict[str, Any] = {}
+    wrongs = 0
     for operator in chosen:
-        outcome = outcome_of(operator)
+        outcome = attempt(operator)
+        wrongs += len(outcome.wrong)
         name = name_of(operator)
         if not outcome.wrong:
             records[name] = outcome.as_record()
@@ -244,7 +246,7 @@ def main() -> int:
             # As far as it has come, should it be interrupted.
             _write(options.record, records)
     print(f"{len(records)} operators, {sum(o['tried'] for o in records.values())} calls tried")
-    return 0
+    return 1 if wrongs else 0
 
 
 if __name__ == "__main__":

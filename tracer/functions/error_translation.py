@@ -18,8 +18,8 @@ from ..errors import TraceError
 from ..source import is_installed, is_user_file
 
 OPAQUE_REMEDY = (
-    "mark the method with @cg.opaque to call it as it is, or make what it depends on a static "
-    "(plain Python) value"
+    "make what it depends on a static (plain Python) value; or, where no gradient flows through "
+    "the method, mark it with @cg.opaque to call it as it is"
 )
 
 _VALUE_OPS = {
@@ -34,11 +34,33 @@ _SHAPE_OPS = {
         "index, or torch.where with one argument)"
     ),
 }
+_MASKED = (
+    "keep all elements: torch.where(mask, x, 0) instead of x[mask], and divide a mean by mask.sum()"
+)
+_STATIC_FORMS = {
+    "aten.nonzero.default": f"{_MASKED}; or torch.nonzero_static(mask, size=n)",
+    "aten.masked_select.default": _MASKED,
+    "aten.bincount.default": (
+        "torch.zeros(n, dtype=torch.int64).scatter_add(0, x, torch.ones_like(x)) counts n classes"
+    ),
+    "aten.repeat_interleave.Tensor": "say how many there are in all by output_size=n",
+    "aten._pack_padded_sequence.default": (
+        "run over padded sequences, and leave out by torch.where what is beyond their ends"
+    ),
+}
+"""What does the same with shapes that are known, by the operator."""
+
+_OWN_OPERATOR = (
+    "make it an operator of your own, torch.library.custom_op with register_fake and "
+    "register_autograd, whose results have shapes that do not depend on values"
+)
 
 _NESTED = "using FX to symbolically trace a dynamo-optimized function"
 """Message of torch where `make_fx` comes upon a function of `torch.compile`."""
 
-_OR_OPAQUE = "or mark the method with @cg.opaque to call it as it is"
+_OR_OPAQUE = (
+    "or, where no gradient flows through the method, mark it with @cg.opaque to call it as it is"
+)
 _KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         _NESTED,
@@ -155,11 +177,11 @@ def _explain(error: Exception) -> tuple[str, str]:
     if isinstance(error, DynamicOutputShapeException):
         op = str(error.func)
         reason = _SHAPE_OPS.get(op, f"the shape of the result of {op} depends on values")
-        remedy = (
-            "shapes are static in a step: use torch.where or a mask that is multiplied in, "
-            "or mark the method with @cg.opaque"
+        form = _STATIC_FORMS.get(op, _OWN_OPERATOR)
+        return reason, (
+            f"shapes are static in a step: {form}. Where no gradient flows through the method, "
+            "@cg.opaque calls it as it is"
         )
-        return reason, remedy
     message = str(error).strip() or "no message"
     raised = f"it raised {type(error).__name__}: {message}"
     for sign, meaning, remedy in _KNOWN:

@@ -7,6 +7,7 @@ what became of it in the module.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -26,6 +27,7 @@ from ..errors import TraceError
 from ..groups.gradient_buckets import GradientLayout
 from ..groups.group import Group
 from ..heap.kinds import SCALARS, is_plain, is_walked
+from ..source import is_user_file
 from ..step.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, ir_dtype
 
 T = TypeVar("T")
@@ -278,7 +280,8 @@ class Call:
     @property
     def error_loc(self) -> Location | None:
         """The line to name where no line of the method's body is known."""
-        return self.home or self.loc
+        is_users = self.home is not None and is_user_file(self.home.file)
+        return self.home if is_users else self.loc or self.home
 
     def refusal(self, reason: str, remedy: str, loc: Location | None = None) -> TraceError:
         """The error for a call that cannot be traced."""
@@ -304,9 +307,7 @@ def result_spec(leaf: Any, call: Call) -> Leaf:
         if isinstance(leaf, SCALARS):
             return Static(leaf)
         raise call.refusal(
-            f"it returns an object of type {type(leaf).__qualname__}",
-            "return tensors and plain Python values in tuples, lists or dicts; or mark the method "
-            "with @cg.opaque, and its result travels as an object",
+            f"it returns an object of type {type(leaf).__qualname__}", _remedy_for_objects(leaf)
         )
     if not isinstance(leaf, FakeTensor):
         raise call.refusal(
@@ -322,6 +323,17 @@ def result_spec(leaf: Any, call: Call) -> Leaf:
     except ValueError as error:
         raise call.refusal(str(error), "") from None
     return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)
+
+
+def _remedy_for_objects(leaf: Any) -> str:
+    form = "return tensors and plain Python values in tuples, lists or dicts"
+    if dataclasses.is_dataclass(leaf):
+        name = type(leaf).__qualname__
+        form = f"register the class once: torch.export.register_dataclass({name}); or {form}"
+    return (
+        f"{form}. Where no gradient flows through it, a method that is marked with @cg.opaque "
+        "returns any object"
+    )
 
 
 def given_objects(signature: Tree) -> tuple[tuple[Any, str], ...]:

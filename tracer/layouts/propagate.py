@@ -114,8 +114,16 @@ class _Run:
 
     def all(self) -> Propagation:
         node = next(iter(self.graph.nodes))
+        in_backward = False
         while node.op != "output":
-            node = self._visit(node)
+            in_backward = in_backward or node in self.like
+            try:
+                node = self._visit(node)
+            except LayoutError as error:
+                where = "in the backward, " if in_backward else ""
+                raise LayoutError(
+                    where + error.reason, loc=error.loc, remedy=error.remedy
+                ) from None
         outputs = tuple(self._outputs(node))
         rewire(self.reads, self.versions, node, outputs)
         return Propagation(
@@ -202,6 +210,13 @@ class _Run:
         operands = tuple(each for value in given.values() for each in tensors(value))
         val = node.meta.setdefault("val", None)  # an op that only writes, or checks, gives nothing
         results = val if isinstance(val, (tuple, list)) else (val,)
+        if any(isinstance(v, torch.Tensor) and v.layout is not torch.strided for v in results):
+            raise LayoutError(
+                f"{target} gives a sparse tensor, which ranks of a mesh do not exchange",
+                loc=loc,
+                remedy="use dense gradients: nn.Embedding(..., sparse=False), and an optimizer for "
+                "them, such as Adam instead of SparseAdam",
+            )
         shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in results)
         stays = target is _TO_COPY and self._stays_a_sum(node)
         return Case(target, given, operands, shapes, self.sizes, asked, loc, stays)

@@ -285,13 +285,18 @@ class _Run(Scene):
     def _check_state_metadata(self) -> None:
         for tensor, fake in zip(self.call.state.tensors, self.state, strict=True):
             real = tensor.tensor
-            if tuple(fake.shape) != tensor.shape or fake.requires_grad != (
-                real.requires_grad and real.is_leaf
-            ):
+            had_grad = real.requires_grad and real.is_leaf
+            if tuple(fake.shape) != tensor.shape or fake.requires_grad < had_grad:
                 raise self.call.refusal(
                     f"it changes shape or requires_grad of '{tensor.path}', which would happen "
                     "once, while tracing",
                     "do so before the step is traced, or mark the method with @cg.opaque",
+                )
+            if fake.requires_grad > had_grad:
+                raise self.call.refusal(
+                    f"it writes to '{tensor.path}' what a gradient could flow back through, from "
+                    "later steps into this one",
+                    "write x.detach() instead of x",
                 )
 
     def _backward(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:

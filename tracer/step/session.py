@@ -226,8 +226,9 @@ class Session:
             return IN_A_METHOD
         return (
             f"@{maker.fn.name} returns an object, since it is called as it is: a method does that "
-            "if it uses an optimizer or .grad, is given an object, or is marked @cg.opaque, and "
-            "no gradient flows through it. Take what does so out of the method; or, without a "
+            "if it uses an optimizer, a GradScaler or .grad, is given an object, or is marked "
+            "@cg.opaque, and no gradient flows through it. Take what does so out of the method, "
+            "and multiply the loss by a number instead of scaler.scale(loss); or, without a "
             "gradient, mark it @cg.opaque(fake=...)"
         )
 
