@@ -263,11 +263,12 @@ def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
     names: dict[int, str | None] = {}
     for instance in actor.instances.values():
         modules = instance.named_modules() if isinstance(instance, torch.nn.Module) else ()
-        found = next((each for each in modules if isinstance(each[1], ModelPart)), None)
-        if found is None:
+        parts = ((path, part) for path, part in modules if isinstance(part, ModelPart))
+        path, part = next(parts, ("", None))
+        if part is None:
             raise ValueError(f"{actor.name} has no part of a model, as cg.cut_layers makes them")
         state = collect(instance).tensors
-        own = _names_in(*found, state, rename)
+        own = _names_in(path, part, state, rename)
         for each in state:
             if id(each.tensor) not in own:
                 raise ValueError(

@@ -2,19 +2,21 @@
 
     python -m tests.tracer.cut_operators [--only NAME] [--share 0/2] [--record FILE]
 
-Each tensor of a sample is cut along each of its dimensions in turn, forward and backward, on two
-ranks that one process plays. Results and gradients are those of eager PyTorch for the whole
-tensors, or the trace ends with an error.
+The tensors of one shape in a sample are cut along each of their dimensions in turn, forward and
+backward, on two ranks that one process plays. Results and gradients are those of eager PyTorch for
+the whole tensors, or the trace ends with an error.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
@@ -79,24 +81,30 @@ def outcome_of(operator: Any, count: int = SAMPLES) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for method, values in methods(operator, count):
-            if not method.is_turned:
-                for index, dim in _cuts(values):
-                    _try(outcome, method, values, index, dim)
+            if not method.is_turned and sum(not v.requires_grad for v in values) <= 4:
+                for plan in _plans(values):
+                    _try(outcome, method, values, plan)
     return outcome
 
 
-def _cuts(values: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """The dimensions that are cut in turn, with the index of their tensor."""
-    for index, value in enumerate(values):
-        yield from ((index, dim) for dim in range(value.dim()) if value.shape[dim] >= RANKS)
+def _plans(values: Sequence[torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """Plans that cut the tensors of one shape along one dimension; names are those of `Parted`."""
+    counts = {True: itertools.count(), False: itertools.count()}
+    by_shape: dict[torch.Size, list[str]] = {}
+    for value in values:
+        number = next(counts[value.requires_grad])
+        name = f"trained.{number}" if value.requires_grad else f"loss({'abcd'[number]})"
+        by_shape.setdefault(value.shape, []).append(name)
+    for shape, names in by_shape.items():
+        for dim, size in enumerate(shape):
+            if size >= RANKS:
+                yield dict.fromkeys(names, cg.cut(dim, "tp"))
 
 
 def _try(
-    outcome: Outcome, method: Method, values: Sequence[torch.Tensor], index: int, dim: int
+    outcome: Outcome, method: Method, values: Sequence[torch.Tensor], plan: dict[str, Any]
 ) -> None:
     given = [value.detach().clone() for value in values if not value.requires_grad]
-    if len(given) > 4:
-        return
     whole = Parted(method, values)
     try:
         torch.manual_seed(3)
@@ -108,20 +116,17 @@ def _try(
     if not expected:
         return
     outcome.tried += 1
-    same_kind = sum(v.requires_grad == values[index].requires_grad for v in values[:index])
-    name = f"trained.{same_kind}" if values[index].requires_grad else f"loss({'abcd'[same_kind]})"
     try:
         with use_world(VirtualWorld(RANKS)):
-            plan = cg.plan({name: cg.cut(dim, "tp")})
-            actor = cg.actor(Parted).on(cg.mesh(range(RANKS), tp=RANKS), plan=plan)(method, values)
+            mesh = cg.mesh(range(RANKS), tp=RANKS)
+            actor = cg.actor(Parted).on(mesh, plan=cg.plan(plan))(method, values)
             found = _run(actor, given)
             _compare(found, expected, is_random(method, values))
             _compare_gradients(actor, whole, is_random(method, values))
     except TraceError as error:
         outcome.refused[reason_of(error)] += 1
     except Exception as error:
-        where = f"dimension {dim} of tensor {index}: "
-        outcome.wrong.append(f"{where}{type(error).__name__}: {str(error).strip()[:400]}")
+        outcome.wrong.append(f"{plan}: {type(error).__name__}: {str(error).strip()[:400]}")
     else:
         outcome.equal += 1
 
@@ -138,12 +143,21 @@ def _run(actor: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return tensors(step(*given))
 
 
+class _Draws(TorchDispatchMode):
+    """Notes whether an operator draws random numbers."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **kwargs or {})
+
+
 def is_random(method: Method, values: Sequence[torch.Tensor]) -> bool:
-    """Whether an operator draws random numbers."""
-    before = torch.get_rng_state()
-    with torch.no_grad():
+    """Whether an operator draws random numbers, which are others on a mesh."""
+    with torch.no_grad(), _Draws() as draws:
         method.forward(*(v.detach().clone() for v in values))
-    return not torch.equal(before, torch.get_rng_state())
+    return draws.any
 
 
 def _compare(ours: Sequence[Any], theirs: Sequence[Any], by_kind: bool) -> None:
