@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
@@ -366,6 +367,43 @@ def test_documents_of_files(tmp_path: Path) -> None:
     bad.write_text('{"text": "x"}\n{"other": 1}')
     with pytest.raises(ValueError, match=r'c.jsonl:2 is no JSON object with "text" or "messages"'):
         list(documents([bad]))
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "$A <end>", "<s> $A <end>"])
+@pytest.mark.parametrize("ends", ["<end>", ""])
+def test_a_template_writes_the_ends_of_chats(
+    single: str, ends: str, model: Path, tmp_path: Path
+) -> None:
+    """Those that the tokenizer would add do not come twice, nor those between documents."""
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    specials = [("<s>", tokenizer.bos_token_id), ("<end>", tokenizer.eos_token_id)]
+    process = processors.TemplateProcessing(single=single, special_tokens=specials)
+    tokenizer.backend_tokenizer.post_processor = process
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}" + ends
+    tokenizer.save_pretrained(tmp_path)
+    found = finetune.read_tokenizer(tmp_path)
+    chat = [{"role": "user", "content": "hello"}]
+    whole = found.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    assert whole.count(found.bos_token_id) == 1
+    document = whole if ends else [*whole, found.eos_token_id]
+    texts = Texts.of([chat] * 4, found, len(document), most=9)
+    assert torch.cat([texts.train, texts.validation]).tolist() == [document] * 4
+    plain = found("hello")["input_ids"]
+    document = plain if plain[-1] == found.eos_token_id else [*plain, found.eos_token_id]
+    texts = Texts.of(["hello"] * 4, found, len(document), most=9)
+    assert torch.cat([texts.train, texts.validation]).tolist() == [document] * 4
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.backend_tokenizer.enable_truncation(16)
+    tokenizer.backend_tokenizer.enable_padding(length=300)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = Texts.of(["x" * 199], finetune.read_tokenizer(tmp_path), 20, most=99)
+    assert len(texts.train) + len(texts.validation) == 10
 
 
 def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
