@@ -268,6 +268,20 @@ def test_what_is_served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         load(str(tmp_path))
 
 
+def test_quantized_weights_are_refused_before_anything_is_served(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "Quantized weights": a message, and exit code 2."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    assert command.main(["--model", str(folder), "--port", "0"]) == command.BAD_USAGE
+    told = capsys.readouterr().err
+    assert f"the weights in {folder} are quantized: quantization_config in config.json" in told
+    assert "says compressed-tensors, float-quantized. They are" in told
+
+
 def test_a_tokenizer_that_has_outgrown_its_model_is_refused_before_anything_is_served(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
