@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_templates(model: Path) -> None:
     assert found == wanted
     start = raw.token_to_id("<|im_start|>")
     assert found.count(start) == 2
+
+
+def test_the_front_has_no_torch(model: Path) -> None:
+    """It would take seconds and hundreds of megabytes."""
+    lines = (
+        "import sys",
+        "from examples.serve import __main__ as command",
+        "text = command.load(command.resolve(sys.argv[1])[0])",
+        "text.encode_chat([{'role': 'user', 'content': 'hello'}])",
+        "sys.exit('torch' in sys.modules)",
+    )
+    program = [sys.executable, "-c", "\n".join(lines), str(model)]
+    subprocess.run(program, cwd=ROOT, check=True, timeout=120)
 
 
 def test_what_users_write_stays_text(model: Path) -> None:
