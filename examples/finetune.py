@@ -19,15 +19,15 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import adapters
 import curves
 import tables
 import torch
+from folders import Model, read_model, read_tokenizer
 from texts import Texts, documents
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
@@ -106,73 +106,6 @@ def homes(schedule: str, groups: int) -> list[int]:
     if schedule in ("interleaved", "looped-bfs"):
         return line + line
     return line + line[::-1] if schedule in ("zb-v", "dualpipe-v") else line
-
-
-# -- the model ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model without its weights, and where they are.
-
-    Attributes:
-        whole: on the meta device; adapters are not.
-        weights: its folder of weights.
-        saved: what checkpoints call its tensors.
-        stem: of the names of files with weights in checkpoints.
-        files: that belong into checkpoints, with their text.
-        like: the folder whose other files belong into checkpoints.
-    """
-
-    whole: Any
-    weights: Any
-    saved: Callable[[str], str | None]
-    stem: str
-    files: dict[str, str]
-    like: Path | None
-
-
-def read_model(args: argparse.Namespace) -> Model:
-    """The model of a folder, and with --lora its adapters.
-
-    Raises:
-        SystemExit: the folder is no model, or its weights do not fit.
-    """
-    import transformers
-
-    if not (args.model / "config.json").is_file():
-        raise SystemExit(f"{args.model} is no folder of a model: it has no config.json")
-    try:
-        config = transformers.AutoConfig.from_pretrained(args.model)
-        with cg.empty_weights():
-            whole = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=args.attention
-            )
-        whole.train(args.dropout)
-        if args.lora:
-            whole = adapters.add_adapters(whole, args.lora, args.model, args.seed)
-            weights = cg.pretrained(args.model, rename=adapters.name_in_model)
-            files = {"adapter_config.json": adapters.settings_of(whole)}
-            found = Model(whole, weights, adapters.name_in_adapter, "adapter_model", files, None)
-        else:
-            found = Model(whole, cg.pretrained(args.model), str, "model", {}, args.model)
-        found.weights.check(whole)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{args.model} cannot be fine-tuned: {error}") from error
-    return found
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder.
-
-    Raises:
-        SystemExit: there is none.
-    """
-    import transformers
-
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
-        raise SystemExit(f"{folder} has no tokenizer: save the model's into it (save_pretrained)")
-    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]:

@@ -38,6 +38,14 @@ def documents(files: Sequence[Path]) -> Iterator[str | list[Any]]:
                 ) from error
 
 
+def _encode(text: str | list[Any], tokenizer: Any) -> list[int]:
+    """The ids of a document. A template has written the beginning and the ends of a conversation,
+    so the tokenizer adds none there."""
+    if isinstance(text, str):
+        return tokenizer(text)["input_ids"]
+    return tokenizer.apply_chat_template(text, return_dict=True)["input_ids"]
+
+
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """The numbered lines of a file of JSON lines.
 
@@ -71,10 +79,9 @@ class Texts:
         """
         stream: list[int] = []
         for text in texts:
-            if isinstance(text, list):
-                text = tokenizer.apply_chat_template(text, tokenize=False)
-            stream += tokenizer(text)["input_ids"]
-            stream += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            stream += _encode(text, tokenizer)
+            if tokenizer.eos_token_id is not None and stream[-1:] != [tokenizer.eos_token_id]:
+                stream.append(tokenizer.eos_token_id)
             if len(stream) >= most * length:
                 break
         count = min(most, len(stream) // length)

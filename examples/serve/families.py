@@ -7,9 +7,10 @@ norm and the head if they are the last. It reads its own weights and no others.
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,12 +18,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 import cg
 
+from ..weight_files import are_equal, places, refuse_quantized
 from .attention import Pages, attend
 from .layers import FIXED_TURNS, RmsNorm, merge, turns
+
+log = logging.getLogger("serve")
 
 
 class Part(Protocol):
@@ -81,12 +85,14 @@ def open_model(source: Path | PretrainedConfig | GptConfig, seed: int = 0) -> Mo
 
     Raises:
         FileNotFoundError: the folder has no model.
-        ValueError: the model has something that the engine does not serve.
+        ValueError: the model has something that the engine does not serve, or is quantized.
     """
     if isinstance(source, GptConfig):
         return _gpt(source, Drawn(seed, 0.08))
     if isinstance(source, PretrainedConfig):
-        return _hugging_face(source, Drawn(seed, source.initializer_range))
+        _check(source)
+        weights = Drawn(seed, source.initializer_range)
+        return _hugging_face(source, weights, source.eos_token_id)
     if (source / "latest").exists():
         return _gpt(*_read_checkpoint(source))
     if not (source / "config.json").exists():
@@ -94,7 +100,10 @@ def open_model(source: Path | PretrainedConfig | GptConfig, seed: int = 0) -> Mo
             f"{source} holds no model: neither config.json of transformers nor checkpoints of "
             "examples/train_gpt.py"
         )
-    return _hugging_face(AutoConfig.from_pretrained(source), Stored(source))
+    config = AutoConfig.from_pretrained(source)
+    _check(config)
+    refuse_quantized(source)
+    return _hugging_face(config, _tied_as_stored(config, source), _eos(source))
 
 
 # -- weights ------------------------------------------------------------------------------------
@@ -127,30 +136,32 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Stored:
-    """A folder of safetensors files."""
+    """A folder of safetensors files.
+
+    Attributes:
+        also: a second name of a tensor, by its first, under which the folder may have it.
+    """
 
     folder: Path
+    also: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for file, names in self._files(parameters).items():
             with safe_open(self.folder / file, "pt") as stored:
-                for name in names:
-                    found[name] = stored.get_tensor(name).to(dtype)
+                for name, own in names.items():
+                    found[name] = stored.get_tensor(own).to(dtype)
         return found
 
-    def _files(self, names: Iterable[str]) -> dict[str, list[str]]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            places = json.loads(index.read_text())["weight_map"]
-        else:
-            with safe_open(self.folder / "model.safetensors", "pt") as stored:
-                places = dict.fromkeys(stored.keys(), "model.safetensors")
-        files: dict[str, list[str]] = {}
+    def _files(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        """For each file the weights that are in it, and what it calls them."""
+        where = places(self.folder)
+        files: dict[str, dict[str, str]] = {}
         for name in names:
-            if name not in places:
+            own = name if name in where else self.also.get(name, name)
+            if own not in where:
                 raise KeyError(f"{self.folder} has no weight {name}: is it of another model?")
-            files.setdefault(places[name], []).append(name)
+            files.setdefault(where[own], {})[name] = own
         return files
 
 
@@ -223,9 +234,41 @@ class DecoderPart(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
-    _check(config)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+
+def _tied_as_stored(config: PretrainedConfig, folder: Path) -> Stored:
+    """The weights of a folder; sets `tie_word_embeddings` of its configuration to what they say.
+
+    As transformers does it (`tie_weights`): a head and an embedding that differ are not tied, and
+    of tied ones either name is enough.
+    """
+    if not config.tie_word_embeddings:
+        return Stored(folder)
+    if not are_equal(folder, (EMBEDDING, HEAD)):
+        config.tie_word_embeddings = False
+        if cg.rank() == 0:
+            log.warning(
+                "%s has a %s that is not its embedding, so it is used, although config.json says "
+                "tie_word_embeddings",
+                folder,
+                HEAD,
+            )
+    return Stored(folder, {EMBEDDING: HEAD} if config.tie_word_embeddings else {})
+
+
+def _eos(folder: Path) -> int | list[int] | None:
+    """The tokens that end a text, as `generate` of transformers has them.
+
+    Those of generation_config.json are all; without this file they are those of config.json.
+    """
+    try:
+        return GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, "config.json").eos_token_id
+
+
+def _hugging_face(config: PretrainedConfig, weights: Weights, eos: int | list[int] | None) -> Model:
     def build(layers: range, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -233,7 +276,7 @@ def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
         names = {id(each): name for name, each in model.named_parameters()}
         part = DecoderPart(model, layers, config.num_hidden_layers)
         if tied and hasattr(part, "head"):
-            names[id(part.head.weight)] = "model.embed_tokens.weight"
+            names[id(part.head.weight)] = EMBEDDING
         _fill(part, {n: names[id(each)] for n, each in part.named_parameters()}, weights, dtype)
         if tied and hasattr(part, "tokens") and hasattr(part, "head"):
             part.head.weight = part.tokens.weight
@@ -245,7 +288,6 @@ def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    eos = config.eos_token_id
     return Model(
         layers=config.num_hidden_layers,
         heads=heads,

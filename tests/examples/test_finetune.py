@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import processors
 
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
@@ -26,7 +28,12 @@ from . import tiny_model  # noqa: E402 (it needs transformers)
 sys.path.insert(0, str(ROOT / "examples"))
 
 import finetune  # noqa: E402 (found by the line above)
+import folders  # noqa: E402
+import weight_files  # noqa: E402
 from texts import Texts, documents  # noqa: E402
+
+from examples.serve import __main__ as serving  # noqa: E402
+from examples.serve.families import open_model  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
 SLOW = pytest.mark.slow
@@ -296,6 +303,86 @@ def test_a_token_beyond_the_embedding_that_no_text_has_does_no_harm(
     assert message.startswith("--prompt has the token '<new>' of id 257")
 
 
+QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype | None, str]] = {
+    "fp8 by name": ({"quant_method": "fp8", "fmt": "e4m3"}, torch.float8_e4m3fn, "fp8, e4m3"),
+    "of a name alone": ({"quant_method": "gptq", "bits": 4}, None, "gptq"),
+    "fp8 by type": ({}, torch.float8_e4m3fn, r"'model.*' is F8_E4M3"),
+    "int8 by type": ({}, torch.int8, r"'model.*\.weight' is I8"),
+}
+
+
+@pytest.fixture(params=QUANTIZED)
+def quantized(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> tuple[Path, str]:
+    """A folder whose weights need their scales, and what says so."""
+    settings, dtype, says = QUANTIZED[request.param]
+    folder = tmp_path / "quantized"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if settings:
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    if dtype is not None:
+        tensors = load_file(folder / "model.safetensors")
+        for name in [each for each in tensors if "proj" in each]:
+            tensors[name + "_scale"] = torch.tensor(0.01)
+            tensors[name] = (tensors[name] / 0.01).to(dtype)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder, says
+
+
+def test_quantized_weights(
+    quantized: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They are refused by both programs, before anything is loaded."""
+    folder, says = quantized
+    monkeypatch.setattr(folders.cg, "pretrained", _goes_on)
+    told = refused(monkeypatch, "--model", folder, "--out", tmp_path / "out", *TINY.split())
+    assert serving.main(["--model", str(folder), "--port", "0"]) == serving.BAD_USAGE
+    for message in (told, capsys.readouterr().err):
+        assert re.search(f"the weights in {folder} are quantized: .*{says}", message)
+        assert "Give a folder of the same model with weights in bfloat16" in message
+    with pytest.raises(ValueError, match=f"the weights in {folder} are quantized: .*{says}"):
+        open_model(folder)
+
+
+def test_tensors_of_integers_that_are_no_weights(tmp_path: Path) -> None:
+    """Old folders have masks and positions; nothing is said of damaged files here."""
+    tensors = {
+        "h.0.attn.bias": torch.ones(2, 2, dtype=torch.uint8),
+        "position_ids": torch.arange(4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    weight_files.refuse_quantized(tmp_path)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(b"damaged")
+    weight_files.refuse_quantized(tmp_path)
+
+
+def test_a_head_that_is_not_the_embedding(model: Path, tmp_path: Path) -> None:
+    """What is stored counts, and not the configuration, as in transformers."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    output = tune(folder, out, "--steps 2 --evaluate-every 0")
+    line = "has a head that is not its embedding, so it is used, although config.json says"
+    assert output.count(line) == 1
+    assert losses(out) == pytest.approx(plain(folder, 2), rel=1e-5)
+    assert losses(out) != pytest.approx(plain(model, 2), rel=1e-5)
+    found = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoints/step-000002")
+    assert not torch.equal(found.lm_head.weight, found.model.embed_tokens.weight)
+    tensors["lm_head.weight"] = embedding.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    output = tune(folder, tmp_path / "same", "--steps 2 --evaluate-every 0")
+    assert line not in output
+    assert losses(tmp_path / "same") == pytest.approx(plain(model, 2), rel=1e-5)
+
+
 @pytest.mark.parametrize("table", ["transformer.wpe", "model.decoder.embed_positions"])
 def test_more_tokens_than_learned_positions(
     table: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -379,6 +466,43 @@ def test_documents_of_files(tmp_path: Path) -> None:
     bad.write_text('{"text": "x"}\n{"other": 1}')
     with pytest.raises(ValueError, match=r'c.jsonl:2 is no JSON object with "text" or "messages"'):
         list(documents([bad]))
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "$A <end>", "<s> $A <end>"])
+@pytest.mark.parametrize("ends", ["<end>", ""])
+def test_a_template_writes_the_ends_of_chats(
+    single: str, ends: str, model: Path, tmp_path: Path
+) -> None:
+    """Those that the tokenizer would add do not come twice, nor those between documents."""
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    specials = [("<s>", tokenizer.bos_token_id), ("<end>", tokenizer.eos_token_id)]
+    process = processors.TemplateProcessing(single=single, special_tokens=specials)
+    tokenizer.backend_tokenizer.post_processor = process
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}" + ends
+    tokenizer.save_pretrained(tmp_path)
+    found = finetune.read_tokenizer(tmp_path)
+    chat = [{"role": "user", "content": "hello"}]
+    whole = found.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    assert whole.count(found.bos_token_id) == 1
+    document = whole if ends else [*whole, found.eos_token_id]
+    texts = Texts.of([chat] * 4, found, len(document), most=9)
+    assert torch.cat([texts.train, texts.validation]).tolist() == [document] * 4
+    plain = found("hello")["input_ids"]
+    document = plain if plain[-1] == found.eos_token_id else [*plain, found.eos_token_id]
+    texts = Texts.of(["hello"] * 4, found, len(document), most=9)
+    assert torch.cat([texts.train, texts.validation]).tolist() == [document] * 4
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.backend_tokenizer.enable_truncation(16)
+    tokenizer.backend_tokenizer.enable_padding(length=300)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = Texts.of(["x" * 199], finetune.read_tokenizer(tmp_path), 20, most=99)
+    assert len(texts.train) + len(texts.validation) == 10
 
 
 def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -100,6 +102,47 @@ def test_tokens_are_those_of_transformers(name: str, tp: int, tmp_path: Path) ->
         Driver(engine, Habits(seed=3, chunk=16, companions=2)).run(requests)
         engine.close()
     assert differences(logits_of(model), requests)[0] == 0
+
+
+@pytest.mark.parametrize("own", [{"eos_token_id": 5}, {"eos_token_id": [5, 7]}, {}, None])
+@pytest.mark.parametrize("said", [3, [3, 4], None])
+def test_ends_of_texts_are_those_of_generate(own: Any, said: Any, tmp_path: Path) -> None:
+    """Those of generation_config.json, if there is one; else those of config.json."""
+    logging.disable_progress_bar()
+    config = LlamaConfig(**{**SHAPE, "eos_token_id": said})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.unlink() if own is None else file.write_text(json.dumps(own))
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
+    found = open_model(tmp_path).eos
+    assert found == (() if wanted is None else tuple(torch.tensor(wanted).view(-1).tolist()))
+
+
+@pytest.mark.parametrize("stored", ["both", "equal", "head", "embedding"])
+def test_a_head_is_tied_if_it_is_stored_so(
+    stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers, whatever the configuration says."""
+    logging.disable_progress_bar()
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    if stored != "embedding":
+        tensors["lm_head.weight"] = embedding.clone() if stored == "equal" else embedding.flip(0)
+    if stored == "head":
+        del tensors["model.embed_tokens.weight"]
+    save_file({name: each.contiguous() for name, each in tensors.items()}, file, {"format": "pt"})
+    oracle: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with caplog.at_level("INFO", "serve"):
+        model = open_model(tmp_path)
+    part: Any = model.build(range(1), torch.float32)
+    torch.testing.assert_close(part.tokens.weight, oracle.model.embed_tokens.weight)
+    torch.testing.assert_close(part.head.weight, oracle.lm_head.weight)
+    assert (part.head.weight is part.tokens.weight) == (stored != "both")
+    said = [each for each in caplog.messages if "a lm_head.weight that is not its" in each]
+    assert len(said) == (stored == "both")
 
 
 def test_positions_that_depend_on_the_length() -> None:

@@ -183,6 +183,10 @@ NORM = "model.norm.weight"
         ),
         ({NORM: torch.zeros(3)}, r"'model.norm.weight' is \[3\] in .*, and \[16\] in the model"),
         ({NORM: torch.zeros(16, dtype=torch.int8)}, "is torch.int8 in .*, and torch.float32 here"),
+        (
+            {NORM: torch.zeros(16, dtype=torch.float8_e4m3fn)},
+            "e4m3fn in .* here; a quantized model",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(

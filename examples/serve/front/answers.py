@@ -50,7 +50,7 @@ class Answers:
     async def _whole(
         self, request: web.Request, what: Completion, reply: Reply
     ) -> web.StreamResponse:
-        choices = [Choice(self._text, what.stop) for _ in reply.ids]
+        choices = self._choices(what)
         texts = ["" for _ in choices]
         while any(choice.reason is None for choice in choices):
             await reply.changed()
@@ -90,7 +90,7 @@ class Answers:
     async def _pump(self, stream: Stream, what: Completion, reply: Reply) -> None:
         """Write chunks as tokens come, all that there is at a time."""
         shape = Shape(what, self._features)
-        choices = [Choice(self._text, what.stop) for _ in reply.ids]
+        choices = self._choices(what)
         is_first = [True for _ in choices]
         failures: list[Exception] = []
 
@@ -130,6 +130,10 @@ class Answers:
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
         if what.include_usage:
             await stream.write(shape.usage_chunk(prompt, sum(each.count for each in choices)))
+
+    def _choices(self, what: Completion) -> list[Choice]:
+        prompts = [() if what.is_chat else each for each in what.prompts for _ in range(what.n)]
+        return [Choice(self._text, what.stop, prompt) for prompt in prompts]
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
         """Take all that has come: for each choice with news, its text. Raises ApiError.

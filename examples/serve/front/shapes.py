@@ -19,10 +19,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Choice:
-    """The text of one choice, as its tokens come."""
+    """The text of one choice, as its tokens come.
 
-    def __init__(self, text: Text, stop: tuple[str, ...]) -> None:
-        self._text, self._decoder, self._stops = text, text.decoder(), Stops(stop)
+    Args:
+        prompt: the tokens whose text it goes on with; that of a chat begins anew.
+    """
+
+    def __init__(self, text: Text, stop: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
+        self._text, self._decoder, self._stops = text, text.decoder(prompt), Stops(stop)
         self._length = 0  # characters that are whole, also those that are held back
         self._scored: list[Scored] = []
         self.count = 0  # tokens, one that ends the text included

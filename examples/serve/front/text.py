@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import logging
 import secrets
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast  # which leaves torch alone
 
 log = logging.getLogger("serve")
 
@@ -39,7 +40,8 @@ class Text(Protocol):
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for: maybe a part of a character."""
 
-    def decoder(self) -> Decoder: ...
+    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
+        """Of tokens that go on with a text, or with empty `prompt` begin one."""
 
 
 class Bytes:
@@ -57,7 +59,7 @@ class Bytes:
     def piece(self, token: int) -> bytes:
         return bytes([token & 255])
 
-    def decoder(self) -> Decoder:
+    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
         return _BytesDecoder()
 
 
@@ -84,10 +86,15 @@ class HuggingFace:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(f"there is no {file}: is the folder one of a model?")
-        self._tokenizer = Tokenizer.from_file(str(file))
+        # The files alone decide, so this class, and not the one that a configuration may name.
+        self._files = PreTrainedTokenizerFast.from_pretrained(folder)
+        self._tokenizer = self._files.backend_tokenizer
+        # What a file says of these is about training.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._check_rows(folder)
         # A second one takes the names of special tokens for the text that they are.
-        self._plain = Tokenizer.from_file(str(file))
+        self._plain = copy.deepcopy(self._tokenizer)
         self._plain.encode_special_tokens = True
         self._specials = [
             each.content
@@ -95,23 +102,8 @@ class HuggingFace:
             if each.special and each.content
         ]
         self._has_bytes = '"ByteLevel"' in json.dumps(_read(file).get("decoder"))
-        config = _read(folder / "tokenizer_config.json")
-        text = config.get("chat_template")
-        beside = folder / "chat_template.jinja"
-        if beside.exists():
-            text = beside.read_text(encoding="utf-8")
-        if isinstance(text, list):  # several, by name
-            text = next((each["template"] for each in text if each["name"] == "default"), None)
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = _to_json
-        self._template = environment.from_string(text) if text else None
-        if self._template is None:
+        if self._files.chat_template is None:
             log.warning("%s has no chat template: a chat is its messages, a line each", folder)
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        self._names = {name: _content(config[name]) for name in names if config.get(name)}
 
     def _check_rows(self, folder: Path) -> None:
         """Refuse a tokenizer that has outgrown its model, as by tokens that were added.
@@ -140,7 +132,9 @@ class HuggingFace:
         return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Render the template; what users write in it stays text, special tokens' names included.
+        """Render the template as transformers does, but what users write in it stays text.
+
+        Names of special tokens are text there, too.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -154,13 +148,13 @@ class HuggingFace:
                     hidden[f"<{mark}{number}>"] = special
                     content = content.replace(special, f"<{mark}{number}>")
             marked.append({**message, "content": content})
-        if self._template is None:
+        if self._files.chat_template is None:
             return self.encode("\n".join(each["content"] for each in messages))
         try:
-            rendered = self._template.render(
-                messages=marked, add_generation_prompt=True, **self._names
+            rendered = self._files.apply_chat_template(
+                marked, add_generation_prompt=True, tokenize=False
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
         return self._encode_marked(rendered, hidden)
 
@@ -191,8 +185,8 @@ class HuggingFace:
             return bytes.fromhex(name[3:5])
         return name.replace("\u2581", " ").encode()  # how SentencePiece writes a space
 
-    def decoder(self) -> Decoder:
-        return _HuggingFaceDecoder(self._tokenizer)
+    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
+        return _HuggingFaceDecoder(self._tokenizer, prompt)
 
 
 def _byte_names() -> dict[str, int]:
@@ -211,10 +205,14 @@ def _byte_names() -> dict[str, int]:
 _BYTES = _byte_names()
 
 
+BEHIND = 32
+"""Tokens behind which others are decoded: more than have no text of their own in a row."""
+
+
 class _HuggingFaceDecoder:
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = self._behind(prompt)
         self._held: list[int] = []  # tokens whose text is not out
 
     def step(self, token: int) -> str:
@@ -222,7 +220,8 @@ class _HuggingFaceDecoder:
         try:
             text = self._stream.step(self._tokenizer, token)
         except Exception:  # tokenizers raises it bare, where tokens contradict one another
-            text, self._stream = self.rest(), DecodeStream(skip_special_tokens=True)
+            self._stream = self._behind(self._held)
+            return self.rest()
         if text is None:
             return ""
         self._held.clear()
@@ -230,7 +229,21 @@ class _HuggingFaceDecoder:
 
     def rest(self) -> str:
         held, self._held = self._held, []
-        return str(self._tokenizer.decode(held, skip_special_tokens=True)) if held else ""
+        return self._decode(held) if held else ""
+
+    def _behind(self, tokens: Sequence[int]) -> DecodeStream:
+        """Decodes what follows on these: tokenizers of SentencePiece's kind drop a first space.
+
+        Of the tokens it takes the last that are whole characters; of none it begins a text.
+        """
+        for start in range(max(0, len(tokens) - BEHIND), len(tokens)):
+            last = list(tokens[start:])
+            if not self._decode(last).endswith("\ufffd"):
+                return DecodeStream(last, skip_special_tokens=True)
+        return DecodeStream(skip_special_tokens=True)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class Stops:
@@ -276,15 +289,3 @@ def load(model: str) -> Text:
 
 def _read(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
-
-
-def _content(token: str | Mapping[str, str]) -> str:
-    return token if isinstance(token, str) else token["content"]
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(value: object, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)

@@ -7,7 +7,7 @@ import json
 import random
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -36,8 +36,10 @@ class Wide(Bytes):
 
     def __init__(self, width: int) -> None:
         self._width = width
+        self.prompts: list[Sequence[int]] = []
 
-    def decoder(self) -> Decoder:
+    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
+        self.prompts.append(prompt)
         return WideDecoder(self._width)
 
 
@@ -87,12 +89,12 @@ async def serving(width: int = 1, **fields: Any) -> AsyncIterator[tuple[Job, int
     """A server that answers each request in the same way; its engine, and its port."""
     features, job = Features(), Job()
     metrics = Metrics(features.changes)
-    answers = Answers(Wide(width), job, Waits(30.0), metrics, features)  # type: ignore[arg-type]
+    text = fields.pop("text", None) or Wide(width)
+    answers = Answers(text, job, Waits(30.0), metrics, features)  # type: ignore[arg-type]
     usual = {"stop": (), "n": 1, "include_usage": False, "is_chat": False, "stream": True}
     what = Completion(
-        **(usual | fields),
+        **({"prompts": ((1,),)} | usual | fields),
         model="fake",
-        prompts=((1,),),
         max_tokens=9,
         sampling=Sampling(),
         ignore_eos=False,
@@ -269,3 +271,24 @@ def test_a_client_that_has_gone_ends_its_stream() -> None:
                 await asyncio.sleep(0)
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("is_chat", "n"), [(True, 1), (False, 2)])
+def test_a_completion_goes_on_with_its_prompt(stream: bool, is_chat: bool, n: int) -> None:
+    """Each choice has that of its own; a chat's answer begins a text."""
+    text = Wide(1)
+    prompts = ((1,),) if is_chat else ((1, 2), (3,))
+    fields = {"stream": stream, "is_chat": is_chat, "n": n, "prompts": prompts, "text": text}
+
+    async def go() -> None:
+        async with serving(**fields) as (job, port):
+            client = Client(port)
+            while not job.replies:
+                await asyncio.sleep(0)
+            for index in range(len(prompts) * n):
+                end(job.replies[0], index)
+            assert b"200 OK" in await client.read()
+
+    asyncio.run(go())
+    assert text.prompts == ([()] if is_chat else [(1, 2), (1, 2), (3,), (3,)])

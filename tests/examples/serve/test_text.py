@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve import __main__ as command
-from examples.serve.front.text import Bytes, HuggingFace, Stops, load
+from examples.serve.front.shapes import Choice
+from examples.serve.front.text import BEHIND, Bytes, HuggingFace, Stops, load
 from examples.serve.models import resolve
+from examples.serve.requests import End, Scores
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
@@ -56,6 +60,19 @@ def test_templates(model: Path) -> None:
     assert found.count(start) == 2
 
 
+def test_the_front_has_no_torch(model: Path) -> None:
+    """It would take seconds and hundreds of megabytes."""
+    lines = (
+        "import sys",
+        "from examples.serve import __main__ as command",
+        "text = command.load(command.resolve(sys.argv[1])[0])",
+        "text.encode_chat([{'role': 'user', 'content': 'hello'}])",
+        "sys.exit('torch' in sys.modules)",
+    )
+    program = [sys.executable, "-c", "\n".join(lines), str(model)]
+    subprocess.run(program, cwd=ROOT, check=True, timeout=120)
+
+
 def test_what_users_write_stays_text(model: Path) -> None:
     """ "Names of special tokens in a message": it cannot end itself and begin another one."""
     text = HuggingFace(model)
@@ -89,6 +106,119 @@ def test_a_template_that_refuses(model: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="refuses these messages"):
         HuggingFace(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+
+
+TEMPLATES = {
+    "named tokens": "{{ bos_token }}{{ messages[0].content }}{{ eot_token }}{{ later_token }}",
+    "no tools": "{% if tools is not none %}tools{% else %}none{% endif %}|{{ documents is none }}",
+    "today": "{{ strftime_now('%d %B %Y') }}",
+    "generation": "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}<|eot|>",
+    "the rest": (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{{ {'<é>': [1], 'b': none} | tojson(indent=2) }}{{ dict(a=1).a }}{% endfor %}"
+        "{% set n = namespace(x=3) %}{{ n.x }}{{ image_token is defined }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("extra", ["dict", "list"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_rendered_as_by_transformers(
+    name: str, extra: str, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    config = {
+        "chat_template": TEMPLATES[name],
+        "bos_token": {"content": "<|im_start|>", "__type": "AddedToken"},
+        "later_token": "<later>",
+        "extra_special_tokens": {"eot_token": "<|eot|>"} if extra == "dict" else ["<|eot|>"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = [{"role": "user", "content": "hello"}]
+    found = HuggingFace(tmp_path).encode_chat(chat)
+    oracle = AutoTokenizer.from_pretrained(tmp_path)
+    wanted = oracle.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+    assert oracle.decode(found) == oracle.decode(wanted["input_ids"])
+    assert found == wanted["input_ids"]
+
+
+def test_truncation_and_padding_of_a_file_are_ignored(model: Path, tmp_path: Path) -> None:
+    """They are about training; transformers ignores them, too."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=300, pad_token="!", pad_id=0)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    text, oracle = HuggingFace(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    prompt = "x" * 200
+    assert text.encode(prompt) == oracle(prompt)["input_ids"]
+    assert len(text.encode(prompt)) == 200
+    chat = [{"role": "user", "content": f"{prompt}<|im_end|>"}]
+    assert len(text.encode_chat(chat)) > 200 + len("<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer as of Llama 2: words begin with a space, and bytes fall back."""
+    folder = tmp_path_factory.mktemp("pieces")
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names += ["\u2581", "i", "s", "p", "is", "\u2581is", "\u2581p"]
+    merges = [("i", "s"), ("\u2581", "is"), ("\u2581", "p")]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    kind = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(kind)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:3]])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("prompt", ["is", "is p", "", "é", "é" * BEHIND, "i\U0001f642", "is </s>"])
+@pytest.mark.parametrize("drawn", ["is p is", "\u2581é", "éis", "\u2581is", "\u2581", "🙂 is"])
+def test_a_completion_goes_on_with_its_prompt(prompt: str, drawn: str, pieces: Path) -> None:
+    """The first space of its text is there, in streams and beside log-probabilities as well."""
+    text, oracle = HuggingFace(pieces), AutoTokenizer.from_pretrained(pieces)
+    before = text.encode(prompt)
+    tokens = oracle.encode(drawn, add_special_tokens=False)
+    both = [oracle.decode(each, skip_special_tokens=True) for each in (before, before + tokens)]
+    wanted = both[1].removeprefix(both[0])
+    assert both[0] + wanted == both[1]
+    choice, shown, scored = Choice(text, (), before), "", []
+    for place, token in enumerate(tokens):
+        end = End(0, "length", len(tokens)) if place == len(tokens) - 1 else None
+        shown += choice.feed([token], end, [Scores(-1.0, ())])
+        scored += choice.take_scored()
+    assert shown == wanted
+    if both[0]:
+        assert b"".join(each.piece for each in scored).decode() == wanted
+    assert [each.offset for each in scored] == sorted(each.offset for each in scored)
+
+
+def test_a_prompt_that_ends_within_a_character(pieces: Path) -> None:
+    """Nothing of the prompt is shown."""
+    text = HuggingFace(pieces)
+    half = text.encode("is é")[:-1]
+    decoder = text.decoder(half)
+    assert "".join(map(decoder.step, text.encode("is")[1:])) + decoder.rest() == "is"
+
+
+def test_a_space_behind_bytes_that_are_no_character(pieces: Path) -> None:
+    text = HuggingFace(pieces)
+    whole, again = text.encode("é")[-2:], text.encode("is")[1:]
+    decoder = text.decoder()
+    shown = "".join(map(decoder.step, [*whole, whole[-1], *again, *again]))
+    assert shown + decoder.rest() == "é\ufffd is is"
 
 
 @given(st.text(), st.lists(st.integers(0, 260), max_size=20))
@@ -150,6 +280,20 @@ def test_what_is_served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve("nowhere")
     with pytest.raises(FileNotFoundError, match=r"there is no .*tokenizer\.json"):
         load(str(tmp_path))
+
+
+def test_quantized_weights_are_refused_before_anything_is_served(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "Quantized weights": a message, and exit code 2."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    assert command.main(["--model", str(folder), "--port", "0"]) == command.BAD_USAGE
+    told = capsys.readouterr().err
+    assert f"the weights in {folder} are quantized: quantization_config in config.json" in told
+    assert "says compressed-tensors, float-quantized. They are" in told
 
 
 def test_a_tokenizer_that_has_outgrown_its_model_is_refused_before_anything_is_served(

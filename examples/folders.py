@@ -1,0 +1,111 @@
+"""Folders of transformers: the model that one describes, what it trains, and its tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import adapters
+import torch
+import weight_files
+from torch import nn
+
+import cg
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model without its weights, and where they are.
+
+    Attributes:
+        whole: on the meta device; adapters are not.
+        weights: its folder of weights.
+        saved: what checkpoints call its tensors.
+        stem: of the names of files with weights in checkpoints.
+        files: that belong into checkpoints, with their text.
+        like: the folder whose other files belong into checkpoints.
+    """
+
+    whole: Any
+    weights: Any
+    saved: Callable[[str], str | None]
+    stem: str
+    files: dict[str, str]
+    like: Path | None
+
+
+def read_model(args: argparse.Namespace) -> Model:
+    """The model of a folder, and with --lora its adapters.
+
+    Raises:
+        SystemExit: the folder is no model, or its weights do not fit, or are quantized.
+    """
+    if not (args.model / "config.json").is_file():
+        raise SystemExit(f"{args.model} is no folder of a model: it has no config.json")
+    try:
+        weight_files.refuse_quantized(args.model)
+        rename = adapters.name_in_model if args.lora else str
+        weights = cg.pretrained(args.model, rename=rename)
+        whole = _empty(args.model, args.attention)
+        whole.train(args.dropout)
+        if args.lora:
+            whole = adapters.add_adapters(whole, args.lora, args.model, args.seed)
+            files = {"adapter_config.json": adapters.settings_of(whole)}
+            found = Model(whole, weights, adapters.name_in_adapter, "adapter_model", files, None)
+        else:
+            found = Model(whole, weights, str, "model", {}, args.model)
+        weights.check(whole)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{args.model} cannot be fine-tuned: {error}") from error
+    return found
+
+
+def _empty(folder: Path, attention: str) -> Any:
+    """The model without its weights, whose head is tied to its embedding if the files say so, too.
+
+    As transformers does it (`tie_weights`): ones that are stored with different numbers are not
+    tied, whatever the configuration says.
+    """
+    import transformers
+
+    def make() -> Any:
+        with cg.empty_weights():
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention
+            )
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = make()
+    if weight_files.are_equal(folder, _names_of_head(model)):
+        return model
+    if cg.rank() == 0:
+        print(
+            f"{folder} has a head that is not its embedding, so it is used, although config.json "
+            "says tie_word_embeddings"
+        )
+    config.tie_word_embeddings = False
+    return make()
+
+
+def _names_of_head(model: nn.Module) -> list[str]:
+    """What folders may call the head, which are several names if it is tied to the embedding."""
+    head = model.get_output_embeddings()
+    named = model.named_parameters(remove_duplicate=False)
+    names = [name for name, each in named if head is not None and each is head.weight]
+    return names + [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    import transformers
+
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        raise SystemExit(f"{folder} has no tokenizer: save the model's into it (save_pretrained)")
+    return transformers.AutoTokenizer.from_pretrained(folder)

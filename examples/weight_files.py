@@ -1,0 +1,105 @@
+"""What a folder of `save_pretrained` says of its weights, before any of them is loaded.
+
+Its imports leave torch alone, for the front of the server does without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+
+def places(folder: Path) -> dict[str, str]:
+    """The file of each tensor, by its name.
+
+    Raises:
+        FileNotFoundError: the folder has no weights in safetensors.
+        SafetensorError: the file is damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    with safe_open(folder / "model.safetensors", "np") as stored:
+        return dict.fromkeys(stored.keys(), "model.safetensors")
+
+
+def refuse_quantized(folder: Path) -> None:
+    """Refuse weights that are numbers only together with scales, which nobody here would read.
+
+    Damaged files, or none, are left to whoever loads them.
+
+    Raises:
+        ValueError: the configuration names a format, or a weight's element type is one of these.
+    """
+    what = _named_format(folder) or _quantized_weight(folder)
+    if what:
+        raise ValueError(
+            f"the weights in {folder} are quantized: {what}. They are numbers only together with "
+            "their scales, which are not read here. Give a folder of the same model with weights "
+            "in bfloat16, float16 or float32"
+        )
+
+
+def _named_format(folder: Path) -> str | None:
+    """The format that the configuration names; None if it names none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict) or not settings:
+        return None
+    words = (settings.get(each) for each in ("quant_method", "quant_algo", "format", "fmt"))
+    names = ", ".join(str(each) for each in words if each) or "that they are"
+    return f"quantization_config in config.json says {names}"
+
+
+def _quantized_weight(folder: Path) -> str | None:
+    """A tensor whose type says that it has been quantized; None if there is none.
+
+    Of integers weights count alone: other tensors, as masks and positions, may be such.
+    """
+    files: dict[str, list[str]] = {}
+    try:
+        for name, file in places(folder).items():
+            files.setdefault(file, []).append(name)
+        for file, names in files.items():
+            with safe_open(folder / file, "np") as stored:
+                for name in names:
+                    dtype = str(stored.get_slice(name).get_dtype())
+                    is_weight = "weight" in name.rpartition(".")[2]
+                    if dtype.startswith(("F8", "F6", "F4")) or (is_weight and dtype[0] in "IU"):
+                        return f"'{name}' is {dtype}"
+    except (OSError, ValueError, KeyError, SafetensorError):
+        pass
+    return None
+
+
+def are_equal(folder: Path, names: Iterable[str]) -> bool:
+    """Whether those of some tensors that a folder has are the same numbers.
+
+    transformers ties no others (`tie_weights`), whatever a configuration says. Rows are compared
+    a few at a time, so that nothing large is held.
+    """
+    where = places(folder)
+    first, *others = [name for name in dict.fromkeys(names) if name in where] or [""]
+    return all(_same(folder, where, first, each) for each in others)
+
+
+def _same(folder: Path, where: Mapping[str, str], one: str, other: str) -> bool:
+    with (
+        safe_open(folder / where[one], "pt") as left,
+        safe_open(folder / where[other], "pt") as right,
+    ):
+        a, b = left.get_slice(one), right.get_slice(other)
+        if a.get_shape() != b.get_shape():
+            return False
+        rows = range(0, a.get_shape()[0], ROWS)
+        return all(bool((a[at : at + ROWS] == b[at : at + ROWS]).all()) for at in rows)
+
+
+ROWS = 1 << 12
+"""Rows of a table that are compared at a time."""
