@@ -213,6 +213,7 @@ class _ProgramChecker:
         self.laid_out = False
         self._ill: set[Value] = set()
         self._admitted: dict[type[Op], bool] = {}
+        self._has_streams = any(op.stream is not None for op in program.ops)
 
     def check(self) -> Iterator[Diagnostic]:
         for value in self._program.params:
@@ -262,6 +263,11 @@ class _ProgramChecker:
             op.check_operand_places(self._context)
         elif op.stream is not None:
             self._check_stream(op, op.stream)
+        elif self._has_streams and isinstance(op, Communication):
+            raise Problem(
+                f"{op.opcode} has no stream, and other ops of its program have one",
+                "without a stream it would wait for nothing; assign-streams chooses one",
+            )
         if isinstance(op, Communication):
             check_channel_op(op, self._module, self._program.rank)
         if isinstance(op, Free):
