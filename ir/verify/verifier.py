@@ -15,6 +15,7 @@ from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType
 from .batch_rules import check_batches
 from .body_rules import check_bodies
 from .channel_rules import check_channel, check_channel_op, unmatched
+from .graph_rules import check_graphs
 from .layout_rules import check_mesh, check_op, check_signature, check_value
 from .parameter_rules import check_parameters
 from .reserve_rules import check_reserves
@@ -229,6 +230,8 @@ class _ProgramChecker:
             except Problem as problem:
                 yield Diagnostic(problem.message, op, self._program, problem.value, problem.help)
         yield from check_batches(self._module, self._program)
+        if self._module.phase is Phase.SCHEDULED:
+            yield from check_graphs(self._module, self._program)
         yield from check_reserves(self._program)
         if not self._program.ops or not isinstance(self._program.ops[-1], Return):
             yield Diagnostic(

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from cg.ir.module import Module
-from cg.ir.ops import Op
+from cg.ir.module import FunctionKind, Module
+from cg.ir.ops import Alloc, Call, Collective, Op, Recv, Send, Wait
 
 from .abstract_machine import HOSTS_TRANSPORTS, Hosts, Machine, Model, Phase
 from .abstract_memory import Memory, Term, Terms
@@ -68,6 +69,7 @@ def judge(
         if not Machine(programs, model).run()
     ]
     faults += [f"slot {slot} of channel {chan} is never given back" for chan, slot in programs.kept]
+    faults += _torn_graphs(module)
     memory = Memory.of(programs, terms)
     machine = Machine(programs, loose)
     machine.run(memory=memory)
@@ -78,6 +80,32 @@ def judge(
 
 
 _LOOSE = Model(buffered=True)
+
+
+def _torn_graphs(module: Module) -> Iterator[str]:
+    """Graphs that are several parts of a program, or that hold what only a host can do.
+
+    A device replays a graph as a whole, and runs no Python meanwhile.
+    """
+    for program in module.programs:
+        ops = [op for op in program.ops if not isinstance(op, Alloc)]
+        parts = [number for number, _ in groupby(op.graph for op in ops) if number is not None]
+        if len(parts) != len(set(parts)):
+            yield f"rank {program.rank}: a graph is several parts of the program"
+        hosts = {v for op in ops if _is_of_hosts(op, module) for v in op.results}
+        for op in ops:
+            is_opaque = isinstance(op, Call) and (
+                op.key is not None or module.functions[op.fn.name].kind is FunctionKind.OPAQUE
+            )
+            waits = isinstance(op, Wait) and not hosts.isdisjoint(op.operands)
+            if op.graph is not None and (is_opaque or waits or _is_of_hosts(op, module)):
+                yield f"rank {program.rank}: {op.opcode} is replayed, which its host has to do"
+
+
+def _is_of_hosts(op: Op, module: Module) -> bool:
+    if not isinstance(op, Send | Recv | Collective):
+        return False
+    return module.channels[op.chan or 0].via in HOSTS_TRANSPORTS
 
 
 def _models(programs: Programs, driven: bool) -> Iterator[Model]:

@@ -289,9 +289,10 @@ def runnable() -> Iterator[tuple[str, Module]]:
 def test_a_few_runs_show_what_all_interleavings_can_do(request: pytest.FixtureRequest) -> None:
     """The machine that holds one op after the other is compared with one that plays everything."""
     found = list(runnable())
-    assert len(found) > 40
     if not request.config.getoption("--slow"):
-        found = random.Random(0).sample(found, 12)
+        refused = [pair for pair in found if refuse(format_module(pair[1])) == "check-races"]
+        others = [pair for pair in found if pair not in refused]
+        found = refused[:6] + random.Random(0).sample(others, 6)
     wrong = 0
     for change, module in found:
         terms = Terms()
