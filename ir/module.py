@@ -162,6 +162,10 @@ class Vjp:
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
+HOST_NAMES = (None, "cpu", "mpi")
+"""The transport between hosts by its names in `via`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Channel:
     """A communicator of the plan: one for each directed edge, one for each collective group.
@@ -191,6 +195,11 @@ class Channel:
     why: str | None = None
     background: Flops | None = None
     traffic: Traffic | None = None
+
+    @property
+    def is_by_host(self) -> bool:
+        """True if its messages go from host to host, and not by what joins devices."""
+        return self.via in HOST_NAMES
 
 
 @dataclass(eq=False, slots=True)

@@ -73,5 +73,5 @@ def _via(module: Module, op: Send | Recv) -> str | None:
 
 def _comes_between(op: Op) -> bool:
     if isinstance(op, Wait):
-        return isinstance(op.operands[0].type, FutureType)
+        return any(isinstance(value.type, FutureType) for value in op.operands)
     return isinstance(op, Communication)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TypeAlias
 
 from ..diagnostics import Diagnostic
@@ -125,6 +125,7 @@ def unmatched(module: Module) -> Iterator[Diagnostic]:
     for chan in sorted(sends.keys() | receives.keys()):
         for ends in (sends[chan], receives[chan]):
             yield from _out_of_order(ends, ordered)
+            yield from _on_several_streams(ends)
         for sent, received in zip_longest(sends[chan], receives[chan]):
             yield from _unlike_ends(sent, received)
             if sent is None or received is None:
@@ -147,6 +148,25 @@ def _out_of_order(ends: list[_End], ordered: bool) -> Iterator[Diagnostic]:
                 op,
                 program,
                 help="messages of a channel are numbered 0, 1, ... in program order",
+            )
+            return
+
+
+def _on_several_streams(ends: list[_End]) -> Iterator[Diagnostic]:
+    """An end that is on another stream than those before it: a channel keeps its messages in order.
+
+    So a message would wait for those before it of its stream, and for those of its channel, which
+    may be behind others on theirs.
+    """
+    for (_, before), (program, op) in pairwise(ends):
+        if op.stream is not before.stream and None not in (op.stream, before.stream):
+            yield Diagnostic(
+                f"{op.opcode} {_seq(op)} of channel {op.chan} is on another stream than the one "
+                "before it",
+                op,
+                program,
+                help="a channel does its messages one after the other: keep them on one stream",
+                notes=(Diagnostic("the one before it is here", before, program),),
             )
             return
 
@@ -222,6 +242,7 @@ def _unlike_group(
 ) -> Iterator[Diagnostic]:
     for ends in by_rank.values():
         yield from _out_of_order(ends, ordered)
+        yield from _on_several_streams(ends)
     if not ordered or channel is None:
         return
     first = by_rank.get(channel.ranks[0], [])

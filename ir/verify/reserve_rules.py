@@ -30,7 +30,7 @@ def check_reserves(program: Program) -> Iterator[Diagnostic]:
             if op.results:
                 wholes[op.results[0]] = op
                 empty.update((buffer, buffer) for buffer in op.results[1:])
-        elif not empty or isinstance(op, Free):
+        elif not empty or not op.operands or isinstance(op, Free):
             continue
         elif isinstance(op, Wait):
             for known in (empty, filled):
@@ -49,6 +49,8 @@ def check_reserves(program: Program) -> Iterator[Diagnostic]:
                 message = _misused(op, wholes, empty, filled)
             else:
                 message = _misused(op, wholes, filled)
+                if isinstance(op, Copy) and op.operands[0] in empty:
+                    message = f"{op.opcode} takes %{op.operands[0].name}, which nothing has written"
                 if buffer in filled.values():
                     message = f"%{buffer.name} is written a second time"
                 filled.update(dict.fromkeys(op.results, buffer))

@@ -15,6 +15,7 @@ from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType
 from .batch_rules import check_batches
 from .body_rules import check_bodies
 from .channel_rules import check_channel, check_channel_op, unmatched
+from .graph_rules import check_graphs
 from .layout_rules import check_mesh, check_op, check_signature, check_value
 from .parameter_rules import check_parameters
 from .reserve_rules import check_reserves
@@ -213,6 +214,7 @@ class _ProgramChecker:
         self.laid_out = False
         self._ill: set[Value] = set()
         self._admitted: dict[type[Op], bool] = {}
+        self._has_streams = any(op.stream is not None for op in program.ops)
 
     def check(self) -> Iterator[Diagnostic]:
         for value in self._program.params:
@@ -228,6 +230,8 @@ class _ProgramChecker:
             except Problem as problem:
                 yield Diagnostic(problem.message, op, self._program, problem.value, problem.help)
         yield from check_batches(self._module, self._program)
+        if self._module.phase is Phase.SCHEDULED:
+            yield from check_graphs(self._module, self._program)
         yield from check_reserves(self._program)
         if not self._program.ops or not isinstance(self._program.ops[-1], Return):
             yield Diagnostic(
@@ -262,6 +266,11 @@ class _ProgramChecker:
             op.check_operand_places(self._context)
         elif op.stream is not None:
             self._check_stream(op, op.stream)
+        elif self._has_streams and isinstance(op, Communication):
+            raise Problem(
+                f"{op.opcode} has no stream, and other ops of its program have one",
+                "without a stream it would wait for nothing; assign-streams chooses one",
+            )
         if isinstance(op, Communication):
             check_channel_op(op, self._module, self._program.rank)
         if isinstance(op, Free):

@@ -45,9 +45,11 @@ class CheckRaces(Pass):
     - no op uses storage that was freed earlier in the program;
     - when storage is freed, all uses are known to be over;
     - a receive or a copy into a buffer starts when all uses of the buffer are over, and nothing
-      uses the buffer before that is complete; the buffers of a `reserve` are storages of their own
-      until they are assembled;
-    - the bytes of an `alloc` are those of no other that is alive;
+      uses the buffer before that is complete, nor any more what lay there before; the buffers of a
+      `reserve` are storages of their own until they are assembled, and what the program has been
+      given is no buffer;
+    - the bytes of an `alloc` are those of no other that is alive, and a `free` that has given them
+      back is known to be over; nothing reads them but by what has been received or copied there;
     - what lives in a slot is not handed out, as an output or to an opaque call;
     - an `all_reduce` to which an operand is donated starts when all uses of that are over, nothing
       but its result is used behind it, and the operand is the program's own, and in no slot.
@@ -131,8 +133,12 @@ class _Checker:
         self._makers: dict[Value, int] = {}
         # What the program has been given, and views of it: that is not the program's to free.
         self._given = set(program.params)
-        # By values that have been donated, the collective that may have overwritten them.
-        self._donated: dict[Value, int] = {}
+        # The storages in which such values lie; the results of calls may lie there, too.
+        self._lent = {self._storages.of(value) for value in program.params} - {None}
+        # What an `alloc` makes: storage, and no value.
+        self._empty: set[Value] = set()
+        # By values, the op that has written something else where they lie, or may have.
+        self._overwritten: dict[Value, int] = {}
 
     def run(self) -> Iterator[Diagnostic]:
         for index, op in enumerate(self._program.ops):
@@ -143,10 +149,10 @@ class _Checker:
                 self._pass_on(op)
             elif isinstance(op, Recv):
                 for value in op.operands:
-                    yield from self._write(index, value)
+                    yield from self._fill(index, value)
             elif isinstance(op, Copy) and op.buffer is not None:
                 yield from self._read(index, op.operands[0])
-                yield from self._write(index, op.buffer)
+                yield from self._fill(index, op.buffer)
             else:
                 if isinstance(op, Alloc):
                     yield from self._alloc(index, op)
@@ -157,6 +163,8 @@ class _Checker:
                 is_part = isinstance(op, (View, Slice))
                 if is_part or (isinstance(op, Constant) and op.ref is not None):
                     self._pass_on(op)
+                if isinstance(op, Alloc):
+                    self._empty.update(op.results)
             for value in op.results:
                 self._makers[value] = index
                 if (made := self._of(value)) is not None:
@@ -165,6 +173,9 @@ class _Checker:
     def _pass_on(self, op: Op) -> None:
         if self._given.issuperset(op.operands):
             self._given.update(op.results)
+            self._lent |= {self._storages.of(value) for value in op.results} - {None}
+        if not self._empty.isdisjoint(op.operands):
+            self._empty.update(op.results)
 
     def _of(self, value: Value) -> _Uses | None:
         storage = self._storages.of(value)
@@ -205,14 +216,16 @@ class _Checker:
             return
         yield from self._after_free(index, value, uses)
         yield from self._in_slot(index, value)
-        if value in self._donated:
+        if value in self._empty:
             yield self._problem(
                 index,
                 value,
-                f"%{value.name} is used behind the all_reduce that it is donated to",
-                (self._donated[value], "which may write its result there"),
-                "use it before, or do not donate it",
+                f"%{value.name} is read, but it is storage to which nothing has been written",
+                (self._makers[value], "it is made here"),
+                "read what the wait for the receive gives, or what the copy makes",
             )
+        if value in self._overwritten:
+            yield self._lost(index, value, self._overwritten[value])
         for earlier in uses.written.values():
             if not self._is_over(earlier, index):
                 yield self._problem(
@@ -223,6 +236,40 @@ class _Checker:
                     "wait for what writes it, on the stream of what uses it",
                 )
         uses.latest[self._clocks.lines[index]] = index
+
+    def _fill(self, index: int, buffer: Value) -> Iterator[Diagnostic]:
+        if self._storages.of(buffer) in self._lent:
+            yield self._problem(
+                index,
+                buffer,
+                f"%{buffer.name} is written here, but the program has been given its storage",
+                None,
+                "receive or copy into storage of the program's own",
+            )
+        yield from self._write(index, buffer)
+        self._overwrite(index, buffer)
+
+    def _overwrite(self, index: int, value: Value) -> None:
+        """Note that an op writes where some values lie; what it makes there is none of them."""
+        if (uses := self._of(value)) is not None:
+            self._overwritten.update(dict.fromkeys(uses.values, index))
+
+    def _lost(self, index: int, value: Value, by: int) -> Diagnostic:
+        if isinstance(self._program.ops[by], AllReduce):
+            return self._problem(
+                index,
+                value,
+                f"%{value.name} is used behind the all_reduce that it is donated to",
+                (by, "which may write its result there"),
+                "use it before, or do not donate it",
+            )
+        return self._problem(
+            index,
+            value,
+            f"%{value.name} is used, but something else has been written to its storage",
+            (by, "it is written here"),
+            "use it before, or write to another buffer",
+        )
 
     def _write(self, index: int, value: Value) -> Iterator[Diagnostic]:
         uses = self._of(value)
@@ -242,7 +289,7 @@ class _Checker:
         uses.written[self._clocks.lines[index]] = index
 
     def _donate(self, index: int, value: Value) -> Iterator[Diagnostic]:
-        if value in self._given:
+        if self._storages.of(value) in self._lent:
             yield self._problem(
                 index,
                 value,
@@ -260,8 +307,7 @@ class _Checker:
                 None,
                 "copy it before, or do not donate it",
             )
-        if (uses := self._of(value)) is not None:
-            self._donated.update(dict.fromkeys(uses.values, index))
+        self._overwrite(index, value)
 
     def _free(self, index: int, op: Free) -> Iterator[Diagnostic]:
         value = op.operands[0]
@@ -294,7 +340,19 @@ class _Checker:
         for other in self._allocs:
             low, high = _bytes(other)
             held = self._of(other.result)
-            if max(first, low) < min(end, high) and held is not None and held.freed is None:
+            if max(first, low) >= min(end, high) or held is None:
+                continue
+            if held.freed is not None and not self._is_over(held.freed, index):
+                yield self._problem(
+                    index,
+                    op.result,
+                    f"%{op.result.name} takes bytes {max(first, low)}..{min(end, high) - 1} of the "
+                    f"arena, which %{other.result.name} may still have",
+                    (held.freed, "this may not be over"),
+                    "allocate it on the compute stream, where storage is freed, or choose another "
+                    "offset",
+                )
+            elif held.freed is None:
                 yield self._problem(
                     index,
                     op.result,

@@ -3,8 +3,9 @@
 A *line* does its ops one after the other: a stream, or for communication without a stream its
 channel, or, for all else without a stream, the compute stream. Lines of a rank run side by side. An
 op follows the op before it on its line. A `wait` also follows what it waits for; a `free`, what its
-further operands say has happened. A message is one op for all ranks that take part: it follows
-what is before it on the lines of all its ends, and the `free` of its slot's last message. Nothing
+further operands say has happened. A receive also follows its send, and the `free` of its slot's
+last message. A member of a collective that gets something follows those that give it. A send
+follows nothing of its receiver, as a transport may keep what is sent until it is asked for. Nothing
 else orders ops: not the order in which a program lists them.
 
 A CPU does more: it runs all ops but communication in the order of the program, and starts a
@@ -20,7 +21,7 @@ from typing import TypeAlias
 from ...ir.attributes import Stream
 from ...ir.communication import Message, match
 from ...ir.module import Module, Program
-from ...ir.ops import Communication, Free, Op, Value, Wait, batch_of
+from ...ir.ops import Collective, Communication, Free, Op, Recv, Value, Wait, batch_of
 
 Line: TypeAlias = int
 """A channel by its number, or a stream by a negative number."""
@@ -112,7 +113,7 @@ class Clocks:
 
 
 Node: TypeAlias = tuple[int, int]
-"""An op: its rank and its index. A message is the node of its end on its lowest rank."""
+"""An op: its rank and its index."""
 
 
 class Order:
@@ -137,7 +138,7 @@ class Order:
         """
         op = self._programs[rank].ops[later]
         comm = isinstance(op, Communication)
-        target = self._node(self._programs[rank].ops[earlier])
+        target = (rank, earlier)
         seen = set(self._earlier((rank, later)) if comm else self._follows((rank, later)))
         pending = list(seen)
         while pending and target not in seen:
@@ -172,33 +173,44 @@ class Order:
             latest[line] = (*last, index) if together else (index,)
             self._made.update(dict.fromkeys(op.results, node))
 
-    def _node(self, op: Op) -> Node:
-        """The node of an op; of a message, that of all its ends."""
-        if isinstance(op, Communication):
-            ends = self._messages[op.chan or 0, op.seq or 0].ends
-            op = ends[min(ends)]
-        return self._index[op]
-
     def _follows(self, node: Node) -> Iterator[Node]:
         """The ops that an op directly follows."""
         rank, index = node
         op = self._programs[rank].ops[index]
-        if isinstance(op, Communication):
-            message = self._messages[op.chan or 0, op.seq or 0]
-            for other, end in message.ends.items():
-                yield from self._earlier((other, self._index[end][1]))
-            if message.previous in self._frees:
-                yield self._frees[message.previous]
-            return
         yield from self._earlier(node)
+        if isinstance(op, Communication):
+            yield from self._on_others(rank, op)
         for value in awaited(op):
             if value in self._made:
-                made = self._made[value]
-                yield self._node(self._programs[made[0]].ops[made[1]])
+                yield self._made[value]
+
+    def _on_others(self, rank: int, op: Communication) -> Iterator[Node]:
+        """What an end of a message follows beside what is before it on its own rank.
+
+        What has been received has been sent, and what a member of a collective gets has been given.
+        Whoever only gives may be done before anybody has taken it.
+        """
+        message = self._messages[op.chan or 0, op.seq or 0]
+        if isinstance(op, Recv):
+            yield from (self._index[end] for end in message.ends.values() if end is not op)
+            if message.previous in self._frees:
+                yield self._frees[message.previous]
+        elif isinstance(op, Collective):
+            exchange = op.exchange
+            if exchange.senders and rank not in exchange.receivers:
+                return
+            for other in exchange.senders or exchange.members:
+                if other == rank:
+                    continue
+                node = self._index[message.ends[other]]
+                if op.shared_operand is None:
+                    yield node
+                else:  # what has been read there may still be written
+                    yield from self._earlier(node)
 
     def _earlier(self, node: Node) -> Iterator[Node]:
         """The op before another on its line, and on the host."""
         rank, _ = node
         for table in (self._before, self._host):
             for index in table.get(node, ()):
-                yield self._node(self._programs[rank].ops[index])
+                yield rank, index

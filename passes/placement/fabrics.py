@@ -11,13 +11,9 @@ HOST = "cpu"
 """The transport between hosts, which carries everything."""
 
 
-HOST_NAMES = (None, HOST, "mpi")
-"""Its names in `via`."""
-
-
 def is_by_stream(channel: Channel) -> bool:
     """True if a channel's messages go by what joins devices."""
-    return channel.via not in HOST_NAMES
+    return not channel.is_by_host
 
 
 def one_by_one(module: Module, rendezvous: str) -> frozenset[int]:

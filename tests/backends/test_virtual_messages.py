@@ -166,7 +166,9 @@ def test_what_shares_a_freed_slot_and_is_used_later_keeps_it() -> None:
     """
     text = two_messages(receiver).replace("wait(%t)", "")
     one = "\n".join(
-        line for line in text.splitlines() if "%t = send" not in line and "%q = recv" not in line
+        line.replace("slot = 0}", "slot = 0, stream = message}")
+        for line in text.splitlines()
+        if "%t = send" not in line and "%q = recv" not in line
     )
     executable = VirtualExecutable(module(one), {"b.see": lambda x: (0,)}, {}, poison=True)
     for _ in range(2):

@@ -266,7 +266,7 @@ def test_async_messages_may_stand_in_any_order() -> None:
 
 SEND1 = "%s1 = send(%w) {chan = 0, peer = 1, seq = 1, stream = send} : future<unit>"
 RECV1 = "%r1 = recv() {chan = 0, peer = 0, seq = 1, stream = recv} : future<f32[4]>"
-BARRIER = "%n = barrier() {chan = 1, group = {0..1}, seq = 1} : future<unit>"
+BARRIER = "%n = barrier() {chan = 1, group = {0..1}, seq = 1, stream = collective} : future<unit>"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ BARRIER = "%n = barrier() {chan = 1, group = {0..1}, seq = 1} : future<unit>"
         ("free(%a, %u)", "free(%a)\n    %z = copy(%a) : f32[4]", "%a is used after it was freed"),
         # collectives
         ("broadcast()", "broadcast(%h)", "broadcast takes one operand, on the root's rank alone"),
-        ("broadcast(%l)", "broadcast()", "broadcast takes one operand, on the root's rank alone"),
+        ("broadcast(%lc)", "broadcast()", "broadcast takes one operand, on the root's rank alone"),
         # channels and messages
         (SEND1, SEND1.replace("peer = 1", "peer = 0"), "send with peer 0 on channel 0"),
         (RECV1, SEND1.replace("%w", "%x").replace("%s1", "%r1"),
@@ -308,7 +308,7 @@ BARRIER = "%n = barrier() {chan = 1, group = {0..1}, seq = 1} : future<unit>"
         (RECV1, RECV1.replace("f32[4]", "f32[5]"),
          "recv 1 of channel 0 is f32[5], but what is sent is f32[4]"),
         (f"    {BARRIER}\n", "", "rank 0 does not take part in barrier 1 of channel 1"),
-        (BARRIER, BARRIER.replace("barrier()", "all_reduce(%h)")
+        (BARRIER, BARRIER.replace("barrier()", "all_reduce(%x)")
          .replace("{0..1}", "{0..1}, op = sum").replace("<unit>", "<f32[4]>"),
          "the ranks of channel 1 do not agree on collective 1"),
         (BARRIER, BARRIER.replace("chan = 1", "chan = 0"), "which is an edge's"),

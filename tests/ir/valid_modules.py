@@ -83,9 +83,10 @@ SCHEDULED = f"""module @m phase=scheduled world=2 {{{DECLARATIONS}
     %s = send(%w) {{chan = 0, peer = 1, seq = 0, stream = send}} : future<unit>
     %s1 = send(%w) {{chan = 0, peer = 1, seq = 1, stream = send}} : future<unit>
     %u = wait(%s) {{stream = compute}} : unit
-    %b = broadcast() {{chan = 1, group = {{0..1}}, root = 1, seq = 0}} : future<f32[]>
+    %b = broadcast() {{chan = 1, group = {{0..1}}, root = 1, seq = 0, stream = collective}}
+      : future<f32[]>
     %l0 = wait(%b) {{stream = compute}} : f32[]
-    %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1}} : future<unit>
+    %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1, stream = collective}} : future<unit>
     return(%l0)
   }}
   program @1(%x: f32[4], %o: object) {{
@@ -100,9 +101,11 @@ SCHEDULED = f"""module @m phase=scheduled world=2 {{{DECLARATIONS}
     %d0 = copy(%t, %c0) {{stream = compute}} : f32[4]
     %d1 = copy(%x, %c1) {{stream = compute}} : f32[4]
     %d = assemble(%c, %d0, %d1) {{regions = {{[0:4], [4:8]}}, stream = compute}} : f32[8]
-    %b = broadcast(%l) {{chan = 1, group = {{0..1}}, root = 1, seq = 0}} : future<f32[]>
+    %lc = wait(%l) {{stream = collective}} : f32[]
+    %b = broadcast(%lc) {{chan = 1, group = {{0..1}}, root = 1, seq = 0, stream = collective}}
+      : future<f32[]>
     %l0 = wait(%b) {{stream = compute}} : f32[]
-    %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1}} : future<unit>
+    %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1, stream = collective}} : future<unit>
     return(%l0)
   }}
 }}

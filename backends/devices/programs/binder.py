@@ -23,6 +23,7 @@ from ....ir.ops import (
     Call,
     Collective,
     Copy,
+    Free,
     Op,
     Recv,
     Reserve,
@@ -81,6 +82,12 @@ class DeviceBinder(Binder):
         self._freed: dict[tuple[int, int], StreamEvent] = {}
         self._streamed: dict[Value, StreamPort] = {}
         self._batches: dict[int, StreamEvent] = {}
+        # What a wait on another stream gives, and what it waits for.
+        self._elsewhere = {
+            op.result: op.operands[0]
+            for op in linked.program.ops
+            if isinstance(op, Wait) and op.results and stream_of(op) is not Stream.COMPUTE
+        }
         self._crossing = frozenset(
             op.operands[0]
             for op in linked.program.ops
@@ -224,6 +231,15 @@ class DeviceBinder(Binder):
 
     def _arriving(self, future: Value, target: int) -> InstructionInfo:
         return InstructionInfo(Role.AWAIT, (), (target,))
+
+    def _bind_free(self, op: Free) -> None:
+        """The compute stream, in whose order memory is used again, follows what is named."""
+        for value in op.operands[1:]:
+            awaited = self._elsewhere.get(value)
+            event = None if awaited is None else self._done.get(awaited) or self._made.get(awaited)
+            if event is not None:
+                self._emit(instructions.follow(event, self.order.compute), KEEP)
+        super()._bind_free(op)
 
     def awaited_outside(self, graph: int) -> list[StreamEvent]:
         """The events of messages that ops of a graph wait for and that were not issued in it."""

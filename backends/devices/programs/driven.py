@@ -207,8 +207,14 @@ class DrivenBinder(DeviceBinder):
                 return
 
     def _finish(self) -> None:
+        """The compute stream goes on behind all messages: their operands may be written to then."""
+        awaited = {
+            op.operands[0]
+            for op in self._program.ops
+            if isinstance(op, Wait) and stream_of(op) is Stream.COMPUTE
+        }
         for future, done in self._done.items():
-            if future not in self._layout.first_waits:
+            if future not in awaited:
                 self._emit(instructions.follow(done, self.order.compute), KEEP)
         super()._finish()
         for telling in self._told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from cg.backends.devices.programs.driven import DrivenBinder, HostHandshake
@@ -15,6 +16,7 @@ from cg.backends.nccl.pool import NcclPool
 from cg.backends.program.linked import LinkedProgram
 from cg.ir.attributes import Stream
 from cg.ir.module import Module
+from cg.ir.parser import parse_module
 from tests.backends.devices.patience import loose_device
 
 from ..conformance import one_way
@@ -56,3 +58,33 @@ def test_an_input_is_sent_behind_its_landing() -> None:
     (compute, sends), _ = on_ranks(2, play)
     at = sends.index("send 32")
     assert sends[at - 1].replace("wait", "record") == compute[0], (compute, sends)
+
+
+SENT = """
+module @sent phase=scheduled world=2 {
+  channel 0 {ranks = {0..1}, via = fake}
+  program @0(%x: f32[8]) {
+    %d = send(%x) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
+    %s = wait(%d) {stream = STREAM} : unit
+    return()
+  }
+  program @1() {
+    %r = recv() {chan = 0, peer = 0, seq = 0, stream = recv} : future<f32[8]>
+    %v = wait(%r) {stream = compute} : f32[8]
+    return(%v)
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("stream", ["compute", "send", "collective"])
+def test_an_input_may_be_written_to_at_the_end_wherever_its_send_was_awaited(stream: str) -> None:
+    module = parse_module(SENT.replace("STREAM", stream))
+
+    def play(world: ThreadWorld) -> bool:
+        inputs = [torch.ones(8)] if world.rank == 0 else []
+        device = execute(world, module, inputs)
+        log = device.stream(Stream.COMPUTE).log
+        return any(entry.startswith("wait") for entry in log)
+
+    assert on_ranks(2, play) == [True, True]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.devices.programs.executable import DeviceExecutable
@@ -16,6 +17,7 @@ from cg.backends.nccl.pool import LIMIT, NcclPool, width_of
 from cg.ir.attributes import Stream
 from cg.ir.flops import Flops
 from cg.ir.module import Channel
+from cg.ir.parser import parse_module
 from cg.ir.types import DType
 from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
@@ -50,6 +52,41 @@ def test_the_host_is_not_held_up() -> None:
         return int(world.device.synchronized - before)
 
     assert on_ranks(2, play) == [0, 0]
+
+
+FREED = """
+module @freed phase=scheduled world=2 {
+  channel 0 {ranks = {0..1}, via = fake}
+  program @0(%x: f32[4]) {
+    %h = copy(%x) {stream = compute} : f32[4]
+    %h.there = wait(%h) {stream = send} : f32[4]
+    %d = send(%h.there) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
+    %s = wait(%d) {stream = send} : unit
+    free(%h, %s)
+    return()
+  }
+  program @1() {
+    %r = recv() {chan = 0, peer = 0, seq = 0, stream = recv} : future<f32[4]>
+    %v = wait(%r) {stream = compute} : f32[4]
+    return(%v)
+  }
+}
+"""
+
+
+def test_memory_is_used_again_behind_what_its_free_names() -> None:
+    """The free is on the compute stream, and what it names has been awaited on another one."""
+
+    def waits(text: str) -> int:
+        def play(world: ThreadWorld) -> int:
+            executable = bound(world, parse_module(text))
+            executable.run([[torch.ones(4)], []][world.rank], pause)
+            log = world.device.queues[Stream.COMPUTE].log
+            return sum(entry.startswith("wait") for entry in log)
+
+        return int(on_ranks(2, play)[0])
+
+    assert waits(FREED) == waits(FREED.replace("free(%h, %s)", "free(%h)")) + 1
 
 
 def captured(world: ThreadWorld, case: Case) -> DeviceExecutable:

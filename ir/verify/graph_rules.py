@@ -1,0 +1,53 @@
+"""Check graphs: the parts of a program that a device may record and replay as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..diagnostics import Diagnostic
+from ..module import FunctionKind, Module, Program
+from ..ops import Alloc, Call, Collective, Op, Recv, Send, Value, Wait
+
+_HELP = "capture numbers the ops of graphs; leave graph out where the host has to do something"
+
+
+def check_graphs(module: Module, program: Program) -> Iterator[Diagnostic]:
+    """The problems with the graphs of one program.
+
+    A replay runs no Python, so what the host has to do is in no graph. And one graph is one part of
+    the program.
+    """
+    by_hosts: set[Value] = set()
+    last: int | None = None
+    ended: set[int] = set()
+    for op in program.ops:
+        problem = _needs_host(op, module, by_hosts)
+        if isinstance(op, Alloc):
+            continue
+        if op.graph is not None and problem is not None:
+            yield Diagnostic(f"{problem}, and is in graph {op.graph}", op, program, help=_HELP)
+        if op.graph != last and last is not None:
+            ended.add(last)
+        if op.graph in ended:
+            message = f"{op.opcode} is in graph {op.graph}, which has ended above"
+            yield Diagnostic(message, op, program, help="the ops of a graph stand in a row")
+            return
+        last = op.graph
+
+
+def _needs_host(op: Op, module: Module, by_hosts: set[Value]) -> str | None:
+    """The reason why the host has to do an op; `by_hosts` are the futures of hosts' messages."""
+    if isinstance(op, Call):
+        function = module.functions.get(op.fn.name)
+        if function is not None and function.kind is FunctionKind.OPAQUE:
+            return f"{op.fn} is opaque"
+        return None if op.key is None else f"{op.fn} draws random numbers"
+    if isinstance(op, Send | Recv | Collective):
+        channel = module.channels.get(-1 if op.chan is None else op.chan)
+        if channel is None or not channel.is_by_host:
+            return None
+        by_hosts.update(op.results)
+        return f"{op.opcode} goes from host to host"
+    if isinstance(op, Wait) and not by_hosts.isdisjoint(op.operands):
+        return "wait is for what goes from host to host"
+    return None
