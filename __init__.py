@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     )
     from .backends.fusion.fuse import FuseError
     from .backends.streams.library import CommunicationError
-    from .ir.diagnostics import IRError
     from .ir.pipeline.costs import Costs, Link
+    from .ir.text.diagnostics import IRError
     from .ir.types import Place
     from .launch.api.api import actor, allgather, barrier, fsdp, measure, on, trace
     from .launch.api.carry import carry
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from .launch.checkpoints.weights import pretrained
-    from .launch.config import ConfigError
+    from .launch.environment.config import ConfigError
     from .launch.measure.profiling import profile
     from .launch.models.cut_layers import cut_layers
     from .launch.models.empty_weights import empty_weights
@@ -48,13 +48,15 @@ if TYPE_CHECKING:
     from .launch.world.waiting import WorldError
     from .launch.world.world import rank, world_size
     from .passes import schedules
-    from .passes.schedules.base import ScheduleError
-    from .tracer.actors.actors import ActorError, ActorHandle, remat
+    from .passes.schedules.orders.base import ScheduleError
     from .tracer.errors import TraceError
-    from .tracer.groups import plans
-    from .tracer.intrinsics.asked_layouts import layout
-    from .tracer.intrinsics.clipping import clip_grad_norm
-    from .tracer.intrinsics.collectives import (
+    from .tracer.function.groups import plans
+    from .tracer.graph.layouts.cases import LayoutError
+    from .tracer.graph.layouts.rules.einsum import layout_rule
+    from .tracer.record.actors.actors import ActorError, ActorHandle, remat
+    from .tracer.record.intrinsics.asked_layouts import layout
+    from .tracer.record.intrinsics.clipping import clip_grad_norm
+    from .tracer.record.intrinsics.collectives import (
         all_gather,
         all_reduce,
         all_to_all,
@@ -63,45 +65,43 @@ if TYPE_CHECKING:
         reduce_scatter,
         scatter,
     )
-    from .tracer.intrinsics.gradients import backward
-    from .tracer.intrinsics.microbatches import mean, microbatches
-    from .tracer.intrinsics.opaque import opaque
-    from .tracer.intrinsics.via import via
-    from .tracer.layouts.cases import LayoutError
-    from .tracer.layouts.rules.einsum import layout_rule
-    from .tracer.step.inputs import InputError
-    from .tracer.step.values import OBJECT as object  # noqa: N811 - users write cg.object
+    from .tracer.record.intrinsics.gradients import backward
+    from .tracer.record.intrinsics.microbatches import mean, microbatches
+    from .tracer.record.intrinsics.via import via
+    from .tracer.record.session.inputs import InputError
+    from .tracer.values.opaque import opaque
+    from .tracer.values.values import OBJECT as object  # noqa: N811 - users write cg.object
 
 # Where each public name lives: room.module, and the name there if it is another.
 _HOMES = {
     # Writing a program
     "actor": "launch.api.api",
     "trace": "launch.api.api",
-    "opaque": "tracer.intrinsics.opaque",
+    "opaque": "tracer.values.opaque",
     "carry": "launch.api.carry",
-    "remat": "tracer.actors.actors",
-    "mesh": "tracer.groups.mesh",
-    "plan": "tracer.groups.plan",
+    "remat": "tracer.record.actors.actors",
+    "mesh": "tracer.values.mesh",
+    "plan": "tracer.values.plan",
     "plans": "tracer.groups:plans",
-    "cut": "tracer.groups.plan",
-    "whole": "tracer.groups.plan",
+    "cut": "tracer.values.plan",
+    "whole": "tracer.values.plan",
     "fsdp": "launch.api.api",
-    "layout": "tracer.intrinsics.asked_layouts",
-    "layout_rule": "tracer.layouts.rules.einsum",
+    "layout": "tracer.record.intrinsics.asked_layouts",
+    "layout_rule": "tracer.graph.layouts.rules.einsum",
     "on": "launch.api.api",
-    "object": "tracer.step.values:OBJECT",
-    "microbatches": "tracer.intrinsics.microbatches",
-    "mean": "tracer.intrinsics.microbatches",
-    "backward": "tracer.intrinsics.gradients",
-    "clip_grad_norm": "tracer.intrinsics.clipping",
-    "all_reduce": "tracer.intrinsics.collectives",
-    "all_gather": "tracer.intrinsics.collectives",
-    "reduce_scatter": "tracer.intrinsics.collectives",
-    "all_to_all": "tracer.intrinsics.collectives",
-    "broadcast": "tracer.intrinsics.collectives",
-    "gather": "tracer.intrinsics.collectives",
-    "scatter": "tracer.intrinsics.collectives",
-    "via": "tracer.intrinsics.via",
+    "object": "tracer.values.values:OBJECT",
+    "microbatches": "tracer.record.intrinsics.microbatches",
+    "mean": "tracer.record.intrinsics.microbatches",
+    "backward": "tracer.record.intrinsics.gradients",
+    "clip_grad_norm": "tracer.record.intrinsics.clipping",
+    "all_reduce": "tracer.record.intrinsics.collectives",
+    "all_gather": "tracer.record.intrinsics.collectives",
+    "reduce_scatter": "tracer.record.intrinsics.collectives",
+    "all_to_all": "tracer.record.intrinsics.collectives",
+    "broadcast": "tracer.record.intrinsics.collectives",
+    "gather": "tracer.record.intrinsics.collectives",
+    "scatter": "tracer.record.intrinsics.collectives",
+    "via": "tracer.record.intrinsics.via",
     # Models of other libraries
     "cut_layers": "launch.models.cut_layers",
     "empty_weights": "launch.models.empty_weights",
@@ -124,7 +124,7 @@ _HOMES = {
     "Optimistic": "launch.api.optimistic",
     "profile": "launch.measure.profiling",
     "Future": "backends.driven.futures",
-    "ActorHandle": "tracer.actors.actors",
+    "ActorHandle": "tracer.record.actors.actors",
     "Place": "ir.types",
     # What it costs
     "measure": "launch.api.api",
@@ -132,10 +132,10 @@ _HOMES = {
     "Link": "ir.pipeline.costs",
     # What can go wrong
     "TraceError": "tracer.errors",
-    "LayoutError": "tracer.layouts.cases",
-    "IRError": "ir.diagnostics",
-    "ScheduleError": "passes.schedules.base",
-    "InputError": "tracer.step.inputs",
+    "LayoutError": "tracer.graph.layouts.cases",
+    "IRError": "ir.text.diagnostics",
+    "ScheduleError": "passes.schedules.orders.base",
+    "InputError": "tracer.record.session.inputs",
     "RemoteError": "backends.errors",
     "CapacityError": "backends.errors",
     "ExecutionLost": "backends.errors",
@@ -146,9 +146,9 @@ _HOMES = {
     "PeerLost": "backends.errors",
     "CommunicationError": "backends.streams.library",
     "FuseError": "backends.fusion.fuse",
-    "ActorError": "tracer.actors.actors",
+    "ActorError": "tracer.record.actors.actors",
     "WorldError": "launch.world.waiting",
-    "ConfigError": "launch.config",
+    "ConfigError": "launch.environment.config",
     "DeviceError": "launch.world.devices",
 }
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import Tensor, fx
 
 from ..ir.location import Location
-from ..ir.module import Channel
 from ..ir.ops import Collective, Recv, Send
+from ..ir.ops.module import Channel
 from ..ir.types import ValueType
-from .devices.base import Device
-from .failures.poison import Poison
+from .device import Device
+from .poison import Poison
 
 T = TypeVar("T")
 

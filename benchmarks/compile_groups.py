@@ -23,8 +23,8 @@ from compile_time import Row, summary, table
 from synthetic_groups import GroupSteps, group_module
 
 from cg.passes import schedules
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 
 SIZES = ("4x2x8x32", "8x4x8x32", "16x8x8x32")
 

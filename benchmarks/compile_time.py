@@ -20,11 +20,11 @@ from pathlib import Path
 
 from synthetic import pipeline_module
 
-from cg.ir.module import Module
+from cg.ir.ops.module import Module
 from cg.passes import schedules
 from cg.passes.base import Pipeline
-from cg.passes.manager import PassManager, PassReport
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager, PassReport
+from cg.passes.manager.pipelines import default_pipeline
 
 RANKS = (4, 16, 64)
 MICROBATCHES = (16, 64, 256)

@@ -24,8 +24,8 @@ from mpi4py import MPI
 
 from cg.backends.base import Communicator, Port
 from cg.backends.cpu.transport import CpuTransport
-from cg.ir.module import Channel
 from cg.ir.ops import Recv, Send, Value
+from cg.ir.ops.module import Channel
 from cg.ir.types import DType, FutureType, ObjectType, TensorType, UnitType, ValueType
 from cg.launch.world.world import world as start_world
 

@@ -22,7 +22,7 @@ import torch
 from cg.backends.program.executor import Executable, poll_only
 from cg.backends.program.linked import LinkedProgram
 from cg.backends.virtual.fabric import VirtualFabric
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 
 FUNCTIONS = """
   function @one(object) -> (object) {effect = pure, kind = graph}

@@ -26,7 +26,7 @@ import llama_peer  # noqa: E402
 
 import cg  # noqa: E402
 from cg.ir.layout import whole  # noqa: E402
-from cg.tracer.groups.meta import fill_from  # noqa: E402
+from cg.tracer.function.groups.meta import fill_from  # noqa: E402
 
 RATE, CLIP, STEPS = 2e-5, 1.0, 100
 SMOL: dict[str, Any] = {

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cg
-from cg.ir.module import Program
 from cg.ir.ops import AllGather, AllReduce, Collective, Recv, ReduceScatter
+from cg.ir.ops.module import Program
 from cg.ir.types import FutureType, TensorType
 
 ROWS, TOKENS, VOCABULARY, MICROBATCHES = 8, 7, 64, 4

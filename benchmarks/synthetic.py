@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cg.ir.attributes import Effect, Symbol
-from cg.ir.module import Function, Module, Program, Vjp
 from cg.ir.ops import Backward, Call, Op, Return, Value, View
+from cg.ir.ops.module import Function, Module, Program, Vjp
 from cg.ir.phases import Phase
 from cg.ir.types import DType, Place, TensorType, UnitType, relocate
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from cg.ir.attributes import Effect, Symbol
 from cg.ir.layout import Cut, Layout
-from cg.ir.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.ops import Backward, Call, Op, Return, Transfer, Value, View
+from cg.ir.ops.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.phases import Phase
 from cg.ir.types import DType, FutureType, Mesh, Place, TensorType, UnitType, ValueType
 

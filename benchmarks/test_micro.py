@@ -23,11 +23,11 @@ from compile_time import traced
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from cg.backends.program.executor import poll_only
-from cg.ir.clone import clone
-from cg.ir.module import Module
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module
 from cg.passes.base import Pass, Pipeline
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 
 HERE = Path(__file__).resolve().parent
 INSTRUCTIONS = 1000

@@ -507,7 +507,7 @@ except cg.StepTimeout as error:
     raise
 
 # cg.IRError
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 
 try:
     parse_module("module @step {")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
+from .environment.config import THREAD_VARIABLES, Config, ConfigError, environment, table
 from .job.job import Job
 from .job.launcher import Flavour, Launcher, LaunchError, command, find, on_hosts, variables
 from .job.rank_registry import RankRegistry

@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import ClassVar, Self, TypeAlias, get_args, get_type_hints
 
-from ..ir.module import Module
+from ..ir.ops.module import Module
 from ..ir.phases import Phase
 
 

@@ -6,8 +6,9 @@ Every import counts, also inside of functions.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ SAME_THING = {
     "capture.py": "the pass, and the device's part of it",
     "collectives.py": "what users call, and its meaning in each transport",
     "communicator.py": "in each transport",
+    "device.py": "what the run time needs of an accelerator, and the fake one",
     "errors.py": "of the tracer, and of what runs",
     "flops.py": "counts in the IR, and of torch's ops",
     "fuse.py": "the pass, and the compiler that it asks for",
@@ -95,6 +97,75 @@ def test_rooms_import_only_their_floors(room: str) -> None:
     assert violations(room) == []
 
 
+def arrows(room: str) -> dict[str, dict[str, str]]:
+    """For each folder of a room the folders that its own modules import, with one such import."""
+    found: dict[str, dict[str, str]] = {}
+    for file in sorted((ROOT / room).rglob("*.py")):
+        folder = str(file.parent.relative_to(ROOT))
+        for line, name in imports(file):
+            target = folder_of(name)
+            if target is not None and target != folder and target.split("/")[0] == room:
+                where = f"{file.relative_to(ROOT)}:{line} imports {name}"
+                found.setdefault(folder, {}).setdefault(target, where)
+    return found
+
+
+def folder_of(name: str) -> str | None:
+    """The folder of the module of a dotted name, `cg.room.….module.thing`; None for others."""
+    path = ROOT.joinpath(*name.split(".")[1:])
+    while name.startswith("cg.") and path != ROOT:
+        if path.with_suffix(".py").is_file():
+            return str(path.parent.relative_to(ROOT))
+        if (path / "__init__.py").is_file():
+            return str(path.relative_to(ROOT))
+        path = path.parent
+    return None
+
+
+def circle(graph: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Imports that lead from a folder back to it; none if there is no circle."""
+    done: set[str] = set()
+
+    def visit(folder: str, path: list[str]) -> list[str]:
+        if folder in path:
+            around = [*path[path.index(folder) :], folder]
+            return [graph[a][b] for a, b in itertools.pairwise(around)]
+        if folder in done:
+            return []
+        for target in graph.get(folder, {}):
+            if found := visit(target, [*path, folder]):
+                return found
+        done.add(folder)
+        return []
+
+    return next((found for folder in graph if (found := visit(folder, []))), [])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_folders_have_no_circles(room: str) -> None:
+    assert circle(arrows(room)) == []
+
+
+FLOORS = ("values", "method", "graph", "function", "record")
+"""The folders of the tracer: each imports those in front of it alone."""
+
+
+def test_the_tracer_has_five_floors() -> None:
+    found = arrows("tracer")
+    assert {folder.split("/")[1] for folder in found if "/" in folder} <= set(FLOORS)
+    against = [
+        where
+        for folder, targets in found.items()
+        for target, where in targets.items()
+        if "/" in target and ("/" not in folder or _floor(target) > _floor(folder))
+    ]
+    assert against == []
+
+
+def _floor(folder: str) -> int:
+    return FLOORS.index(folder.split("/")[1])
+
+
 def modules() -> list[Path]:
     found = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
     return sorted(file.relative_to(ROOT) for file in found)
@@ -124,7 +195,22 @@ def test_the_environment_is_read_in_one_module() -> None:
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
                     readers.add(str(file.relative_to(ROOT)))
-    assert readers <= {"launch/config.py"}
+    assert readers <= {"launch/environment/config.py"}
+
+
+def test_a_circle_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, text in (("a", "from ..b import y\n"), ("b", "if 1:\n    from ..c.z import q\n")):
+        (tmp_path / "ir" / folder).mkdir(parents=True)
+        (tmp_path / "ir" / folder / "x.py").write_text(text)
+        (tmp_path / "ir" / folder / "__init__.py").touch()
+    (tmp_path / "ir" / "c").mkdir()
+    (tmp_path / "ir" / "c" / "z.py").write_text("from ..a.x import w\n")
+    monkeypatch.setitem(circle.__globals__, "ROOT", tmp_path)
+    assert circle(arrows("ir")) == [
+        "ir/a/x.py:1 imports cg.ir.b.y",
+        "ir/b/x.py:2 imports cg.ir.c.z.q",
+        "ir/c/z.py:1 imports cg.ir.a.x.w",
+    ]
 
 
 def test_an_arrow_against_the_floors_is_seen(

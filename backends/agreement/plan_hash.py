@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from ...ir.module import Module
-from ...ir.printer import format_module
+from ...ir.ops.module import Module
+from ...ir.text.printer import format_module
 from ..base import World
 from ..errors import PlanMismatch
 from .gather import ADVICE, disagreement

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from ...ir.module import Channel
 from ...ir.ops import Broadcast, Collective, Recv, Send
+from ...ir.ops.module import Channel
 from ...ir.types import ObjectType, TensorType, ValueType
 from ..base import Port
 from ..errors import BindError, StepTimeout
 from .memory.codecs import TensorCodec, codec_of
 from .memory.layout import LINE, SlotLayout, round_up
-from .node import Node
 from .queues.broadcast_ports import BroadcastRecvPort, BroadcastSendPort
 from .queues.collectives import CollectivePort, Group
 from .queues.local_receiver import LocalReceiver
@@ -22,6 +21,7 @@ from .queues.messages import Active, Incoming, Outgoing, mover
 from .queues.object_ports import ObjectRecvPort, ObjectSendPort
 from .queues.ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
 from .queues.remote import Counts, RemoteReceiver, RemoteSender
+from .waiting.node import Node
 
 RING_SLOTS = 4
 RING_BYTES = 16 * 1024

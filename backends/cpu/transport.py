@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...ir.module import Channel
+from ...ir.ops.module import Channel
 from ..base import Communicator, World
 from .communicator import CpuCommunicator
 from .control.control import Control
 from .control.divergence import out_of_step
 from .control.rank_status import State
-from .node import MpiWorld, Node
+from .waiting.node import MpiWorld, Node
 from .waiting.waiting import Waiter
 
 

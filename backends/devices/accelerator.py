@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 
 from ...ir.attributes import Stream
-from .base import Event, Fabric, Graph, Queue
+from ..device import Event, Fabric, Graph, Queue
 
 
 class CaptureNodes(Protocol):

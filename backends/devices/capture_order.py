@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Device, Event, Queue
+from ..device import Device, Event, Queue
 
 Nodes = tuple[Any, ...]
 Steps = Mapping[Queue, int]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ...ir.types import DType
+from ..device import Fabric
 from . import cuda_driver
 from .accelerator import Accelerator
-from .base import Fabric
 
 NCCL = Fabric(
     "nccl",

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from ..device import Device
 from ..fake import device as fake
 from ..fake.host_memory import KIND
 from . import cuda, npu
-from .base import Device
 
 FAKE = KIND
 """Every process has one of its own, which is taken only where it is asked for."""

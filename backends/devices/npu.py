@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 
 from ...ir.types import DType
+from ..device import Fabric
 from ..errors import TransportError
 from .accelerator import Accelerator
-from .base import Fabric
 
 HCCL = Fabric(
     "hccl",

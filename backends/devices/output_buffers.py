@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils import dlpack
 
-from .base import Device, Queue
+from ..device import Device, Queue
 
 
 class Loan:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ...ir.attributes import Stream
-from ..failures.poison import Poison
+from ..poison import Poison
 
 
 @runtime_checkable

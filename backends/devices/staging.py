@@ -18,9 +18,9 @@ from torch import Tensor
 from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..base import Port
+from ..device import Device, Event, Queue
 from ..dtypes import TORCH_DTYPES
-from ..failures.poison import Poison
-from .base import Device, Event, Queue
+from ..poison import Poison
 
 
 class Copies:

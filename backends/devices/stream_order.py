@@ -10,7 +10,7 @@ recorded.
 from __future__ import annotations
 
 from ...ir.attributes import Stream
-from .base import Device, Event, Queue
+from ..device import Device, Event, Queue
 from .capture_order import CaptureOrder, Mark
 
 OUTSIDE = 0

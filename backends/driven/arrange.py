@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ...ir.module import Program
 from ...ir.ops import Send
+from ...ir.ops.module import Program
 from ..base import Port
 from ..program.code import Code
 from ..program.instruction_info import InstructionInfo, Role

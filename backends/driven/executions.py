@@ -16,7 +16,13 @@ from typing import Any, Final
 from ..errors import CapacityError, StepTimeout
 from ..failures.flight import Activity, Sight
 from ..failures.interruptions import is_interruption
-from ..failures.timeouts import (
+from .commands import GRAPHS, Action, Command, CommandQueue, CommandTransport, Kind
+from .futures import Future
+from .graphs import Graph
+from .outcomes import Outcome, Waiting
+from .rank_scheduler import RankScheduler
+from .restart import RESTART_STATES, RestartEpochs, RestartState, cannot_start_over, give_up, reset
+from .timeouts import (
     is_full,
     late_end,
     late_restart,
@@ -24,12 +30,6 @@ from ..failures.timeouts import (
     positions_in_flight,
     seconds,
 )
-from .commands import GRAPHS, Action, Command, CommandQueue, CommandTransport, Kind
-from .futures import Future
-from .graphs import Graph
-from .outcomes import Outcome, Waiting
-from .rank_scheduler import RankScheduler
-from .restart import RESTART_STATES, RestartEpochs, RestartState, cannot_start_over, give_up, reset
 
 _ASKING: Final = 0.5
 """Seconds at most that other ranks get to say where they are, when an execution is late."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...ir.module import Module
-from ..failures.poison import Poison
+from ...ir.ops.module import Module
+from ..failures.participants import participants, woken_by_command
+from ..poison import Poison
 from .instance import Instance
 from .outcomes import Outcome, resolve
-from .participants import participants, woken_by_command
 from .rank_scheduler import ExecutionContext
 
 Rebuild = Callable[[Sequence[Any]], Any]

@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Assemble, Call, Collective, Constant, Copy, Reserve, Slice, View
+from ...ir.ops.module import FunctionKind, Module, Program
 from ..base import PeekingPort, Port
 from ..errors import TransportError
-from ..failures.error_propagation import ErrorPropagation
 from ..failures.flight import Position
 from ..failures.interruptions import is_interruption, leaves
-from ..failures.poison import Poison
+from ..poison import Poison
 from ..program.code import Code
 from ..program.engine import Engine
 from ..program.instruction_info import KEEP, Role
 from ..program.linked import LinkedProgram
+from ..program.ticket_locks import Tickets
+from ..program.tracing import Log
 from ..program.type_checks import InputCheck
 from ..timing.tallies import Tally
-from ..timing.tracing import Log
 from .arrange import Reports, await_reports, last_op, leave_out_clears, send_inputs_first
-from .ticket_locks import Tickets
+from .error_propagation import ErrorPropagation
 
 Guard = Callable[[], str | None]
 """Describes how an actor has changed since it was traced; None if it has not."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ..compiling import mypyc_attr
 from ..failures.flight import Sight
-from ..failures.poison import Poison
-from ..program.compiling import mypyc_attr
+from ..poison import Poison
 
 
 class Progress(Protocol):

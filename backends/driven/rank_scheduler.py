@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Final
 
+from ..program.ticket_locks import TicketLocks
 from .instance import Instance
-from .ticket_locks import TicketLocks
 
 _OLDEST: Final = 4
 """Executions that are looked at in every turn."""

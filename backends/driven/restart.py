@@ -13,7 +13,7 @@ import enum
 from typing import Final, Protocol
 
 from ..errors import ExecutionLost, Failure, TransportError, type_name
-from ..failures.poison import Poison
+from ..poison import Poison
 from .graphs import Graph
 from .outcomes import resolve
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...ir.attributes import Traffic
-from ...ir.module import Channel, Module
 from ...ir.ops import Collective, Recv, Send
+from ...ir.ops.module import Channel, Module
 
 _Key = tuple[tuple[int, ...], bool, str | None, Traffic | None, int]
 

@@ -6,9 +6,9 @@ import linecache
 from collections.abc import Mapping
 
 from ...ir.location import Location
-from ...ir.module import Module, Program
 from ...ir.ops import Call, Op
-from ...ir.printer import format_op
+from ...ir.ops.module import Module, Program
+from ...ir.text.printer import format_op
 from ..base import Body, GraphBody
 from ..errors import Failure, message_text, traceback_text, type_name
 from .flight import method_of

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from ...ir.location import Location
-from ...ir.module import FunctionKind, Module
 from ...ir.ops import Call, Op
+from ...ir.ops.module import FunctionKind, Module
 from ..base import Body, GraphBody
 from .flight import method_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ...ir.module import Module
+from ...ir.ops.module import Module
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...ir.module import Module
 from ...ir.ops import Call, Collective, Op, Recv, Send
-from ...ir.printer import format_op
-from ..driven.participants import is_device_only
+from ...ir.ops.module import Module
+from ...ir.text.printer import format_op
+from .participants import is_device_only
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...ir.module import Module
 from ...ir.ops import Call, Collective, Op, Recv, Send, Value
+from ...ir.ops.module import Module
 
 Node = tuple[int, Value]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-from ...ir.module import Channel
+from ...ir.ops.module import Channel
 from ..base import World
 from ..nccl.communicator import NcclCommunicator
 from ..nccl.pool import NcclPool

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ir.attributes import Stream
 from ...ir.types import DType
-from ..devices.base import Device, Fabric
+from ..device import Device, Fabric
 from . import torch_backend
 from .host_memory import DEVICE_INDEX, KIND, on_host
 from .op_recorder import Pool, Recording

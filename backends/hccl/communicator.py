@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from ...ir.attributes import Stream
-from ...ir.module import Channel
 from ...ir.ops import Collective, Recv, Send
+from ...ir.ops.module import Channel
 from ...ir.types import TensorType
 from ..base import World
 from ..errors import BindError

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..devices.base import Device, Queue
+from ..device import Device, Queue
 from ..streams.library import CommunicationError, Message, batch_in_words
 from .abi import (
     BYTES,

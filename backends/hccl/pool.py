@@ -8,9 +8,9 @@ from time import monotonic, sleep
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.module import Channel
+from ...ir.ops.module import Channel
 from ..base import World
-from ..devices.base import Device, Queue
+from ..device import Device, Queue
 from ..streams.groups import Group, Lease, Line
 from ..streams.library import CommunicationError, Message
 from ..streams.pool import FLOAT_BYTES, Pool

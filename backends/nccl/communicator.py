@@ -7,7 +7,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from ...ir.attributes import ReduceOp
-from ...ir.module import Channel
+from ...ir.ops.module import Channel
 from ...ir.types import DType
 from ..base import World
 from ..streams.collectives import Collectives, Reduction, as_logic, does_not_reduce

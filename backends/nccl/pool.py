@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 
 from ...ir.flops import Flops
-from ...ir.module import Channel
+from ...ir.ops.module import Channel
 from ...ir.types import DType
 from ..base import World
-from ..devices.base import Device
+from ..device import Device
 from ..streams.groups import Group, Lease
 from ..streams.library import CommunicationError, Library
 from ..streams.pool import Pool

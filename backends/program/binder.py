@@ -12,8 +12,6 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 from torch import Tensor
 
-from ...ir.diagnostics import Diagnostic
-from ...ir.module import Channel, Function, FunctionKind
 from ...ir.ops import (
     Alloc,
     Assemble,
@@ -32,6 +30,8 @@ from ...ir.ops import (
     View,
     Wait,
 )
+from ...ir.ops.module import Channel, Function, FunctionKind
+from ...ir.text.diagnostics import Diagnostic
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
 from ..base import (
     Body,
@@ -43,7 +43,6 @@ from ..base import (
     Port,
     ReleasingPort,
 )
-from ..driven.ticket_locks import Tickets, locked_ops
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
 from . import builtins, instructions
@@ -54,6 +53,7 @@ from .linked import LinkedProgram
 from .random import seeded
 from .registers import Layout, given_away, lay_out
 from .tensor_regions import assembling, reserving, taking
+from .ticket_locks import Tickets, locked_ops
 from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...ir import builtins
-from ...ir.module import Function
+from ...ir.ops import builtins
+from ...ir.ops.module import Function
 from ...ir.types import TensorType
 from ..base import Body
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..driven.ticket_locks import Tickets
 from .instruction_info import KEEP, InstructionInfo
 from .instructions import Instruction, Registers
+from .ticket_locks import Tickets
 
 
 @dataclass(slots=True)

@@ -18,10 +18,10 @@ import torch
 from ..base import Pause
 from ..failures.flight import Position
 from ..timing.tallies import Tally, count
-from ..timing.tracing import Log
 from .code import Code
 from .instructions import Instruction, getter
 from .linked import LinkedProgram
+from .tracing import Log
 
 # A step of a few microseconds notices the microsecond that entering `torch.no_grad()` takes.
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled

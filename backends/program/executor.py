@@ -14,11 +14,11 @@ from ..failures.descriptions import failure_at, note_departure
 from ..failures.flight import Position
 from ..failures.interruptions import leaves
 from ..timing.statistics import Statistics
-from ..timing.tracing import Log
 from .binder import Binder
 from .code import Code
 from .engine import Engine
 from .linked import LinkedProgram
+from .tracing import Log
 from .type_checks import InputCheck
 
 

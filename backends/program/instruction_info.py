@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from ...ir.module import Function
+from ...ir.ops.module import Function
 from ..base import Port
 
 

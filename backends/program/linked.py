@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...ir.module import Module, Program
+from ...ir.ops.module import Module, Program
 from ..base import Body, Communicator
 from ..failures.fallbacks import Fallbacks
 

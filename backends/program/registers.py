@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call, Free, Op, Return, Value, Wait
-from ...ir.storage import SharedStorage
+from ...ir.ops.module import FunctionKind, Module, Program
+from ...ir.ops.storage import SharedStorage
 from ...ir.types import FutureType
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...ir.module import Function, Program
+from ...ir.ops.module import Function, Program
 from ...ir.types import TensorType, Type
 from ..base import Body
 from ..dtypes import TORCH_DTYPES, describe

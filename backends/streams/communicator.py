@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...ir.attributes import Stream
-from ...ir.module import Channel
 from ...ir.ops import Collective, Op, Recv, Send
+from ...ir.ops.module import Channel
 from ...ir.types import TensorType, ValueType
 from ..base import Port
 from ..dtypes import TORCH_DTYPES

@@ -20,9 +20,9 @@ from weakref import WeakSet
 import torch
 
 from ...ir.attributes import Stream
-from ...ir.module import Channel
+from ...ir.ops.module import Channel
 from ..base import World
-from ..devices.base import Device, Queue
+from ..device import Device, Queue
 from ..errors import BindError
 from .groups import Group, Lease, Line
 from .library import CommunicationError, Library

@@ -12,7 +12,7 @@ from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
-from ..failures.poison import Poison
+from ..poison import Poison
 from .groups import Line
 from .library import CommunicationError, Messenger
 

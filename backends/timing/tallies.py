@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from ..program.compiling import mypyc_attr
+from ..compiling import mypyc_attr
 
 RECENT: Final = 256
 """The number of executions that medians are taken over."""

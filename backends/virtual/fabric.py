@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from ...ir.module import Channel
 from ...ir.ops import Collective, Recv, Send
-from ...ir.printer import format_op
+from ...ir.ops.module import Channel
+from ...ir.text.printer import format_op
 from ...ir.types import ValueType
 from ..errors import BindError
 from .rendezvous import CollectiveRendezvous, MessageRendezvous, Rendezvous, Traffic, VirtualPort

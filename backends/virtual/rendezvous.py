@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from ...ir.module import Channel
 from ...ir.ops import Collective, Exchange, Recv, Send, batch_of
-from ...ir.printer import format_op
+from ...ir.ops.module import Channel
+from ...ir.text.printer import format_op
 from ...ir.types import ValueType
 from ..errors import TransportError
-from ..failures.poison import Poison
+from ..poison import Poison
 from ..program.value_copies import duplicate, overwrite
 from .collectives import outcomes
 

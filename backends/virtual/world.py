@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...ir.module import Module
+from ...ir.ops.module import Module
 from ..base import Body
 from ..errors import DeadlockError
 from ..failures.flight import FlightRecord

@@ -10,7 +10,7 @@ import torch
 import cg
 from cg.backends.nccl.communicator import make_pool
 from cg.ir.attributes import Stream
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 from cg.launch.world import world as worlds
 
 BOTH_WAYS = (Channel(0, (0, 1)), Channel(1, (1, 0)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cg.backends.nccl.communicator import make_pool
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 from cg.launch.world import world as worlds
 
 from .report import Report

@@ -13,7 +13,7 @@ from gpu.by_hand import Hand
 import cg
 from cg.backends.nccl.codes import CODES, REDUCTIONS
 from cg.ir.attributes import ReduceOp
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 from cg.ir.types import DType
 
 from .bench import Bench, Run

@@ -38,11 +38,11 @@ import torch
 from mpi4py import MPI
 
 import cg
-from cg.backends import registry
 from cg.backends.base import Port, World
-from cg.backends.failures.poison import Poison
-from cg.ir.module import Channel
+from cg.backends.poison import Poison
+from cg.backends.transports import registry
 from cg.ir.ops import Collective, Recv, Send
+from cg.ir.ops.module import Channel
 from cg.ir.types import ValueType
 from cg.launch.runtime.runtime import transport_of
 

@@ -20,7 +20,7 @@ from cg.launch.models.cut_model import Cuts, StageOfModel
 from cg.launch.models.part import ModelPart
 from cg.passes.simulate.memory_plan import MemoryPlan
 from cg.passes.simulate.program_times import ProgramTimes, RankTimes
-from cg.tracer.actors.factory import ActorFactory
+from cg.tracer.record.actors.factory import ActorFactory
 
 from .docstrings import first_sentence, to_markdown
 from .examples import examples

@@ -1,4 +1,4 @@
-"""The passes and the default pipeline, read off the registry and `passes/pipelines.py`."""
+"""The passes and the default pipeline, read off the registry and `passes/manager/pipelines.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from dataclasses import fields
 
 from cg.ir.phases import Phase
-from cg.passes import pipelines, registry
 from cg.passes.base import Pass
+from cg.passes.manager import pipelines, registry
 
 from .docstrings import to_markdown
 from .tables import table

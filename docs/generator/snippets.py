@@ -34,10 +34,10 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 from cg.ir.verify.verifier import verify
 from cg.launch.world.world import use_world, world
-from cg.tracer.actors.factory import ActorFactory
+from cg.tracer.record.actors.factory import ActorFactory
 
 _BLOCK = re.compile(
     r"^<!-- (?P<what>run|output|ir)(?P<options>[^\n]*?) -->\n+"

@@ -9,9 +9,9 @@ from dataclasses import MISSING, fields
 
 import cg
 from cg.ir.attributes import Action, Effect, ReduceOp, Stream, Traffic
-from cg.ir.module import Channel, Function, FunctionKind, Vjp
+from cg.ir.ops.module import Channel, Function, FunctionKind, Vjp
 from cg.ir.types import DType
-from cg.launch import config
+from cg.launch.environment import config
 
 from .docstrings import first_sentence, to_markdown
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from cg.backends.base import Port, World
-from cg.backends.failures.poison import Poison
+from cg.backends.poison import Poison
 from cg.backends.virtual import collectives
-from cg.ir.module import Channel
 from cg.ir.ops import Collective, Recv, Send
+from cg.ir.ops.module import Channel
 from cg.ir.types import ValueType
 
 

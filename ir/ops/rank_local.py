@@ -24,7 +24,7 @@ from .rules import (
 )
 
 if TYPE_CHECKING:
-    from ..module import Function, Module
+    from .module import Function, Module
 
 
 @dataclass(eq=False, slots=True)

@@ -10,8 +10,8 @@ from ..phases import Phase
 from ..types import FutureType, Place, TensorType, Type, relocate
 
 if TYPE_CHECKING:
-    from ..module import Module, Program
     from .base import Op, Value
+    from .module import Module, Program
 
 
 class Problem(Exception):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from ..diagnostics import Span
+from .diagnostics import Span
 
 _PLACE = r"@(?:\d+(?![\w.$-])|\{[\d.,\s]*\}|[A-Za-z_]\w*(?![.$-]))"
 _END_OF_WORD = r"(?![\w.-])"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..diagnostics import Diagnostic
-from ..module import Module, Program
 from ..ops import Communication, Op, Recv, Send, Wait, batch_of
+from ..ops.module import Module, Program
 from ..phases import Phase
+from ..text.diagnostics import Diagnostic
 from ..types import FutureType
 
 _HELP = "a batch is one send and one recv, to and from the same rank, on one stream, side by side"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..attributes import Effect
-from ..diagnostics import Diagnostic
-from ..module import Function, FunctionKind, Module, Program
 from ..ops import Call, Op, Return, Transfer
+from ..ops.module import Function, FunctionKind, Module, Program
 from ..phases import Phase
+from ..text.diagnostics import Diagnostic
 
 _OPS = (Call, Transfer, Return)
 _STRENGTH = {effect: number for number, effect in enumerate(Effect)}

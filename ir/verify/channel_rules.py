@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise, zip_longest
 from typing import TypeAlias
 
-from ..diagnostics import Diagnostic
-from ..module import Channel, Module, Program
 from ..ops import (
     OP_CLASSES,
     Collective,
@@ -22,8 +20,10 @@ from ..ops import (
     Send,
     attribute_names,
 )
+from ..ops.module import Channel, Module, Program
 from ..ops.rules import Problem, bare, same_but_place
 from ..phases import Phase, has_futures
+from ..text.diagnostics import Diagnostic
 from ..types import ValueType, promised, tensor_bytes
 from .batch_rules import unlike_batches
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..attributes import ReduceOp
 from ..layout import Layout
-from ..module import Function, Module
 from ..ops import Op, Slice, Transfer, Value
+from ..ops.module import Function, Module
 from ..ops.rules import Problem, transferred
 from ..phases import Phase, has_places
 from ..types import Mesh, Place, TensorType, Type, promised

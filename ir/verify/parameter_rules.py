@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..attributes import Effect
-from ..diagnostics import Diagnostic
-from ..module import Function, FunctionKind, Program
 from ..ops import Assemble, Call, Collective, Copy, Op, Recv, Send, Slice, Transfer, Value, Wait
+from ..ops.module import Function, FunctionKind, Program
+from ..text.diagnostics import Diagnostic
 
 _HANDING = (Assemble, Collective, Copy, Slice, Transfer, Wait)
 """The ops whose results are copies of what their operands are copies of."""

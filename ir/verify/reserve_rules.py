@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..diagnostics import Diagnostic
-from ..module import Program
 from ..ops import Assemble, Copy, Free, Op, Recv, Reserve, Value, Wait
+from ..ops.module import Program
+from ..text.diagnostics import Diagnostic
 
 _HELP = (
     "one recv or copy writes each buffer of a reserve; one assemble takes the whole, and behind it "

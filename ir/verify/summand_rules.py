@@ -14,10 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..attributes import ReduceOp
-from ..builtins import reduction
-from ..diagnostics import Diagnostic
 from ..layout import Layout, Region, format_region, logical, shape_of, share, union, volume
-from ..module import Function, Program
 from ..ops import (
     AllGather,
     Assemble,
@@ -34,7 +31,10 @@ from ..ops import (
     Value,
     Wait,
 )
+from ..ops.builtins import reduction
+from ..ops.module import Function, Program
 from ..ops.rules import Problem
+from ..text.diagnostics import Diagnostic
 from ..types import Place, TensorType
 
 _KEEPING = (Broadcast, Copy, Transfer, Wait)

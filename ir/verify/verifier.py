@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator
 
 from ..attributes import Stream
-from ..diagnostics import Diagnostic, IRError
-from ..module import Function, Module, Program, Vjp
 from ..ops import Call, Communication, Free, Op, Return, Value, Wait
+from ..ops.module import Function, Module, Program, Vjp
 from ..ops.rules import Context, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
+from ..text.diagnostics import Diagnostic, IRError
 from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType
 from .batch_rules import check_batches
 from .body_rules import check_bodies

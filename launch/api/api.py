@@ -10,7 +10,7 @@ from ...backends.agreement.gather import gather
 from ...ir.pipeline.costs import Costs
 from ...ir.types import Place
 from ...passes.simulate.residency import AUTO, KEEPS, Residency
-from ...tracer.actors.factory import ActorFactory
+from ...tracer.record.actors.factory import ActorFactory
 from ...tracer.source import caller_location
 from ..world.devices import torch_device
 from ..world.world import world

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ...backends.program.value_copies import duplicate_object
-from ...tracer.actors.actors import ActorHandle
-from ...tracer.intrinsics.opaque import opaque
+from ...tracer.record.actors.actors import ActorHandle
+from ...tracer.values.opaque import opaque
 from .api import actor
 
 

@@ -11,20 +11,20 @@ import torch
 from ...backends.base import World
 from ...backends.driven.futures import Future
 from ...backends.timing.statistics import Statistics
-from ...ir.module import Module
+from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ...tracer.errors import TraceError
+from ...tracer.record.session.session import is_tracing
 from ...tracer.source import caller_location
-from ...tracer.step.session import is_tracing
 from ..measure.profiling import Watched, watch
 from ..measure.recording import Recording, record
 from ..runtime import driven_graphs as graphs
 from ..runtime import execution_contexts
+from ..runtime.agreement import call_text
+from ..runtime.numbering import Numbering, check_state
 from ..runtime.runtime import Runtime, make_runtime
-from ..world.agreement import call_text
 from ..world.comparison import CallFacts
 from .compiled_programs import Programs, Variant
-from .numbering import Numbering, check_state
 from .option_checks import check_executions
 from .repeated import Repeated
 from .selection import selection

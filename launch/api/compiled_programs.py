@@ -11,17 +11,17 @@ from ...backends.base import World
 from ...backends.failures.fallbacks import Fallbacks
 from ...backends.program.linked import LinkedModule
 from ...ir.location import Location
-from ...ir.module import Channel, Module
 from ...ir.ops import Call, Collective, Recv, Send
+from ...ir.ops.module import Channel, Module
 from ...ir.pipeline.costs import Costs
-from ...ir.printer import format_program
+from ...ir.text.printer import format_program
 from ...ir.types import FutureType, TensorType, Type
 from ...passes.frontend.stored_values import Way, ways_of
-from ...passes.manager import PassReport
+from ...passes.manager.manager import PassReport
 from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
-from ...tracer.step.trace import Trace
+from ...tracer.record.trace import Trace
 from ..pictures.compiled_picture import timeline_of, write_compiled
 from .fusing import Fused
 from .select_schedule import Scheduled

@@ -10,10 +10,10 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ...backends.base import World
-from ...ir.module import Module
-from ...passes.manager import PassReport, format_reports
+from ...ir.ops.module import Module
+from ...passes.manager.manager import PassReport, format_reports
 from ...passes.simulate.program_grid import format_grid
-from ..config import Config
+from ..environment.config import Config
 from ..pictures.program_timeline import picture_in_units
 from ..pictures.timeline_html import timeline_html
 from ..pictures.timeline_svg import timeline_svg

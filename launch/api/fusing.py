@@ -8,11 +8,11 @@ from typing import cast
 
 from ...backends.base import Body, World
 from ...backends.fusion.fuse import FuseError, fuser
-from ...ir.module import Function, Module
 from ...ir.ops import Call
+from ...ir.ops.module import Function, Module
 from ...passes.lower.fuse import refusal
-from ...tracer.codegen.bodies import GraphBody, each_body
-from ...tracer.functions.interface import Bodies, RankBodies
+from ...tracer.graph.codegen.bodies import GraphBody, each_body
+from ...tracer.values.interface import Bodies, RankBodies
 
 
 @dataclass(frozen=True)

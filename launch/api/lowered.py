@@ -10,28 +10,29 @@ from typing import Any
 from weakref import WeakSet
 
 from ...backends.base import World
-from ...backends.driven.participants import is_device_only
 from ...backends.failures.fallbacks import Fallbacks
+from ...backends.failures.participants import is_device_only
 from ...backends.fusion.fuse import check_name
-from ...ir.clone import clone
-from ...ir.module import Module
+from ...ir.ops.clone import clone
+from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from ...ir.pipeline.costs import Costs
-from ...ir.printer import format_module
+from ...ir.text.printer import format_module
 from ...passes.lower.capture import describe
 from ...passes.lower.fuse import Fuse
-from ...passes.manager import PassManager
-from ...passes.pipelines import default_pipeline
-from ...passes.registry import Switches, parse_switches
+from ...passes.manager.manager import PassManager
+from ...passes.manager.pipelines import default_pipeline
+from ...passes.manager.registry import Switches, parse_switches
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ...passes.simulate.stage_memory import recomputable
-from ...tracer.actors.undo import Undo
-from ...tracer.step.binding import definition
-from ...tracer.step.torch_modes import Ambient
-from ...tracer.step.trace import Trace
-from ..config import config
-from ..world.agreement import check_compilation, check_fuse
+from ...tracer.method.binding import definition
+from ...tracer.record.actors.undo import Undo
+from ...tracer.record.trace import Trace
+from ...tracer.torch_modes import Ambient
+from ..environment.config import config
+from ..runtime.agreement import check_compilation, check_fuse
+from ..runtime.numbering import Numbering
 from ..world.communicators import check_transports
 from ..world.comparison import interval
 from ..world.devices import fabrics_of
@@ -40,7 +41,6 @@ from .compiled import Compiled
 from .compiled_programs import Variant
 from .dumps import Dump, make_dump
 from .fusing import Fused, Fusing
-from .numbering import Numbering
 from .optimistic import Optimistic
 from .option_checks import check_keywords, check_options
 from .select_schedule import (

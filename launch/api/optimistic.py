@@ -12,9 +12,9 @@ from typing import Any
 
 from ...backends.base import World
 from ...backends.errors import RemoteError
-from ...tracer.actors.undo import Undo
+from ...tracer.record.actors.undo import Undo
+from ..runtime.numbering import Numbering
 from .compiled import Compiled
-from .numbering import Numbering
 from .step_lock import lock_of
 
 _MOST = 64

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.utils._pytree import tree_unflatten
 
-from ...backends.failures.timeouts import seconds
+from ...backends.driven.timeouts import seconds
 from ...passes.simulate.residency import Residency
 from ...tracer.errors import TraceError
-from ...tracer.step.binding import definition
-from ...tracer.step.inputs import InputSpec
+from ...tracer.method.binding import definition
+from ...tracer.record.session.inputs import InputSpec
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...backends.base import World
-from ...ir.module import Module
+from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ..measure.calibration import measured_costs
 from ..measure.recording import Recording

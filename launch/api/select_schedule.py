@@ -12,14 +12,14 @@ from typing import Any
 from ...backends.agreement.gather import gather
 from ...backends.base import World
 from ...ir.attributes import Action
-from ...ir.diagnostics import IRError
-from ...ir.module import Module
+from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
+from ...ir.text.diagnostics import IRError
 from ...ir.text.files import read_text
 from ...passes.base import Pipeline
 from ...passes.frontend.fsdp import Fsdp
-from ...passes.manager import DumpSink, PassReport, run_on_copy
-from ...passes.pipelines import default_pipeline
+from ...passes.manager.manager import DumpSink, PassReport, run_on_copy
+from ...passes.manager.pipelines import default_pipeline
 from ...passes.schedules import (
     Order,
     Schedule,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ...tracer.step.inputs import InputError, InputSpec
-from ...tracer.step.specs import Leaf, ObjectSpec, TensorSpec, static_key
+from ...tracer.record.session.inputs import InputError, InputSpec
+from ...tracer.values.specs import Leaf, ObjectSpec, TensorSpec, static_key
 
 Chosen = tuple[int, Sequence[Any]]
 """A variant, and the values of the step's parameters."""

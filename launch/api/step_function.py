@@ -8,20 +8,20 @@ from typing import Any
 from weakref import WeakSet
 
 from ...ir.types import Place
-from ...tracer.functions.functions import Functions
-from ...tracer.reuse.alike import Traces
-from ...tracer.step.actor_names import ActorNames
-from ...tracer.step.inputs import InputError, signature_of
-from ...tracer.step.step import trace_step
-from ...tracer.step.trace import Trace
-from ..config import config
+from ...tracer.function.functions import Functions
+from ...tracer.method.alike import Traces
+from ...tracer.record.actor_names import ActorNames
+from ...tracer.record.session.inputs import InputError, signature_of
+from ...tracer.record.step import trace_step
+from ...tracer.record.trace import Trace
+from ..environment.config import config
+from ..runtime.agreement import TraceRequest
 from ..runtime.driven_graphs import check_outside
-from ..world.agreement import TraceRequest
+from ..runtime.numbering import Numbering, check_state
 from ..world.devices import torch_device
 from ..world.world import world
 from .compiled import Compiled
 from .lowered import Again, Definition, Lowered
-from .numbering import Numbering, check_state
 from .step_lock import lock_of
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from ...backends.base import World
 from ...backends.errors import StepTimeout
-from ..config import config
+from ..environment.config import config
 
 
 class StepLock:

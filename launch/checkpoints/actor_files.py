@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ...ir.layout import Region
-from ...tracer.actors.actor_state import StateTensor, collect
-from ...tracer.actors.actors import ActorHandle
-from ...tracer.actors.optimizer_state import optimizers_of
+from ...tracer.record.actors.actors import ActorHandle
+from ...tracer.values.actor_state import StateTensor, collect
+from ...tracer.values.optimizer_state import optimizers_of
 from ..world.world import world
 from .held import (
     NameOf,

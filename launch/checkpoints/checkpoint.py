@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ...tracer.actors.actor_state import StateTensor, collect
-from ...tracer.actors.actors import ActorHandle
+from ...tracer.record.actors.actors import ActorHandle
+from ...tracer.values.actor_state import StateTensor, collect
 from ..api.compiled import Compiled
 from ..models.part import ModelPart
 from ..world.world import world

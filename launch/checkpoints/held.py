@@ -11,10 +11,10 @@ import torch
 
 from ...backends.devices.programs.tail import follow_tails
 from ...ir.layout import Region, whole
-from ...tracer.actors.actor_state import StateTensor, collect
-from ...tracer.actors.actors import ActorHandle
-from ...tracer.actors.optimizer_state import optimizers_of
-from ...tracer.groups.group import GroupActor
+from ...tracer.record.actors.actors import ActorHandle
+from ...tracer.values.actor_state import StateTensor, collect
+from ...tracer.values.group import GroupActor
+from ...tracer.values.optimizer_state import optimizers_of
 from ..world.world import world
 
 NameOf: TypeAlias = Callable[[StateTensor], str | None]

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...ir.layout import Interval, Region, shape_of
 from ...ir.types import DType
-from ...tracer.step.specs import ir_dtype, torch_dtype
+from ...tracer.values.specs import ir_dtype, torch_dtype
 from ..world.world import world
 from .held import Piece
 from .together import on_rank_0, together

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...tracer.actors.actor_state import collect
-from ...tracer.actors.actors import ActorHandle
-from ...tracer.actors.optimizer_state import optimizers_of
+from ...tracer.record.actors.actors import ActorHandle
+from ...tracer.values.actor_state import collect
+from ...tracer.values.optimizer_state import optimizers_of
 from ..world.world import world
 from .together import together
 

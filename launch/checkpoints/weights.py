@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...ir.layout import Region
-from ...tracer.step.specs import torch_dtype
+from ...tracer.values.specs import torch_dtype
 from .tensor_files import Table, TensorFile, size_of
 
 Rename: TypeAlias = Callable[[str], str | None]

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .detect import Launch
+from ..environment.detect import Launch
 
 _SO_ATTACH_FILTER = 26
 _RETURN = 0x06

@@ -8,10 +8,10 @@ import select
 import signal
 import threading
 
-from ..config import environment
-from ..world import failure
-from .ancestors import inheritors, runs_python
-from .detect import Launch
+from ..environment.ancestors import inheritors, runs_python
+from ..environment.config import environment
+from ..environment.detect import Launch
+from . import failure
 
 
 def find(launch: Launch) -> int | None:

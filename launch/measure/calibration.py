@@ -9,8 +9,8 @@ from statistics import fmean
 
 from ...backends.base import World
 from ...ir.attributes import Action, Task
-from ...ir.module import Channel, Module
 from ...ir.ops import Call, Collective, Op, Send, Value, Wait
+from ...ir.ops.module import Channel, Module
 from ...ir.pipeline.costs import Costs, Link
 from ...ir.types import FutureType, TensorType
 from .link_benchmark import try_edge

@@ -16,13 +16,13 @@ from torch import Tensor
 from ...backends.base import Body, World
 from ...backends.program.linked import LinkedModule
 from ...ir.attributes import Symbol
-from ...ir.module import Channel, Function, Module, Program
 from ...ir.ops import Call, Op, Return, Value
+from ...ir.ops.module import Channel, Function, Module, Program
 from ...ir.phases import Phase
 from ...ir.pipeline.costs import Link
 from ...ir.types import DType, Place, TensorType, relocate
-from ...passes.manager import PassManager
-from ...passes.pipelines import default_pipeline
+from ...passes.manager.manager import PassManager
+from ...passes.manager.pipelines import default_pipeline
 from ..world.devices import fabrics_of, torch_device
 from .recording import record
 

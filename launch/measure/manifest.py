@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ...backends.base import World
-from ..config import environment
+from ..environment.config import environment
+from ..world.clocks import Reading
 from ..world.single_rank_world import SingleRankWorld
-from .clocks import Reading
 
 PACKAGES = ("cg", "numpy", "mpi4py")
 

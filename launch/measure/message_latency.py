@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
+from ...ir.ops.module import Module, Program
 from .recording import Recording
 
 

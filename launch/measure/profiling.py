@@ -13,16 +13,16 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from ...backends.agreement.plan_hash import plan_hash
 from ...backends.base import World
-from ...backends.timing.tracing import Budget, InstructionLog, Range, Recordable, device_ranges
-from ...ir.module import Module
+from ...backends.program.tracing import Budget, InstructionLog, Range, Recordable, device_ranges
+from ...ir.ops.module import Module
 from ...passes.simulate.program_times import ProgramTimes
 from ..pictures.model import Picture, one_above_the_other
 from ..pictures.perfetto import write_trace
 from ..pictures.program_timeline import picture_of_programs
 from ..pictures.recorded_timeline import ProgramRecord, Records, picture_of_records
 from ..pictures.write import write_picture
+from ..world.clocks import Reading, compare_clocks
 from ..world.world import world
-from .clocks import Reading, compare_clocks
 from .manifest import ProcessFacts, StepFacts, facts_of_process, manifest
 
 LIMIT = 2_000_000

@@ -9,17 +9,17 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from ...backends.base import World
-from ...backends.devices.base import Device, Event
+from ...backends.device import Device, Event
 from ...backends.program.code import Code
 from ...backends.program.instructions import Instruction
 from ...backends.program.linked import LinkedModule
 from ...ir.attributes import Stream
-from ...ir.clone import clone
-from ...ir.communication import Span
-from ...ir.module import Module
+from ...ir.ops.clone import clone
+from ...ir.ops.module import Module
+from ...ir.verify.communication import Span
 from ...passes.simulate.memory_plan import memory_plan
 from ...passes.simulate.program_times import ProgramTimes, RankTimes
-from ..api.numbering import Numbering
+from ..runtime.numbering import Numbering
 from ..runtime.runtime import make_runtime
 from ..world.comparison import CallFacts
 

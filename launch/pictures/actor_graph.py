@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...ir.attributes import Effect
-from ...ir.module import Channel, Function, Module, Program
 from ...ir.ops import (
     Assemble,
     Broadcast,
@@ -24,6 +23,7 @@ from ...ir.ops import (
     View,
     Wait,
 )
+from ...ir.ops.module import Channel, Function, Module, Program
 from ...ir.types import FutureType, TensorType, Type, format_ranks
 from .model import Kind
 from .op_boxes import OpBoxes

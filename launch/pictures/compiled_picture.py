@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...ir.module import Function, Module
+from ...ir.ops.module import Function, Module
 from ...passes.simulate.program_times import ProgramTimes
 from .actor_graph import Transport, actor_graph
 from .actor_graph_svg import graph_svg

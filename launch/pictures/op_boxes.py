@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ...backends.program.instruction_info import Role
 from ...ir.attributes import Effect, Stream
-from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
-from ...ir.printer import format_op
+from ...ir.ops.module import Module, Program
+from ...ir.text.printer import format_op
 from ...ir.types import FutureType, TensorType, Type
 from .model import KIND_OF, Kind, Slice
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from ...ir.communication import Message
-from ...ir.module import Module
 from ...ir.ops import Call, Op, Recv, Send
+from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
+from ...ir.verify.communication import Message
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
 from .model import NUDGE, End, Picture, Slice, TrackKey, lay_out

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ...backends.timing.tracing import Origin
-from ...ir.module import Module
+from ...backends.program.tracing import Origin
 from ...ir.ops import Recv, Send
-from ..measure.clocks import Reading, common_time
+from ...ir.ops.module import Module
+from ..world.clocks import Reading, common_time
 from .model import NUDGE, Picture, Slice, TrackKey, lay_out
 from .op_boxes import OpBoxes
 

@@ -14,15 +14,15 @@ from time import monotonic, sleep
 from ...backends.base import World
 from ...backends.cpu.transport import CpuTransport
 from ...backends.devices.programs.executable import DeviceExecutable
-from ...backends.devices.watchdog import Watchdog, advice, put_by
+from ...backends.devices.programs.watchdog import Watchdog, advice, put_by
 from ...backends.errors import TransportError
 from ...backends.program.executor import Executable
 from ...backends.streams.communicator import StreamCommunicator
 from ...ir.attributes import Effect, Stream
-from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Recv, Value, Wait
+from ...ir.ops.module import Module, Program
 from ...passes.placement.fabrics import is_by_stream
-from ...tracer.layouts.values.ids import forget, noted
+from ...tracer.graph.layouts.values.ids import forget, noted
 from ..world.communicators import faults_of, logs_of
 from ..world.fault_hook import say_faults
 

@@ -13,9 +13,9 @@ from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
 from ...backends.cpu.control.command_ring import CommandRing
 from ...backends.cpu.control.restart_epochs import SharedRestartEpochs
-from ...backends.cpu.node import MpiWorld
-from ...backends.cpu.waiting.serving import Serving
-from ...backends.devices.base import Device
+from ...backends.cpu.control.serving import Serving
+from ...backends.cpu.waiting.node import MpiWorld
+from ...backends.device import Device
 from ...backends.devices.programs.tail import follow_tails
 from ...backends.driven.commands import CONTEXTS, VARIANTS
 from ...backends.driven.execution_launcher import Launcher
@@ -27,7 +27,7 @@ from ...backends.driven.shared_channels import share_channels
 from ...backends.errors import StepTimeout
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
-from ..world import failure
+from ..job import failure
 from ..world.devices import fabrics_of
 from .execution_contexts import ContextFactory, GraphVariant, OnDevice
 from .runtime import is_in_step, transport_of

@@ -8,30 +8,30 @@ from functools import partial
 from itertools import count, permutations
 
 from ...backends.base import Communicator, World
-from ...backends.devices.base import Device
-from ...backends.devices.pending_work import named
+from ...backends.device import Device
 from ...backends.devices.programs.device_only import DeviceOnlyBinder
 from ...backends.devices.programs.driven import DrivenBinder, HostHandshake
 from ...backends.devices.programs.instance import DeviceOnlyInstance, HandshakeInstance, Shared
-from ...backends.devices.watchdog import Watchdog, advice, put_by
+from ...backends.devices.programs.pending_work import named
+from ...backends.devices.programs.watchdog import Watchdog, advice, put_by
 from ...backends.driven.arrange import Reports
 from ...backends.driven.graphs import Rebuild
 from ...backends.driven.instance import Guard, Instance
-from ...backends.driven.participants import is_device_only, participants
 from ...backends.driven.rank_scheduler import ExecutionContext, RankScheduler
-from ...backends.driven.ticket_locks import Tickets
 from ...backends.failures.flight import FlightRecord, Position
+from ...backends.failures.participants import is_device_only, participants
 from ...backends.failures.unobserved_failures import unobserved_ranks
 from ...backends.program.binder import Binder
 from ...backends.program.linked import LinkedModule, LinkedProgram
+from ...backends.program.ticket_locks import Tickets
 from ...backends.streams.communicator import StreamCommunicator
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.fabric import VirtualFabric
-from ...ir.module import Channel, Module
 from ...ir.ops import Recv, Send
+from ...ir.ops.module import Channel, Module
 from ...ir.types import UnitType
 from ...passes.placement.fabrics import is_by_stream
-from ...tracer.layouts.values.ids import noted
+from ...tracer.graph.layouts.values.ids import noted
 from ..world.communicators import connect_channels, faults_of, logs_of
 from ..world.devices import fabrics_of
 from ..world.fault_hook import say_faults

@@ -9,23 +9,23 @@ from weakref import WeakKeyDictionary
 
 from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
-from ...backends.cpu.node import MpiWorld
 from ...backends.cpu.transport import CpuTransport
+from ...backends.cpu.waiting.node import MpiWorld
 from ...backends.devices.programs.executable import DeviceExecutable
 from ...backends.failures.flight import FlightRecord
 from ...backends.program.executor import Executable
 from ...backends.program.linked import LinkedModule
+from ...backends.program.tracing import Recordable
 from ...backends.timing.statistics import Statistics
-from ...backends.timing.tracing import Recordable
 from ...backends.virtual.world import VirtualExecutable
-from ...ir.module import Module
+from ...ir.ops.module import Module
 from ...passes.placement.fabrics import is_by_stream
-from ..api.numbering import Numbering
+from ..job.failure import say_departure
 from ..world.communicators import connect_channels
 from ..world.comparison import CallFacts
 from ..world.devices import fabrics_of
-from ..world.failure import say_departure
 from .device_session import DeviceSession
+from .numbering import Numbering
 
 Inputs = Callable[[], Sequence[Any]]
 """Gives the values of the step's parameters, checked; raises if the arguments do not fit."""

@@ -19,16 +19,16 @@ from ...backends.virtual.collectives import outcomes
 from ...ir.attributes import ReduceOp
 from ...ir.ops import AllGather, AllReduce, AllToAll, ReduceScatter
 from ...ir.types import Place
-from ...tracer.intrinsics.collectives import (
+from ...tracer.record.intrinsics.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
     broadcast,
     reduce_scatter,
 )
-from ...tracer.intrinsics.gradients import backward
-from ...tracer.intrinsics.microbatches import mean, microbatches
-from ...tracer.intrinsics.via import via
+from ...tracer.record.intrinsics.gradients import backward
+from ...tracer.record.intrinsics.microbatches import mean, microbatches
+from ...tracer.record.intrinsics.via import via
 from ..api.api import actor, trace
 from ..api.compiled import Compiled
 from ..world.world import world

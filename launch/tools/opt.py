@@ -7,15 +7,15 @@ import sys
 from collections.abc import Sequence
 
 from ... import passes  # noqa: F401 - importing the package registers every pass
-from ...ir.diagnostics import IRError
-from ...ir.module import Module
-from ...ir.parser import parse_module
-from ...ir.printer import format_module
+from ...ir.ops.module import Module
+from ...ir.text.diagnostics import IRError
 from ...ir.text.files import NotTextError, read_text
-from ...passes import registry
+from ...ir.text.parser import parse_module
+from ...ir.text.printer import format_module
 from ...passes.base import OptionError, Pass
-from ...passes.manager import PassManager, PassReport, PipelineError, format_reports
-from ...passes.schedules.base import ScheduleError
+from ...passes.manager import registry
+from ...passes.manager.manager import PassManager, PassReport, PipelineError, format_reports
+from ...passes.schedules.orders.base import ScheduleError
 
 _EPILOG = """\
 A pipeline is written dce,split-transfers{option=value}. The module that comes out goes to standard

@@ -8,11 +8,15 @@ import warnings
 from typing import TextIO
 
 from ...backends.devices.environment import VARIABLES
-from ..config import Config, config, environment, export, unknown_variables
+from ..environment.config import Config, config, environment, export, unknown_variables
+from ..environment.detect import Launch
+from ..job import failure
 from ..job import listening_ports as ports
 from ..job import process_manager as manager
-from ..job.detect import Launch
-from . import allocator, cores, failure
+from . import (
+    allocator,
+    cores,
+)
 
 
 def prepare() -> Config:

@@ -12,13 +12,13 @@ from ...backends.hccl.communicator import HcclCommunicator
 from ...backends.hccl.communicator import connect as connect_by_hccl
 from ...backends.nccl.communicator import NcclCommunicator
 from ...backends.nccl.communicator import connect as connect_by_nccl
-from ...backends.registry import ENTRY_POINTS, create, register, transports
 from ...backends.streams.communicator import StreamCommunicator
-from ...ir.diagnostics import error
-from ...ir.module import Channel, Program
+from ...backends.transports.registry import ENTRY_POINTS, create, register, transports
 from ...ir.ops import Collective, Transfer
+from ...ir.ops.module import Channel, Program
+from ...ir.text.diagnostics import error
 from ...passes.placement.fabrics import HOST, is_by_stream
-from ..config import config
+from ..environment.config import config
 
 
 def _connect_by_nccl(world: World, channels: Sequence[Channel]) -> NcclCommunicator:

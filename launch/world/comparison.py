@@ -11,8 +11,8 @@ from ...backends.agreement.gather import named
 from ...backends.base import World
 from ...backends.cpu.control.control import Control
 from ...ir.location import Location
+from ...tracer.record.session.inputs import InputError, InputSpec
 from ...tracer.sampled import until_next
-from ...tracer.step.inputs import InputError, InputSpec
 from .waiting import user_line
 
 

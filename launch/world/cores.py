@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..config import THREAD_VARIABLES, export
+from ..environment.config import THREAD_VARIABLES, export
 
 FEW_CORES = 2
 """On so few cores, the kernel places ranks better than a fixed division."""

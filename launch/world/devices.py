@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...backends.base import World
+from ...backends.device import Device, Fabric
 from ...backends.devices import find
-from ...backends.devices.base import Device, Fabric
 from ...passes.placement.fabrics import Fabrics
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from ...backends.devices.watchdog import fault_of
-from .failure import whereabouts
+from ...backends.devices.programs.watchdog import fault_of
+from ..job.failure import whereabouts
 
 _is_installed = False
 

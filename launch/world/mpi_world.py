@@ -11,11 +11,11 @@ from threading import Lock
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ...backends.cpu.node import Observer
-from ...backends.devices.base import Device
+from ...backends.cpu.waiting.node import Observer
+from ...backends.device import Device
 from ...backends.errors import PlanMismatch
 from ...backends.failures.flight import Activity, Sight
-from .failure import DRAIN_SECONDS, KILL_SECONDS
+from ..job.failure import DRAIN_SECONDS, KILL_SECONDS
 from .stacks import Stacks
 from .waiting import Notice, Notices, WorldError, ending_after, user_line, wait_until
 

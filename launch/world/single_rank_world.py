@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import TypeVar
 
-from ...backends.cpu.node import Observer
-from ...backends.devices.base import Device
+from ...backends.cpu.waiting.node import Observer
+from ...backends.device import Device
 from ...backends.failures.flight import Activity, Sight
 
 T = TypeVar("T")

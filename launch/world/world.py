@@ -18,14 +18,18 @@ from typing import Any
 import torch
 
 from ...backends.base import World
-from ...backends.devices.base import Device
+from ...backends.device import Device
 from ...backends.virtual.world import VirtualWorld
-from ..config import Config, config, environment, exported, ranks_asked
+from ..environment.config import Config, config, environment, exported, ranks_asked
+from ..environment.detect import HYDRA, OPEN_MPI, SLURM, Launch
+from ..environment.foreign import command, described, is_handed_on
+from ..job import failure
 from ..job import listening_ports as ports
-from ..job.detect import HYDRA, OPEN_MPI, SLURM, Launch
-from ..job.foreign import command, described, is_handed_on
 from ..job.rank_registry import RankRegistry
-from . import devices, failure, shared_memory
+from . import (
+    devices,
+    shared_memory,
+)
 from .mpi_world import MpiWorld
 from .single_rank_world import SingleRankWorld
 from .waiting import WorldError, ending_after

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.communication import Kind, Message, Progress
-from ...ir.diagnostics import Diagnostic, IRError, error
-from ...ir.module import Module
 from ...ir.ops import Op, Recv, Send, Wait
+from ...ir.ops.module import Module
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import Diagnostic, IRError, error
+from ...ir.verify.communication import Kind, Message, Progress
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
@@ -20,13 +20,13 @@ from ..placement.fabrics import is_by_stream
 class CheckDeadlock(Pass):
     """Run the programs' communication on paper, and refuse what cannot come to its end.
 
-    The model is that of `ir/communication.py`: waits block their rank, sends complete together with
-    their receives, streams are queues, and a slot takes a message once the last one is freed. A
-    step is run again and again, so a slot that is never freed is refused as well. Where gathers and
-    reductions have streams of their own, the programs must come to their end with these and with
-    one stream for all collectives: a device may run queues side by side, or in one. Where messages
-    are on devices, the programs must also come to their end if every host waits for its device at
-    each op.
+    The model is that of `ir/verify/communication.py`: waits block their rank, sends complete
+    together with their receives, streams are queues, and a slot takes a message once the last one
+    is freed. A step is run again and again, so a slot that is never freed is refused as well. Where
+    gathers and reductions have streams of their own, the programs must come to their end with these
+    and with one stream for all collectives: a device may run queues side by side, or in one. Where
+    messages are on devices, the programs must also come to their end if every host waits for its
+    device at each op.
 
     Refused, for instance, as each rank waits for the other to receive::
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar
 
-from ...ir.diagnostics import Diagnostic, IRError
-from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
     AllReduce,
@@ -26,11 +24,13 @@ from ...ir.ops import (
     View,
     Wait,
 )
+from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import Diagnostic, IRError
 from ...ir.types import TensorType
+from ..analysis.happens_before import Clocks, Line, Order
+from ..analysis.liveness import Storage, Storages
 from ..base import Pass
-from ..lower.liveness import Storage, Storages
-from .happens_before import Clocks, Line, Order
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.module import Module
+from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from ...ir.verify.verifier import verify
 from ..base import Pass

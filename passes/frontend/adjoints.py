@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ir.attributes import ReduceOp
-from ...ir.diagnostics import error
 from ...ir.layout import Layout
-from ...ir.module import Program
 from ...ir.ops import Adjoint, AllGather, Collective, Op, Transfer, Value, View
+from ...ir.ops.module import Program
+from ...ir.text.diagnostics import error
 from ...ir.types import Place, TensorType, Type, UnitType, relocate
 from .cotangents import Cotangents
 

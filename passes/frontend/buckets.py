@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from ...ir.names import layer_of
+from ...ir.ops.names import layer_of
 
 
 def bucket_of(path: str, pattern: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ...ir import builtins
 from ...ir.attributes import Action, Symbol
-from ...ir.diagnostics import error
-from ...ir.module import Module
-from ...ir.names import Names
-from ...ir.ops import AllReduce, Call, Constant, Op, Value
+from ...ir.ops import AllReduce, Call, Constant, Op, Value, builtins
+from ...ir.ops.module import Module
+from ...ir.ops.names import Names
+from ...ir.text.diagnostics import error
 from ...ir.types import Place, TensorType, Type, relocate
 
 

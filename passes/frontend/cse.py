@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.module import Function, FunctionKind, Module, Program
 from ...ir.ops import Call, Constant, Op, Return, Slice, Value, View, attributes
+from ...ir.ops.module import Function, FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ..base import Pass
 

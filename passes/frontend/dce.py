@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.module import Module
 from ...ir.ops import Backward, Call, Op, Return, Value
+from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from ..base import Pass
 from .effect_order import effect_of

@@ -7,11 +7,11 @@ from heapq import heappop, heappush
 from typing import ClassVar
 
 from ...ir.attributes import Action, Symbol, Task
-from ...ir.diagnostics import Diagnostic, IRError, error
-from ...ir.module import Module, Program, Vjp
-from ...ir.names import Names
 from ...ir.ops import Backward, Call, Op, Value
+from ...ir.ops.module import Module, Program, Vjp
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import Diagnostic, IRError, error
 from ...ir.types import UnitType, relocate
 from ..base import Pass
 from .adjoints import pull_back

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...ir.attributes import Effect
-from ...ir.module import Function
 from ...ir.ops import Call, Op, Value
+from ...ir.ops.module import Function
 
 State: TypeAlias = tuple[str, object]
 """The state that an effect touches: an actor's, one bucket of its gradients, what two share, or the

@@ -7,14 +7,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir import builtins
 from ...ir.attributes import Effect, Symbol, Task, Traffic
-from ...ir.diagnostics import error
 from ...ir.layout import Cut, Layout
-from ...ir.module import Function, Module
-from ...ir.names import Names
-from ...ir.ops import Call, Op, Transfer, Value
+from ...ir.ops import Call, Op, Transfer, Value, builtins
+from ...ir.ops.module import Function, Module
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import error
 from ...ir.types import TensorType
 from ..base import Pass
 from .buckets import bucket_of, unmatched

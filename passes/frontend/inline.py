@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.clone import copy_op
-from ...ir.module import Module, Program
-from ...ir.names import Names
 from ...ir.ops import Call, Op, Return, Value
+from ...ir.ops.clone import copy_op
+from ...ir.ops.module import Module, Program
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
 from ...ir.types import relocate
 from ..base import Pass

@@ -6,8 +6,8 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from ...ir.attributes import Effect
-from ...ir.module import Function, FunctionKind
 from ...ir.ops import Assemble, Call, Collective, Op, Slice, Transfer, Value, Wait
+from ...ir.ops.module import Function, FunctionKind
 
 
 class Way(enum.Enum):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import ClassVar
 
-from ...ir.diagnostics import error
 from ...ir.layout import Region, shape_of, within
-from ...ir.module import Module, Program
-from ...ir.names import Names
 from ...ir.ops import Assemble, Copy, Free, Op, Recv, Reserve, Slice, Value, Wait
+from ...ir.ops.module import Module, Program
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import error
 from ...ir.types import FutureType, TensorType
 from ..base import Pass
 from ..placement.fabrics import Fabrics

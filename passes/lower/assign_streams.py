@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.module import Module, Program
-from ...ir.names import Names
 from ...ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.ops.module import Module, Program
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
 from ..base import Pass
 from ..placement.fabrics import one_by_one

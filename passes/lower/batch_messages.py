@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
-from ...ir.diagnostics import error
-from ...ir.module import Module, Program
 from ...ir.ops import Op, Recv, Send, batch_of
+from ...ir.ops.module import Module, Program
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import error
 from ..base import Pass
 from ..placement.fabrics import one_by_one
 from .message_order import message_order

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import MAIN, TAIL, Stream
-from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
     Assemble,
@@ -26,8 +25,9 @@ from ...ir.ops import (
     Wait,
     batch_of,
 )
+from ...ir.ops.module import FunctionKind, Module, Program
+from ...ir.ops.storage import SharedStorage
 from ...ir.phases import Phase
-from ...ir.storage import SharedStorage
 from ..base import Pass
 from ..placement.fabrics import Fabrics
 

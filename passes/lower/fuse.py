@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ...ir.module import Function, FunctionKind, Module
+from ...ir.ops.module import Function, FunctionKind, Module
 from ...ir.phases import Phase
 from ..base import Pass
 

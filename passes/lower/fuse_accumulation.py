@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.module import FunctionKind, Module
+from ...ir.ops.module import FunctionKind, Module
 from ...ir.phases import Phase
 from ..base import Pass
 

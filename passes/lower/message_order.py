@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
-from ...ir.clone import clone
-from ...ir.communication import Message, Progress
-from ...ir.module import Module
 from ...ir.ops import Call, Communication, Op, Send
+from ...ir.ops.clone import clone
+from ...ir.ops.module import Module
+from ...ir.verify.communication import Message, Progress
 from .assign_streams import AssignStreams
 
 WORK, TRAVEL, POST = 1.0, 0.1, 0.001

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.diagnostics import error
 from ...ir.flops import Flops
-from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call, Collective, Communication, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import error
 from ...ir.types import DType, FutureType, TensorType, UnitType, tensor_bytes
 from ..base import Pass
 from ..placement.fabrics import is_by_stream

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.module import Function, FunctionKind, Module, Program
-from ...ir.names import Names
 from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value
+from ...ir.ops.module import Function, FunctionKind, Module, Program
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
 from ...ir.types import TensorType, promised, relocate, tensor_bytes
+from ..analysis.liveness import Storages
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
-from .liveness import Storages
 
 LARGE = 256 * 1024
 """Bytes from which on memory that changes hands costs a host less than a copy out of a slot."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import MAIN, TAIL
-from ...ir.diagnostics import IRError
-from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Op, Recv, Reserve, Send, Value, Wait, batch_of
+from ...ir.ops.module import Module, Program
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import IRError
 from ..base import Pass
 from ..check.check_deadlock import CheckDeadlock
 from ..check.check_races import CheckRaces

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Action, Task
-from ...ir.diagnostics import Diagnostic, IRError, error
-from ...ir.module import Module
 from ...ir.ops import Call, Op, Value
+from ...ir.ops.module import Module
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import Diagnostic, IRError, error
 from ...ir.types import Mesh, TensorType, format_ranks
 from ..base import Pass
 

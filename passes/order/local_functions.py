@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ir.attributes import Symbol
-from ...ir.module import Function, Module
 from ...ir.ops import Call
+from ...ir.ops.module import Function, Module
 from ...ir.types import Place, TensorType, ValueType
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from ...ir.attributes import Action, Task
-from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.ops import Call, Op, Recv, Return, Send, Value
 from ...ir.pipeline.order import splits_backward
+from ...ir.text.diagnostics import Diagnostic, IRError, error
 from ...ir.types import format_ranks
 from ..schedules import Order, Pipeline, Schedule, names
 from .prefetch import prefetch

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.attributes import Task
-from ...ir.clone import copy_op
 from ...ir.layout import Region, volume, whole, within
-from ...ir.module import Module, Program
 from ...ir.ops import Assemble, Call, Collective, Op, Recv, Return, Send, Slice, Value, Wait
+from ...ir.ops.clone import copy_op
+from ...ir.ops.module import Module, Program
 from ...ir.phases import Phase
 from ...ir.types import FutureType, TensorType, Type, relocate
 from .local_functions import LocalFunctions

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from ...ir.module import Module
+from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from .. import schedules
 from ..base import OptionError, Pass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...ir.module import Function
 from ...ir.ops import Call, Op
+from ...ir.ops.module import Function
 
 
 class StageGroups:

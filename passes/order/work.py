@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...ir.attributes import Action, Effect, Task
-from ...ir.module import Module, Program
 from ...ir.ops import (
     Assemble,
     Call,
@@ -20,6 +19,7 @@ from ...ir.ops import (
     View,
     Wait,
 )
+from ...ir.ops.module import Module, Program
 from ..frontend.effect_order import dependencies, effect_of
 from ..frontend.stored_values import Way, ways_of
 from .rounds import Rounds

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.diagnostics import error
-from ...ir.module import Module, Program
 from ...ir.ops import Collective, Op, Transfer
+from ...ir.ops.module import Module, Program
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import error
 from ...ir.types import ObjectType, Place, TensorType, format_ranks
 from ..base import Pass
 from .fabrics import HOST, Fabrics

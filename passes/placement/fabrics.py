@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ir.module import Channel, Module
+from ...ir.ops.module import Channel, Module
 from ...ir.types import DType, Place
 
 HOST = "cpu"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.diagnostics import error
-from ...ir.module import Module, Program
-from ...ir.names import Names
 from ...ir.ops import Backward, Op, Return, Transfer, Value
+from ...ir.ops.module import Module, Program
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
+from ...ir.text.diagnostics import error
 from ...ir.types import Place, TensorType, relocate
 from ..base import Pass
 

@@ -6,12 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir import builtins
 from ...ir.attributes import Symbol
-from ...ir.clone import copy_op
 from ...ir.layout import Region, overlap, shape_of, share, volume, whole, within
-from ...ir.module import Module
-from ...ir.names import Names
 from ...ir.ops import (
     AllGather,
     AllReduce,
@@ -24,7 +20,11 @@ from ...ir.ops import (
     Slice,
     Transfer,
     Value,
+    builtins,
 )
+from ...ir.ops.clone import copy_op
+from ...ir.ops.module import Module
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
 from ...ir.types import Mesh, Place, TensorType, Type
 from ..base import Pass

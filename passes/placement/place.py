@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.module import Function, FunctionKind, Module
 from ...ir.ops import Call, Constant, Copy, Op, Value, View
+from ...ir.ops.module import Function, FunctionKind, Module
 from ...ir.phases import Phase
 from ...ir.types import Place, TensorType, relocate
 from ..base import Pass

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Traffic
-from ...ir.module import Channel, Module, Program
-from ...ir.names import Names
 from ...ir.ops import Broadcast, Collective, Op, Recv, Send, Transfer, Value, Wait
+from ...ir.ops.module import Channel, Module, Program
+from ...ir.ops.names import Names
 from ...ir.phases import Phase
 from ...ir.types import FutureType, Place, Type, UnitType, relocate
 from ..base import Pass

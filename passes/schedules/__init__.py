@@ -13,18 +13,18 @@ from ...ir.attributes import Task
 from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.order import Order, splits_backward
 from ...ir.text.files import read_text
-from .auto_order import auto_order, auto_orders
-from .base import Pipeline, Schedule, validate
-from .dualpipe_v_order import dualpipe_v_order
-from .gpipe_order import gpipe_order
-from .interleaved_order import interleaved_order
-from .looped_bfs_order import looped_bfs_order
-from .one_f_one_b_order import one_f_one_b_order
+from .orders.base import Pipeline, Schedule, validate
+from .orders.dualpipe_v_order import dualpipe_v_order
+from .orders.gpipe_order import gpipe_order
+from .orders.interleaved_order import interleaved_order
+from .orders.looped_bfs_order import looped_bfs_order
+from .orders.one_f_one_b_order import one_f_one_b_order
+from .orders.text_table import format_table, parse_table, table_order, table_pipeline
+from .orders.zb_h1_order import zb_h1_order
+from .orders.zb_h2_order import zb_h2_order
+from .orders.zb_v_order import zb_v_order
+from .search.auto_order import auto_order, auto_orders
 from .search.find_orders import CHOICES, Found
-from .text_table import format_table, parse_table, table_order, table_pipeline
-from .zb_h1_order import zb_h1_order
-from .zb_h2_order import zb_h2_order
-from .zb_v_order import zb_v_order
 
 __all__ = [
     "Found",

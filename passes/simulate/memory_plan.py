@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ir.module import Function, Module
 from ...ir.ops import Call, Constant, Free, Op, Recv, Reserve, Slice, Value
-from ...ir.storage import SharedStorage
+from ...ir.ops.module import Function, Module
+from ...ir.ops.storage import SharedStorage
 from ...ir.types import tensor_bytes
 from ..frontend.stored_values import Way, ways_of
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ...ir.attributes import Task
-from ...ir.communication import Progress
-from ...ir.module import Module
 from ...ir.ops import Call, Op
+from ...ir.ops.module import Module
+from ...ir.verify.communication import Progress
 
 
 def format_grid(module: Module) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...ir.attributes import Action, Task, Traffic
-from ...ir.communication import Message, Progress, Span, Stall
-from ...ir.diagnostics import error
-from ...ir.module import Module
 from ...ir.ops import Call, Collective, Op, Recv, Send
+from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
+from ...ir.text.diagnostics import error
 from ...ir.types import tensor_bytes
+from ...ir.verify.communication import Message, Progress, Span, Stall
 from .memory_plan import memory_plan
 from .program_times import ProgramTimes, RankTimes
 
@@ -31,9 +31,9 @@ class ProgramSimulation(ProgramTimes):
 def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     """Run the programs of a scheduled module on paper, in time linear in their ops.
 
-    The model is that of `ir/communication.py`, which is also `check-deadlock`'s: a message travels
-    once both ends have been posted and the messages before it on their streams have arrived; with
-    `costs.buffered` it need not wait for its receive, if it has a slot.
+    The model is that of `ir/verify/communication.py`, which is also `check-deadlock`'s: a message
+    travels once both ends have been posted and the messages before it on their streams have
+    arrived; with `costs.buffered` it need not wait for its receive, if it has a slot.
 
     A call takes what `costs.functions` says of its function. If that says nothing, an actor's
     call takes its share of the time of its task, which is `tf`, `tb` or `tw` over the number of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...ir.communication import Span
+from ...ir.verify.communication import Span
 
 
 @dataclass(frozen=True, slots=True)

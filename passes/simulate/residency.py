@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ...ir.attributes import Effect
 from ...ir.location import Location
-from ...ir.module import Module
 from ...ir.ops import Call
+from ...ir.ops.module import Module
 from ..frontend.buckets import bucket_of, unmatched
 from ..frontend.fsdp import STEP, TASK, Fsdp, stored_parameters
 from .memory_plan import memory_plan

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...ir.attributes import Action, Effect
-from ...ir.module import Module, Program
 from ...ir.ops import Call, Free, Recv, Value
-from ...ir.storage import SharedStorage
+from ...ir.ops.module import Module, Program
+from ...ir.ops.storage import SharedStorage
 from ...ir.types import tensor_bytes
 from .memory_plan import brings
 

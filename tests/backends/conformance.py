@@ -18,8 +18,8 @@ import torch
 from cg.backends.base import Pause
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.virtual.world import VirtualExecutable
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
 from cg.ir.types import DType, TensorType
 from cg.ir.verify.verifier import verify
 from cg.passes.check.check_deadlock import CheckDeadlock
@@ -27,7 +27,7 @@ from cg.passes.lower.assign_streams import AssignStreams
 from cg.passes.lower.batch_messages import BatchMessages
 from cg.passes.lower.overlap import Overlap
 from cg.passes.lower.plan_buffers import PlanBuffers
-from cg.passes.manager import PassManager
+from cg.passes.manager.manager import PassManager
 
 from .laid_out_cases import programs
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from cg.backends.base import Body
 from cg.backends.program import builtins
 from cg.ir.attributes import Symbol
-from cg.ir.clone import clone
-from cg.ir.module import Function, FunctionKind, Module
 from cg.ir.ops import Call
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Function, FunctionKind, Module
 
 Wrap = Callable[[int, int, Call, Body], Body]
 """Makes the body of one call: of its rank, its place in that rank's program, itself, its body."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cg.ir.module import Module
 from cg.ir.ops import Call, Return
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_module
-from cg.passes.manager import PassManager
-from cg.passes.registry import parse_pipeline
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.registry import parse_pipeline
 
 PIPELINE = "insert-transfers,lower-transfers,split-transfers,schedule"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from cg.backends.base import Body
 from cg.backends.virtual.world import VirtualExecutable
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
 from cg.ir.verify.verifier import verify
 
 

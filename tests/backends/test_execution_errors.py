@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cg
 from cg.backends.errors import Failure, RemoteError
-from cg.backends.failures.poison import Poison
+from cg.backends.poison import Poison
 
 from ..sampling import scaled
 from .graph_tools import Boom, Scale, Worker, world

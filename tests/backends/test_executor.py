@@ -16,7 +16,7 @@ from cg.backends.errors import BindError, InputError, RemoteError, ResultError, 
 from cg.backends.failures.flight import FlightRecord
 from cg.backends.program.executor import Executable, poll_only
 from cg.backends.program.linked import LinkedProgram
-from cg.backends.timing.tracing import Budget, InstructionLog
+from cg.backends.program.tracing import Budget, InstructionLog
 from cg.backends.virtual.fabric import VirtualFabric
 from cg.ir.location import Location
 

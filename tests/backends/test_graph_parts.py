@@ -19,18 +19,18 @@ from cg.backends.driven.commands import (
     Kind,
     VirtualCommands,
 )
-from cg.backends.driven.participants import participants, woken_by_command
 from cg.backends.driven.shared_channels import share_channels
-from cg.backends.driven.ticket_locks import TicketLocks, Tickets
 from cg.backends.errors import Failure
-from cg.backends.failures.poison import Poison
+from cg.backends.failures.participants import participants, woken_by_command
 from cg.backends.failures.unobserved_failures import unobserved_ranks
+from cg.backends.poison import Poison
+from cg.backends.program.ticket_locks import TicketLocks, Tickets
 from cg.backends.timing.statistics import Statistics
 from cg.backends.timing.tallies import count
 from cg.ir.flops import Flops
-from cg.ir.module import Module
 from cg.ir.ops import Recv, Send
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
 from cg.ir.types import DType
 from cg.ir.verify.verifier import verify
 

@@ -9,9 +9,9 @@ import torch
 
 from cg.backends.base import Body
 from cg.backends.virtual.world import VirtualExecutable
-from cg.ir.module import FunctionKind, Module
 from cg.ir.ops import Call
-from cg.ir.printer import format_module
+from cg.ir.ops.module import FunctionKind, Module
+from cg.ir.text.printer import format_module
 from cg.ir.verify.verifier import verify
 
 from .instrument import instrument

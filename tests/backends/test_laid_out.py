@@ -15,12 +15,12 @@ from cg.backends.program.tensor_regions import assembling, taking
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.attributes import Effect, Symbol
 from cg.ir.layout import shape_of, share, volume, whole
-from cg.ir.module import Function, FunctionKind, Module, Program
 from cg.ir.ops import Call, Return, Transfer, Value
+from cg.ir.ops.module import Function, FunctionKind, Module, Program
 from cg.ir.phases import Phase
 from cg.ir.types import DType, Mesh, ObjectType, Place, TensorType, UnitType
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 
 from ..passes.random_transfers import (
     WORLD,

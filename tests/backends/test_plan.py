@@ -8,7 +8,7 @@ from typing import Any
 from cg.backends.agreement.plan_hash import check_plan, plan_hash
 from cg.backends.errors import PlanMismatch
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.module import Module
+from cg.ir.ops.module import Module
 
 from .programs import CHAIN, module
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cg.backends import registry
 from cg.backends.base import Communicator, World
 from cg.backends.errors import UnknownCommunicator
-from cg.backends.registry import Registry
+from cg.backends.transports import registry
+from cg.backends.transports.registry import Registry
 from cg.backends.virtual.fabric import VirtualFabric
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 
 CHANNELS = [Channel(0, (0, 1))]
 

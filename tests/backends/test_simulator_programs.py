@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
 from cg.ir.ops import Call
+from cg.ir.ops.module import Module
 from cg.ir.pipeline.costs import Costs, Link
+from cg.ir.text.diagnostics import IRError
 from cg.passes import schedules
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
-from cg.passes.registry import Switches
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.manager.registry import Switches
 from cg.passes.schedules import Pipeline, Schedule
 from cg.passes.simulate.memory_plan import memory_plan
 from cg.passes.simulate.program_simulator import ProgramSimulation, simulate_programs

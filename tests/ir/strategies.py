@@ -12,8 +12,8 @@ from cg.ir.attributes import Action, Effect, ReduceOp, Shares, Stream, Symbol, T
 from cg.ir.flops import Flops
 from cg.ir.layout import Cut, Layout, merge
 from cg.ir.location import Location
-from cg.ir.module import Channel, Function, FunctionKind, Module, Program, Vjp
 from cg.ir.ops import OP_CLASSES, Op, Value, attribute_names
+from cg.ir.ops.module import Channel, Function, FunctionKind, Module, Program, Vjp
 from cg.ir.phases import Phase
 from cg.ir.types import (
     DType,

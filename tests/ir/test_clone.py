@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cg.ir.attributes import Symbol
-from cg.ir.clone import clone
-from cg.ir.module import Function, Module, Program
 from cg.ir.ops import Call, Return, Value
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Function, Module, Program
 from cg.ir.phases import Phase
 from cg.ir.types import DType, Mesh, Place, TensorType
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
-from cg.ir.text.compare import difference
+from cg.ir.ops.compare import difference
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
 
 TEXT = """
 module @m phase=scheduled world=2 {

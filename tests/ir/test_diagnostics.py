@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cg.ir.diagnostics import Diagnostic, IRError, error
 from cg.ir.location import Location
-from cg.ir.parser import parse_module
+from cg.ir.text.diagnostics import Diagnostic, IRError, error
+from cg.ir.text.parser import parse_module
 
 TEXT = """module @m phase=traced world=2 {
   program @step(%h: f32[2]@0, %h.1: f32[2]@0) {

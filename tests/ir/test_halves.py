@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cg.ir.diagnostics import IRError
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.ir.verify.verifier import verify
 
 MODULE = """module @m phase=traced world=1 {

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from cg.ir.diagnostics import IRError
 from cg.ir.layout import Cut, Layout
-from cg.ir.module import Module
 from cg.ir.ops import Call, Collective, Value
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
 from cg.ir.types import Mesh, TensorType
 from cg.ir.verify.verifier import verify
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Symbol
-from cg.ir.module import Program
-from cg.ir.names import Names
 from cg.ir.ops import Call, Value
+from cg.ir.ops.module import Program
+from cg.ir.ops.names import Names
 from cg.ir.types import DType, Place, TensorType
 
 T = TensorType(DType.F32, (2,), Place.of(0))

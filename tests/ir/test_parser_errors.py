@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cg.ir.diagnostics import IRError
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_module
+from cg.ir.text.diagnostics import IRError
 from cg.ir.text.literals import parse_type
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 
 TEXT = """module @m phase=traced world=2 {
   function @f(f32[2]) -> (f32[2]) {aliases = {0 -> 0}, effect = read}

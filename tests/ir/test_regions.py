@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 from cg.ir.verify.verifier import verify
 
 from .valid_modules import LAID_OUT, broken

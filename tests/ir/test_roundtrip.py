@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
+from cg.ir.ops.compare import difference, equal
+from cg.ir.ops.module import Module
 from cg.ir.phases import Phase
-from cg.ir.printer import format_module, format_op, format_program
-from cg.ir.text.compare import difference, equal
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module, format_op, format_program
 
 from ..sampling import scaled
 from .strategies import modules

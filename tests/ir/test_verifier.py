@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cg.ir.attributes import Symbol
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module, Program
 from cg.ir.ops import OP_CLASSES, Broadcast, Call, Return, Value
 from cg.ir.ops.collectives import Exchange
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module, Program
 from cg.ir.phases import Phase
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
 from cg.ir.types import DType, Place, TensorType, UnitType
 from cg.ir.verify.verifier import verify
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import pytest
 
 import cg
-from cg.launch.job.ancestors import above
+from cg.launch.environment.ancestors import above
 
 from ..mpi import jobs as mpi
 from ..mpi import warm as interpreting

@@ -12,8 +12,8 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
 from cg.ir.verify.verifier import verify
 from cg.launch.api.compiled import Compiled
 from cg.launch.pictures.actor_graph import ActorGraph, actor_graph

@@ -11,7 +11,7 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.agreement import text_of
+from cg.launch.runtime.agreement import text_of
 from cg.launch.world.comparison import interval
 from cg.launch.world.world import use_world
 

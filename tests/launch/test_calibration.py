@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
-from cg.ir.communication import Span
-from cg.ir.module import Channel, Module
 from cg.ir.ops import Call
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Channel, Module
 from cg.ir.pipeline.costs import Costs, Link
+from cg.ir.text.parser import parse_module
+from cg.ir.verify.communication import Span
 from cg.ir.verify.verifier import verify
 from cg.launch.measure.calibration import measured_costs
 from cg.launch.measure.message_latency import message_latencies

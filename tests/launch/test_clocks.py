@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.backends.virtual.world import VirtualWorld
-from cg.launch.measure.clocks import Reading, common_time, compare_clocks, readings
+from cg.launch.world.clocks import Reading, common_time, compare_clocks, readings
 
 Meetings = list[tuple[list[int], list[int]]]
 

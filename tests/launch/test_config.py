@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cg.launch.config import VARIABLES, Config, ConfigError, parse_ranks, table, unknown_variables
-from cg.launch.job.detect import Launch
+from cg.launch.environment.config import (
+    VARIABLES,
+    Config,
+    ConfigError,
+    parse_ranks,
+    table,
+    unknown_variables,
+)
+from cg.launch.environment.detect import Launch
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.ir.attributes import Stream
-from cg.ir.module import Module, Program
+from cg.ir.ops.module import Module, Program
 from cg.ir.phases import Phase
 from cg.launch.runtime.device_session import DeviceSession
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cg.backends.devices import find
-from cg.launch.config import Config, ConfigError
+from cg.launch.environment.config import Config, ConfigError
 from cg.launch.world.devices import DeviceError, VisibleDevices, declined, for_rank, look
 
 

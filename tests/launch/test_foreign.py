@@ -11,10 +11,10 @@ import pytest
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.launch.config import Config
-from cg.launch.job.ancestors import above, inheritors, runs_python
-from cg.launch.job.detect import HYDRA, Launch
-from cg.launch.job.foreign import Foreign, command, detect
+from cg.launch.environment.ancestors import above, inheritors, runs_python
+from cg.launch.environment.config import Config
+from cg.launch.environment.detect import HYDRA, Launch
+from cg.launch.environment.foreign import Foreign, command, detect
 from cg.launch.world import world as worlds
 from cg.launch.world.waiting import WorldError
 

@@ -18,10 +18,10 @@ import cg
 from cg.backends.fusion import fuse
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Effect
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_module
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.launch.world.world import use_world
-from cg.tracer.autodiff.products import ADD_PRODUCT
+from cg.tracer.graph.autodiff.products import ADD_PRODUCT
 from tests.backends.memory import peak_of
 
 needs_compiler = pytest.mark.skipif(

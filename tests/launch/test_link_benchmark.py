@@ -9,7 +9,7 @@ import pytest
 
 from cg.backends.nccl.pool import width_of
 from cg.ir.flops import Flops
-from cg.ir.module import Channel, Module
+from cg.ir.ops.module import Channel, Module
 from cg.ir.types import DType
 from cg.launch.measure.link_benchmark import _one_way
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module
 from cg.ir.pipeline.costs import Costs, Link
+from cg.ir.text.parser import parse_module
 from cg.launch.pictures.model import Kind, Picture, Row, Slice, Track, one_above_the_other
 from cg.launch.pictures.perfetto import trace_events
 from cg.launch.pictures.program_timeline import picture_in_units, picture_of_programs

@@ -15,7 +15,7 @@ import torch
 import cg
 from cg.backends.program.code import Code
 from cg.backends.program.instructions import Instruction
-from cg.backends.timing.tracing import InstructionLog, device_ranges
+from cg.backends.program.tracing import InstructionLog, device_ranges
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call
 from cg.launch.api.compiled import Compiled

@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from cg.launch.config import THREAD_VARIABLES, Config
-from cg.launch.job.detect import Launch
+from cg.launch.environment.config import THREAD_VARIABLES, Config
+from cg.launch.environment.detect import Launch
 from cg.launch.world import bootstrap, cores, devices
 from cg.launch.world.cores import Core
 

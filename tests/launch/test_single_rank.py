@@ -13,7 +13,7 @@ import cg
 from cg.backends.base import World
 from cg.backends.devices import find
 from cg.backends.fake.device import FakeDevice
-from cg.launch.config import Config
+from cg.launch.environment.config import Config
 from cg.launch.world import devices
 from cg.launch.world import world as worlds
 from cg.launch.world.devices import DeviceError, VisibleDevices, for_process

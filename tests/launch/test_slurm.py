@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import cg
-from cg.launch.config import Config
-from cg.launch.job.detect import HYDRA, SLURM, Launch, detect
+from cg.launch.environment.config import Config
+from cg.launch.environment.detect import HYDRA, SLURM, Launch, detect
 from cg.launch.job.slurm import check_srun, for_daemons, is_elsewhere
 from cg.launch.world import world as worlds
 from cg.launch.world.waiting import WorldError
@@ -94,7 +94,7 @@ A_TASK = """
 import os, signal, subprocess, sys
 
 os.environ["SLURM_TASK_PID"] = str(os.getpid())
-IMPORT = "import os; from cg.launch.job.detect import is_typed"
+IMPORT = "import os; from cg.launch.environment.detect import is_typed"
 report = f"{IMPORT}; print(is_typed(os.environ), flush=True)"
 
 

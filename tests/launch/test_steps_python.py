@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import cg
-from cg.ir.diagnostics import IRError
+from cg.ir.text.diagnostics import IRError
 from cg.tracer.errors import TraceError
-from cg.tracer.step.inputs import InputError
+from cg.tracer.record.session.inputs import InputError
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 

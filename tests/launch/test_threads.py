@@ -170,11 +170,11 @@ TRACER = Path(cg.__file__).parent / "tracer"
 PUTS_AWAY = tuple(
     str(TRACER / file)
     for file in (
-        "heap/reach.py",
-        "heap/snapshot.py",
-        "methods/side_effects.py",
-        "methods/watch.py",
-        "actors/actor_state.py",
+        "values/heap/reach.py",
+        "values/heap/snapshot.py",
+        "method/purity/side_effects.py",
+        "method/purity/watch.py",
+        "values/actor_state.py",
     )
 )
 """The files that put stand-ins in place and take them away. Ctrl-C in torch may end the program."""

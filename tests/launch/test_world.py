@@ -15,8 +15,8 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.launch.config import Config
-from cg.launch.job.detect import HYDRA, OPEN_MPI, Launch, detect
+from cg.launch.environment.config import Config
+from cg.launch.environment.detect import HYDRA, OPEN_MPI, Launch, detect
 from cg.launch.job.job import descendants
 from cg.launch.world import shared_memory
 from cg.launch.world import world as worlds

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cg
-from cg.tracer.actors.actor_state import collect
-from cg.tracer.groups.meta import fill_from
-from cg.tracer.groups.pieces import lay_out
+from cg.tracer.function.groups.meta import fill_from
+from cg.tracer.values.actor_state import collect
+from cg.tracer.values.pieces import lay_out
 
 from .families import model_of
 

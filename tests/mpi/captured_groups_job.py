@@ -22,9 +22,9 @@ from torch import nn
 import cg
 from cg.ir.types import Mesh
 from cg.launch.world import world as worlds
-from cg.tracer.groups.gradient_buckets import BUCKET
-from cg.tracer.groups.pieces import piece
-from cg.tracer.groups.plan import Sharding
+from cg.tracer.values.gradient_buckets import BUCKET
+from cg.tracer.values.pieces import piece
+from cg.tracer.values.plan import Sharding
 
 from .training_job import difference, segments_of
 

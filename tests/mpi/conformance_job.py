@@ -27,10 +27,10 @@ from cg.backends.nccl.communicator import NcclCommunicator, make_pool
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.program.executor import Executable
 from cg.backends.program.linked import LinkedProgram
-from cg.ir.module import Module
+from cg.ir.ops.module import Module
 from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
-from cg.passes.manager import PassManager
+from cg.passes.manager.manager import PassManager
 from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
 from tests.backends.devices.patience import loose_device
 

@@ -22,7 +22,6 @@ from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
 from cg.backends.virtual.collectives import outcomes
-from cg.ir.module import Channel
 from cg.ir.ops import (
     AllGather,
     AllReduce,
@@ -37,6 +36,7 @@ from cg.ir.ops import (
     Send,
     Value,
 )
+from cg.ir.ops.module import Channel
 from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType, ValueType
 
 F32 = TensorType(DType.F32, (8,))

@@ -16,7 +16,7 @@ from torch import nn
 import cg
 from cg.ir.types import Mesh
 from cg.launch.world.world import world
-from cg.tracer.groups.gradient_buckets import BUCKET
+from cg.tracer.values.gradient_buckets import BUCKET
 from tests.tracer.groups.training import (
     Attention,
     Block,

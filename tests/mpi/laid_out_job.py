@@ -13,13 +13,13 @@ import torch
 import cg
 from cg.backends.program.linked import LinkedModule
 from cg.ir.layout import Region
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 from cg.ir.types import TensorType
-from cg.launch.api.numbering import Numbering
+from cg.launch.runtime.numbering import Numbering
 from cg.launch.runtime.runtime import make_runtime
 from cg.launch.world.world import world
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 
 STEP = """module @step phase=traced world=3 {
   mesh @m {dp = 3, ranks = {0..2}}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import cg
-from cg.backends import registry
 from cg.backends.cpu.transport import CpuTransport
 from cg.backends.program.executor import Executable
 from cg.backends.program.linked import LinkedProgram
+from cg.backends.transports import registry
 from cg.launch.world import world as worlds
 from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
 

@@ -14,7 +14,7 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.diagnostics import IRError
+from cg.ir.text.diagnostics import IRError
 from cg.launch.world import world as worlds
 from cg.launch.world.world import use_world
 from tests.properties.actors import KINDS

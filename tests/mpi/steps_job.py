@@ -16,7 +16,7 @@ from torch import nn
 
 import cg
 from cg.tracer.errors import TraceError
-from cg.tracer.step.inputs import InputError
+from cg.tracer.record.session.inputs import InputError
 
 
 @cg.actor

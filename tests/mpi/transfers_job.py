@@ -20,8 +20,8 @@ from cg.backends.program.executor import Executable
 from cg.backends.program.linked import LinkedProgram
 from cg.ir.phases import Phase
 from cg.launch.world import world as worlds
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 from tests.backends.conformance import patient
 from tests.passes.random_transfers import Types, as_module, check, initial, inputs_of, ranks_of
 

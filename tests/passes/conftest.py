@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_program
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_program
 from cg.ir.verify.verifier import verify
-from cg.passes.manager import PassManager
-from cg.passes.registry import parse_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.registry import parse_pipeline
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from cg.ir.attributes import Effect
-from cg.ir.module import Function, FunctionKind, Module
 from cg.ir.ops import (
     AllToAll,
     Broadcast,
@@ -29,6 +28,7 @@ from cg.ir.ops import (
     Wait,
     batch_of,
 )
+from cg.ir.ops.module import Function, FunctionKind, Module
 
 Meaning = int
 
@@ -112,8 +112,8 @@ class Slot:
 class Machine:
     """Runs scheduled programs by brute force: every rank, every message, one at a time, any order.
 
-    It knows nothing of `cg.ir.communication`: it keeps all that is posted in plain lists and looks
-    through all of it whenever a rank is stuck.
+    It knows nothing of `cg.ir.verify.communication`: it keeps all that is posted in plain lists and
+    looks through all of it whenever a rank is stuck.
     """
 
     def __init__(self, module: Module, world: World, choose: Callable[[int], int]) -> None:

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 
 from cg.ir.attributes import Effect, ReduceOp, Symbol
 from cg.ir.location import Location
-from cg.ir.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.ops import AllReduce, Backward, Call, Op, Return, Value, View
+from cg.ir.ops.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.phases import Phase
 from cg.ir.types import DType, Place, TensorType, Type, UnitType, relocate
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cg.ir.attributes import Effect, ReduceOp, Symbol
 from cg.ir.layout import Cut, Layout, Region
-from cg.ir.module import Function, FunctionKind, Module, Program
 from cg.ir.ops import Call, Return, Transfer, Value
+from cg.ir.ops.module import Function, FunctionKind, Module, Program
 from cg.ir.phases import Phase
 from cg.ir.types import DType, Mesh, Place, TensorType, UnitType
 from cg.passes.placement.resharding_plan import (

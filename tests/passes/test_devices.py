@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from cg.backends.driven.participants import is_device_only
+from cg.backends.failures.participants import is_device_only
 from cg.ir.attributes import Stream
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
 from cg.ir.ops import Recv, Send, Transfer
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_module
+from cg.ir.ops.module import Module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.passes.check.check_deadlock import CheckDeadlock
 from cg.passes.lower.capture import Capture, describe
 from cg.passes.lower.split_tails import SplitTails
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 from cg.passes.placement.choose_transports import ChooseTransports
 from cg.passes.placement.fabrics import Fabrics
 from cg.passes.placement.insert_transfers import InsertTransfers

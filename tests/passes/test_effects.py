@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from cg.ir.attributes import Effect, Shares, Symbol
-from cg.ir.module import Function, Module
 from cg.ir.ops import Barrier, Call, Op, Value
+from cg.ir.ops.module import Function, Module
 from cg.ir.types import Place, UnitType
 from cg.passes.frontend.effect_order import dependencies, effect_of
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.synthetic_groups import GroupSteps, group_module
-from cg.ir.module import Module
+from cg.ir.ops.module import Module
 from cg.ir.pipeline.costs import Costs
 from cg.passes import schedules
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 from cg.passes.simulate.program_grid import format_grid
 from cg.passes.simulate.program_simulator import simulate_programs
 

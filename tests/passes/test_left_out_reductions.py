@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 
 from cg.ir.attributes import ReduceOp
-from cg.ir.builtins import reduction
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
 from cg.ir.ops import Call, Collective, Op, Value
+from cg.ir.ops.builtins import reduction
+from cg.ir.ops.module import Module
+from cg.ir.text.diagnostics import IRError
 from cg.ir.types import tensor_bytes
 from cg.ir.verify.verifier import verify
 from cg.passes.placement.lower_transfers import LowerTransfers

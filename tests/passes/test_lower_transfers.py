@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cg.ir.clone import clone
-from cg.ir.diagnostics import IRError
 from cg.ir.location import Location
-from cg.ir.module import Module
 from cg.ir.ops import AllGather, AllReduce, Assemble, Call, Op, ReduceScatter, Transfer, Value
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module
+from cg.ir.text.diagnostics import IRError
 from cg.ir.types import Place
 from cg.ir.verify.verifier import verify
 from cg.passes.placement.lower_transfers import LowerTransfers

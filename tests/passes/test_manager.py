@@ -10,16 +10,16 @@ from typing import ClassVar
 
 import pytest
 
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
 from cg.ir.ops import Constant, Value
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module
 from cg.ir.phases import Phase
-from cg.ir.printer import format_module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.ir.types import DType, Place, TensorType
 from cg.launch.api.dumps import Dump
 from cg.passes.base import Pass
-from cg.passes.manager import (
+from cg.passes.manager.manager import (
     DishonestPassError,
     PassManager,
     PassReport,
@@ -28,7 +28,7 @@ from cg.passes.manager import (
     format_reports,
     run_on_copy,
 )
-from cg.passes.registry import parse_pipeline
+from cg.passes.manager.registry import parse_pipeline
 
 TEXT = """
 module @step phase=traced world=2 {

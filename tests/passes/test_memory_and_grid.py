@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cg.ir.module import Module
+from cg.ir.ops.module import Module
 from cg.passes import schedules
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
-from cg.passes.registry import OptionError, parse_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.manager.registry import OptionError, parse_pipeline
 from cg.passes.simulate.memory_plan import memory_plan
 from cg.passes.simulate.program_grid import format_grid
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from cg.ir.clone import clone
-from cg.ir.module import Module
 from cg.ir.ops import Call
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module
 from cg.ir.phases import Phase
 from cg.ir.verify.verifier import verify
-from cg.passes.manager import PassManager, check_pipeline
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager, check_pipeline
+from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.manager.registry import Switches, names, parse_pipeline, parse_switches
 from cg.passes.placement.fabrics import Fabrics
-from cg.passes.registry import Switches, names, parse_pipeline, parse_switches
 from cg.passes.schedules import gpipe, one_f_one_b
 
 Make = Callable[[int, int], Module]

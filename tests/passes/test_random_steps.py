@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given, settings
 
 from cg.ir.attributes import Effect, Symbol
-from cg.ir.clone import clone
-from cg.ir.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.ops import (
     AllReduce,
     Backward,
@@ -34,12 +32,14 @@ from cg.ir.ops import (
     Value,
     Wait,
 )
-from cg.ir.parser import parse_module
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.phases import Phase
-from cg.ir.printer import format_module
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.ir.types import DType, Place, TensorType, UnitType, relocate
-from cg.passes.manager import PassManager
-from cg.passes.registry import parse_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.registry import parse_pipeline
 
 from ..sampling import scaled
 

@@ -7,18 +7,18 @@ from typing import ClassVar
 
 import pytest
 
-from cg.ir.module import Module
+from cg.ir.ops.module import Module
 from cg.ir.phases import Phase
-from cg.passes import registry
 from cg.passes.base import OptionError, Pass
-from cg.passes.placement.insert_transfers import InsertTransfers
-from cg.passes.registry import (
+from cg.passes.manager import registry
+from cg.passes.manager.registry import (
     Switches,
     UnknownPassError,
     parse_pipeline,
     parse_switches,
     register,
 )
+from cg.passes.placement.insert_transfers import InsertTransfers
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cg.ir.clone import clone
-from cg.ir.communication import Progress
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module, Program
 from cg.ir.ops import Call, Collective, Free, Op, Recv, Send, Wait
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_module
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module, Program
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
+from cg.ir.verify.communication import Progress
 from cg.ir.verify.verifier import verify
 from cg.passes import schedules
-from cg.passes.manager import PassManager
-from cg.passes.registry import parse_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.registry import parse_pipeline
 
 from ..sampling import scaled
 from .meanings import Machine, World, run_async

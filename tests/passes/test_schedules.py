@@ -13,7 +13,7 @@ from cg.ir.attributes import Action, Task
 from cg.ir.pipeline.timing import play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, Schedule
-from cg.passes.schedules.base import ScheduleError
+from cg.passes.schedules.orders.base import ScheduleError
 
 ALL = (schedules.gpipe(), schedules.one_f_one_b())
 SIZES = [(1, 1), (1, 5), (2, 1), (4, 2), (4, 4), (4, 6), (5, 8), (8, 24)]

@@ -10,8 +10,8 @@ from cg.ir.pipeline.costs import Costs
 from cg.ir.pipeline.timing import Timeline, play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline
-from cg.passes.schedules.base import spell
-from cg.passes.schedules.zb_h1_order import lagging
+from cg.passes.schedules.orders.base import spell
+from cg.passes.schedules.orders.zb_h1_order import lagging
 
 from ..sampling import scaled
 

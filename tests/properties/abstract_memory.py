@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from cg.ir.module import FunctionKind
 from cg.ir.ops import (
     AllGather,
     Alloc,
@@ -31,6 +30,9 @@ from cg.ir.ops import (
     Value,
     View,
     Wait,
+)
+from cg.ir.ops.module import (
+    FunctionKind,
 )
 
 from .abstract_programs import Programs, Work, state_of

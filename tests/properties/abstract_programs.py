@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cg.ir.attributes import Effect, Stream
-from cg.ir.module import Function, Module, Program
 from cg.ir.ops import (
     Alloc,
     AllReduce,
@@ -27,6 +26,11 @@ from cg.ir.ops import (
     Value,
     View,
     Wait,
+)
+from cg.ir.ops.module import (
+    Function,
+    Module,
+    Program,
 )
 from cg.ir.types import FutureType, TensorType
 

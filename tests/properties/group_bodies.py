@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.synthetic_groups import GroupSteps
-from cg.ir.module import Module
+from cg.ir.ops.module import Module
 
 RATE = 2.0**-20
 """Of updates; a power of two, so that numbers stay exact."""

@@ -28,8 +28,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from cg.ir.module import FunctionKind, Module
 from cg.ir.ops import Alloc, Call, Collective, Op, Recv, Send, Wait
+from cg.ir.ops.module import (
+    FunctionKind,
+    Module,
+)
 
 from .abstract_machine import HOSTS_TRANSPORTS, Hosts, Machine, Model, Phase
 from .abstract_memory import Memory, Term, Terms

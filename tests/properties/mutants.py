@@ -23,11 +23,11 @@ from cg.backends.errors import DeadlockError, RemoteError
 from cg.backends.program.value_copies import duplicate
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.attributes import Stream, Symbol
-from cg.ir.clone import clone
-from cg.ir.module import Channel, Function, FunctionKind, Module, Program
 from cg.ir.ops import Call, Collective, Constant, Free, Op, Recv, Send, Value, View, Wait
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Channel, Function, FunctionKind, Module, Program
 from cg.ir.types import TensorType, UnitType
-from cg.passes.lower.liveness import Storages
+from cg.passes.analysis.liveness import Storages
 
 Number = Callable[[int], int]
 """Draws an integer from 0 to below its argument."""

@@ -15,22 +15,22 @@ from torch.utils._pytree import tree_flatten
 import cg
 from cg.backends.base import World
 from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
-from cg.ir.clone import clone
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module
 from cg.ir.phases import Phase
-from cg.ir.printer import format_module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.ir.verify.verifier import verify
 from cg.launch.api.compiled import Compiled
 from cg.launch.api.lowered import Lowered
 from cg.launch.world.world import use_world
 from cg.passes.base import Pass
 from cg.passes.check.check_deadlock import CheckDeadlock
-from cg.passes.manager import PassManager, PassReport
-from cg.passes.pipelines import default_pipeline
-from cg.passes.registry import parse_switches
-from cg.tracer.actors.actors import ActorHandle
+from cg.passes.manager.manager import PassManager, PassReport
+from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.manager.registry import parse_switches
+from cg.tracer.record.actors.actors import ActorHandle
 
 from .actors import KINDS, Node
 from .recipes import Recipe

@@ -17,8 +17,8 @@ from torch import Tensor
 import cg
 from cg.backends.base import Body
 from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
-from cg.ir.module import Module
 from cg.ir.ops import Call
+from cg.ir.ops.module import Module
 from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
 from cg.passes.simulate.schedule_simulator import simulate

@@ -13,8 +13,8 @@ from benchmarks.synthetic_groups import GroupSteps, group_module
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.types import DType
 from cg.passes import schedules
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 
 from ..sampling import examples
 from .group_bodies import Bodies, batch, in_one_process, initial

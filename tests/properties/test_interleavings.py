@@ -19,18 +19,28 @@ import pytest
 
 from benchmarks.synthetic_groups import GroupSteps, group_module
 from cg.ir.attributes import Effect
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
 from cg.ir.ops import Call
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import (
+    Module,
+)
 from cg.ir.phases import Phase
-from cg.ir.printer import format_module
+from cg.ir.text.diagnostics import (
+    IRError,
+)
+from cg.ir.text.parser import (
+    parse_module,
+)
+from cg.ir.text.printer import (
+    format_module,
+)
 from cg.ir.verify.verifier import verify
 from cg.passes import schedules
 from cg.passes.check.check_deadlock import CheckDeadlock
 from cg.passes.check.check_races import CheckRaces
 from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.pipelines import (
+    default_pipeline,
+)
 from cg.passes.placement.fabrics import Fabrics
 from tests.passes.random_pipelines import Drawn, Maker
 from tests.text.test_text import FILES, read_cases

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cg.ir.clone import clone
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
-from cg.ir.printer import format_module
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.printer import format_module
 from cg.ir.verify.verifier import verify
 from cg.passes.check.check_deadlock import CheckDeadlock
 from cg.passes.check.check_races import CheckRaces
-from cg.passes.manager import PassManager
-from cg.passes.registry import parse_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.registry import parse_pipeline
 from tests.passes.random_pipelines import Drawn, Maker, drawn_steps
 
 from ..sampling import scaled

@@ -27,7 +27,7 @@ from cg.launch.api.compiled import Compiled
 from cg.launch.api.fusing import Fusing
 from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
-from cg.tracer.actors.actors import ActorHandle
+from cg.tracer.record.actors.actors import ActorHandle
 
 from ..sampling import examples
 from .pipelines import WIDTH, Pipe, Stage, assert_close, draw_pipe, gradients, inputs, make_step

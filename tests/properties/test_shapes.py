@@ -17,8 +17,8 @@ from torch import Tensor
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.diagnostics import IRError
 from cg.ir.ops import Send
+from cg.ir.text.diagnostics import IRError
 from cg.launch.world.world import use_world
 from cg.passes.schedules import Schedule, Task
 

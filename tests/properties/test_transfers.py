@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.phases import Phase
 from cg.passes.base import Pipeline
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
-from cg.passes.registry import parse_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.manager.registry import parse_pipeline
 
 from ..passes.random_transfers import (
     Types,

@@ -15,9 +15,9 @@ import torch
 
 from cg.backends.base import Body
 from cg.ir.location import Location
-from cg.tracer.codegen.bodies import GraphBody, each_body
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import (
+from cg.tracer.function.functions import Functions
+from cg.tracer.graph.codegen.bodies import GraphBody, each_body
+from cg.tracer.values.interface import (
     Bodies,
     MethodTarget,
     Target,
@@ -26,7 +26,7 @@ from cg.tracer.functions.interface import (
     TracedVjp,
     Write,
 )
-from cg.tracer.step.specs import Tree
+from cg.tracer.values.specs import Tree
 
 
 class SharedTraces:

@@ -11,7 +11,7 @@ import pytest
 
 import cg
 from cg.launch.tools import opt
-from cg.passes import registry
+from cg.passes.manager import registry
 
 MODULE = """module @m phase=traced world=1 {
   program @m(%x: f32[2]@0) {

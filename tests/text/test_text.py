@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cg.ir.parser import parse_module
-from cg.ir.printer import format_module
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.launch.tools import opt
 
 HERE = Path(__file__).resolve().parent

@@ -22,8 +22,8 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.checkpoints.held import held
 from cg.launch.world.world import use_world
-from cg.tracer.actors.actor_state import collect
 from cg.tracer.errors import TraceError
+from cg.tracer.values.actor_state import collect
 
 from .function_tools import tensors
 from .operators import (

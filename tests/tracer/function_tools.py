@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import MethodTarget, TracedFunction, TracedVjp
-from cg.tracer.step.specs import Leaf, Static, TensorSpec, Tree
+from cg.tracer.function.functions import Functions
+from cg.tracer.values.interface import MethodTarget, TracedFunction, TracedVjp
+from cg.tracer.values.specs import Leaf, Static, TensorSpec, Tree
 
 
 def signature(*args: Any, **kwargs: Any) -> Tree:

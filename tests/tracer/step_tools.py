@@ -18,22 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from cg.ir.attributes import Effect
-from cg.ir.module import Function, FunctionKind, Vjp
 from cg.ir.ops import Call
-from cg.ir.printer import format_op
+from cg.ir.ops.module import Function, FunctionKind, Vjp
+from cg.ir.text.printer import format_op
 from cg.ir.types import ObjectType, Place
-from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
-from cg.tracer.functions.interface import (
+from cg.tracer.method.joint import inputs_reached
+from cg.tracer.record.actors.factory import ActorFactory
+from cg.tracer.record.step import trace_step
+from cg.tracer.record.trace import Trace
+from cg.tracer.values.interface import (
     MethodTarget,
     TracedFunction,
     TracedPart,
     TracedVjp,
 )
-from cg.tracer.methods.joint import inputs_reached
-from cg.tracer.step.specs import ObjectSpec, Static, TensorSpec, Tree
-from cg.tracer.step.step import trace_step
-from cg.tracer.step.trace import Trace
+from cg.tracer.values.specs import ObjectSpec, Static, TensorSpec, Tree
 
 
 class Solo:

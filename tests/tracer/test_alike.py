@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import MethodTarget
-from cg.tracer.methods import joint
-from cg.tracer.reuse import templates
-from cg.tracer.step.specs import TensorSpec
+from cg.tracer.function.functions import Functions
+from cg.tracer.method import joint
+from cg.tracer.method.reuse import templates
+from cg.tracer.values.interface import MethodTarget
+from cg.tracer.values.specs import TensorSpec
 
 from ..sampling import examples, scale
 from . import alike_models as models

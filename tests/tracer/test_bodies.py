@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.tracer.codegen import codegen
-from cg.tracer.codegen.bodies import GraphBody
-from cg.tracer.step.collector import collector_paused
+from cg.tracer.graph.codegen import codegen
+from cg.tracer.graph.codegen.bodies import GraphBody
+from cg.tracer.record.collector import collector_paused
 from tests.tracer.function_tools import trace
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cg
-from cg.tracer.codegen.constant_folding import SMALL, fold_constants
+from cg.tracer.graph.codegen.constant_folding import SMALL, fold_constants
 
 
 def folded(function: Callable[[Tensor], Any]) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cg.tracer.methods.copy_node import copy_node
+from cg.tracer.method.purity.copy_node import copy_node
 
 
 def function(x: Tensor, y: Tensor) -> list[Tensor]:

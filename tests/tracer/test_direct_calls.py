@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cg.tracer.codegen.direct_calls import BINDINGS, call_of
-from cg.tracer.layouts.asked import ASKED
+from cg.tracer.graph.codegen.direct_calls import BINDINGS, call_of
+from cg.tracer.graph.layouts.asked import ASKED
 
 _ATEN = torch.ops.aten
 X, INTS = torch.randn(3, 4), torch.arange(12).view(3, 4)

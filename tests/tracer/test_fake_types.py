@@ -12,7 +12,7 @@ from torch import nn
 
 import cg
 from cg.tracer.errors import TraceError
-from cg.tracer.methods.fake_types import real_kinds
+from cg.tracer.method.purity.fake_types import real_kinds
 
 from .function_tools import check_equal, trace
 

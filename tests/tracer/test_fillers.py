@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
-from cg.tracer.step.specs import ObjectSpec, Static, Tree, filler
+from cg.tracer.values.specs import ObjectSpec, Static, Tree, filler
 
 Pair = namedtuple("Pair", "left right")
 

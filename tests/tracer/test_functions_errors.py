@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from cg.ir.attributes import Effect
 from cg.ir.location import Location
-from cg.ir.module import FunctionKind
+from cg.ir.ops.module import FunctionKind
 from cg.tracer.errors import TraceError
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import MethodTarget, TorchTarget
-from cg.tracer.step.specs import ObjectSpec, Tree
+from cg.tracer.function.functions import Functions
+from cg.tracer.values.interface import MethodTarget, TorchTarget
+from cg.tracer.values.specs import ObjectSpec, Tree
 
 from .function_tools import signature, trace, trace_vjp
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cg.ir.attributes import Effect
 from cg.tracer.errors import TraceError
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import MethodTarget
+from cg.tracer.function.functions import Functions
+from cg.tracer.values.interface import MethodTarget
 
 from .function_tools import (
     assert_equal,

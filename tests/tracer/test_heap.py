@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cg.tracer.heap.reach import reach_all
-from cg.tracer.heap.snapshot import MISSING, Names, Snapshot
+from cg.tracer.values.heap.reach import reach_all
+from cg.tracer.values.heap.snapshot import MISSING, Names, Snapshot
 
 
 class Slotted:

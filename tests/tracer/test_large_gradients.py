@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cg.tracer.codegen import codegen
+from cg.tracer.graph.codegen import codegen
 
 from .function_tools import trace_vjp
 

@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from cg.ir.attributes import Effect
-from cg.ir.module import FunctionKind
+from cg.ir.ops.module import FunctionKind
 from cg.ir.types import DType, ObjectType, TensorType
 from cg.tracer.errors import TraceError
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import MethodTarget
-from cg.tracer.intrinsics.opaque import opaque
-from cg.tracer.step.specs import ObjectSpec, Tree
+from cg.tracer.function.functions import Functions
+from cg.tracer.values.interface import MethodTarget
+from cg.tracer.values.opaque import opaque
+from cg.tracer.values.specs import ObjectSpec, Tree
 
 from .function_tools import signature, state_of, trace, trace_vjp
 

@@ -16,13 +16,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.func import functional_call
 from torch.nn import functional
 
-from cg.tracer.actors.actor_state import collect
-from cg.tracer.autodiff.backward import Cut
-from cg.tracer.autodiff.recomputation import Recompute, kept_bytes, recomputed
-from cg.tracer.autodiff.subgraphs import has_effect, is_view
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import Call, MethodTarget, TracedVjp
-from cg.tracer.methods.joint import Joint, Wanted, trace_call
+from cg.tracer.function.functions import Functions
+from cg.tracer.graph.autodiff.backward import Cut
+from cg.tracer.graph.autodiff.recomputation import Recompute, kept_bytes, recomputed
+from cg.tracer.graph.autodiff.subgraphs import has_effect, is_view
+from cg.tracer.method.joint import Joint, Wanted, trace_call
+from cg.tracer.values.actor_state import collect
+from cg.tracer.values.interface import Call, MethodTarget, TracedVjp
 
 from ..sampling import examples
 from .function_tools import signature

@@ -13,8 +13,8 @@ from torch import nn
 from cg.ir.attributes import Effect
 from cg.ir.types import TensorType
 from cg.tracer.errors import TraceError
-from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import MethodTarget, TracedVjp
+from cg.tracer.function.functions import Functions
+from cg.tracer.values.interface import MethodTarget, TracedVjp
 
 from .function_tools import cotangents, signature, trace, trace_vjp
 from .test_functions import rand

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from cg.tracer.intrinsics.opaque import opaque
+from cg.tracer.values.opaque import opaque
 
 from .function_tools import trace
 

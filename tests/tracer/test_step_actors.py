@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cg.tracer.actors.actors import ActorError, ActorHandle
-from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
+from cg.tracer.record.actors.actors import ActorError, ActorHandle
+from cg.tracer.record.actors.factory import ActorFactory
 
 from .step_tools import Bench, Solo, refusal
 

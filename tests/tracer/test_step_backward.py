@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from cg.ir.module import Vjp
 from cg.ir.ops import Backward, Call
-from cg.tracer.intrinsics.gradients import backward
-from cg.tracer.intrinsics.microbatches import mean, microbatches
-from cg.tracer.step.trace import Trace
+from cg.ir.ops.module import Vjp
+from cg.tracer.record.intrinsics.gradients import backward
+from cg.tracer.record.intrinsics.microbatches import mean, microbatches
+from cg.tracer.record.trace import Trace
 
 from .step_tools import Bench, opaque, writes
 

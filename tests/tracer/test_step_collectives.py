@@ -10,7 +10,7 @@ import torch
 
 from cg.ir.ops import Collective
 from cg.tracer.errors import TraceError
-from cg.tracer.intrinsics.collectives import (
+from cg.tracer.record.intrinsics.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -19,7 +19,7 @@ from cg.tracer.intrinsics.collectives import (
     reduce_scatter,
     scatter,
 )
-from cg.tracer.intrinsics.gradients import backward
+from cg.tracer.record.intrinsics.gradients import backward
 
 from .step_tools import Bench, Opaque, calls, line_of, opaque, refusal, text
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cg.tracer.errors import TraceError
-from cg.tracer.intrinsics.microbatches import microbatches
+from cg.tracer.record.intrinsics.microbatches import microbatches
 
 from .step_tools import Bench, calls, line_of, refusal
 

@@ -10,12 +10,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cg.backends.virtual.world import VirtualExecutable
-from cg.ir.clone import clone
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.ir.ops.clone import clone
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 from cg.passes.schedules import gpipe, one_f_one_b
-from cg.tracer.functions.functions import Functions
-from cg.tracer.intrinsics.collectives import (
+from cg.tracer.function.functions import Functions
+from cg.tracer.record.intrinsics.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -24,9 +24,9 @@ from cg.tracer.intrinsics.collectives import (
     reduce_scatter,
     scatter,
 )
-from cg.tracer.intrinsics.gradients import backward
-from cg.tracer.intrinsics.microbatches import mean, microbatches
-from cg.tracer.step.trace import Trace
+from cg.tracer.record.intrinsics.gradients import backward
+from cg.tracer.record.intrinsics.microbatches import mean, microbatches
+from cg.tracer.record.trace import Trace
 
 from .step_tools import Bench, EagerTracer
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cg.tracer.errors import TraceError
-from cg.tracer.intrinsics.microbatches import mean, microbatches
+from cg.tracer.record.intrinsics.microbatches import mean, microbatches
 
 from .step_tools import Bench, line_of, refusal
 

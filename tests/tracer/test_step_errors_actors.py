@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
-from cg.tracer.intrinsics.gradients import backward
-from cg.tracer.intrinsics.microbatches import mean, microbatches
+from cg.tracer.record.actors.factory import ActorFactory
+from cg.tracer.record.intrinsics.gradients import backward
+from cg.tracer.record.intrinsics.microbatches import mean, microbatches
 
 from .step_tools import Bench, Opaque, Solo, line_of, opaque, refusal, writes
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from cg.ir.attributes import Effect
-from cg.ir.module import FunctionKind
+from cg.ir.ops.module import FunctionKind
 from cg.ir.types import Place
 from cg.passes.schedules import gpipe
 from cg.tracer.errors import TraceError
-from cg.tracer.functions.functions import Functions
-from cg.tracer.intrinsics.gradients import backward
-from cg.tracer.intrinsics.opaque import opaque
-from cg.tracer.step.values import OBJECT
+from cg.tracer.function.functions import Functions
+from cg.tracer.record.intrinsics.gradients import backward
+from cg.tracer.values.opaque import opaque
+from cg.tracer.values.values import OBJECT
 
 from .step_tools import Bench, refusal
 from .test_step_equality import Compiled

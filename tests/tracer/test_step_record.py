@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cg.ir.parser import parse_module
 from cg.ir.phases import Phase
-from cg.ir.printer import format_module
+from cg.ir.text.parser import parse_module
+from cg.ir.text.printer import format_module
 from cg.ir.types import Place
-from cg.tracer.intrinsics.microbatches import microbatches
-from cg.tracer.step.step import trace_step
-from cg.tracer.step.values import OBJECT
+from cg.tracer.record.intrinsics.microbatches import microbatches
+from cg.tracer.record.step import trace_step
+from cg.tracer.values.values import OBJECT
 
 from .step_tools import Bench, Opaque, calls, opaque, refusal, text, writes
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from cg.ir.printer import format_module
-from cg.tracer.actors.factory import ActorFactory
+from cg.ir.text.printer import format_module
 from cg.tracer.errors import TraceError
-from cg.tracer.intrinsics.gradients import backward
-from cg.tracer.intrinsics.microbatches import mean, microbatches
-from cg.tracer.step.step import trace_step
-from cg.tracer.step.trace import Trace
+from cg.tracer.record.actors.factory import ActorFactory
+from cg.tracer.record.intrinsics.gradients import backward
+from cg.tracer.record.intrinsics.microbatches import mean, microbatches
+from cg.tracer.record.step import trace_step
+from cg.tracer.record.trace import Trace
 
 from .step_tools import EagerTracer, writes
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
-from cg.tracer.codegen.bodies import GraphBody
+from cg.tracer.graph.codegen.bodies import GraphBody
 
 from .function_tools import check_equal, trace, trace_vjp
 

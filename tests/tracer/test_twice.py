@@ -15,8 +15,8 @@ from torch import nn
 
 import cg
 from cg.tracer.errors import TraceError
-from cg.tracer.heap.snapshot import Snapshot
-from cg.tracer.methods.side_effects import SideEffects
+from cg.tracer.method.purity.side_effects import SideEffects
+from cg.tracer.values.heap.snapshot import Snapshot
 
 from . import hidden
 from .function_tools import check_equal, trace

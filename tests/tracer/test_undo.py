@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cg.tracer.actors.undo import Undo
+from cg.tracer.record.actors.undo import Undo
 
 
 class Actor(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ...driven.commands import BITS
 from ..memory.layout import WORDS
-from ..node import Node
+from ..waiting.node import Node
 
 SLOTS: Final = 1024
 """Commands in a ring; a power of two."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from ...errors import PeerLost, PlanMismatch, StepTimeout, TransportError
 from ...failures.flight import Activity, Position, Sight
-from ..node import Node
+from ..waiting.node import Node
 from ..waiting.waiting import SLEEP, Waiter
 from .divergence import lost, other_call, other_plan, out_of_step
 from .error_agreement import ErrorAgreement

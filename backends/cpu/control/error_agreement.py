@@ -9,7 +9,7 @@ from typing import Final
 from ...base import Pause
 from ...errors import Failure, RemoteError, TransportError, message_text, traceback_text, type_name
 from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, REFUSED, ROW, error_at
-from ..node import Node
+from ..waiting.node import Node
 from .link import Failed, Link
 from .rank_status import Barrier, State, StatusTable, named
 

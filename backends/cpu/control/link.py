@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ..node import Node
+from ..waiting.node import Node
 
 
 @dataclass(frozen=True, slots=True)

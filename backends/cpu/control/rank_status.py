@@ -26,7 +26,7 @@ from ..memory.layout import (
     STATUS_WORDS,
     doing_at,
 )
-from ..node import Node
+from ..waiting.node import Node
 
 _STALE: Final = 500_000_000
 """Nanoseconds after which a rank that has not reported is taken to be at work, not waiting."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import PeerLost
 from ..memory.layout import RESTART, RESTART_AT, ROW, STATE
-from ..node import Node
+from ..waiting.node import Node
 from .rank_status import State
 
 

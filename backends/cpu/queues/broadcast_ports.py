@@ -10,7 +10,7 @@ from typing import Any
 
 from ....ir.ops import Broadcast
 from ....ir.types import ValueType
-from ...failures.poison import Poison
+from ...poison import Poison
 from .collectives import CollectivePort, Group
 from .local_receiver import LocalReceiver
 from .local_sender import LocalSender

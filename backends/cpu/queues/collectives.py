@@ -20,7 +20,7 @@ from ....ir.ops.rules import resized
 from ....ir.types import TensorType, UnitType, ValueType
 from ...errors import BindError
 from ...failures.interruptions import is_interruption
-from ...failures.poison import Poison
+from ...poison import Poison
 from ...virtual.collectives import combine, cut, reduce
 from ..memory.codecs import codec_of
 from ..memory.parallel_memcpy import Copier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from ...failures.poison import Poison
+from ...poison import Poison
 from ..memory.cells import cells
 from ..memory.layout import (
     BUFFER,
@@ -21,9 +21,9 @@ from ..memory.layout import (
     SIZE_MASK,
     SlotLayout,
 )
-from ..memory.shared_buffers import RecvBuffers
-from ..node import Node
+from ..waiting.node import Node
 from .messages import Active, Incoming
+from .shared_buffers import RecvBuffers
 
 
 class InRing(Protocol):

@@ -27,9 +27,9 @@ from ..memory.layout import (
     POISON,
     SlotLayout,
 )
-from ..memory.shared_buffers import SendBuffers
-from ..node import Node
+from ..waiting.node import Node
 from .messages import Active, Outgoing
+from .shared_buffers import SendBuffers
 
 
 class LocalSender:

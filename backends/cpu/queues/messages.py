@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...failures.poison import Poison
+from ...poison import Poison
 from ..memory.codecs import Codec, TensorCodec
 from ..memory.layout import POISON, RAW
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from ...failures.poison import Poison
+from ...poison import Poison
 from ..memory.codecs import ObjectCodec
 from ..memory.layout import FULL, IN_HEADER, INLINE, PICKLE, POISON, RAW, SIZE_MASK
 from ..memory.objects import decode

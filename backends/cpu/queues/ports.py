@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...failures.poison import Poison
+from ...poison import Poison
 from ..memory.codecs import TensorCodec
 from ..memory.layout import POISON
 from .local_receiver import LocalReceiver

@@ -19,7 +19,7 @@ import torch
 
 from ..memory.codecs import TensorCodec
 from ..memory.layout import POISON, SIZE_MASK
-from ..mpi_module import module_of
+from ..waiting.mpi_module import module_of
 from .messages import Active, Incoming, Outgoing
 
 _LENGTH = struct.Struct("<Q")

@@ -13,8 +13,8 @@ from os import sched_yield
 from time import perf_counter
 from typing import Final
 
-from ..node import Node
 from .contention import LONG, Contention
+from .node import Node
 
 _POLLS: Final = 16
 """Polls without a pause."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ....ir.attributes import Stream
-from ....ir.module import Function, FunctionKind
 from ....ir.ops import (
     Assemble,
     Call,
@@ -33,9 +32,10 @@ from ....ir.ops import (
     Wait,
     batch_of,
 )
+from ....ir.ops.module import Function, FunctionKind
 from ....ir.types import FutureType, TensorType, UnitType
 from ...base import Body, Port
-from ...driven.ticket_locks import Tickets
+from ...device import Device
 from ...program import instructions as host
 from ...program.binder import Binder
 from ...program.code import Code
@@ -43,8 +43,8 @@ from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ...program.random import seeded_on
+from ...program.ticket_locks import Tickets
 from ...program.type_checks import checked
-from ..base import Device
 from ..ports import StreamPort
 from ..staging import Copies, StagedPort
 from ..stream_order import StreamEvent, StreamOrder

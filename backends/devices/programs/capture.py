@@ -26,9 +26,9 @@ from typing import Any
 from torch import Tensor
 
 from ...base import Body, GraphBody, StatefulBody
+from ...device import Device, Graph
 from ...failures.fallbacks import Fallbacks, Refusal
 from ...program.instructions import Instruction, Registers
-from ..base import Device, Graph
 from ..output_buffers import Loan, may_be_lent
 from ..ports import StreamPort
 from ..stream_order import StreamEvent, StreamOrder

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..base import Graph
+from ...device import Graph
 from ..output_buffers import Loan
 from ..ports import StreamPort
 

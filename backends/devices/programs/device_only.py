@@ -15,7 +15,6 @@ from typing import NoReturn
 from torch import Tensor
 
 from ....ir.attributes import MAIN, TAIL, Stream
-from ....ir.module import FunctionKind
 from ....ir.ops import (
     Alloc,
     Call,
@@ -28,13 +27,14 @@ from ....ir.ops import (
     Value,
     Wait,
 )
+from ....ir.ops.module import FunctionKind
 from ...base import Port
-from ...driven.ticket_locks import STREAMS, TicketLock, Tickets, locked_ops
+from ...device import Device, Event
 from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
-from ..base import Device, Event
+from ...program.ticket_locks import STREAMS, TicketLock, Tickets, locked_ops
 from ..ports import StreamPort
 from ..stream_order import StreamOrder
 from .binder import DeviceBinder

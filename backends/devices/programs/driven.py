@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ....ir.attributes import Stream
-from ....ir.module import Channel
 from ....ir.ops import (
     Assemble,
     Barrier,
@@ -37,15 +36,16 @@ from ....ir.ops import (
     Wait,
     batch_of,
 )
+from ....ir.ops.module import Channel
 from ....ir.types import UnitType
 from ...base import Communicator, Port
-from ...driven.ticket_locks import STREAMS, Tickets
+from ...device import Device
 from ...program import instructions as host
 from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
-from ..base import Device
+from ...program.ticket_locks import STREAMS, Tickets
 from ..ports import StreamPort
 from ..stream_order import StreamEvent
 from . import instructions

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ...base import Pause
+from ...device import Device
 from ...program.executor import Executable
 from ...program.linked import LinkedProgram
-from ..base import Device
-from ..pending_work import Work
 from .binder import DeviceBinder, landed
 from .capture import WARM_UPS
+from .pending_work import Work
 from .segments import cut
 from .tail import follow_tails
 

@@ -11,28 +11,28 @@ from torch import Tensor
 
 from ....ir.attributes import Stream
 from ...base import Pause, Port
+from ...device import Device, Event
 from ...driven.arrange import Reports, last_op, post_reports, take_report
+from ...driven.error_propagation import ErrorPropagation
 from ...driven.instance import Guard, Instance
 from ...errors import TransportError
-from ...failures.error_propagation import ErrorPropagation
-from ...failures.poison import Poison
+from ...poison import Poison
 from ...program.code import Code
 from ...program.engine import Engine, Owner
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
+from ...program.tracing import Log
 from ...timing.statistics import Statistics
 from ...timing.tallies import Tally
-from ...timing.tracing import Log
-from ..base import Device, Event
 from ..output_buffers import Loan
-from ..pending_work import Work
-from ..watchdog import Watchdog
 from .binder import DeviceBinder
 from .capture import Segment
 from .device_only import DeviceOnlyBinder
 from .driven import DrivenBinder
 from .interleave import interleave
+from .pending_work import Work
+from .watchdog import Watchdog
 
 Shared = tuple[Statistics, Sequence[Guard], Reports | None]
 """The statistics, guards and reports that `Instance` takes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...device import Event, Queue
 from ...program.instructions import Instruction, Registers
-from ..base import Event, Queue
 from ..ports import StreamPort
 from ..stream_order import StreamEvent
 

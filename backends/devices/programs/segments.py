@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ....ir.module import FunctionKind, Program
 from ....ir.ops import Call
+from ....ir.ops.module import FunctionKind, Program
 from ...base import Body, GraphBody
 from ...failures.fallbacks import Fallbacks
 from ...program.code import Code

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ....ir.attributes import Stream
-from ...driven.ticket_locks import TicketLock
+from ...device import Device, Event, Queue
 from ...program.instructions import Instruction, Registers
-from ..base import Device, Event, Queue
+from ...program.ticket_locks import TicketLock
 from ..stream_order import StreamOrder
 
 

@@ -13,7 +13,7 @@ from random import Random
 from ....ir.pipeline.costs import Costs, PerStage
 from ....ir.pipeline.order import Order
 from ....ir.pipeline.timing import Timeline, play
-from ..base import Pipeline
+from ..orders.base import Pipeline
 from .bound import MOST_TASKS, find_windows, lower_bound
 from .improve import Search, Start, Trial, Urgency, following, quality
 from .known_orders import known_orders

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ....ir.pipeline.order import Order, Row
-from ..base import Pipeline, ScheduleError, spell
-from ..dualpipe_v_order import dualpipe_v_order
-from ..gpipe_order import gpipe_order
-from ..interleaved_order import interleaved_order
-from ..looped_bfs_order import looped_bfs_order
-from ..one_f_one_b_order import one_f_one_b_order
-from ..zb_h1_order import lagging, zb_h1_order
-from ..zb_h2_order import zb_h2_order
-from ..zb_v_order import zb_v_order
+from ..orders.base import Pipeline, ScheduleError, spell
+from ..orders.dualpipe_v_order import dualpipe_v_order
+from ..orders.gpipe_order import gpipe_order
+from ..orders.interleaved_order import interleaved_order
+from ..orders.looped_bfs_order import looped_bfs_order
+from ..orders.one_f_one_b_order import one_f_one_b_order
+from ..orders.zb_h1_order import lagging, zb_h1_order
+from ..orders.zb_h2_order import zb_h2_order
+from ..orders.zb_v_order import zb_v_order
 from .bound import lags
 from .problem import ROUNDING, Problem
 

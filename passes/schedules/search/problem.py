@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ....ir.attributes import Action
 from ....ir.pipeline.costs import Costs, Memory
 from ....ir.pipeline.order import Order, Row
-from ..base import Pipeline
+from ..orders.base import Pipeline
 
 ROUNDING = 1e-9
 """Sums of times, and of shares of activations, are compared up to this much."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ....ir.pipeline.costs import Costs
-from ..base import Pipeline
+from ..orders.base import Pipeline
 from .bound import MOST_TASKS, find_windows
 from .list_scheduling import list_schedule
 from .policies import SEEDS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cg.backends.cpu.control.command_ring import SLOTS, CommandRing
-from cg.backends.cpu.node import Node
+from cg.backends.cpu.waiting.node import Node
 from cg.backends.driven.commands import BITS
 
 from .world import ThreadWorld, run_ranks

@@ -13,7 +13,7 @@ import pytest
 
 from cg.backends.cpu.control.control import Control
 from cg.backends.cpu.control.rank_status import Barrier, State, StatusTable
-from cg.backends.cpu.node import Node
+from cg.backends.cpu.waiting.node import Node
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
 

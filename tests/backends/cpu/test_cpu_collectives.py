@@ -17,7 +17,6 @@ from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import BindError, TransportError
 from cg.backends.virtual.collectives import outcomes
 from cg.ir.attributes import ReduceOp
-from cg.ir.module import Channel
 from cg.ir.ops import (
     AllGather,
     AllReduce,
@@ -27,6 +26,7 @@ from cg.ir.ops import (
     Collective,
     ReduceScatter,
 )
+from cg.ir.ops.module import Channel
 from cg.ir.types import DType, ObjectType, Place, TensorType, UnitType, ValueType
 
 from .world import ThreadWorld, run_communicators, wait

@@ -16,10 +16,10 @@ from cg.backends.cpu.communicator import RING_BYTES, RING_SLOTS, CpuCommunicator
 from cg.backends.cpu.memory.layout import IN_HEADER, IN_HEADER_BYTES, WORDS, SlotLayout
 from cg.backends.cpu.memory.parallel_memcpy import LEAST
 from cg.backends.cpu.memory.segments import NamedFiles, Segment
-from cg.backends.cpu.memory.shared_buffers import LIMIT
-from cg.backends.cpu.node import Node
+from cg.backends.cpu.queues.shared_buffers import LIMIT
+from cg.backends.cpu.waiting.node import Node
 from cg.backends.errors import BindError, TransportError
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 from cg.ir.types import DType, ObjectType, TensorType, UnitType
 
 from .world import ThreadWorld, get, put, recv, run_communicators, run_ranks, send, wait

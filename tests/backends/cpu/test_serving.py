@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from cg.backends.cpu.control import serving
 from cg.backends.cpu.control.rank_status import State
 from cg.backends.cpu.memory.layout import ROW, STATE
-from cg.backends.cpu.waiting import serving
 from cg.backends.cpu.waiting.contention import SHORTEST
 from cg.backends.errors import PeerLost
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cg.backends.cpu.communicator import RING_BYTES, CpuCommunicator
-from cg.backends.cpu.memory.shared_buffers import LIMIT
+from cg.backends.cpu.queues.shared_buffers import LIMIT
 from cg.ir.attributes import ReduceOp
-from cg.ir.module import Channel
 from cg.ir.ops import AllReduce, Broadcast, Collective, Recv, Send
+from cg.ir.ops.module import Channel
 from cg.ir.types import DType, ObjectType, Place, TensorType, UnitType
 
 from .world import ThreadWorld, run_communicators, wait

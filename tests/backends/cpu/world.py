@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from cg.backends.base import Port
 from cg.backends.cpu.communicator import CpuCommunicator
-from cg.backends.cpu.node import Node
-from cg.ir.module import Channel
+from cg.backends.cpu.waiting.node import Node
 from cg.ir.ops import Recv, Send, Value
+from cg.ir.ops.module import Channel
 from cg.ir.types import FutureType, Place, UnitType, ValueType
 
 T = TypeVar("T")

@@ -12,13 +12,13 @@ import torch
 from cg.backends.base import Port, World
 from cg.backends.devices.programs.binder import DeviceBinder
 from cg.backends.devices.programs.executable import DeviceExecutable
-from cg.backends.failures.poison import Poison
 from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
+from cg.backends.poison import Poison
 from cg.backends.program.linked import LinkedProgram
 from cg.backends.virtual.fabric import VirtualFabric
-from cg.ir.module import Channel, Module
+from cg.ir.ops.module import Channel, Module
 from tests.backends.devices.patience import PATIENCE, loose_device
 
 

@@ -12,7 +12,7 @@ import pytest
 from cg.backends.nccl import pool as nccl
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.streams.library import CommunicationError
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 from tests.backends.devices.patience import loose_device
 
 THERE, ELSEWHERE = Channel(0, (0, 1)), Channel(1, (0, 2))

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 import cg
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.devices.programs.executable import DeviceExecutable
-from cg.backends.devices.watchdog import Watchdog, fault_of
+from cg.backends.devices.programs.watchdog import Watchdog, fault_of
 from cg.backends.errors import Failure, RemoteError
 from cg.backends.failures.device_faults import DeviceFault, fault_in, index_uses
 from cg.backends.program.linked import LinkedProgram
@@ -109,7 +109,7 @@ class Bound:
 
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bound]:
-    monkeypatch.setattr("cg.backends.devices.watchdog.INTERVAL", 1000.0)
+    monkeypatch.setattr("cg.backends.devices.programs.watchdog.INTERVAL", 1000.0)
     FAILING.clear()
     bound = Bound()
     yield bound

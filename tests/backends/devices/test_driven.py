@@ -8,15 +8,22 @@ import pytest
 import torch
 
 from cg.backends.devices.programs.driven import DrivenBinder, HostHandshake
-from cg.backends.driven.ticket_locks import TicketLocks, Tickets
 from cg.backends.fake.device import FakeDevice
 from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.program.linked import LinkedProgram
+from cg.backends.program.ticket_locks import (
+    TicketLocks,
+    Tickets,
+)
 from cg.ir.attributes import Stream
-from cg.ir.module import Module
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import (
+    Module,
+)
+from cg.ir.text.parser import (
+    parse_module,
+)
 from tests.backends.devices.patience import loose_device
 
 from ..conformance import one_way

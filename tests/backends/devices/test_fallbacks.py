@@ -17,10 +17,10 @@ from cg.backends.errors import RemoteError
 from cg.backends.failures.fallbacks import Fallbacks, Refusal
 from cg.backends.program.linked import LinkedProgram
 from cg.backends.streams.library import CommunicationError
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 from cg.launch.api.dumps import Dump
 from cg.passes.lower.capture import Capture
-from cg.passes.manager import PassManager
+from cg.passes.manager.manager import PassManager
 from tests.backends.devices.patience import loose_device
 
 from ..conformance import check, pipeline

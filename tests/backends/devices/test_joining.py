@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cg.backends.devices.base import Device
+from cg.backends.device import Device
 from cg.backends.errors import TransportError
 from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.streams.library import CommunicationError, Library, Message
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 from tests.backends.devices.patience import loose_device
 
 EDGE = Channel(0, (0, 1))

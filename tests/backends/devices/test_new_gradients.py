@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from cg.backends.devices.programs import capture
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.fake import torch_backend
-from cg.tracer.autodiff.products import add_product
-from cg.tracer.codegen.accumulate import accumulate
+from cg.tracer.graph.autodiff.products import add_product
+from cg.tracer.graph.codegen.accumulate import accumulate
 
 from .test_fallbacks import Body, Told, X
 

@@ -16,8 +16,12 @@ from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import LIMIT, NcclPool, width_of
 from cg.ir.attributes import Stream
 from cg.ir.flops import Flops
-from cg.ir.module import Channel
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import (
+    Channel,
+)
+from cg.ir.text.parser import (
+    parse_module,
+)
 from cg.ir.types import DType
 from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager

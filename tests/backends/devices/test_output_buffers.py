@@ -15,7 +15,7 @@ from cg.backends.devices.programs.instance import hand_over
 from cg.backends.fake.device import FakeDevice
 from cg.backends.fake.queues import FakeQueue
 from cg.backends.program.linked import LinkedProgram
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 from tests.backends.devices.patience import PATIENCE, loose_device
 
 from .ranks import pause

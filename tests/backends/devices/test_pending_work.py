@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from cg.backends.agreement.plan_hash import plan_hash
-from cg.backends.devices.pending_work import MOST, Work
 from cg.backends.devices.programs.capture import WARM_UPS
+from cg.backends.devices.programs.pending_work import MOST, Work
 from cg.backends.devices.stream_order import StreamEvent, StreamOrder
 from cg.backends.failures.flight import Position
 from cg.backends.fake.queues import FakeEvent
 from cg.ir.attributes import Stream
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 from tests.backends.devices.patience import loose_device
 
 from ..conformance import pipeline

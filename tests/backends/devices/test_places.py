@@ -10,7 +10,7 @@ import torch
 from cg.backends.fake.device import FakeDevice
 from cg.backends.fake.queues import FakeQueue
 from cg.ir.attributes import Stream
-from cg.ir.parser import parse_module
+from cg.ir.text.parser import parse_module
 
 from . import ranks
 from .ranks import ThreadWorld, bound, on_ranks, pause

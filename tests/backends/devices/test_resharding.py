@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cg.backends.fake.host_memory import on_host
-from cg.ir.module import Module
 from cg.ir.ops import Assemble
-from cg.ir.parser import parse_module
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.ir.ops.module import Module
+from cg.ir.text.parser import parse_module
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 from cg.passes.placement.fabrics import Fabrics
 
 from .ranks import ThreadWorld, bound, on_ranks, pause

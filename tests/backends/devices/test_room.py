@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-from cg.backends.devices.base import Device
+from cg.backends.device import Device
 from cg.backends.errors import BindError
 from cg.backends.fake.device import FakeDevice
 from cg.backends.fake.library import FakeComm, FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool, may_round_to_tf32
 from cg.ir.flops import Flops
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 from cg.ir.types import DType
 from tests.backends.devices.patience import loose_device
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.devices.base import Device
+from cg.backends.device import Device
 from cg.backends.devices.staging import Copies, StagedPort
-from cg.backends.failures.poison import Poison
+from cg.backends.poison import Poison
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType
 from tests.backends.devices.patience import PATIENCE, loose_device

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cg.backends.devices import watchdog
-from cg.backends.devices.watchdog import Watchdog, put_by
+from cg.backends.devices.programs import watchdog
+from cg.backends.devices.programs.watchdog import Watchdog, put_by
 from cg.backends.failures.flight import Position
 from cg.backends.streams.library import CommunicationError
-from cg.ir.module import Module, Program
-from cg.ir.parser import parse_module
+from cg.ir.ops.module import Module, Program
+from cg.ir.text.parser import parse_module
 from tests.backends.devices.patience import loose_device
 
 PROGRAM = """

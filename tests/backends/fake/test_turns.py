@@ -9,8 +9,8 @@ import torch
 
 from cg.backends.errors import RemoteError
 from cg.backends.fake.device import FakeDevice
-from cg.ir.diagnostics import IRError
-from cg.ir.parser import parse_module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.text.parser import parse_module
 from cg.passes.check.check_deadlock import CheckDeadlock
 from tests.backends.devices import ranks
 

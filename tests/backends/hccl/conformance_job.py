@@ -18,10 +18,10 @@ from cg.backends.hccl.communicator import HcclCommunicator, make_pool
 from cg.backends.hccl.pool import HcclPool
 from cg.backends.program.linked import LinkedProgram
 from cg.ir.types import DType
-from cg.launch.config import config
+from cg.launch.environment.config import config
 from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
-from cg.passes.manager import PassManager
+from cg.passes.manager.manager import PassManager
 from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
 
 TIMES = WARM_UPS + 2

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import cg
-from cg.launch.config import config
+from cg.launch.environment.config import config
 
 
 @cg.actor

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cg.launch.config import config
+from cg.launch.environment.config import config
 from cg.launch.world import world as worlds
 from tests.backends.hccl import conformance_job
 from tests.equality import compare_all

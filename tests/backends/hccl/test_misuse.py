@@ -16,7 +16,7 @@ from cg.backends.errors import BindError
 from cg.backends.hccl.abi import SendRecvItem
 from cg.backends.streams.library import CommunicationError, Message
 from cg.ir.attributes import Stream
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 
 from .ranks import Raised, Rank, on_ranks
 

@@ -11,7 +11,7 @@ from cg.backends.devices import find, npu
 from cg.backends.errors import BindError, TransportError
 from cg.backends.hccl.collectives import REDUCES
 from cg.backends.hccl.communicator import connect
-from cg.ir.module import Channel
+from cg.ir.ops.module import Channel
 
 needs_no_torch_npu = pytest.mark.skipif(
     importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed"

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from cg.launch.job.detect import detect
+from cg.launch.environment.detect import detect
 from cg.launch.world.bootstrap import prepare
 
 prepare()

@@ -13,15 +13,15 @@ from torch import Tensor
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Traffic
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module
 from cg.ir.ops import Call, Collective, Transfer
+from cg.ir.ops.module import Module
+from cg.ir.text.diagnostics import IRError
 from cg.ir.types import Mesh, promised, tensor_bytes
 from cg.ir.verify.verifier import verify
 from cg.launch.world.world import use_world
 from cg.passes.frontend.fsdp import Fsdp
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 
 from .training import (
     WIDTH,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Effect, Traffic
-from cg.ir.module import Module, Program
 from cg.ir.ops import Call, Collective, Free, Op, Wait
-from cg.ir.printer import format_module
+from cg.ir.ops.module import Module, Program
+from cg.ir.text.printer import format_module
 from cg.launch.world.world import use_world
-from cg.tracer.groups.gradient_buckets import BUCKET, Buckets
+from cg.tracer.values.gradient_buckets import BUCKET, Buckets
 
 from .training import Block, Model, Tower, batch, meshes, step_of, train
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
-from cg.tracer.methods import joint
+from cg.tracer.method import joint
 
 ROWS = cg.cut(0, "dp")
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))

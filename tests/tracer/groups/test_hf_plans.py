@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from cg.ir.layout import Cut, Layout
-from cg.tracer.groups.mesh import mesh
-from cg.tracer.groups.pieces import lay_out
-from cg.tracer.groups.plan import Plan, cut, whole
-from cg.tracer.groups.plans import hf
+from cg.tracer.function.groups.plans import hf
+from cg.tracer.values.mesh import mesh
+from cg.tracer.values.pieces import lay_out
+from cg.tracer.values.plan import Plan, cut, whole
 
 GRID = mesh(dp=2, tp=2)
 

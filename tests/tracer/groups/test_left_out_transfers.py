@@ -11,15 +11,15 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.clone import clone
-from cg.ir.diagnostics import IRError
-from cg.ir.module import Module, Program
 from cg.ir.ops import Transfer
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module, Program
+from cg.ir.text.diagnostics import IRError
 from cg.ir.types import TensorType
 from cg.ir.verify.verifier import verify
 from cg.launch.world.world import use_world
-from cg.passes.manager import PassManager
-from cg.passes.pipelines import default_pipeline
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
 
 from .training import Attention, Block, Language, Mlp, Model, Written, batch, meshes, step_of
 

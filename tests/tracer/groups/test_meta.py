@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cg.ir.layout import shape_of
-from cg.tracer.groups.mesh import mesh
-from cg.tracer.groups.meta import fill
-from cg.tracer.groups.pieces import lay_out
-from cg.tracer.groups.plan import Plan, cut, whole
+from cg.tracer.function.groups.meta import fill
+from cg.tracer.values.mesh import mesh
+from cg.tracer.values.pieces import lay_out
+from cg.tracer.values.plan import Plan, cut, whole
 
 WIDTH, LAYERS, RANKS = 64, 8, 4
 GRID = mesh(tp=RANKS)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
-from cg.tracer.actors.optimizer_state import move
+from cg.tracer.values.optimizer_state import move
 
 
 class Sums(torch.optim.Optimizer):

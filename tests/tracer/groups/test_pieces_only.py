@@ -21,11 +21,11 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.layout import Cut, Layout, Region
 from cg.launch.world.world import use_world
-from cg.tracer.groups.piece_memory import PieceMemory
-from cg.tracer.groups.pieces import piece
-from cg.tracer.groups.pieces_only import as_in_one_process
-from cg.tracer.layouts.rules.pointwise import is_entrywise
+from cg.tracer.function.groups.pieces_only import as_in_one_process
+from cg.tracer.graph.layouts.rules.pointwise import is_entrywise
 from cg.tracer.sampled import until_next
+from cg.tracer.values.piece_memory import PieceMemory
+from cg.tracer.values.pieces import piece
 from tests.sampling import examples
 
 Work = Callable[["Net"], Any]

@@ -13,9 +13,9 @@ from torch import nn
 from cg.ir.layout import Cut, Layout
 from cg.ir.layout import whole as everything
 from cg.ir.types import Mesh
-from cg.tracer.groups.mesh import describe, mesh
-from cg.tracer.groups.pieces import keep_pieces, lay_out, piece
-from cg.tracer.groups.plan import Plan, Sharding, cut, whole
+from cg.tracer.values.mesh import describe, mesh
+from cg.tracer.values.pieces import keep_pieces, lay_out, piece
+from cg.tracer.values.plan import Plan, Sharding, cut, whole
 
 
 class Block(nn.Module):

@@ -23,8 +23,8 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
-from cg.tracer.groups.gradient_buckets import BUCKET
-from cg.tracer.groups.plan import Sharding
+from cg.tracer.values.gradient_buckets import BUCKET
+from cg.tracer.values.plan import Sharding
 
 from ...sampling import of_shard, scale, shards
 from .training import (

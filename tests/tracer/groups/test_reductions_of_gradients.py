@@ -10,9 +10,9 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.communication import Span
-from cg.ir.module import Program
 from cg.ir.ops import Call, Collective, Op, Wait
+from cg.ir.ops.module import Program
+from cg.ir.verify.communication import Span
 from cg.launch.world.world import use_world
 
 from .training import Block, Model, batch, meshes, step_of

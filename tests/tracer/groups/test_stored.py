@@ -8,8 +8,8 @@ from torch import nn
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.module import Program
 from cg.ir.ops import Call, Transfer
+from cg.ir.ops.module import Program
 from cg.launch.world.world import use_world
 
 D, ROWS = 6, 8

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 import cg
 from cg.ir.layout import Region
 from cg.ir.types import Mesh
-from cg.tracer.groups.gradient_buckets import BUCKET
-from cg.tracer.groups.pieces import piece
-from cg.tracer.groups.plan import Sharding
+from cg.tracer.values.gradient_buckets import BUCKET
+from cg.tracer.values.pieces import piece
+from cg.tracer.values.plan import Sharding
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 8, 4, 10, 3
 

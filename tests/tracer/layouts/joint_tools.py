@@ -11,15 +11,15 @@ from torch import nn
 
 from cg.ir.layout import Layout
 from cg.ir.types import Mesh
-from cg.tracer.actors.actor_state import collect
-from cg.tracer.functions.interface import Call
-from cg.tracer.groups.pieces import lay_out
-from cg.tracer.groups.plan import Plan, whole
-from cg.tracer.layouts.change import DEFAULT, Change
-from cg.tracer.layouts.joints import propagate_joint
-from cg.tracer.layouts.partition import partition
-from cg.tracer.methods.joint import Joint, Wanted
-from cg.tracer.methods.twice import settled
+from cg.tracer.graph.layouts.change import DEFAULT, Change
+from cg.tracer.graph.layouts.propagation.joints import propagate_joint
+from cg.tracer.graph.layouts.propagation.partition import partition
+from cg.tracer.method.joint import Joint, Wanted
+from cg.tracer.method.twice import settled
+from cg.tracer.values.actor_state import collect
+from cg.tracer.values.interface import Call
+from cg.tracer.values.pieces import lay_out
+from cg.tracer.values.plan import Plan, whole
 
 from ..function_tools import signature
 from .simulation import Run, layout, run

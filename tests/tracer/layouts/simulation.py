@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cg.ir.attributes import ReduceOp
 from cg.ir.layout import WHOLE, Cut, Layout, Region, within
 from cg.ir.types import Mesh, Place
-from cg.tracer.layouts.change import Change
-from cg.tracer.layouts.partition import Part, Partition, partition
-from cg.tracer.layouts.propagate import propagate
-from cg.tracer.layouts.versions import End, Propagation, Transfer, Version
+from cg.tracer.graph.layouts.change import Change
+from cg.tracer.graph.layouts.propagation.partition import Part, Partition, partition
+from cg.tracer.graph.layouts.propagation.propagate import propagate
+from cg.tracer.graph.layouts.versions import End, Propagation, Transfer, Version
 
 ALL = frozenset(Change)
 COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from cg.tracer.layouts.cases import LayoutError
+from cg.tracer.graph.layouts.cases import LayoutError
 
 from ...sampling import examples
 from .joint_tools import compare

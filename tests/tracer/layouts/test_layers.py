@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cg.tracer.layouts.cases import LayoutError
+from cg.tracer.graph.layouts.cases import LayoutError
 
 from .joint_tools import compare
 from .op_cases import ATEN, ints

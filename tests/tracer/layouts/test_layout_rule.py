@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import cg
-from cg.tracer.layouts.cases import LayoutError
-from cg.tracer.layouts.change import DEFAULT
+from cg.tracer.graph.layouts.cases import LayoutError
+from cg.tracer.graph.layouts.change import DEFAULT
 
 from ...sampling import scale
 from .op_cases import ints

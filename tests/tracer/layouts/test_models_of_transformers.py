@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cg.tracer.groups.plans import hf
+from cg.tracer.function.groups.plans import hf
 
 from ..test_models import TINY, LanguageModel, causal_lm
 from .joint_tools import compare

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from cg.tracer.layouts.versions import End
+from cg.tracer.graph.layouts.versions import End
 
 from ...sampling import examples
 from .simulation import check, layout, mesh, simulate

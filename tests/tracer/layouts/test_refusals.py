@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cg.ir.layout import Cut, Layout
-from cg.tracer.layouts.cases import LayoutError
-from cg.tracer.layouts.change import DEFAULT
-from cg.tracer.layouts.propagate import propagate
+from cg.tracer.graph.layouts.cases import LayoutError
+from cg.tracer.graph.layouts.change import DEFAULT
+from cg.tracer.graph.layouts.propagation.propagate import propagate
 
 from .op_cases import ints
 from .simulation import check, layout, mesh, trace

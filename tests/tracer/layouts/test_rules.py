@@ -12,7 +12,7 @@ from torch import fx
 
 from cg.ir.layout import Layout
 from cg.ir.types import Place
-from cg.tracer.layouts.change import DEFAULT
+from cg.tracer.graph.layouts.change import DEFAULT
 
 from ...sampling import scale
 from . import layer_cases, op_cases

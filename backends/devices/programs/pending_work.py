@@ -1,0 +1,161 @@
+"""Describe what of an execution a device has not ended: messages by stream, and graphs.
+
+The host has put all of it on streams by then, and knows no more. What is known is kept anyway: each
+message outside of graphs has an event behind it, and each graph of several. They are those of the
+execution that was put last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from ....ir.ops import Collective, Op, Recv, Send
+from ....ir.ops.module import Module, Program
+from ....ir.text.printer import format_op
+from ....ir.types import format_ranks
+from ...agreement.plan_hash import plan_hash
+from ...base import Body
+from ...failures.device_faults import suspects
+from ...failures.flight import Position
+from ..stream_order import StreamEvent
+from .binder import stream_of
+from .capture import Segment
+
+MOST = 8
+"""Messages of a graph that are named; of more, how many there are."""
+
+
+class Work:
+    """The work that a bound program puts on its device. Any thread may ask it.
+
+    Args:
+        program: of this rank.
+        module: that it is part of.
+        messages: the ops that go by streams, as indices, with the event behind each.
+        segments: the parts that are captured.
+        position: where the host is.
+        bodies: the Python of functions, by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        messages: Sequence[tuple[int, StreamEvent]],
+        segments: Sequence[Segment],
+        position: Callable[[], Position],
+        bodies: Mapping[str, Body] | None = None,
+    ) -> None:
+        self._program = program
+        self._module = module
+        self._messages = messages
+        self._segments = segments
+        self._position = position
+        self._bodies = bodies or {}
+
+    @cached_property
+    def name(self) -> str:
+        """The step and its plan, in words."""
+        return named(self._module)
+
+    @property
+    def running(self) -> int | None:
+        """The number of the execution that the host is in; None if it is in none."""
+        at = self._position()
+        return at.execution if at.running else None
+
+    def suspects(self, begun: bool) -> list[str]:
+        """Describe the methods that may have stopped the device by an index, in their order.
+
+        Args:
+            begun: whether only those count that the host has begun in the execution that it is in.
+                Where that is at a graph, all of the graph counts.
+        """
+        ops, at = self._program.ops, self._position()
+        end = len(ops)
+        if begun and at.running:
+            end, graph = at.op + 1, ops[at.op].graph
+            while graph is not None and end < len(ops) and ops[end].graph == graph:
+                end += 1
+        return suspects(ops[:end], self._module, self._bodies)
+
+    def unfinished(self, execution: int) -> str:
+        """The parts of an execution on the device that it has not ended, a line each."""
+        last = self._position().execution
+        if last != execution:
+            return (
+                f"  a part of it that is not known, since the host has put what is of execution "
+                f"{last} behind it"
+            )
+        try:
+            lines = [*self._streams(), *self._graphs()]
+        except RuntimeError as error:
+            return f"  a part of it that is not known, since the device has failed: {error}"
+        return "\n".join(lines or [f"  {self._nothing_known()}"])
+
+    def _streams(self) -> list[str]:
+        """The message that each stream is at. What is behind it has not begun."""
+        open_: dict[str, list[Op]] = {}
+        for index, event in self._messages:
+            if event.is_outside and not event.has_passed():
+                op = self._program.ops[index]
+                open_.setdefault(stream_of(op).value, []).append(op)
+        return [
+            f"  stream {stream}: {_described(ops[0])}{_behind(len(ops) - 1)}"
+            for stream, ops in open_.items()
+        ]
+
+    def _graphs(self) -> list[str]:
+        """The first graph that may not have ended; those behind it have not begun."""
+        replayed = [segment for segment in self._segments if segment.is_replayed]
+        open_ = [each for each in replayed if each.behind is None or not each.behind.has_passed()]
+        if not open_:
+            return []
+        segment = open_[0]
+        ops = self._program.ops
+        inside = [ops[index] for index, _ in self._messages if ops[index].graph == segment.number]
+        known = [_message(op) for op in inside[:MOST]]
+        if len(inside) > MOST:
+            known.append(f"{len(inside) - MOST} more")
+        first = next(op for op in ops if op.graph == segment.number)
+        head = f"  graph {segment.number}, which begins with {_quoted(first)}"
+        others = [str(each.number) for each in open_[1:]]
+        tail = f"; behind it: graphs {', '.join(others)}" if others else ""
+        what = "at a kernel of a method"
+        if known:
+            what = f"at one of its messages ({'; '.join(known)}), or {what}"
+        return [f"{head}: {what}{tail}"]
+
+    def _nothing_known(self) -> str:
+        if self._messages:
+            return "its messages have ended, so it is at a kernel of a method"
+        return "it has no messages between devices, so it is at a kernel of a method"
+
+
+def named(module: Module) -> str:
+    """A step and the hash of its plan, in words; the hash as ranks compare it."""
+    return f"step '{module.name}' (plan {plan_hash(module)[:16]})"
+
+
+def _behind(count: int) -> str:
+    return f", and {count} more behind it" if count else ""
+
+
+def _described(op: Op) -> str:
+    return f"{_quoted(op)}, {_message(op)}"
+
+
+def _quoted(op: Op) -> str:
+    where = f" ({op.loc})" if op.loc is not None else ""
+    return f"`{format_op(op)}`{where}"
+
+
+def _message(op: Op) -> str:
+    """A message as the other ranks name it, too."""
+    if isinstance(op, Collective):
+        ranks = format_ranks(op.group.ranks)
+        return f"{op.opcode} {op.seq} of channel {op.chan} among ranks {ranks}"
+    assert isinstance(op, Send | Recv), "nothing else goes by a stream"
+    way = f"to rank {op.peer}" if isinstance(op, Send) else f"from rank {op.peer}"
+    return f"message {op.seq} of channel {op.chan} {way}"

@@ -1,0 +1,92 @@
+"""Read timeouts, and describe the executions in flight when one is over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+from ..failures.flight import FlightRecord, Sight, describe_sight
+from .graphs import Graph
+from .instance import Instance
+from .rank_scheduler import RankScheduler
+
+
+def seconds(timeout: object) -> float | None:
+    """A time to wait, as it was given; None if it is infinite.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is nan.
+    """
+    if not isinstance(timeout, Real):
+        kind = type(timeout).__name__
+        raise TypeError(f"timeout={timeout!r} is a {kind}: give a number of seconds, or None")
+    value = float(timeout)
+    if math.isnan(value):
+        raise ValueError("timeout=nan: give a number of seconds, or None to wait without a limit")
+    return None if value == math.inf else value
+
+
+def is_full(graph: Graph) -> str:
+    """The message that a graph has no free execution context."""
+    return (
+        f"{graph.in_flight} executions of '{graph.name}' are in flight, as many as it was compiled "
+        "for"
+    )
+
+
+def late_start(graph: Graph) -> str:
+    """The message that an execution waited too long for a free context, and what to do."""
+    return (
+        f"execution {graph.count} has not started after {graph.patience:g} s, for "
+        f"{is_full(graph)}. It was not sent: call execute again when one has ended, or compile the "
+        "step with a larger max_inflight or timeout"
+    )
+
+
+def late_end(graph: Graph) -> str:
+    """The message that a graph's executions do not end, so that it cannot be closed."""
+    return (
+        f"'{graph.name}' has not been closed: executions of it are in flight ({graph.in_flight}), "
+        f"and none has moved on rank {graph.driver} for {graph.limit:g} s. Look at what is slow or "
+        "stuck on the ranks below; where they only need longer, raise compile(timeout=...) or "
+        "CG_TIMEOUT"
+    )
+
+
+def late_restart(graph: Graph) -> str:
+    """The message that ranks do not start over after an interruption, and what to do."""
+    return (
+        f"execution {graph.count} of '{graph.name}' has not started after {graph.limit:g} s, for "
+        "after an interruption all ranks start over, as soon as each comes out of its method. It "
+        "was not sent: call execute again later"
+    )
+
+
+def positions_in_flight(
+    schedulers: Sequence[RankScheduler],
+    sights: Mapping[int, Sight] = {},  # it is not changed
+) -> list[str]:
+    """The positions of executions in flight, a line for each rank of `schedulers` and of `sights`.
+
+    Args:
+        schedulers: of this process.
+        sights: of ranks of other processes.
+    """
+    executions: dict[tuple[int, int], list[Instance]] = {}
+    for scheduler in schedulers:
+        for instance in scheduler.in_flight:
+            if instance.running:
+                key = (id(instance.module), instance.execution)
+                executions.setdefault(key, []).append(instance)
+    lines = []
+    for instances in executions.values():
+        first = instances[0]
+        record = FlightRecord(first.module, [instance.position() for instance in instances])
+        head = f"  @{first.module.name} {first.execution}"
+        lines += [f"{head}: {line.strip()}" for line in record.describe().splitlines()]
+    modules = list({id(each[0].module): each[0].module for each in executions.values()}.values())
+    for rank in sorted(sights):
+        lines.append(f"  {describe_sight(rank, sights[rank], modules)}")
+    return lines

@@ -1,0 +1,4 @@
+"""Communicators by name, those of third parties among them.
+
+In: a name. Out: what makes a communicator.
+"""

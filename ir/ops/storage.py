@@ -1,0 +1,56 @@
+"""Group the values of a program that share storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import Call, Collective, Value
+from .module import Function, Program
+
+
+class SharedStorage:
+    """The groups of a program's values that share storage, by union-find.
+
+    A value shares storage with its views, with the values that wait for it, with the future that
+    promised it, with the buffer that it was received or copied into, with what is assembled in it,
+    with what comes of it in an `all_reduce` to which it is donated, and with the results of calls
+    that may alias it.
+
+    Args:
+        collectives: whether what a collective hands back to its root is one with what the root
+            gave. To the proof of progress it is not: there, a slot is free with the value that came
+            in it.
+    """
+
+    def __init__(
+        self, program: Program, functions: Mapping[str, Function], collectives: bool = False
+    ) -> None:
+        self._parents: dict[Value, Value] = {}
+        for op in program.ops:
+            if isinstance(op, Call):
+                function = functions.get(op.fn.name)  # the verifier says where one is missing
+                for output, operand in function.aliases if function is not None else ():
+                    self._share(op.results[output], op.operands[operand])
+            elif collectives or not isinstance(op, Collective):
+                shared = op.shared_operand
+                if shared is not None and op.results:
+                    self._share(op.results[0], shared)
+
+    def of(self, value: Value) -> Value:
+        """The value that stands for the group of `value`."""
+        parents = self._parents
+        root = parents.get(value)
+        if root is None:
+            return value
+        if root not in parents:
+            return root
+        while (parent := parents.get(root)) is not None:
+            root = parent
+        while value is not root:
+            parents[value], value = root, parents[value]
+        return root
+
+    def _share(self, one: Value, other: Value) -> None:
+        one, other = self.of(one), self.of(other)
+        if one is not other:
+            self._parents[one] = other

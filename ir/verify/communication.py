@@ -1,0 +1,422 @@
+"""Model the progress of scheduled programs: messages, waits, streams and slots.
+
+The model, which is that of `check-deadlock` and of simulations:
+
+- A rank runs its program in order. Nothing but a `wait` for a future blocks it, and that until the
+  message is complete. (On a GPU the host does not block there; what completes under this model
+  completes there too.)
+- A message is complete once all its ends have been posted: a send and its receive, or the
+  collective of every rank of a group. There is no buffering: a send alone completes nothing.
+- Communication ops of one rank that share a stream complete in the order in which they were posted.
+  The messages of a batch complete together, as soon as all of them can.
+- A message with a slot is not complete before the receiver has freed the slot's last message.
+- A rank that puts messages on a device may be blocked at any op until all of these are complete: a
+  call of its host may wait for the device, as when memory is taken, a module is loaded, or a graph
+  is made. No program can know when; so, if it is asked for, the model waits at each op.
+
+Whether a message completes does not depend on the order in which ranks are looked at, so one run
+to a fixpoint decides, in time linear in the number of ops.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from math import inf
+from typing import TypeAlias
+
+from ..attributes import Stream
+from ..ops import (
+    Collective,
+    Communication,
+    Free,
+    Op,
+    Recv,
+    Return,
+    Value,
+    View,
+    Wait,
+    batch_of,
+)
+from ..ops.module import Module, Program
+from ..ops.storage import SharedStorage
+from ..text.diagnostics import IRError
+from .channel_rules import unmatched
+
+
+@dataclass(eq=False, slots=True)
+class Message:
+    """A send and its receive, or the parts of a collective.
+
+    Attributes:
+        chan, seq: which message of which channel.
+        ends: the op of each rank that takes part.
+        unit: the messages that complete together: those of its batch, or itself alone.
+        previous: the message that has used the slot before.
+        waiting: ranks that a wait for this message blocks.
+        missing: how many ends have not been posted.
+        done: whether it is complete.
+        freed: whether the receiver has freed the slot.
+        ready: when the last end was posted, or, once done, when it was complete.
+        start: once done, when it began to travel.
+        wanted: when a rank first came to a wait for it.
+    """
+
+    chan: int
+    seq: int
+    ends: dict[int, Communication] = field(default_factory=dict)
+    unit: tuple[Message, ...] = ()
+    previous: Message | None = None
+    following: Message | None = None
+    waiting: list[int] = field(default_factory=list)
+    missing: int = 0
+    done: bool = False
+    freed: bool = False
+    ready: float = 0.0
+    start: float = 0.0
+    wanted: float = inf
+
+    def __str__(self) -> str:
+        op = next(iter(self.ends.values()))
+        kind = op.opcode if isinstance(op, Collective) else "message"
+        return f"{kind} {self.seq} of channel {self.chan}"
+
+
+class Kind(enum.Enum):
+    """The effect of an event of a rank's program.
+
+    `WAIT` is for the message of a `wait`. `DEVICE` is for one that is on the device when the host
+    comes to an op, in which it may wait for the device.
+    """
+
+    POST = enum.auto()
+    WAIT = enum.auto()
+    DEVICE = enum.auto()
+    FREE = enum.auto()
+    WORK = enum.auto()
+
+
+Event: TypeAlias = tuple[Kind, Message | None, Op]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The time in which an op ran."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The time in which a wait blocked its rank, and the message that it was for."""
+
+    rank: int
+    message: Message
+    start: float
+    end: float
+
+
+def match(module: Module) -> dict[tuple[int, int], Message]:
+    """The messages of a scheduled module by channel and number.
+
+    Raises:
+        IRError: an op has no other end, or the two ends do not agree.
+    """
+    problems = list(unmatched(module))
+    if problems:
+        raise IRError(*problems)
+    messages: dict[tuple[int, int], Message] = {}
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Communication):
+                chan, seq = op.chan or 0, op.seq or 0
+                message = messages.get((chan, seq))
+                if message is None:
+                    message = messages[chan, seq] = Message(chan, seq)
+                message.ends[program.rank or 0] = op
+                message.missing += 1
+    _link_slots(messages)
+    _link_batches(messages)
+    return messages
+
+
+def _link_batches(messages: dict[tuple[int, int], Message]) -> None:
+    batches: dict[tuple[frozenset[int], int], list[Message]] = {}
+    for message in messages.values():
+        message.unit = (message,)
+        batch = batch_of(next(iter(message.ends.values())))
+        if batch is not None:
+            batches.setdefault((frozenset(message.ends), batch), []).append(message)
+    for unit in batches.values():
+        for message in unit:
+            message.unit = tuple(unit)
+
+
+def _link_slots(messages: dict[tuple[int, int], Message]) -> None:
+    last: dict[tuple[int, int], Message] = {}
+    for key in sorted(messages):
+        message = messages[key]
+        slots = [op.slot for op in message.ends.values() if isinstance(op, Recv)]
+        for slot in slots:
+            if slot is not None:
+                previous = last.get((message.chan, slot))
+                message.previous = previous
+                if previous is not None:
+                    previous.following = message
+                last[message.chan, slot] = message
+
+
+class Progress:
+    """The programs of a module on their way, as far as they get.
+
+    Attributes:
+        messages: by channel and number.
+        freed: the messages that their receiver frees at some point.
+        at: for each rank, how many of its events have happened.
+        clocks: for each rank, how late it is.
+        spans: when each op ran that takes time, by rank in program order.
+        stalls: when each rank was blocked, by rank in program order.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        cost: Callable[[Op], float] | None = None,
+        transfer: Callable[[Message], float] | None = None,
+        buffered: bool = False,
+        one_queue: bool = False,
+        on_devices: Set[int] = frozenset(),
+    ) -> None:
+        """Prepare to run `module`, scheduled.
+
+        Args:
+            module: the programs.
+            cost: how long an op occupies its rank, waits and frees apart; no time without.
+            transfer: how long a message travels, and occupies its streams; no time without.
+            buffered: whether a message with a slot, on a channel without a transport of its own,
+                needs nothing but its slot to travel. What completes without that does so with it.
+            one_queue: whether collectives of all traffic wait for each other, as if on one stream.
+            on_devices: the channels whose messages are on devices, for which hosts may wait at each
+                op.
+
+        Raises:
+            IRError: an op has no other end, or the two ends do not agree.
+        """
+        self.programs = {program.rank or 0: program for program in module.programs}
+        self.messages = match(module)
+        self.freed: set[Message] = set()
+        self._on_devices = on_devices
+        self.events = {
+            rank: self._read(program, module, cost) for rank, program in self.programs.items()
+        }
+        self.at = dict.fromkeys(self.programs, 0)
+        self.clocks = dict.fromkeys(self.programs, 0.0)
+        self.spans: list[Span] = []
+        self.stalls: list[Stall] = []
+        self._cost = cost
+        self._transfer = transfer
+        self._one_queue = one_queue
+        self._early = self._free_to_leave(module) if buffered else frozenset()
+        self._free_at: dict[tuple[int, Stream], float] = {}
+        self._queues: dict[tuple[int, Stream], deque[Message]] = {}
+
+    def run(self) -> bool:
+        """Let everything happen that can; whether all ranks finish with no message in flight."""
+        runnable = list(self.programs)
+        while runnable:
+            runnable += self._advance(runnable.pop())
+        finished = all(self.at[rank] == len(events) for rank, events in self.events.items())
+        return finished and all(message.done for message in self.messages.values())
+
+    def blocked(self, rank: int) -> Event | None:
+        """The wait that a rank stays at, None if it has come to its end."""
+        events = self.events[rank]
+        return events[self.at[rank]] if self.at[rank] < len(events) else None
+
+    def head(self, rank: int, stream: Stream) -> Message | None:
+        """The message that the others on a rank's stream wait for."""
+        queue = self._queues.get((rank, stream))
+        return queue[0] if queue else None
+
+    def posted(self, message: Message, rank: int) -> bool:
+        """True if a rank has come to its end of a message."""
+        op = message.ends[rank]
+        return any(event[2] is op for event in self.events[rank][: self.at[rank]])
+
+    def _free_to_leave(self, module: Module) -> frozenset[Communication]:
+        """The receives that their messages do not wait for."""
+        early: list[Communication] = []
+        for message in self.messages.values():
+            if module.channels[message.chan].via is None:
+                held = [
+                    op
+                    for op in message.ends.values()
+                    if isinstance(op, Recv) and op.slot is not None
+                ]
+                message.missing -= len(held)
+                early += held
+        return frozenset(early)
+
+    def _read(
+        self, program: Program, module: Module, cost: Callable[[Op], float] | None
+    ) -> list[Event]:
+        """The events of a program: what communicates, and what takes time."""
+        promised: dict[Value, Message] = {}
+        group_of = SharedStorage(program, module.functions).of
+        received: dict[Value, list[Message]] = {}
+        # The last free of each group of values, at which its storage goes, and those before it.
+        last: dict[Value, Free] = {}
+        early: set[Op] = set()
+        events: list[Event] = []
+        on_device: dict[Message, None] = {}
+        for op in program.ops:
+            events += self._of_device(on_device, program.rank or 0, op)
+            if isinstance(op, Wait):
+                message = promised.get(op.operands[0])
+                if message is not None:
+                    events.append((Kind.WAIT, message, op))
+            elif isinstance(op, Communication):
+                message = self.messages[op.chan or 0, op.seq or 0]
+                promised[op.results[0]] = message
+                received.setdefault(group_of(op.results[0]), []).append(message)
+                events.append((Kind.POST, message, op))
+                if message.chan in self._on_devices:
+                    on_device[message] = None
+            elif isinstance(op, Free):
+                group = group_of(op.operands[0])
+                if group not in received:
+                    continue
+                if group in last:
+                    early.add(last[group])
+                last[group] = op
+                for message in received[group]:
+                    self.freed.add(message)
+                    events.append((Kind.FREE, message, op))
+            elif cost is not None:
+                events.append((Kind.WORK, None, op))
+        return [event for event in events if event[2] not in early] if early else events
+
+    def _of_device(self, on_device: dict[Message, None], rank: int, op: Op) -> list[Event]:
+        """The waits of a host for its device at an op; what it has waited for is dropped.
+
+        The messages of a batch complete together, so the host waits for none before it has posted
+        all that are its own.
+        """
+        if isinstance(op, Free | View | Return):
+            return []  # they put nothing on the device
+        whole = [
+            message
+            for message in on_device
+            if all(part in on_device for part in message.unit if rank in part.ends)
+        ]
+        for message in whole:
+            del on_device[message]
+        return [(Kind.DEVICE, message, op) for message in whole]
+
+    def _advance(self, rank: int) -> list[int]:
+        """Run a rank until it blocks; the ranks that are blocked no longer because of it."""
+        events, at = self.events[rank], self.at[rank]
+        freed: list[int] = []
+        while at < len(events):
+            kind, message, op = events[at]
+            if message is None:
+                self._work(rank, op)
+            elif kind is Kind.POST:
+                self._work(rank, op)
+                freed += self._post(rank, message)
+            elif kind is Kind.FREE:
+                freed += self._free(rank, message)
+            elif self._arrive(message, rank):
+                if message.ready > self.clocks[rank]:
+                    self.stalls.append(Stall(rank, message, self.clocks[rank], message.ready))
+                    self.clocks[rank] = message.ready
+            else:
+                message.waiting.append(rank)
+                break
+            at += 1
+        self.at[rank] = at
+        return freed
+
+    def _arrive(self, message: Message, rank: int) -> bool:
+        """Note that a rank comes to a wait for a message; whether it can go on."""
+        if self.clocks[rank] < message.wanted:
+            message.wanted = self.clocks[rank]
+        return message.done
+
+    def _work(self, rank: int, op: Op) -> None:
+        duration = self._cost(op) if self._cost is not None else 0.0
+        if duration:
+            start = self.clocks[rank]
+            self.clocks[rank] = start + duration
+            self.spans.append(Span(rank, op, start, start + duration))
+
+    def _post(self, rank: int, message: Message) -> list[int]:
+        op = message.ends[rank]
+        if op in self._early:
+            return []
+        message.missing -= 1
+        message.ready = max(message.ready, self.clocks[rank])
+        if (stream := self.stream_of(op)) is not None:
+            self._queues.setdefault((rank, stream), deque()).append(message)
+        return self._complete(message)
+
+    def _free(self, rank: int, message: Message) -> list[int]:
+        message.freed = True
+        following = message.following
+        if following is None:
+            return []
+        following.ready = max(following.ready, self.clocks[rank])
+        return self._complete(following)
+
+    def _complete(self, first: Message) -> list[int]:
+        """Complete a message if it can, and then those behind it on its streams."""
+        woken: list[int] = []
+        candidates = [first]
+        while candidates:
+            message = candidates.pop()
+            if message.done or not all(map(self._can_complete, message.unit)):
+                continue
+            streams = [stream for part in message.unit for stream in self._streams(part)]
+            self._travel(message.unit, streams)
+            for part in message.unit:
+                woken += part.waiting
+                part.waiting.clear()
+            for stream in streams:
+                self._queues[stream].popleft()
+            candidates += [self._queues[stream][0] for stream in streams if self._queues[stream]]
+        return woken
+
+    def _streams(self, message: Message) -> list[tuple[int, Stream]]:
+        """The streams that a message is on."""
+        found = (
+            (rank, self.stream_of(op)) for rank, op in message.ends.items() if op not in self._early
+        )
+        return [(rank, stream) for rank, stream in found if stream is not None]
+
+    def stream_of(self, op: Communication) -> Stream | None:
+        """The stream on which an op waits for those before it."""
+        if self._one_queue and op.stream is not None and isinstance(op, Collective):
+            return Stream.COLLECTIVE
+        return op.stream
+
+    def _travel(self, unit: Sequence[Message], streams: Sequence[tuple[int, Stream]]) -> None:
+        """Complete messages together, as soon as their ends and their streams allow."""
+        busy = (self._free_at.get(stream, 0.0) for stream in streams)
+        start = max(*(message.ready for message in unit), *busy, 0.0)
+        end = start
+        if self._transfer is not None:
+            end += max(map(self._transfer, unit))
+        for message in unit:
+            message.start, message.ready, message.done = start, end, True
+        self._free_at.update(dict.fromkeys(streams, end))
+
+    def _can_complete(self, message: Message) -> bool:
+        """True if nothing is in the way of a message but, perhaps, the others of its unit."""
+        if message.missing or (message.previous is not None and not message.previous.freed):
+            return False
+        return all(self._queues[stream][0] in message.unit for stream in self._streams(message))

@@ -1,0 +1,133 @@
+"""Find the last use of each storage of a rank's program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...ir.ops import (
+    Communication,
+    Constant,
+    Op,
+    Recv,
+    Return,
+    Slice,
+    Value,
+    View,
+    Wait,
+)
+from ...ir.ops.module import Function, Program
+from ...ir.ops.storage import SharedStorage
+from ...ir.types import FutureType, TensorType, UnitType
+
+# A tuple, as a union of classes would be made anew for each op.
+_PARTS = (View, Slice)
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """The storage of a value and of all that may alias it.
+
+    Attributes:
+        owners: values that may have brought in storage which the program can give back, in the
+            order in which they were made. Views and waits between streams bring in none, and
+            parameters and constants of the step are not the program's to give back. A slice may be
+            a copy.
+        last: index of the last op that needs it: that makes or takes it, or that waits for a
+            communication which reads it.
+        reads: units that say that a communication has read it.
+        slots: receives that may have brought it in a slot.
+        escapes: whether it is used after the end of the program, or nobody knows how long.
+    """
+
+    owners: list[Value] = field(default_factory=list)
+    last: int = -1
+    reads: list[Value] = field(default_factory=list)
+    slots: list[Recv] = field(default_factory=list)
+    escapes: bool = False
+
+
+class Storages:
+    """The storages of a program."""
+
+    def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
+        self._group_of = SharedStorage(program, functions, collectives=True).of
+        # By the value that stands for the group.
+        self._groups: dict[Value, Storage] = {}
+        self._storage: dict[Value, Storage] = {}
+        self._makers: dict[Value, Op] = {}
+        # Futures of communications that read a value and have not been waited for.
+        self._reading: dict[Value, Value] = {}
+        self._given = set(program.params)
+        for value in program.params:
+            self._make(value, -1, owner=False)
+        for index, op in enumerate(program.ops):
+            self._visit(op, index)
+        self._escape(self._reading.values())
+
+    def of(self, value: Value) -> Storage | None:
+        """The storage of a value; None for units and futures."""
+        return self._storage.get(value)
+
+    def all(self) -> Collection[Storage]:
+        """Every storage once, in the order in which they were made."""
+        return self._groups.values()
+
+    def _visit(self, op: Op, index: int) -> None:
+        for value in op.operands:
+            storage = self._storage.get(value)
+            if storage is not None:
+                storage.last = index
+        if isinstance(op, Wait):
+            self._visit_wait(op, index)
+        elif isinstance(op, Communication):
+            self._makers[op.result] = op
+            if op.operands and not isinstance(op, Recv):
+                self._reading[op.result] = op.operands[0]
+        elif isinstance(op, Return):
+            self._escape(op.operands)
+        else:
+            is_given = self._is_given(op)
+            if is_given:
+                self._given.update(op.results)
+            for value in op.results:
+                self._make(value, index, owner=not is_given and not isinstance(op, View))
+
+    def _is_given(self, op: Op) -> bool:
+        """True if an op makes what the program has been given, or a part of that."""
+        if isinstance(op, _PARTS):
+            return self._given.issuperset(op.operands)
+        return isinstance(op, Constant) and op.ref is not None
+
+    def _visit_wait(self, op: Wait, index: int) -> None:
+        (source,) = op.operands
+        read = self._reading.pop(source, None)
+        storage = None if read is None else self.of(read)
+        if storage is not None:
+            storage.last = index
+            if op.results and isinstance(op.result.type, UnitType):
+                storage.reads.append(op.result)
+        if op.results:
+            maker = self._makers.get(source)  # of the future, if it is one
+            made = self._make(op.result, index, owner=maker is not None)
+            is_tensor = isinstance(op.result.type, TensorType)
+            if made is not None and is_tensor and isinstance(maker, Recv) and not maker.operands:
+                made.slots.append(maker)
+
+    def _make(self, value: Value, index: int, owner: bool) -> Storage | None:
+        if isinstance(value.type, (UnitType, FutureType)):
+            return None
+        group = self._group_of(value)
+        storage = self._groups.get(group)
+        if storage is None:
+            storage = self._groups[group] = Storage()
+        self._storage[value] = storage
+        storage.last = index
+        if owner:
+            storage.owners.append(value)
+        return storage
+
+    def _escape(self, values: Iterable[Value]) -> None:
+        for value in values:
+            if (storage := self.of(value)) is not None:
+                storage.escapes = True

@@ -1,0 +1,253 @@
+"""Pipeline schedules: a pipeline in, an order of tasks for each rank out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ....ir.attributes import Action, Task
+from ....ir.pipeline.order import ACTIONS, Order, Row, numbers, splits_backward
+
+
+class ScheduleError(ValueError):
+    """An order is no schedule of a step, or its stages do not lie on ranks as a schedule wants."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The shape of a pipelined step.
+
+    Stage s+1 may use what any of the stages 0..s made for the same microbatch, so a stage's
+    number is also its depth. A rank may host several stages, next to each other or not.
+
+    Attributes:
+        stage_ranks: the rank of each stage.
+        microbatches: how many there are; any number, also fewer than there are stages.
+    """
+
+    stage_ranks: tuple[int, ...]
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if not self.stage_ranks:
+            raise ValueError("a pipeline needs at least one stage")
+        if self.microbatches < 1:
+            raise ValueError(f"a pipeline needs at least one microbatch, not {self.microbatches}")
+        if min(self.stage_ranks) < 0:
+            raise ValueError(f"the ranks of the stages must not be negative: {self.stage_ranks}")
+
+    @property
+    def stages(self) -> int:
+        return len(self.stage_ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that host a stage, in the order in which a microbatch first comes to them."""
+        return tuple(dict.fromkeys(self.stage_ranks))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """For each stage, how often the work changes ranks on its way there.
+
+        Neighbouring stages on one rank run back to back, as one; so this, and not the number of
+        the stage, says when a stage's turn comes.
+        """
+        depth = 0
+        depths = [0]
+        for before, after in zip(self.stage_ranks, self.stage_ranks[1:], strict=False):
+            depth += before != after
+            depths.append(depth)
+        return tuple(depths)
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The stages, neighbours of one rank together: what runs back to back, as one."""
+        runs = groupby(range(self.stages), key=self.stage_ranks.__getitem__)
+        return tuple(tuple(run) for _, run in runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A named rule that orders the tasks of any pipeline.
+
+    Attributes:
+        name: what `by_name` finds it by, and what dumps and benchmark rows call it.
+        order: the rule, a pure function of a pipeline and the options.
+        options: keyword arguments of the rule.
+        splits: whether its orders may have tasks W. A step is then compiled with backwards in two
+            halves; where an order has none after all, each W follows its B.
+    """
+
+    name: str
+    order: Callable[..., Order] = field(repr=False)
+    options: tuple[tuple[str, Any], ...] = ()
+    splits: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, pipeline: Pipeline) -> Order:
+        """Order the tasks of `pipeline`, and check the result.
+
+        Raises:
+            TypeError: what the rule gives is not of the form of an order.
+            ScheduleError: the rule does not apply to this pipeline, or its result is not a
+                schedule of it.
+        """
+        order = self.order(pipeline, **dict(self.options))
+        _check_form(order, self.name)
+        validate(pipeline, order, self.name)
+        if not self.splits and splits_backward(order):
+            raise ScheduleError(
+                f"schedule '{self.name}' has tasks W, but does not say so; make it with "
+                "Schedule(..., splits=True)"
+            )
+        return order
+
+
+def spell(pipeline: Pipeline, chunks: Sequence[Sequence[int]], word: Iterable[str]) -> Row:
+    """The tasks of one rank, written as a word: `FFBFBB`, or `F0 F1 B1 B0` as a list.
+
+    A letter is an action and the chunk that it is for, the first one if none is named. It takes
+    the chunk's next microbatch, so each action goes through the microbatches in order; what comes
+    after the last one is left out. A chunk of several stages runs forwards down and backwards up.
+
+    Args:
+        pipeline: what the tasks are of.
+        chunks: the stages of each chunk that the rank hosts.
+        word: the letters.
+    """
+    count = pipeline.microbatches
+    upcoming: dict[str, list[Iterator[int]]] = {}
+    for chunk, stages in enumerate(chunks):
+        for index, action in enumerate(ACTIONS):
+            ordered = stages if action is Action.FORWARD else tuple(reversed(stages))
+            lanes = [index * pipeline.stages + stage for stage in ordered]
+            upcoming[f"{action.value}{chunk}"] = [
+                iter(range(lane * count, (lane + 1) * count)) for lane in lanes
+            ]
+    upcoming |= {action.value: upcoming[f"{action.value}0"] for action in ACTIONS}
+    tasks = [
+        number
+        for letter in word
+        for lane in upcoming[letter]
+        if (number := next(lane, None)) is not None
+    ]
+    return Row(tasks, pipeline.stages, count)
+
+
+def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[int]]) -> Order:
+    """Give each rank its tasks by ascending clock.
+
+    Tasks of one rank and one clock run oldest microbatch first, backwards before forwards,
+    forwards down the pipeline and backwards up. If the clock of a task is never under that of a
+    task that it needs, and if equal clocks of dependent tasks stay on one rank, the orders of the
+    ranks cannot block each other: sorting all tasks by clock is a global order that they all
+    follow.
+
+    Args:
+        pipeline: what the tasks are of.
+        clock: for each action and stage, the clocks of the microbatches.
+    """
+
+    def turn(lane: tuple[Action, int]) -> tuple[str, int]:
+        action, stage = lane
+        return action.value, stage if action is Action.FORWARD else -stage
+
+    count = pipeline.microbatches
+    order: dict[int, Row] = {}
+    for rank in pipeline.ranks:
+        keys: list[int] = []
+        tasks: list[int] = []
+        lanes = (lane for lane in clock if pipeline.stage_ranks[lane[1]] == rank)
+        for action, stage in sorted(lanes, key=turn):
+            keys += [time * count + mb for mb, time in enumerate(clock[action, stage])]
+            first = (ACTIONS.index(action) * pipeline.stages + stage) * count
+            tasks += range(first, first + count)
+        # The sort is stable: among equals, the order of the lanes stays.
+        by_key = sorted(range(len(keys)), key=keys.__getitem__)
+        order[rank] = Row([tasks[index] for index in by_key], pipeline.stages, count)
+    return order
+
+
+def _check_form(order: Any, name: str) -> None:
+    """Refuse what a rule of the user's gives, if it is nothing like an order."""
+    form = "a rule gives a dict: for each rank the list of its tasks, as Task.parse('2F0') makes"
+    if not isinstance(order, Mapping):
+        raise TypeError(f"schedule '{name}' gives {_kind(order)}; {form}")
+    for rank, tasks in order.items():
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"schedule '{name}' has {rank!r} for a rank; {form}")
+        if isinstance(tasks, Row):
+            continue
+        if isinstance(tasks, str) or not isinstance(tasks, Sequence):
+            raise TypeError(f"schedule '{name}' gives rank {rank} {_kind(tasks)}; {form}")
+        for task in tasks:
+            if not isinstance(task, Task):
+                raise TypeError(f"schedule '{name}' gives rank {rank} the task {task!r}; {form}")
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def validate(pipeline: Pipeline, order: Order, name: str) -> None:
+    """Check that `order` is a schedule of `pipeline`.
+
+    Every rank runs the tasks of its own stages and no others; for each stage and microbatch it
+    runs F once, then B once; then W at most once, and where one W is, all are.
+
+    Raises:
+        ScheduleError: it is not; the message names the schedule, the rank and the task.
+    """
+    count, cells = pipeline.microbatches, pipeline.stages * pipeline.microbatches
+    done = bytearray(cells)  # how many of F, B and W a stage has run of a microbatch
+    for rank, tasks in order.items():
+        _check_range(pipeline, rank, tasks, name)
+        foreign = [home != rank for home in pipeline.stage_ranks]
+        for number in numbers(tasks, pipeline.stages, count):
+            action, cell = divmod(number, cells)
+            if done[cell] != action or foreign[cell // count]:
+                raise _misplaced(pipeline, rank, number, done, name)
+            done[cell] = action + 1
+    needed = 3 if splits_backward(order) else 2
+    if cells != done.count(needed):
+        cell = next(cell for cell in range(cells) if done[cell] != needed)
+        stage, mb = divmod(cell, count)
+        missing = Task(stage, ACTIONS[done[cell]], mb)
+        rank = pipeline.stage_ranks[stage]
+        raise ScheduleError(f"schedule '{name}': rank {rank} never runs {missing}")
+
+
+def _check_range(pipeline: Pipeline, rank: int, tasks: Sequence[Task], name: str) -> None:
+    shape = (pipeline.stages, pipeline.microbatches)
+    if isinstance(tasks, Row) and (tasks.stages, tasks.microbatches) == shape:
+        return
+    for task in tasks:
+        if not task.stage < pipeline.stages or not task.microbatch < pipeline.microbatches:
+            raise ScheduleError(
+                f"schedule '{name}': rank {rank} runs {task}, but the pipeline has stages "
+                f"0..{pipeline.stages - 1} and microbatches 0..{pipeline.microbatches - 1}"
+            )
+
+
+def _misplaced(
+    pipeline: Pipeline, rank: int, number: int, done: Sequence[int], name: str
+) -> ScheduleError:
+    """The error of a task that stands where it must not; `done` is what ran before it."""
+    cells = pipeline.stages * pipeline.microbatches
+    (task,) = Row((number,), pipeline.stages, pipeline.microbatches)
+    action, cell = divmod(number, cells)
+    home = pipeline.stage_ranks[task.stage]
+    where = f"schedule '{name}': rank {rank} runs {task}"
+    if home != rank:
+        return ScheduleError(f"{where}, but stage {task.stage} is on rank {home}")
+    if done[cell] > action:
+        return ScheduleError(f"{where} twice")
+    needed = Task(task.stage, ACTIONS[action - 1], task.microbatch)
+    hint = "; each W has its B, also of the first stage" if needed.action is Action.BACKWARD else ""
+    return ScheduleError(f"{where} before {needed}{hint}")

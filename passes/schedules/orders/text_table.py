@@ -1,0 +1,89 @@
+"""Schedules as text: one line for each rank, its tasks in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ....ir.attributes import Action, Task
+from ....ir.pipeline.order import Order
+from .base import Pipeline
+
+_LABEL = re.compile(r"\s*(?:rank\s+)?(.*?)\s*[:|](.*)", re.S)
+
+
+def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
+    """Read a table.
+
+    The lines are those of ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks
+    or commas part the tasks. What follows a `#`, and lines with nothing else, are comments.
+
+    A printed grid is a table, too: `rank 2 | . . 2F0 2B0`. Its dots, of idle time, say nothing.
+    Where it has W alone of a stage and a microbatch, no other stage waits for that backward, and
+    B comes right ahead of W.
+
+    Raises:
+        ValueError: a word is not a task, or a rank has two lines or none in its line; the message
+            names `file` and the line.
+    """
+    order: dict[int, list[Task]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0]
+        if not content.strip():
+            continue
+        labelled = _LABEL.fullmatch(content)
+        label, tasks = labelled.groups() if labelled else (str(len(order)), content)
+        if not label.isdecimal():
+            raise ValueError(f"{file}:{number}: '{label}' is not a rank; write 0: 0F0 0B0")
+        rank = int(label)
+        if rank in order:
+            raise ValueError(f"{file}:{number}: rank {rank} has a line already")
+        words = [word for word in tasks.replace(",", " ").split() if word.strip(".")]
+        if not words:
+            raise ValueError(f"{file}:{number}: rank {rank} has no tasks; leave its line out")
+        try:
+            order[rank] = _with_inputs([Task.parse(word) for word in words])
+        except ValueError as error:
+            raise ValueError(f"{file}:{number}: {error}") from error
+    if not order:
+        raise ValueError(f"{file}: no rank has a line")
+    return order
+
+
+def _with_inputs(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks, and B right ahead of each W whose backward has none."""
+    given = set(tasks)
+    found: list[Task] = []
+    for task in tasks:
+        if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in given:
+            found.append(task.beside(Action.BACKWARD))
+        found.append(task)
+    return found
+
+
+def format_table(order: Order) -> str:
+    """Write an order as a table; `parse_table` reads it back."""
+    lines = (f"{rank}: {' '.join(map(str, order[rank]))}" for rank in sorted(order))
+    return "\n".join(lines) + "\n"
+
+
+def table_pipeline(text: str, file: str = "table") -> Pipeline:
+    """The pipeline that a table is for: each stage is on the rank that runs it.
+
+    Raises:
+        ValueError: the text is not a table, or leaves out a stage or a microbatch.
+    """
+    order = parse_table(text, file)
+    homes = {task.stage: rank for rank, tasks in order.items() for task in tasks}
+    microbatches = {task.microbatch for tasks in order.values() for task in tasks}
+    for what, found in (("stage", homes.keys()), ("microbatch", microbatches)):
+        # Tried up to how many there are, as one may have a number that is out of all bounds.
+        for number in range(len(found)):
+            if number not in found:
+                raise ValueError(f"{file}: no rank runs {what} {number}, but there is {max(found)}")
+    return Pipeline(tuple(homes[stage] for stage in sorted(homes)), len(microbatches))
+
+
+def table_order(pipeline: Pipeline, text: str, file: str = "table") -> Order:
+    """The order that a table says, whatever the pipeline; `validate` holds it against that."""
+    return parse_table(text, file)

@@ -1,0 +1,94 @@
+"""Find the effect of a traced function on its actor, given what other functions of the step do.
+
+An UPDATE may overtake backwards, so the state that it changes must be none that a backward reads.
+Functions are traced one after the other. Of two that share state, a backward that comes second is
+given what its forward has saved of it; an update that comes second has to be a WRITE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ...ir.attributes import Effect
+from ..method.joint import Joint
+from ..values.actor_state import StateTensor
+from ..values.interface import Write
+from ..values.operators import (
+    storage_key,
+)
+
+
+class Effects:
+    """Memory that the functions of a step have been seen to use so far.
+
+    Actors may share memory, so this is of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._updated: set[int | None] = set()
+        self._read_by_backwards: set[int | None] = set()
+        self._written_by: dict[str, set[int | None]] = {}
+        self._replaced_by: dict[str, set[int | None]] = {}
+
+    def volatile(self, joint: Joint, between: Iterable[Write]) -> frozenset[int]:
+        """Indices of state that a backward must not read where it lives.
+
+        Another function updates it, or gives it a new tensor between the forward and the backward.
+        """
+        memory = self._updated.union(*(self._replaced_by.get(w.function, ()) for w in between))
+        return frozenset(
+            index
+            for index, (_, state) in enumerate(joint.state)
+            if storage_key(state.tensor) in memory and index not in joint.backward_written
+        )
+
+    def written_by(self, write: Write) -> set[int | None]:
+        """The memory that a traced function writes to in place."""
+        return self._written_by.get(write.function, set())
+
+    def unknown(self, between: Iterable[Write]) -> list[Write]:
+        """Those writes of which only the run can tell what they change: of opaque functions."""
+        return [write for write in between if write.function not in self._written_by]
+
+    def of_forward(self, joint: Joint, state: Sequence[StateTensor], name: str) -> Effect:
+        """The effect of the forward `name`: it reads state, updates some of it, or writes."""
+        written, replaced = written_state(joint), replaced_state(joint)
+        self._written_by[name], self._replaced_by[name] = memory_of(written), memory_of(replaced)
+        changed = written + replaced
+        if not changed:
+            return Effect.READ if state else Effect.PURE
+        memory = memory_of(changed)
+        parameters = any(isinstance(t, torch.nn.Parameter) or t.requires_grad for t in changed)
+        if parameters or memory & self._read_by_backwards:
+            return Effect.WRITE
+        self._updated |= memory
+        return Effect.UPDATE
+
+    def of_backward(
+        self, joint: Joint, state: Sequence[StateTensor], graded: Sequence[StateTensor]
+    ) -> Effect:
+        """The effect of a backward: it accumulates gradients, or, where it must, writes."""
+        if joint.backward_written:
+            return Effect.WRITE
+        if not state and not graded:
+            return Effect.PURE
+        memory = memory_of(each.tensor for each in state)
+        self._read_by_backwards |= memory
+        return Effect.WRITE if memory & self._updated else Effect.ACCUMULATE
+
+
+def written_state(joint: Joint) -> list[torch.Tensor]:
+    """The state that a forward writes to in place."""
+    return [joint.state[i][1].tensor for i in joint.written]
+
+
+def replaced_state(joint: Joint) -> list[torch.Tensor]:
+    """The state that a forward gives a new tensor."""
+    return [rebind.tensor.tensor for rebind, _ in joint.rebinds]
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> set[int | None]:
+    """The memory of some state."""
+    return {storage_key(tensor) for tensor in tensors}

@@ -1,0 +1,447 @@
+"""Make functions of what ranks call together: programs of parts and transfers, and their bodies."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from ...ir.attributes import Effect, Symbol
+from ...ir.flops import NO_FLOPS, Flops
+from ...ir.location import Location
+from ...ir.ops import Call as CallOp
+from ...ir.ops import Return, Value
+from ...ir.ops import Transfer as TransferOp
+from ...ir.ops.module import Function, FunctionKind, Program
+from ...ir.ops.names import Names
+from ...ir.types import DType, TensorType, UnitType
+from ..graph.autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
+from ..graph.codegen.codegen import Source, make_body, source_of
+from ..graph.layouts.cases import LayoutError
+from ..graph.layouts.cuts import unmerged
+from ..graph.layouts.propagation.partition import Part, Partition
+from ..graph.layouts.propagation.sections import Section
+from ..graph.layouts.versions import Transfer, Version, text_of
+from ..method.purity.flops import count_flops
+from ..values.actor_state import StateTensor
+from ..values.gradient_buckets import buckets_of
+from ..values.interface import Body, RankBodies, TracedPart
+from ..values.operators import (
+    is_random,
+)
+from ..values.specs import ir_dtype
+from .groups.stored import GradientReduction, ParameterGather, Stored
+
+Gradients: TypeAlias = Sequence[tuple[StateTensor, Version]]
+
+StateOf: TypeAlias = Mapping[int, Mapping[str, StateTensor]]
+"""The tensors of each played rank's instance, by path."""
+
+
+@dataclass(frozen=True)
+class GroupFunction:
+    """A function that ranks call together.
+
+    Attributes:
+        declaration: of the function, a program.
+        program: its body.
+        parts: the functions that it calls.
+    """
+
+    declaration: Function
+    program: Program
+    parts: tuple[TracedPart, ...]
+
+    @property
+    def part(self) -> TracedPart:
+        """The function, without those that it calls."""
+        return TracedPart(self.declaration, None, self.program)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the functions of one section.
+
+    Attributes:
+        name: of the function.
+        actor: whose it is.
+        section: what it computes.
+        state: of the ranks whose graphs there are. The first one's operations are counted.
+        played: those of them that this process plays.
+        owner: holds the constants that graphs refer to.
+        effect: of the parts that touch state.
+        loc: the user's line.
+        stored: the actor's parameters that are gathered; None without an actor.
+        buckets: of gradients that are reduced, by path.
+    """
+
+    name: str
+    actor: str | None
+    section: Section
+    state: StateOf
+    played: tuple[int, ...]
+    owner: torch.nn.Module
+    effect: Effect
+    loc: Location | None
+    stored: Stored | None = None
+    buckets: Mapping[str, int] = field(default_factory=dict)
+
+    def make(self) -> GroupFunction:
+        """The function."""
+        reductions = self._reductions()
+        plans = list(self._plans(reductions))
+        made = [self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)]
+        writer = _Writer(self.section.takes, self.loc)
+        program = self._program(writer, plans, made, reductions)
+        parts = (*(part for part in made if part is not None), *writer.called.values())
+        functions = [part.declaration for part in parts]
+        effects = {function.effect for function in functions}
+        declaration = Function(
+            self.name,
+            inputs=tuple(map(_type, self.section.takes)),
+            outputs=tuple(map(_type, self.section.gives)) or (UnitType(),),
+            kind=FunctionKind.PROGRAM,
+            effect=self.effect if effects != {Effect.PURE} else Effect.PURE,
+            actor=self.actor,
+            random=any(function.random for function in functions),
+            loc=self.loc,
+            flops=functools.reduce(_total, (function.flops for function in functions), NO_FLOPS),
+        )
+        return GroupFunction(declaration, program, parts)
+
+    def _reductions(self) -> dict[Transfer, GradientReduction]:
+        """The transfers that reduce gradients to the pieces that are stored."""
+        found: dict[Transfer, GradientReduction] = {}
+        paths = {version: t.path for t, version in self.section.gradients}
+        read = {v for part in self.section.partition.parts for v in part.inputs}
+        for transfer in _transfers(self.section.partition):
+            path = paths.get(transfer.after)
+            if self.stored is None or path is None or path not in self.stored:
+                continue
+            if transfer.after in read:
+                continue
+            before, after = transfer.before.layout, transfer.after.layout
+            if (made := self.stored.reduces(path, before, after)) is not None:
+                found[transfer] = made
+        return found
+
+    def _plans(self, reductions: Collection[Transfer]) -> Iterator[_PartPlan]:
+        """The parts that do something, each with what it returns and accumulates."""
+        section = self.section
+        reduced = {transfer.after for transfer in reductions}
+        left = [pair for pair in section.gradients if pair[1] not in reduced]
+        wanted = set(section.gives) | {t.before for t in _transfers(section.partition)}
+        wanted |= {v for part in section.partition.parts for v in part.inputs}
+        for part, _ in section.partition.steps:
+            gradients = [pair for pair in left if pair[1] in part.outputs]
+            left = [pair for pair in left if pair not in gradients]
+            returned = tuple(version for version in part.outputs if version in wanted)
+            yield _PartPlan(part, returned, gradients)
+        parts = section.partition.parts
+        is_idle = not (section.gives or section.gradients or any(part.nodes for part in parts))
+        if left or is_idle:  # gradients that are exchanged, or values of others; or nothing at all
+            yield _PartPlan(None, (), left)
+
+    def _part(self, index: int, plan: _PartPlan) -> TracedPart:
+        bodies: dict[int, Body] = {}
+        name = f"{self.name}.part{index}"
+        pieces: dict[int, tuple[Piece, Callable[[], Source]]] = {}
+        for rank, own in self.state.items():
+            which = plan.graph_of(rank)
+            if which not in pieces:
+                piece = plan.piece(rank, self.section.state, own, self.owner)
+                pieces[which] = piece, source_of(piece)
+            if rank in self.played:
+                piece, source = pieces[which]
+                bodies[rank] = make_body(_on(piece, own), name, source)
+        first, _ = next(iter(pieces.values()))
+        touches = plan.gradients or plan.reads(self.section.state)
+        function = Function(
+            name,
+            inputs=tuple(_type(v) for v in plan.inputs(self.section.state)),
+            outputs=tuple(map(_type, plan.returned)) or (UnitType(),),
+            effect=self.effect if touches else Effect.PURE,
+            actor=self.actor,
+            random=plan.is_random,
+            loc=self.loc,
+            flops=count_flops(first.graph),
+            buckets=buckets_of((t.path for t, _ in plan.gradients), self.buckets),
+        )
+        return TracedPart(function, RankBodies.of(bodies) if bodies else None)
+
+    def _program(
+        self,
+        writer: _Writer,
+        plans: Sequence[_PartPlan],
+        parts: Sequence[TracedPart | None],
+        reductions: Mapping[Transfer, GradientReduction],
+    ) -> Program:
+        partition = self.section.partition
+        for index, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+            for transfer in partition.gathers.get(index, ()):
+                assert self.stored is not None, "an actor stores what is gathered"
+                path = self.section.state[transfer.before].path
+                writer.gather(self.stored.gathers(path), transfer.after)
+            if part is not None:
+                writer.call(part.declaration, plan.inputs(self.section.state), plan.returned)
+            for transfer in partition.steps[index][1] if index < len(partition.steps) else ():
+                if transfer in reductions:
+                    writer.reduce(reductions[transfer], transfer.before)
+                else:
+                    writer.transfer(transfer.before, transfer.after)
+        return writer.end(self.name, self.section.gives)
+
+
+@dataclass(frozen=True)
+class _PartPlan:
+    """A part, what it returns, and what it adds to gradients; None: it does that at most."""
+
+    part: Part | None
+    returned: tuple[Version, ...]
+    gradients: Gradients
+
+    @property
+    def is_needed(self) -> bool:
+        return self.part is None or bool(self.returned or self.gradients or self.part.nodes)
+
+    @property
+    def is_random(self) -> bool:
+        nodes = self.part.nodes if self.part is not None else ()
+        return any(is_random(node.target, node.args, node.kwargs) for node in nodes)
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """The inputs of its graph, in the graph's order."""
+        if self.part is not None:
+            return self.part.inputs
+        return tuple(dict.fromkeys(version for _, version in self.gradients))
+
+    def inputs(self, state: Collection[Version]) -> tuple[Version, ...]:
+        """The inputs that it is given."""
+        return tuple(version for version in self.versions if version not in state)
+
+    def reads(self, state: Collection[Version]) -> tuple[Version, ...]:
+        """The state that it reads."""
+        return tuple(version for version in self.versions if version in state)
+
+    def graph_of(self, rank: int) -> int:
+        """The index of a rank's graph; ranks with the same one run the same piece."""
+        return 0 if self.part is None else self.part.bodies.of_rank[rank]
+
+    def piece(
+        self,
+        rank: int,
+        state: Mapping[Version, StateTensor],
+        own: Mapping[str, StateTensor],
+        owner: torch.nn.Module,
+    ) -> Piece:
+        """The piece that a rank runs.
+
+        Args:
+            state: as it is held.
+            own: the rank's tensors, by path.
+        """
+        builder = _PieceBuilder()
+        reads, inputs = self.reads(state), self.inputs(state)
+        if self.part is not None:
+            source = self.part.bodies.at(rank)
+            given = dict(zip(self.versions, _placeholders(source), strict=True))
+            made = dict(zip(self.part.outputs, _returned(source), strict=True))
+            builder.copy(source, [given[version] for version in (*reads, *inputs)])
+        else:
+            made = {version: version.node for version in inputs}
+            builder.copy(None, list(made.values()))
+        builder.end(
+            [made[version] for version in self.returned],
+            [made[version] for _, version in self.gradients],
+        )
+        return Piece(
+            graph=builder.graph,
+            owner=owner,
+            state=tuple(own[state[version].path] for version in reads),
+            inputs=len(inputs),
+            dense=(True,) * len(inputs),
+            returned=len(self.returned),
+            rebinds=(),
+            gradients=tuple(
+                Gradient(own[tensor.path], owned)
+                for (tensor, _), owned in zip(self.gradients, builder.owned, strict=True)
+            ),
+            aliases=(),
+            state_outputs=(),
+            locations=builder.locations,
+        )
+
+
+def _on(piece: Piece, own: Mapping[str, StateTensor]) -> Piece:
+    """The piece for a rank that has these tensors, by path."""
+    gradients = tuple(replace(g, tensor=own[g.tensor.path]) for g in piece.gradients)
+    return replace(piece, state=tuple(own[t.path] for t in piece.state), gradients=gradients)
+
+
+class _PieceBuilder:
+    """Copies a rank's graph into one whose results have memory of their own.
+
+    Attributes:
+        graph: the copy.
+        locations: the user's line of its nodes.
+        owned: for each gradient, whether nobody else refers to its memory.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.locations: dict[fx.Node, Location] = {}
+        self.owned: tuple[bool, ...] = ()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._taken: set[int | None] = set()
+
+    def copy(self, source: fx.Graph | None, placeholders: Sequence[fx.Node]) -> None:
+        """Copy a graph, with its placeholders in another order."""
+        for node in placeholders:
+            self._copies[node] = new = self.graph.placeholder(node.name)
+            new.meta["val"] = node.meta["val"]
+            self._taken.add(memory_of(new))
+        for node in source.nodes if source is not None else ():
+            if node.op in ("placeholder", "output"):
+                continue
+            new = self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
+            if (loc := node.meta.get("loc")) is not None:
+                self.locations[new] = loc
+
+    def end(self, returned: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> None:
+        """Return values and gradients: values are contiguous, and share memory with nothing."""
+        graded = [self._copies[node] for node in gradients]
+        given = {memory_of(node) for node in map(self._copies.__getitem__, returned)}
+        memory = [memory_of(node) for node in graded]
+        self.owned = tuple(
+            node.op == "call_function"
+            and memory.count(key) == 1
+            and key not in given
+            and key not in self._taken
+            for node, key in zip(graded, memory, strict=True)
+        )
+        values = tuple(self._own(self._copies[node]) for node in returned)
+        self.graph.output((*values, *graded))
+
+    def _own(self, node: fx.Node) -> fx.Node:
+        fake, memory = fake_of(node), memory_of(node)
+        plain = fake.is_contiguous() and not fake.is_conj() and not fake.is_neg()
+        if plain and node.op == "call_function" and memory not in self._taken:
+            self._taken.add(memory)
+            return node
+        return self.graph.call_function(
+            torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+
+
+class _Writer:
+    """Writes the body of a function.
+
+    Attributes:
+        called: the functions that it calls to hand parameters and gradients over, by name.
+    """
+
+    def __init__(self, takes: Sequence[Version], loc: Location | None) -> None:
+        self.called: dict[str, TracedPart] = {}
+        self._names = Names()
+        self._loc = loc
+        self._params = [self._value(version) for version in takes]
+        self._values = dict(zip(takes, self._params, strict=True))
+        self._done: Value | None = None
+        self._ops: list[CallOp | TransferOp | Return] = []
+
+    def _value(self, version: Version) -> Value:
+        return Value(self._names.fresh(version.node.name), _type(version))
+
+    def call(self, function: Function, takes: Iterable[Version], gives: Sequence[Version]) -> None:
+        results = tuple(self._value(version) for version in gives)
+        if not results:
+            self._done = Value(self._names.fresh("done"), UnitType())
+            results = (self._done,)
+        operands = tuple([self._values[version] for version in takes])
+        key = 0 if function.random else None
+        self._ops.append(
+            CallOp(operands, results, fn=Symbol(function.name), key=key, loc=self._loc)
+        )
+        self._values.update(zip(gives, results, strict=False))
+
+    def transfer(self, before: Version, after: Version) -> None:
+        result = self._values[after] = self._value(after)
+        if _type(before).shape != _type(after).shape:
+            raise LayoutError(
+                f"{text_of(before)} is exchanged to be {text_of(after)}, and a dimension of it is "
+                "cut as two factors of it are, which no type says",
+                loc=self._loc,
+                remedy="keep the factors apart where ranks exchange something: do not view two cut "
+                "dimensions as one",
+            )
+        self._ops.append(TransferOp((self._values[before],), (result,), loc=self._loc))
+
+    def gather(self, gather: ParameterGather, version: Version) -> None:
+        """Make a parameter whole of its pieces."""
+        base = version.node.name
+        rest = self._hand(gather.read, (), f"{base}.rest")
+        full = self._travel(rest, gather.full, f"{base}.full")
+        self._values[version] = self._hand(gather.make, (full,), base)
+
+    def reduce(self, reduce: GradientReduction, version: Version) -> None:
+        """Reduce a gradient to the pieces that ranks store, and add these to theirs."""
+        base = version.node.name
+        terms = self._hand(reduce.lay, (self._values[version],), f"{base}.terms")
+        total = self._travel(terms, reduce.total, f"{base}.total")
+        self._done = self._hand(reduce.add, (total,), "done")
+
+    def _hand(self, part: TracedPart, operands: tuple[Value, ...], name: str) -> Value:
+        function = part.declaration
+        self.called[function.name] = part
+        (type_,) = function.outputs
+        result = Value(self._names.fresh(name), type_)
+        self._ops.append(CallOp(operands, (result,), fn=Symbol(function.name), loc=self._loc))
+        return result
+
+    def _travel(self, value: Value, type_: TensorType, name: str) -> Value:
+        result = Value(self._names.fresh(name), type_)
+        self._ops.append(TransferOp((value,), (result,), loc=self._loc))
+        return result
+
+    def end(self, name: str, gives: Sequence[Version]) -> Program:
+        """The program; one that gives nothing returns a unit."""
+        values = tuple([self._values[version] for version in gives])
+        if not values:
+            assert self._done is not None, "a function that gives nothing calls another that does"
+            values = (self._done,)
+        self._ops.append(Return(values, ()))
+        return Program(name, list(self._params), list(self._ops))
+
+
+def _total(one: Flops, other: Flops) -> Flops:
+    counts: Counter[DType] = Counter(dict(one.counts))
+    counts.update(dict(other.counts))
+    return Flops.of(counts)
+
+
+def _transfers(partition: Partition) -> Iterator[Transfer]:
+    for _, transfers in partition.steps:
+        yield from transfers
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
+    (values,) = graph.output_node().args
+    assert isinstance(values, tuple)
+    return values  # type: ignore[return-value]
+
+
+def _type(version: Version) -> TensorType:
+    """The type of a version, without a place; a product of cut factors is as many dimensions."""
+    fake = fake_of(version.node)
+    layout, shape = unmerged(version.layout, tuple(fake.shape))
+    return TensorType(ir_dtype(fake.dtype), shape, None, layout if layout.axes else None)

@@ -1,0 +1,214 @@
+"""Trace functions that ranks of a group call together: their graphs are laid out, and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...ir.attributes import Effect
+from ...ir.layout import Layout
+from ...ir.ops.module import Vjp
+from ...ir.ops.names import layer_of
+from ..errors import TraceError
+from ..graph.autodiff.recomputation import Recompute
+from ..graph.autodiff.subgraphs import fake_of
+from ..graph.layouts.cases import LayoutError
+from ..graph.layouts.propagation.joints import propagate_joint
+from ..graph.layouts.propagation.sections import Cutter, Section
+from ..graph.layouts.versions import Version
+from ..method.joint import Joint
+from ..values.actor_state import StateTensor
+from ..values.gradient_buckets import Buckets, GradientLayout, numel_at_rank
+from ..values.group import Group
+from ..values.interface import Call, Target, TracedVjp, Write
+from ..values.operators import (
+    storage_key,
+)
+from .effects import Effects
+from .group_functions import GroupFunction, Maker
+from .groups.stored import Stored
+
+
+@dataclass(frozen=True)
+class GroupMethods:
+    """Traces one call of a group.
+
+    Attributes:
+        target: what is called.
+        group: the ranks that call it.
+        call: how.
+        effects: what is known of the step's other functions.
+        buckets: of the actor's gradients.
+    """
+
+    target: Target
+    group: Group
+    call: Call
+    effects: Effects
+    buckets: Buckets
+
+    def forward(self, joint: Joint, name: str) -> GroupFunction:
+        """The function, without a derivative.
+
+        Raises:
+            TraceError: it gives state new tensors, or its layouts contradict each other.
+        """
+        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
+        state = self.read(joint)
+        effect = self.effects.of_forward(joint, state, name)
+        section = self._cutter(joint).forward()
+        self._note([*section.state.values()], (), name)
+        return self._make(name, section, joint, effect)
+
+    def derivative(
+        self, joint: Joint, name: str, between: Sequence[Write], what: Recompute
+    ) -> TracedVjp:
+        """Forward, backward and the halves of that, which compute `what` of the forward again.
+
+        Raises:
+            TraceError: as in `forward`; or it writes to state, a call of unknown effect stands
+                between the two, or the backward sends no gradient anywhere.
+        """
+        written = [joint.state[index][1].path for index in sorted(joint.written)]
+        self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
+        self._refuse_without_gradients(joint)
+        volatile = self.effects.volatile(joint, between)
+        cutter = self._cutter(joint)
+        self.buckets.enter(self._sums(cutter.gradients))
+        cutter.buckets = self.buckets.of
+        found = cutter.sections(volatile, what)
+        self._refuse_between(between, found.backward)
+        effect = self.effects.of_forward(joint, [*found.forward.state.values()], name)
+        forward = self._make(f"{name}.forward", found.forward, joint, effect)
+        backward = self._backward(f"{name}.backward", found.backward, joint)
+        grad_outputs, grad_inputs = joint.wanted_outputs, joint.wanted_inputs
+        vjp = Vjp(
+            name,
+            forward.declaration.name,
+            backward.declaration.name,
+            grad_outputs,
+            grad_inputs,
+            kept=found.kept,
+        )
+        halves: list[GroupFunction] = []
+        if found.input is not None and found.weight is not None:
+            halves = [
+                self._backward(f"{name}.input", found.input, joint),
+                self._backward(f"{name}.weight", found.weight, joint),
+            ]
+            vjp = replace(vjp, input=halves[0].declaration.name, weight=halves[1].declaration.name)
+        elif found.weight is not None:
+            vjp = replace(vjp, weight=backward.declaration.name)
+        return TracedVjp(
+            vjp,
+            forward.part,
+            backward.part,
+            tuple(half.part for half in halves),
+            called=tuple(p for made in (forward, backward, *halves) for p in made.parts),
+            gradients={
+                t.path: GradientLayout(version.layout, self.buckets.of.get(t.path, 0))
+                for t, version in found.backward.gradients
+            },
+        )
+
+    def _sums(self, gradients: Iterable[tuple[StateTensor, Version]]) -> Iterator[tuple[str, int]]:
+        """The gradients that are to be reduced, each with its bytes on a rank."""
+        for tensor, version in gradients:
+            if version.layout.summands:
+                fake = fake_of(version.node)
+                count = numel_at_rank(tuple(fake.shape), version.layout, self.group.place)
+                yield tensor.path, count * fake.element_size()
+
+    def read(self, joint: Joint) -> list[StateTensor]:
+        """The state that a forward reads."""
+        return [tensor for node, tensor in joint.state if node.users]
+
+    def _cutter(self, joint: Joint) -> Cutter:
+        actor = self.group.actor
+        layouts: dict[str, Layout] = {} if actor is None else actor.layouts
+        gathered: dict[str, Layout] = {} if actor is None else actor.gathered
+        pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
+        layers = {path: layer_of(path) for path in gathered}
+        try:
+            propagation = propagate_joint(
+                joint, self.group.place, layouts, self.group.inputs, pins=pins
+            )
+            return Cutter(joint, propagation, self._ranks, layers)
+        except LayoutError as error:
+            if error.loc is not None:
+                raise
+            # A torch function of the step, or an op of no line of the method.
+            loc = self.call.error_loc
+            raise LayoutError(error.reason, loc=loc, remedy=error.remedy) from None
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """The ranks whose graphs are made; of a torch function, the first one's everywhere."""
+        group = self.group
+        if group.actor is not None:
+            return group.played
+        return tuple(dict.fromkeys((group.place.ranks[0], *group.played)))
+
+    def _backward(self, name: str, section: Section, joint: Joint) -> GroupFunction:
+        graded = [tensor for tensor, _ in section.gradients]
+        parts = section.partition.parts
+        read = {version for part in parts for version in part.inputs}
+        gathers = section.partition.gathers.values()
+        read |= {transfer.before for transfers in gathers for transfer in transfers}
+        state = [tensor for version, tensor in section.state.items() if version in read]
+        effect = self.effects.of_backward(joint, state, graded)
+        self._note(state, graded, name)
+        return self._make(name, section, joint, effect)
+
+    def _make(self, name: str, section: Section, joint: Joint, effect: Effect) -> GroupFunction:
+        actor = self.group.actor
+        state: dict[int, dict[str, StateTensor]] = {rank: {} for rank in self._ranks}
+        if actor is not None:
+            for rank in self._ranks:
+                tensors = actor.state(rank).tensors
+                state[rank] = {slot.path: each for each in tensors for slot in each.slots}
+        return Maker(
+            name,
+            self.target.actor,
+            section,
+            state,
+            self.group.played,
+            joint.owner,
+            effect,
+            self.call.error_loc,
+            None if actor is None else Stored(actor, self.call.error_loc, self.buckets.of),
+            self.buckets.of,
+        ).make()
+
+    def _note(self, read: Sequence[StateTensor], graded: Sequence[StateTensor], name: str) -> None:
+        if self.target.use is not None:
+            reads = {storage_key(each.tensor) for each in read}
+            self.target.use.note(reads, {storage_key(each.tensor) for each in graded}, name)
+
+    def _refuse_changes(self, changed: Sequence[str]) -> None:
+        """Refuse changes of state, by its paths."""
+        if changed:
+            raise self.call.refusal(
+                f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",
+                "change state in a method that is marked @cg.opaque, which every rank calls on its "
+                "pieces; batch norm can be replaced by a layer without running statistics",
+            )
+
+    def _refuse_without_gradients(self, joint: Joint) -> None:
+        if not joint.input_grads and not joint.state_grads:
+            raise TraceError(
+                f"{self.call.what} cannot be differentiated: a loss depends on it, and its "
+                "backward gives no gradient to any argument or parameter",
+                loc=self.call.error_loc,
+                remedy="leave its result out of the loss, or call .detach() on it in the method",
+            )
+
+    def _refuse_between(self, between: Sequence[Write], backward: Section) -> None:
+        if between and backward.state:
+            write = between[0]
+            raise TraceError(
+                f"@{write.function} may change what the gradient of {self.call.what} needs: it is "
+                "called between the forward and cg.backward, and the actor is on a mesh",
+                loc=write.loc or self.call.loc,
+                remedy="call cg.backward first",
+            )

@@ -1,0 +1,215 @@
+"""Sharding plans of models of other libraries.
+
+```python
+model = LlamaForCausalLM(config)
+plan = cg.plans.hf(model) | cg.plan({"loss(tokens)": cg.cut(0, "dp")})
+stage = Stage.on(cg.mesh(dp=2, tp=2), plan=plan)(config)
+```
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...values.plan import Parts, Plan, Sharding, cut, whole
+
+__all__ = ["hf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The way in which the weight of a layer is cut.
+
+    Attributes:
+        dim: of a weight of (outputs, inputs), from its end: -2 or -1; None: it is whole.
+        blocks: that are packed in the dimension.
+        bias: whether a bias is cut alike; one that is added to a sum is whole.
+    """
+
+    dim: int | None = None
+    blocks: int = 1
+    bias: bool = False
+
+
+_OUTPUTS = Style(-2, bias=True)
+_INPUTS = Style(-1)
+_STYLES: Mapping[str, Style] = {
+    "colwise": _OUTPUTS,
+    "colwise_rep": _OUTPUTS,
+    "colwise_gather_output": _OUTPUTS,
+    "rowwise": _INPUTS,
+    "rowwise_rep": _INPUTS,
+    "rowwise_split_input": _INPUTS,
+    "packed_colwise": Style(-2, blocks=2, bias=True),
+    "packed_rowwise": Style(-1, blocks=2),
+    "embedding_rowwise": Style(-2),
+    "vocab_parallel_rowwise": Style(-2),
+    "embedding_colwise": Style(-1),
+    "replicate": Style(),
+    "replicated_with_grad_allreduce": Style(),
+    "sequence_parallel": Style(),
+}
+"""By the names that transformers gives them."""
+
+_GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
+
+_BUILT_IN: Mapping[str, Mapping[str, Style]] = {
+    "gpt2": {
+        "wte": Style(-2),
+        "h.*.attn.c_attn": Style(-2, blocks=3, bias=True),
+        "h.*.attn.c_proj": _INPUTS,
+        "h.*.mlp.c_fc": _OUTPUTS,
+        "h.*.mlp.c_proj": _INPUTS,
+        "lm_head": _OUTPUTS,
+    }
+}
+"""Plans of models that bring none, by type of model."""
+
+_KEYS = frozenset({"k_proj", "v_proj"})
+_HEADS = frozenset({"q_proj", "o_proj", "attn.c_attn", "attn.c_proj"})
+_ROWS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", "labels", "pixel_values")
+"""Arguments of a model's `forward` with a row for each example."""
+
+
+def hf(model: nn.Module, axis: str | tuple[str, str] = "tp", batch: str | None = "dp") -> Plan:
+    """Make the plan of a model of transformers, by the plan that it brings.
+
+    ```python
+    plan = cg.plans.hf(model) | cg.plan({"loss(ids)": cg.cut(0, "dp")})
+    ```
+
+    Paths are those of the model's tensors wherever it hangs in the actor, and a stage need not have
+    all of them. Arguments of a method `forward` that are named as the model's are cut along the
+    batch. All others are whole, unless a plan says otherwise that is joined to this one by `|`; of
+    two plans, the first that names a tensor or an argument counts. A layer of which the model's
+    plan gathers the output is whole, but for the one that makes logits.
+
+    Args:
+        model: such as `LlamaForCausalLM`; it may be on the meta device.
+        axis: of the mesh, along which weights are cut. With fewer heads of keys than it has ranks,
+            two axes: keys and values are cut along the first, all others along both.
+        batch: the axis that cuts rows of arguments; None: they are whole.
+
+    Raises:
+        ValueError: the model brings no plan and none is built in; or a style of its plan is not
+            known.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    found: dict[str, Sharding] = {}
+    for key, style in _styles(model).items():
+        for name, dims in _parameters(model, key):
+            path = f"{_within_base(model, key)}.{name}" if name else _within_base(model, key)
+            found[f"{path}|*.{path}"] = _sharding(model, key, style, dims, axes)
+    if batch is not None:
+        found |= {f"forward({name})": cut(0, batch) for name in _ROWS}
+    return Plan.of(found, optional=type(model).__name__)
+
+
+def _styles(model: nn.Module) -> dict[str, Style]:
+    """The styles of layers, by path with `*` for numbers.
+
+    Raises:
+        ValueError: there are none, or one is not known.
+    """
+    config = _read(model, "config")
+    prefix = _prefix(model)
+    own = {f"{prefix}{k}": v for k, v in _names(_read(config, "base_model_tp_plan")).items()}
+    own |= _names(_read(model, "_tp_plan"))
+    if own:
+        return {key: _style(model, key, name) for key, name in own.items()}
+    kind = _read(config, "model_type")
+    built_in = _BUILT_IN.get(kind) if isinstance(kind, str) else None
+    if built_in is None:
+        raise ValueError(
+            f"{type(model).__name__} brings no tensor parallel plan (tp_plan), and cg has none for "
+            "it; write one with cg.plan({path: cg.cut(...)})"
+        )
+    return {k if k == "lm_head" else f"{prefix}{k}": style for k, style in built_in.items()}
+
+
+def _style(model: nn.Module, key: str, name: str) -> Style:
+    style = _STYLES.get(name)
+    if style is None:
+        raise ValueError(
+            f"the plan of {type(model).__name__} gives '{key}' the style '{name}', which cg does "
+            f"not know; it knows {', '.join(_STYLES)}. Write a plan for it with cg.plan"
+        )
+    return Style() if name in _GATHERED and "*" in key else style
+
+
+def _read(thing: object, name: str) -> object:
+    """An attribute of a foreign object; None if it has none."""
+    return getattr(thing, name, None)
+
+
+def _names(value: object) -> dict[str, str]:
+    """A plan as models bring it."""
+    return {str(k): str(v) for k, v in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _prefix(model: nn.Module) -> str:
+    """The path of the base model in a model with a head, with a dot; else nothing."""
+    name = _read(model, "base_model_prefix")
+    return f"{name}." if isinstance(name, str) and _read(model, name) is not None else ""
+
+
+def _within_base(model: nn.Module, key: str) -> str:
+    """A path from the base model, since a stage has its layers without it."""
+    return key.removeprefix(_prefix(model))
+
+
+def _parameters(model: nn.Module, key: str) -> Iterator[tuple[str, int]]:
+    """The parameters of layers with a path: their names there, and their numbers of dimensions.
+
+    A path may name a parameter itself, as that of all experts; its name is empty then.
+    """
+    found: dict[str, int] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        generic = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
+        layer, _, name = generic.rpartition(".")
+        if layer == key:
+            found.setdefault(name, parameter.dim())
+        elif generic == key:
+            found.setdefault("", parameter.dim())
+    yield from found.items()
+
+
+def _sharding(
+    model: nn.Module, key: str, style: Style, dims: int, axes: tuple[str, ...]
+) -> Sharding:
+    """The sharding of a weight or a bias of a layer."""
+    if style.dim is None or (dims == 1 and not style.bias):
+        return whole
+    *_, parent, last = ("", *key.split("."))
+    is_keys = last in _KEYS
+    used = axes[:1] if is_keys else axes
+    dim = 0 if dims == 1 else dims + style.dim
+    if dims == 2 and _is_transposed(model, key):
+        dim = 1 - dim
+    made = cut(dim, *used, blocks=style.blocks)
+    config = _read(model, "config")
+    count = _read(config, "num_attention_heads")
+    if is_keys:
+        count = _read(config, "num_key_value_heads") or count
+    if not isinstance(count, int) or not ({last, f"{parent}.{last}"} & (_KEYS | _HEADS)):
+        return made
+    remedy = (
+        f"make two axes of '{axes[0]}', such as cg.mesh(kv={count}, rep=...), and give "
+        'cg.plans.hf(model, axis=("kv", "rep"))'
+        if is_keys
+        else "use an axis whose size divides the number of heads"
+    )
+    what = "heads of keys and values" if is_keys else "heads"
+    return made.of_parts(Parts(used, count, what, remedy))
+
+
+def _is_transposed(model: nn.Module, key: str) -> bool:
+    """True if the weights of layers are of (inputs, outputs), as GPT-2 has them."""
+    for path, module in model.named_modules():
+        if re.sub(r"(?<=\.)\d+(?=\.)", "*", path) == key:
+            return type(module).__name__ == "Conv1D"
+    return False

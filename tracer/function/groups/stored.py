@@ -1,0 +1,340 @@
+"""Functions that hand over the parameters that an actor stores in pieces, and their gradients.
+
+A parameter that `store=` cuts is gathered before it is used, and its gradient is reduced to the
+pieces. Both travel flat: the piece of each rank, filled up with zeros to the size of the largest,
+so that any pieces go by one collective. Four functions for each parameter do the rest; each takes
+or gives one flat tensor, so several can travel as one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ....ir.attributes import Effect
+from ....ir.layout import Cut, Layout, Region, shape_of, volume, within
+from ....ir.location import Location
+from ....ir.ops.module import Function
+from ....ir.types import DType, Mesh, TensorType, UnitType
+from ...graph.codegen.accumulate import accumulate
+from ...values.gradient_buckets import buckets_of
+from ...values.group import GroupActor
+from ...values.interface import Body, RankBodies, TracedPart
+from ...values.pieces import LogicalTensor, piece, put
+from ...values.specs import ir_dtype
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The parameters that an actor stores in pieces.
+
+    Attributes:
+        group: the actor.
+        loc: the line of the user's that calls it.
+        buckets: of gradients that are reduced further, by path.
+    """
+
+    group: GroupActor
+    loc: Location | None = None
+    buckets: Mapping[str, int] = field(default_factory=dict)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.group.gathered
+
+    def gathers(self, path: str) -> ParameterGather:
+        """What is done to use a parameter."""
+        logical = self.group.logical[path]
+        flat = Flat.of(logical, self.group.mesh)
+        tensors = self._held(path)
+        dtype = ir_dtype(next(iter(tensors.values())).dtype)
+        rest, full = flat.type(dtype, True), flat.type(dtype, False)
+        used = TensorType(dtype, logical.shape, None, logical.used)
+        name = f"{self.group.name}.{path}"
+        read = Function(
+            f"{name}.rest",
+            (),
+            (rest,),
+            effect=Effect.READ,
+            actor=self.group.name,
+            loc=self.loc,
+            parameter=path,
+        )
+        make = Function(
+            f"{name}.whole",
+            (full,),
+            (used,),
+            actor=self.group.name,
+            loc=self.loc,
+            parameter=path,
+            aliases=((0, 0),) if flat.is_dense else (),
+        )
+        pieces = {rank: flat.at(rank) for rank in tensors}
+        reading = {rank: _Reading(tensor, flat.numel) for rank, tensor in tensors.items()}
+        making = {rank: _Making(at) for rank, at in pieces.items()}
+        return ParameterGather(rest, full, _part(read, reading), _part(make, making))
+
+    def reduces(self, path: str, before: Layout, after: Layout) -> GradientReduction | None:
+        """What is done with a gradient; None if it is not to be reduced to pieces along their axes.
+
+        Args:
+            before, after: the layouts in which it is computed, and added to `.grad`.
+        """
+        logical = self.group.logical[path]
+        flat = Flat.of(logical, self.group.mesh)
+        used = logical.used.cuts if logical.used is not None else None
+        cuts = before.cuts if any(before.cuts) else None
+        left = tuple(axis for axis in before.summands if axis not in flat.gathered)
+        if cuts != used or not set(flat.gathered) <= set(before.summands):
+            return None
+        if after != Layout(logical.layout.cuts if logical.layout else (), left):
+            return None
+        tensors = self._held(path)
+        dtype = ir_dtype(next(iter(tensors.values())).dtype)
+        given = TensorType(dtype, logical.shape, None, before)
+        terms = flat.type(dtype, False, before.summands)
+        total = flat.type(dtype, True, left)
+        name = f"{self.group.name}.{path}"
+        axes = "_".join(before.summands)
+        lay = Function(
+            f"{name}.gradient.{axes}",
+            (given,),
+            (terms,),
+            actor=self.group.name,
+            loc=self.loc,
+            parameter=path,
+            aliases=((0, 0),) if flat.is_dense else (),
+        )
+        add = Function(
+            f"{name}.add.{axes}",
+            (total,),
+            (UnitType(),),
+            effect=Effect.ACCUMULATE,
+            actor=self.group.name,
+            loc=self.loc,
+            parameter=path,
+            buckets=buckets_of([path], self.buckets),
+        )
+        laying = {rank: _Laying(flat.at(rank)) for rank in tensors}
+        adding = {rank: _Adding(tensor) for rank, tensor in tensors.items()}
+        return GradientReduction(terms, total, _part(lay, laying), _part(add, adding))
+
+    @cached_property
+    def _tensors(self) -> dict[int, dict[str, Tensor]]:
+        """The tensors of each rank that this process plays, by path; found by one walk for all."""
+        return {rank: self.group.tensors(rank) for rank in self.group.instances}
+
+    def _held(self, path: str) -> dict[int, Tensor]:
+        """The tensor of each rank that this process plays."""
+        return {rank: tensors[path] for rank, tensors in self._tensors.items()}
+
+
+@dataclass(frozen=True)
+class ParameterGather:
+    """A gather of one parameter.
+
+    Attributes:
+        rest, full: the types of the flat tensor before and after.
+        read: gives the flat piece.
+        make: makes the parameter of what was gathered.
+    """
+
+    rest: TensorType
+    full: TensorType
+    read: TracedPart
+    make: TracedPart
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """A reduction of one gradient.
+
+    Attributes:
+        terms, total: the types of the flat tensor before and after.
+        lay: makes it flat.
+        add: adds the flat piece to `.grad`.
+    """
+
+    terms: TensorType
+    total: TensorType
+    lay: TracedPart
+    add: TracedPart
+
+
+def _part(function: Function, bodies: Mapping[int, Body]) -> TracedPart:
+    return TracedPart(function, RankBodies.of(bodies))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The places of the pieces that a rank gathers.
+
+    Attributes:
+        shape: of what the rank uses.
+        regions: of the pieces in it, in the order in which they are gathered.
+        numel: elements of each in the flat tensor.
+        is_dense: whether the pieces, one behind the other, are what the rank uses.
+    """
+
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+    numel: int
+    is_dense: bool
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The flat form of a parameter.
+
+    Attributes:
+        logical: the parameter.
+        mesh: the ranks.
+        kept: the axes that cut it where it is used, in the order of the mesh.
+        gathered: those along which it is gathered.
+        numel: elements of the largest piece.
+    """
+
+    logical: LogicalTensor
+    mesh: Mesh
+    kept: tuple[str, ...]
+    gathered: tuple[str, ...]
+    numel: int
+
+    @staticmethod
+    def of(logical: LogicalTensor, mesh: Mesh) -> Flat:
+        """The flat form of a parameter that is cut further where it rests."""
+        assert logical.layout is not None, "a stored parameter is cut"
+        used = () if logical.used is None else logical.used.axes
+        kept = tuple(axis for axis, _ in mesh.grid if axis in used)
+        rest = set(logical.layout.axes).difference(used)
+        gathered = tuple(axis for axis, _ in mesh.grid if axis in rest)
+        regions = (logical.layout.region(logical.shape, at) for at in mesh.positions.values())
+        return Flat(logical, mesh, kept, gathered, max(map(volume, regions)))
+
+    def type(self, dtype: DType, is_piece: bool, summands: tuple[str, ...] = ()) -> TensorType:
+        """The type of the flat tensor, cut to pieces or gathered."""
+        sizes = dict(self.mesh.grid)
+        count = self.numel
+        for axis in (*self.kept, *self.gathered):
+            count *= sizes[axis]
+        cut = Cut((*self.kept, *self.gathered) if is_piece else self.kept)
+        return TensorType(dtype, (count,), None, Layout.of((cut,), summands))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether that holds at every rank: gathering moves nothing within a rank."""
+        return all(self.at(rank).is_dense for rank in self.mesh.ranks)
+
+    def at(self, rank: int) -> Pieces:
+        """The pieces that a rank gathers."""
+        logical, sizes = self.logical, dict(self.mesh.grid)
+        assert logical.layout is not None, "a stored parameter is cut"
+        here = self.mesh.position(rank)
+        used = logical.used or Layout((Cut(),) * len(logical.shape))
+        whole = used.region(logical.shape, here)
+        regions = []
+        for along in itertools.product(*(range(sizes[axis]) for axis in self.gathered)):
+            there = {axis: (k, sizes[axis]) for axis, k in zip(self.gathered, along, strict=True)}
+            regions.append(within(logical.layout.region(logical.shape, {**here, **there}), whole))
+        shape = shape_of(whole)
+        is_full = all(volume(region) == self.numel for region in regions)
+        is_dense = is_full and _are_rows(regions, shape)
+        return Pieces(shape, tuple(regions), self.numel, is_dense)
+
+
+def _are_rows(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
+    """Whether regions are rows of a tensor, one behind the other."""
+    at = 0
+    for region in regions:
+        rows, *others = region
+        whole = [((0, size),) if size else () for size in shape[1:]]
+        if others != whole or len(rows) != 1 or rows[0][0] != at:
+            return False
+        at = rows[0][1]
+    return at == shape[0]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Gives a copy of a piece, flat and filled up."""
+
+    tensor: Tensor
+    numel: int
+
+    def state(self) -> Sequence[Tensor]:
+        """The parameter, which it reads."""
+        return (self.tensor,)
+
+    def trained(self) -> Sequence[Tensor]:
+        """Nothing: it changes no gradient."""
+        return ()
+
+    def __call__(self) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return (_filled_up(self.tensor.detach(), self.numel),)
+
+
+def _filled_up(tensor: Tensor, numel: int) -> Tensor:
+    """A copy of a tensor, flat, with zeros behind it."""
+    if tensor.numel() == numel:
+        return tensor.clone(memory_format=torch.contiguous_format).view(-1)
+    flat = tensor.new_zeros(numel)
+    flat[: tensor.numel()].copy_(tensor.reshape(-1))
+    return flat
+
+
+@dataclass(frozen=True)
+class _Making:
+    """Makes a parameter of its pieces; a view of them, if they lie as they are used."""
+
+    pieces: Pieces
+
+    def __call__(self, flat: Tensor) -> Sequence[Tensor]:
+        pieces = self.pieces
+        if pieces.is_dense:
+            return (flat.view(pieces.shape),)
+        made = flat.new_empty(pieces.shape)
+        for index, region in enumerate(pieces.regions):
+            shape = shape_of(region)
+            at = index * pieces.numel
+            put(made, region, flat[at : at + volume(region)].view(shape))
+        return (made,)
+
+
+@dataclass(frozen=True)
+class _Laying:
+    """Lays a gradient out as the pieces of it, one behind the other."""
+
+    pieces: Pieces
+
+    def __call__(self, gradient: Tensor) -> Sequence[Tensor]:
+        pieces = self.pieces
+        if pieces.is_dense:
+            return (gradient.reshape(-1),)
+        parts = [_filled_up(piece(gradient, region), pieces.numel) for region in pieces.regions]
+        return (torch.cat(parts),)
+
+
+@dataclass(frozen=True)
+class _Adding:
+    """Adds a flat piece to the gradient of a tensor."""
+
+    tensor: Tensor
+
+    def state(self) -> Sequence[Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[Tensor]:
+        """The parameter, to whose gradient it adds."""
+        return (self.tensor,)
+
+    def __call__(self, flat: Tensor) -> Sequence[None]:
+        with torch.no_grad():
+            gradient = flat[: self.tensor.numel()].view(self.tensor.shape)
+            accumulate([self.tensor], [gradient], (False,), {})
+        return (None,)

@@ -1,0 +1,219 @@
+"""Functions that are called as they are: opaque methods, and methods that work on gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import TraceError, Verbatim
+from ..values.interface import Body, Call, MethodTarget, Target, result_spec
+from ..values.opaque import OpaqueMark
+from ..values.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, show_type
+
+
+def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
+    """Describe what an opaque call returns, as its mark says.
+
+    Raises:
+        TraceError: the mark's `fake` fails, or returns a tensor that is not fake.
+    """
+    if mark.fake is None:
+        leaf = ObjectSpec()
+        leaves, spec = pytree.tree_flatten(leaf if mark.returns is None else (leaf,) * mark.returns)
+        return Tree(tuple(leaves), spec)
+    signature = call.signature
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=None), torch.no_grad():
+        values = [_stand_in(signature.leaves[i], call.device) for i in signature.values]
+        args, kwargs = signature.fill(values)
+        try:
+            result = mark.fake(instance, *args, **kwargs)
+        except Exception as error:
+            raise TraceError(
+                f"the fake of the opaque {call.what} raised {type(error).__name__}: {error}",
+                loc=call.error_loc,
+                remedy="it gets the method's arguments, self included, with fake tensors, and "
+                "returns fake tensors of the right shapes and dtypes",
+            ) from error
+    leaves, spec = pytree.tree_flatten(result)
+    return Tree(tuple(_promised(leaf, call) for leaf in leaves), spec)
+
+
+def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
+    """Refuse an opaque method that takes or returns pieces of values: nothing knows the whole."""
+    if target.group is None or not target.group.has_layouts:
+        return
+    if any(layout is not None for layout in target.group.inputs):
+        raise TraceError(
+            f"{call.what} is opaque, and the plan of {target.actor} cuts what it takes",
+            loc=call.loc,
+            remedy="name the argument cg.whole in the plan, so that each rank gets all of it; or "
+            "let a traced method compute what this one needs",
+        )
+    if any(isinstance(leaf, TensorSpec) for leaf in results.leaves):
+        raise TraceError(
+            f"{call.what} is opaque and returns tensors, and each rank of {target.actor} calls it "
+            "with pieces of its own, so nothing says what the whole result is",
+            loc=call.loc,
+            remedy="let a traced method compute what the step goes on with; an opaque method of an "
+            "actor on a mesh may change state, and return objects",
+        )
+
+
+def calls_of_ranks(target: Target, call: Call) -> dict[int, Call]:
+    """The call for the instance of each rank that this process plays."""
+    actor = target.group.actor if target.group is not None else None
+    if actor is None or not isinstance(target, MethodTarget):
+        return {0: call}
+    of_rank = {
+        rank: replace(target, instance=instance).callable
+        for rank, instance in actor.instances.items()
+    }
+    return {rank: replace(call, function=function) for rank, function in of_rank.items()}
+
+
+def _promised(leaf: Any, call: Call) -> Leaf:
+    if isinstance(leaf, torch.Tensor):
+        return result_spec(leaf, call)
+    return ObjectSpec()
+
+
+def _stand_in(leaf: Leaf, device: torch.device) -> Any:
+    if isinstance(leaf, TensorSpec):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return leaf
+
+
+def strictly(call: Call) -> Call:
+    """The same call where a loss depends on it: no gradient may be lost.
+
+    Raises (when it runs):
+        RuntimeError: a tensor that the function returns requires a gradient.
+    """
+    function = call.function
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise RuntimeError(
+                    f"a loss depends on what {call.what} returns, which requires a gradient; but "
+                    "the method is opaque, and no gradient flows through it. If none should, "
+                    "return it detached, x.detach(), or compute it under torch.no_grad(); else "
+                    "remove @cg.opaque, so that the method is traced"
+                )
+        return result
+
+    return replace(call, function=checked)
+
+
+def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
+    """A body that calls the function with the filled-in signature, gradients enabled.
+
+    Like all bodies it returns a unit where the function returns nothing.
+
+    Raises (when it runs):
+        TypeError: the function returns something else than its mark says.
+    """
+    function, is_flat, fill = call.function, _is_flat(call.signature), filler(call.signature)
+    what = call.what if call.home is None else f"{call.what} ({call.home})"
+    is_grad_enabled = torch.is_grad_enabled
+
+    def run(*inputs: Any) -> Any:
+        with torch.enable_grad():
+            if is_flat:
+                return function(*inputs)
+            args, kwargs = fill(inputs)
+            return function(*args, **kwargs)
+
+    def one(*inputs: Any) -> Sequence[Any]:
+        # Switching gradients on costs more than a short method.
+        return (function(*inputs),) if is_flat and is_grad_enabled() else (run(*inputs),)
+
+    def several(*inputs: Any) -> Sequence[Any]:
+        result = run(*inputs)
+        if not isinstance(result, (tuple, list)) or len(result) != mark.returns:
+            raise TypeError(
+                f"{what} is marked @cg.opaque(returns={mark.returns}), but it returned "
+                f"{_words(result)}"
+            )
+        return tuple(result) or (None,)
+
+    def typed(*inputs: Any) -> Sequence[Any]:
+        return _checked(run(*inputs), results, what) or (None,)
+
+    return typed if mark.fake is not None else one if mark.returns is None else several
+
+
+def _words(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {len(result)}"
+    return f"a value of type {type(result).__name__}"
+
+
+def _is_flat(signature: Tree) -> bool:
+    """True if the values are the positional arguments, and there are no others."""
+    args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
+    flat = not kwargs and all(type(i) is int for i in args)
+    return flat and len(signature.values) == len(signature.leaves)
+
+
+def _checked(result: Any, results: Tree, what: str) -> Sequence[Any]:
+    """The leaves of a result, which are as the fake has promised."""
+    leaves, spec = pytree.tree_flatten(result)
+    if spec != results.spec or not all(map(_is_promised, leaves, results.leaves)):
+        returned = pytree.tree_map(_outline, result)
+        promised = pytree.tree_unflatten(map(_promise, results.leaves), results.spec)
+        raise TypeError(
+            f"{what} returned {returned!r}, but its fake promised {promised!r}. Types are fixed "
+            "when a step is compiled: return on every call what the fake says, or correct the fake"
+        )
+    return tuple(
+        _plain(value, what) if isinstance(leaf, TensorSpec) else value
+        for value, leaf in zip(leaves, results.leaves, strict=True)
+    )
+
+
+def _is_promised(value: Any, leaf: Leaf) -> bool:
+    if not isinstance(leaf, TensorSpec):
+        return True
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype is leaf.dtype
+        and tuple(value.shape) == leaf.shape
+    )
+
+
+def _outline(value: Any) -> Verbatim:
+    if isinstance(value, torch.Tensor):
+        return Verbatim(show_type(value.dtype, value.shape))
+    return Verbatim("None" if value is None else type(value).__name__)
+
+
+def _promise(leaf: Leaf) -> Verbatim:
+    if isinstance(leaf, TensorSpec):
+        return Verbatim(show_type(leaf.dtype, leaf.shape))
+    return Verbatim("object")
+
+
+def _plain(value: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor as it travels."""
+    if value.layout is not torch.strided:
+        raise TypeError(
+            f"{what} returned a tensor of layout {value.layout}, but its fake promised a dense "
+            "one: return x.to_dense(), or mark the method @cg.opaque without a fake, and its "
+            "result travels as an object"
+        )
+    if value.is_meta:
+        raise TypeError(
+            f"{what} returned a tensor on 'meta', which has no elements: return one that has; only "
+            "a fake returns types alone"
+        )
+    plain = value.detach().contiguous()
+    return plain.resolve_conj() if plain.dtype.is_complex else plain

@@ -1,0 +1,98 @@
+"""Cut a joint graph: the forward alone, or forward and backward with saved values between.
+
+The forward is what existed before the backward began; `backward.py` says what is saved of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ...method.joint import Joint
+from .backward import Cut, Part, backward_piece
+from .recomputation import Recompute, recomputed
+from .split_backward import SplitBackward, halve
+from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values, sharing
+
+
+@dataclass(frozen=True)
+class Split:
+    """A joint graph in two pieces.
+
+    Attributes:
+        forward: gives the outputs, then the saved values.
+        backward: takes the saved values, then cotangents; gives cotangents of inputs.
+        saved: nodes of the joint graph whose values are saved.
+        halves: the backward once more, in two pieces; None if nothing of it can be put off.
+    """
+
+    forward: Piece
+    backward: Piece
+    saved: tuple[fx.Node, ...]
+    halves: SplitBackward | None
+
+
+def split(
+    joint: Joint, volatile: Collection[int] = (), what: Recompute = Recompute.NOTHING
+) -> Split:
+    """Cut a joint graph that was traced with a derivative; arguments as those of `recomputed`."""
+    cut = Cut(joint, volatile, recomputed(joint, volatile, what))
+    saved = tuple(n for n in joint.graph.nodes if n in cut.saved)
+    whole = Part(cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads)
+    backward = backward_piece(joint, cut, whole)
+    halves = halve(joint, cut, whole, backward)
+    return Split(forward_piece(joint, saved, volatile), backward, saved, halves)
+
+
+def forward_piece(
+    joint: Joint, saved: Sequence[fx.Node] = (), volatile: Collection[int] = ()
+) -> Piece:
+    """The forward of a joint graph, with the values of `saved` after its outputs."""
+    graph = joint.graph
+    rebound = [node for _, node in joint.rebinds]
+    live = live_nodes(graph, [*joint.outputs, *rebound, *saved])
+    state = [(n, t) for n, t in joint.state if n in live]
+    builder = Builder(joint.recorder.locations)
+    for node in (*(n for n, _ in state), *joint.inputs):
+        builder.placeholder(node)
+    for node in graph.nodes:
+        if node in live and node.name in joint.forward and not builder.has(node):
+            builder.copy(node)
+    memory = {memory_of(n) for n, _ in joint.state}
+    values, aliases, references = returned_values(builder, joint.outputs, joint.inputs, memory)
+    changing = {memory_of(joint.state[i][0]) for i in (*joint.written, *volatile)}
+    values += _saved(builder, saved, changing)
+    values += _rebound(builder, joint)
+    builder.graph.output(tuple(values))
+    return Piece(
+        graph=builder.graph,
+        owner=joint.owner,
+        state=tuple(t for _, t in state),
+        inputs=len(joint.inputs),
+        dense=(True,) * len(joint.inputs),
+        returned=len(joint.outputs) + len(saved),
+        rebinds=tuple(r.slot for r, _ in joint.rebinds),
+        gradients=(),
+        aliases=aliases + sharing(saved, joint.inputs, len(joint.outputs)),
+        state_outputs=references,
+        locations=builder.locations,
+    )
+
+
+def _saved(builder: Builder, saved: Sequence[fx.Node], changing: set[int | None]) -> list[fx.Node]:
+    """Saved values; copies of what lies in memory that this call, or a later one, changes."""
+    return [
+        builder.clone(n, dense=False) if memory_of(n) in changing else builder.of(n) for n in saved
+    ]
+
+
+def _rebound(builder: Builder, joint: Joint) -> list[fx.Node]:
+    """The new tensors of rebound slots: contiguous, each with memory of its own."""
+    return [
+        builder.clone(node, dense=True)
+        if rebind.shared or node.op == "get_attr" or not fake_of(node).is_contiguous()
+        else builder.of(node)
+        for rebind, node in joint.rebinds
+    ]

@@ -1,0 +1,265 @@
+"""Pieces of a joint graph: which nodes live, and copying them into a graph of their own.
+
+A piece takes state (looked up live) and inputs, and gives outputs, new tensors for rebound slots
+and gradients of the state. What it returns is contiguous and shares no memory with the state, so
+that a value of the step never changes under its reader.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....ir.location import Location
+from ...method.purity.copy_node import copy_node
+from ...values.actor_state import Slot, StateTensor
+from ...values.operators import (
+    is_random,
+    storage_key,
+    writes_in_secret,
+)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient of the state that a piece computes.
+
+    Attributes:
+        tensor: what it is the gradient of.
+        owned: whether no one else refers to its memory, so that `.grad` may take it over.
+    """
+
+    tensor: StateTensor
+    owned: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A graph to run on its own.
+
+    Its placeholders are the state, then the inputs. Its output is a tuple: what is returned, then
+    a tensor for each rebind, then a tensor for each gradient.
+
+    Attributes:
+        graph: the graph.
+        owner: holds the constants that `get_attr` nodes refer to.
+        state: what the first placeholders are.
+        inputs: number of placeholders after them.
+        dense: which of the inputs must be contiguous.
+        returned: number of values that are returned.
+        rebinds: slots that are given a new tensor.
+        gradients: what is added to `.grad`.
+        aliases: pairs (returned value, input) that may share memory.
+        state_outputs: returned values that were references to the state, and are copies now.
+        locations: the user's line of each node.
+    """
+
+    graph: fx.Graph
+    owner: torch.nn.Module
+    state: tuple[StateTensor, ...]
+    inputs: int
+    dense: tuple[bool, ...]
+    returned: int
+    rebinds: tuple[Slot, ...]
+    gradients: tuple[Gradient, ...]
+    aliases: tuple[tuple[int, int], ...]
+    state_outputs: tuple[int, ...]
+    locations: dict[fx.Node, Location]
+
+
+def piece_on(piece: Piece, tensors: Sequence[StateTensor]) -> Piece:
+    """The piece for another instance of its actor, which has these tensors."""
+    of = {slot.path: (tensor, slot) for tensor in tensors for slot in tensor.slots}
+    return replace(
+        piece,
+        state=tuple(of[each.path][0] for each in piece.state),
+        rebinds=tuple(of[slot.path][1] for slot in piece.rebinds),
+        gradients=tuple(replace(g, tensor=of[g.tensor.path][0]) for g in piece.gradients),
+    )
+
+
+def results(graph: fx.Graph) -> Sequence[fx.Node]:
+    """Return what a piece's graph gives."""
+    (values,) = graph.output_node().args
+    assert isinstance(values, (tuple, list))
+    return values  # type: ignore[return-value]
+
+
+def fake_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that a node has computed."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """Identifies the memory of a node's tensor; None if it is no tensor or has no storage."""
+    value = node.meta.get("val")
+    return storage_key(value) if isinstance(value, torch.Tensor) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if a node gives another view of its first argument, and nothing else goes in.
+
+    A view that is one of several results (`split`) counts with its `getitem`.
+    """
+    if not node.args or not isinstance(node.args[0], fx.Node) or node.kwargs.get("out"):
+        return False
+    if len(node.all_input_nodes) != 1:
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if target is torch.ops.aten._unsafe_view.default:
+        return True
+    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
+    return first is not None and all(r.alias_info is not None for r in target._schema.returns)
+
+
+def written_in_place(node: fx.Node) -> fx.Node | None:
+    """The argument that an in-place operator returns (`relu_(x)` is `x`), or None."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return None
+    returns, arguments = target._schema.returns, target._schema.arguments
+    if len(returns) != 1 or returns[0].alias_info is None or not arguments:
+        return None
+    first = arguments[0].alias_info
+    if first is None or not first.is_write or not isinstance(node.args[0], fx.Node):
+        return None
+    return node.args[0]
+
+
+def live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that `roots` need, and all that have an effect, with what they need."""
+    live = set(roots)
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
+        if node in live or has_effect(node):
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live
+
+
+def has_effect(node: fx.Node) -> bool:
+    """True if a node does something besides computing its value."""
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        return True
+    return (
+        is_random(target, node.args, node.kwargs)
+        or writes_in_secret(target, node.args, node.kwargs)
+        or bool(node.is_impure(impure_random=False))
+    )
+
+
+class Builder:
+    """Copies nodes of a joint graph into a graph of their own."""
+
+    def __init__(self, locations: dict[str, Location]) -> None:
+        self.graph = fx.Graph()
+        self.locations: dict[fx.Node, Location] = {}
+        self._by_name = locations
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def placeholder(self, node: fx.Node) -> None:
+        """Make an input of the new graph that stands for `node`."""
+        new = self.graph.placeholder(node.name if node.name.isidentifier() else f"v_{node.name}")
+        new.meta["val"] = node.meta.get("val")
+        self._copies[node] = new
+
+    def copy(self, node: fx.Node) -> None:
+        """Copy a node, whose arguments have been copied."""
+        self._copies[node] = self._note(node, copy_node(self.graph, node, self._copies.__getitem__))
+
+    def alias(self, node: fx.Node, by: fx.Node) -> None:
+        """Let the copy of `by` stand for `node`."""
+        self._copies[node] = self._copies[by]
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self._copies
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The copy of a node."""
+        return self._copies[node]
+
+    def clone(self, node: fx.Node, *, dense: bool) -> fx.Node:
+        """A tensor of its own with the contents of (the copy of) a node.
+
+        Args:
+            dense: whether to make it contiguous; else it keeps its strides where it can.
+        """
+        layout = torch.contiguous_format if dense else torch.preserve_format
+        return self._add(
+            node, torch.ops.aten.clone.default, (self._copies[node],), {"memory_format": layout}
+        )
+
+    def _add(
+        self, at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        return self._note(at, self.graph.call_function(target, args, kwargs))
+
+    def _note(self, at: fx.Node, new: fx.Node) -> fx.Node:
+        """The new node, which stems from the line of `at`."""
+        location = self._by_name.get(at.name)
+        if location is not None:
+            self.locations[new] = location
+        return new
+
+
+def sharing(
+    values: Sequence[fx.Node], inputs: Sequence[fx.Node], first: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """The pairs (value, input) that share memory in the joint graph; values count from `first`."""
+    memory: dict[int | None, list[int]] = {}
+    for i, node in enumerate(inputs):
+        memory.setdefault(memory_of(node), []).append(i)
+    memory.pop(None, None)
+    numbered = enumerate(values, first)
+    return tuple((i, j) for i, node in numbered for j in memory.get(memory_of(node), ()))
+
+
+def state_references(values: Sequence[fx.Node], state: set[int | None]) -> tuple[int, ...]:
+    """The values that share memory with the state, which is given as its memory."""
+    return tuple(i for i, node in enumerate(values) if memory_of(node) in state)
+
+
+def returned_values(
+    builder: Builder, values: Sequence[fx.Node], inputs: Sequence[fx.Node], state: set[int | None]
+) -> tuple[list[fx.Node], tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Make values fit to be returned: contiguous, no lazy conjugates, no reference to state.
+
+    Args:
+        values, inputs: nodes of the joint graph.
+        state: memory of the state.
+
+    Returns:
+        The new nodes; the pairs (value, input) that may share memory; the values that were
+        references to the state.
+    """
+    references = state_references(values, state)
+    cloned = {
+        i
+        for i, node in enumerate(values)
+        if i in references or node.op == "get_attr" or not _is_plain(fake_of(node))
+    }
+    new = [
+        builder.clone(node, dense=True) if i in cloned else builder.of(node)
+        for i, node in enumerate(values)
+    ]
+    aliases = tuple((i, j) for i, j in sharing(values, inputs) if i not in cloned)
+    return new, aliases, references
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

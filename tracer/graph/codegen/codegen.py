@@ -1,0 +1,433 @@
+"""From a piece of a graph to the source of a Python function, and to that function.
+
+The source holds one line for each operator, calls operators without attribute look-ups, looks
+parameters up where they live, and drops each value after its last use. Each line knows the user's
+line that it stems from.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import itertools
+import linecache
+import math
+import operator
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....ir.location import Location
+from ...torch_modes import is_autocast_on
+from ...values.actor_state import Slot
+from ..autodiff import products as sums
+from ..autodiff.products import Product, find_products, is_expanded_for_products
+from ..autodiff.subgraphs import Piece, memory_of, results
+from .accumulate import accumulate
+from .bodies import Compiler, Compute, FusedBody, GraphBody, Locate, Run
+from .constant_folding import fold_constants
+from .direct_calls import call_of
+from .fusible import make_fusible
+from .locator import Locator, show
+from .strides import Comparison, compared, laid_out
+
+_serial = itertools.count()
+_FUNCTION = "BODY"
+"""What the generated function is called in its own source."""
+
+LARGE = 1 << 20
+"""Bytes of a gradient that is added to `.grad` as soon as it is there, and not with all others."""
+
+
+def make_body(piece: Piece, name: str, source: Callable[[], Source] | None = None) -> GraphBody:
+    """The body of a piece, whose code is generated when it is asked for.
+
+    It takes the piece's inputs and returns a tuple: a unit where nothing is returned. It runs under
+    `torch.no_grad` and without autocast, whatever the caller's mode.
+
+    Args:
+        source: gives that of a piece with the same graph, whatever actor it is for.
+    """
+    return _make(source_of(piece) if source is None else source, piece, name)
+
+
+def source_of(piece: Piece) -> Callable[[], Source]:
+    """Gives the source of a piece's body, which is written when it is asked for first."""
+    return functools.cache(lambda: _source(_Writer(piece, {})))
+
+
+def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
+    products = find_products(piece)
+    if compiler is None:
+        return _make(lambda: _source(_Writer(piece, products)), piece, name)
+    fusible = make_fusible(piece, products)
+    compute = compiler(fusible.module, fusible.examples)
+    return _make(lambda: _source(_Writer(piece, products, compute)), piece, name, FusedBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Generated code, whatever actor it runs for.
+
+    Attributes:
+        text: the source.
+        code: that of the function in it.
+        globals: what it refers to.
+        holders: names of globals that hold tensors, each with the number of a slot in `_slots`.
+        locations: the user's lines, by line.
+        settled: of code that compares strides: gives the source to run once it has, of the names of
+            the results that are to be laid out.
+    """
+
+    text: str
+    code: CodeType
+    globals: dict[str, Any]
+    holders: tuple[tuple[str, int], ...]
+    locations: dict[int, Location]
+    settled: Callable[[frozenset[str]], Source] | None = None
+
+
+def _source(writer: _Writer) -> Source:
+    if not writer.strides:
+        return _written(writer, frozenset())
+    settled = functools.cache(lambda names: _written(writer, names))
+    return replace(_written(writer, None), settled=settled)
+
+
+def _written(writer: _Writer, names: frozenset[str] | None) -> Source:
+    """The source that lays out the results of these names; that compares all, if it is None."""
+    writer.differing = names
+    lines = list(writer.lines())
+    text = "\n".join(line for line, _ in lines) + "\n"
+    module = compile(text, "<cg>", "exec")
+    (code,) = (each for each in module.co_consts if isinstance(each, CodeType))
+    holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
+    locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
+    named = tuple((name, number) for name, number in holders.items() if name is not None)
+    return Source(text, code, writer.globals, named, locations)
+
+
+def _slots(piece: Piece) -> list[Slot]:
+    """Where a body finds what it looks up, replaces, or adds gradients to."""
+    tensors = (*piece.state, *(gradient.tensor for gradient in piece.gradients))
+    return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
+
+
+def _make(
+    source: Callable[[], Source], piece: Piece, name: str, kind: type[GraphBody] = GraphBody
+) -> GraphBody:
+    made: dict[int, torch.Tensor] = {}
+    return kind(
+        generate=lambda: _generate(source(), piece, name, made),
+        graph=piece.graph,
+        locations=piece.locations,
+        state=_Held([tensor.slots[0] for tensor in piece.state]),
+        trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
+        new_gradients=made,
+        rebinds=bool(piece.rebinds),
+        refit=functools.partial(_refit, piece, name),
+    )
+
+
+def _generate(
+    source: Source, piece: Piece, name: str, made: dict[int, torch.Tensor]
+) -> tuple[Run, Locate]:
+    file = f"<cg {name} #{next(_serial)}>"
+    shown = "cg_" + re.sub(r"\W", "_", name)
+    slots = _slots(piece)
+    # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
+    names = source.globals | {"__builtins__": builtins, "MADE": made}
+    names |= {held: slots[number].holder for held, number in source.holders}
+    code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
+    run = names[_FUNCTION] = FunctionType(code, names, shown)
+    show(file, source.text)
+    weakref.finalize(run, linecache.cache.pop, file, None)
+    locator = Locator(run.__code__, source.locations)
+    if source.settled is not None:
+        # A cell, and not a closure over all of it: what is settled keeps nothing alive.
+        settled, function = [source.settled], weakref.ref(run)
+
+        def settle(differing: frozenset[str]) -> None:
+            target = function()
+            if settled and target is not None:
+                new = settled.pop()(differing)
+                names.update({k: v for k, v in new.globals.items() if k not in names})
+                target.__code__ = new.code.replace(
+                    co_filename=file, co_name=shown, co_qualname=shown
+                )
+                locator.add(target.__code__, new.locations)
+                show(file, new.text)
+
+        comparison = Comparison(settle)
+        names |= {"COMPARE": comparison.compare, "COMPARED": comparison.end}
+    return run, locator
+
+
+class _Held:
+    """The tensors that some slots hold now."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+
+    def __call__(self) -> list[torch.Tensor]:
+        return [slot.get() for slot in self._slots]
+
+
+_Line = tuple[str, Location | None]
+
+
+class _Writer:
+    """Writes the source of one body; `globals` holds what the source refers to.
+
+    Args:
+        products: gradients that are products, by index, to be added by the product itself.
+        compute: where the graph is computed by a single call: the call.
+
+    Attributes:
+        strides: of the results that are compared with those of the trace.
+        differing: names of those that are laid out; None to compare all.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        products: Mapping[int, Product],
+        compute: Compute | None = None,
+    ) -> None:
+        self.piece = piece
+        self.globals: dict[str, Any] = {
+            "GRAD_ON": torch.is_grad_enabled,
+            "NO_GRAD": torch.no_grad,
+            "AUTOCAST_ON": is_autocast_on,
+            "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
+            "AUTOCAST": torch.autocast,
+            "ACCUMULATE": accumulate,
+            "ADD_PRODUCT": sums.add_product,
+            "ADDING_TO": sums.adding_to,
+            "COMPUTE": compute,
+            "LAID_OUT": laid_out,
+        }
+        self._products = products
+        self._is_fused = compute is not None
+        self._known: dict[int, str] = {}
+        self._constants = fold_constants(piece.graph) if compute is None else {}
+        self._last_use = _last_uses(piece.graph, self._constants)
+        self._early = self._early_gradients() if compute is None else {}
+        passed = {n for product in products.values() for n in product.nodes} | {*self._constants}
+        every = compared(piece) if compute is None else {}
+        self.strides = {node: strides for node, strides in every.items() if node not in passed}
+        self.differing: frozenset[str] | None = frozenset()
+        nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
+        self._state = nodes[: len(piece.state)]
+        self._inputs = nodes[len(piece.state) :]
+
+    def lines(self) -> Iterator[_Line]:
+        """The lines of the source, each with the user's line."""
+        arguments = "INPUTS" if self._is_fused else self._names(self._inputs)
+        yield f"def {_FUNCTION}({arguments}):", None
+        yield from ((text, None) for text in self._prelude(arguments))
+        yield from self._statements()
+        yield from ((text, None) for text in self._epilogue())
+
+    def _statements(self) -> Iterator[_Line]:
+        products, locations = self._products, self.piece.locations
+        if self._is_fused:
+            yield from ((text, None) for text in self._call())
+            return
+        adds = {product.nodes[0]: index for index, product in products.items()}
+        passed = {node for product in products.values() for node in product.nodes}
+        passed |= self._constants.keys()
+        for node in self.piece.graph.nodes:
+            text = None
+            if node in adds:
+                factors = [self._literal(factor) for factor in products[adds[node]].factors]
+                text = self._add_product(adds[node], factors)
+            elif node.op in ("call_function", "get_attr") and node not in passed:
+                text = f"    {node.name} = {self._expression(node)}{self._layout(node)}"
+            if text is not None:
+                drop = ", ".join(n.name for n in self._last_use.get(node, ()))
+                yield f"{text}; del {drop}" if drop else text, locations.get(node)
+            for index, gradient in self._early.get(node, ()):
+                yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
+
+    def _layout(self, node: fx.Node) -> str:
+        """What lays a result out as it was in the trace, behind it."""
+        name, strides = node.name, self.strides.get(node)
+        if strides is None:
+            return ""
+        if self.differing is None:
+            return f"; {name} = COMPARE({name!r}, {name}, {strides})"
+        return f"; {name} = LAID_OUT({name}, {strides})" if name in self.differing else ""
+
+    def _call(self) -> Iterator[str]:
+        """The call that computes the graph. Nothing but its list holds the inputs meanwhile."""
+        yield f"    VALUES = [{self._names((*self._state, *self._inputs))}]"
+        if self._inputs:
+            yield f"    del {self._names(self._inputs)}"
+        added = ", ".join(map(self._parameter, self._products))
+        call = f"ADDING_TO([{added}], MADE, COMPUTE, VALUES)" if added else "COMPUTE(VALUES)"
+        yield f"    RESULTS = {call}"
+
+    def _names(self, nodes: Iterable[fx.Node]) -> str:
+        return ", ".join(node.name for node in nodes)
+
+    def _add_product(self, index: int, factors: Sequence[str]) -> str:
+        product = ", ".join((*factors, str(self._products[index].is_transposed)))
+        return f"    ADD_PRODUCT({self._parameter(index)}, {product}, MADE)"
+
+    def _parameter(self, index: int) -> str:
+        """The parameter of a gradient, in the source."""
+        return self._slot(self.piece.gradients[index].tensor.slots[0])
+
+    def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
+        """Large gradients, by the node behind which nothing uses their memory any more.
+
+        Added there, they do not have to wait for those of all other parameters.
+        """
+        piece = self.piece
+        values = results(piece.graph)
+        first = piece.returned + len(piece.rebinds)
+        large = {
+            node: index
+            for index, node in enumerate(values[first:])
+            if values.count(node) == 1 and node.op == "call_function" and _nbytes(node) >= LARGE
+        }
+        last: dict[int | None, fx.Node] = {}
+        for node in piece.graph.nodes:
+            if node.op != "output":
+                last |= dict.fromkeys(map(memory_of, (node, *node.all_input_nodes)), node)
+        early: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
+        for node, index in large.items():
+            early.setdefault(last[memory_of(node)], []).append((index, node))
+        shared = {memory_of(v) for v in values if v not in large}
+        return {
+            at: [
+                (index, node)
+                for index, node in found
+                if memory_of(node) not in shared and index not in self._products
+            ]
+            for at, found in early.items()
+        }
+
+    def _accumulate(self, indices: Sequence[int], gradients: Sequence[str]) -> str:
+        chosen = [self.piece.gradients[index] for index in indices]
+        owned = self._global(tuple(g.owned for g in chosen))
+        params = ", ".join(self._slot(g.tensor.slots[0]) for g in chosen)
+        return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned}, MADE)"
+
+    def _prelude(self, arguments: str) -> Iterator[str]:
+        again = f"return {_FUNCTION}({arguments})"
+        yield "    if GRAD_ON():"
+        yield f"        with NO_GRAD(): {again}"
+        devices = sorted(_devices(self.piece.graph))
+        if devices:
+            yield "    if AUTOCAST_ON():"  # for any device, which costs less than for one
+        for device in devices:
+            yield f"        if AUTOCAST_ON_DEVICE({device!r}):"
+            yield f"            with AUTOCAST({device!r}, enabled=False): {again}"
+        if self._is_fused:
+            if self._inputs:
+                yield f"    {self._names(self._inputs)}, = INPUTS"
+            yield "    INPUTS.clear()"
+        for node, dense in zip(self._inputs, self.piece.dense, strict=True):
+            if dense:
+                name = node.name
+                yield f"    if not {name}.is_contiguous(): {name} = {name}.contiguous()"
+        for node, tensor in zip(self._state, self.piece.state, strict=True):
+            yield f"    {node.name} = {self._slot(tensor.slots[0])}"
+
+    def _slot(self, slot: Slot) -> str:
+        within = "".join(f"[{i}]" for i in slot.within)
+        return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
+
+    def _expression(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            assert isinstance(node.target, str)
+            return self._global(operator.attrgetter(node.target)(self.piece.owner))
+        if node.target is operator.getitem:
+            value, index = node.args
+            return f"{self._literal(value)}[{self._literal(index)}]"
+        args = [self._literal(a) for a in node.args]
+        args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
+        text = f"{self._global(call_of(node.target))}({', '.join(args)})"
+        # Each product would lay an expanded matrix out for itself.
+        return f"{text}.contiguous()" if is_expanded_for_products(node) else text
+
+    def _epilogue(self) -> Iterator[str]:
+        piece = self.piece
+        values = self._values()
+        returned, rest = values[: piece.returned], values[piece.returned :]
+        for slot, value in zip(piece.rebinds, rest, strict=False):
+            yield f"    {self._slot(slot)} = {value}"
+        gradients = rest[len(piece.rebinds) :]
+        early = {index for found in self._early.values() for index, _ in found}
+        late = [i for i in range(len(gradients)) if i not in early and i not in self._products]
+        if late:
+            yield self._accumulate(late, [gradients[index] for index in late])
+        if self.differing is None:
+            yield "    COMPARED()"
+        yield f"    return ({', '.join(returned) or None},)"
+
+    def _values(self) -> list[str]:
+        """The results of the graph, in the source."""
+        if self._is_fused:
+            return [f"RESULTS[{index}]" for index in range(len(results(self.piece.graph)))]
+        return [self._literal(v) for v in results(self.piece.graph)]
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            constant = self._constants.get(value)
+            return value.name if constant is None else self._global(constant)
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and math.isfinite(value):
+            return repr(value)
+        if isinstance(value, (list, fx.immutable_collections.immutable_list)):
+            return "[" + ", ".join(map(self._literal, value)) + "]"
+        if type(value) is tuple:
+            return "(" + "".join(f"{self._literal(v)}, " for v in value) + ")"
+        return self._global(value)
+
+    def known(self, value: Any) -> str | None:
+        """The name by which the source refers to a value; None if it does not."""
+        return self._known.get(id(value))
+
+    def _global(self, value: Any) -> str:
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = f"G{len(self._known)}"
+            self.globals[known] = value
+        return known
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) and not value.is_sparse else 0
+
+
+def _last_uses(graph: fx.Graph, kept: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nobody needs once it has run; but for those that are kept."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen = set(kept)
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder" or node in kept:
+            continue
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                if node.op != "output":
+                    found.setdefault(node, []).append(source)
+        if node not in seen and node.op != "output":  # run for its effect alone
+            found.setdefault(node, []).append(node)
+    return found
+
+
+def _devices(graph: fx.Graph) -> set[str]:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return {v.device.type for v in values if isinstance(v, torch.Tensor)} or {"cpu"}

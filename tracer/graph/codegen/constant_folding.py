@@ -1,0 +1,77 @@
+"""Small tensors that a graph makes of nothing but numbers: made once, and not in each execution."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...values.operators import (
+    is_random,
+    written_values,
+)
+from ..autodiff.subgraphs import memory_of, results
+
+SMALL = 1 << 16
+"""Bytes of a constant at most; larger ones would cost memory for as long as the step exists."""
+
+
+def fold_constants(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
+    """Compute the nodes of a graph that depend on no input and no state.
+
+    Left out is what has another value each time or none (random numbers, `empty`), what is large,
+    what is not on the host, and what shares memory with what the graph writes to or gives.
+
+    Returns:
+        Their values.
+    """
+    kept = set(_memory_kept(graph))
+    found: dict[fx.Node, torch.Tensor] = {}
+    # As in an execution: without the modes under which graphs are made.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+    ):
+        for node in graph.nodes:
+            if _is_constant(node, found) and memory_of(node) not in kept:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+                value, expected = node.target(*args, **kwargs), node.meta["val"]
+                if value.dtype is expected.dtype and value.stride() == expected.stride():
+                    found[node] = value
+    return found
+
+
+def _is_constant(node: fx.Node, found: dict[fx.Node, torch.Tensor]) -> bool:
+    value, target = node.meta.get("val"), node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and not target._schema.is_mutable
+        and "empty" not in target._schema.name
+        and not is_random(target, node.args, node.kwargs)
+        and isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and value.untyped_storage().nbytes() <= SMALL
+        and all(each in found for each in node.all_input_nodes)
+    )
+
+
+def _memory_kept(graph: fx.Graph) -> Iterator[int | None]:
+    """The memory of what is given, is written to, or goes where nobody sees what becomes of it."""
+    for node in graph.nodes:
+        nodes: Iterable[Any] = ()
+        if node.op == "output":
+            nodes = results(graph)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            nodes = written_values(node.target, node.args, node.kwargs)
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            nodes = node.all_input_nodes
+        yield from (memory_of(each) for each in nodes if isinstance(each, fx.Node))

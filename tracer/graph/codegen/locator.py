@@ -1,0 +1,33 @@
+"""From lines of generated code to the user's lines that they stem from."""
+
+from __future__ import annotations
+
+import linecache
+from types import CodeType, TracebackType
+
+from ....ir.location import Location
+
+
+def show(file: str, text: str) -> None:
+    """Let tracebacks show the lines of a source."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
+class Locator:
+    """Maps a line of generated code to the user's line."""
+
+    def __init__(self, code: CodeType, locations: dict[int, Location]) -> None:
+        self._locations = [(code, locations)]
+
+    def add(self, code: CodeType, locations: dict[int, Location]) -> None:
+        """Know the lines of other code as well."""
+        self._locations.append((code, locations))
+
+    def __call__(self, tb: TracebackType | None) -> Location | None:
+        found = None
+        while tb is not None:
+            for code, locations in self._locations:
+                if tb.tb_frame.f_code is code:
+                    found = locations.get(tb.tb_lineno, found)
+            tb = tb.tb_next
+        return found

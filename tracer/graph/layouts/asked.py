@@ -1,0 +1,79 @@
+"""The layout that a method asks for by name, and the op that it asks with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....ir.layout import WHOLE, Cut, Layout
+from .cases import Answer, Case, LocalOp, Operand, Rule
+
+
+@torch.library.custom_op("cg::layout", mutates_args=())
+def asked_layout(value: torch.Tensor, cuts: str) -> torch.Tensor:
+    """A copy of a tensor; on a mesh, cut as `cuts` says, which `text_of_cuts` has written."""
+    return value.clone()
+
+
+@asked_layout.register_fake
+def _(value: torch.Tensor, cuts: str) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+def _backward(_: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return gradient, None
+
+
+asked_layout.register_autograd(_backward)
+
+
+def text_of_cuts(cuts: Sequence[tuple[int, Cut]]) -> str:
+    """Cuts by dimension as the op takes them: `0:dp.tp:1;-1:ep:3`."""
+    return ";".join(f"{dim}:{'.'.join(cut.axes)}:{cut.blocks}" for dim, cut in cuts)
+
+
+def _cuts_of(text: str) -> list[tuple[int, Cut]]:
+    found = []
+    for each in text.split(";") if text else ():
+        dim, axes, blocks = each.split(":")
+        found.append((int(dim), Cut(tuple(axes.split(".")), int(blocks))))
+    return found
+
+
+def _asked(case: Case) -> Answer:
+    """As it is asked for: any transfer may make it."""
+    operand = case["value"]
+    assert isinstance(operand, Operand)
+    rank = len(operand.shape)
+    found, used = [WHOLE] * rank, set[str]()
+    for dim, cut in _cuts_of(case["cuts"]):
+        axes = tuple(axis for axis in cut.axes if case.sizes.get(axis) != 1)
+        reason = None
+        if not -rank <= dim < rank:
+            reason = f"%{operand.node.name} has {rank} dimensions, and dimension {dim} is to be cut"
+        elif unknown := [axis for axis in cut.axes if axis not in case.sizes]:
+            reason = f"the mesh has no axis '{unknown[0]}', but {', '.join(case.sizes)}"
+        elif used.intersection(axes) or len(set(axes)) < len(axes):
+            reason = f"an axis of {', '.join(axes)} cuts %{operand.node.name} twice"
+        elif found[dim]:
+            reason = f"dimension {dim} of %{operand.node.name} is to be cut twice"
+        elif operand.shape[dim] % cut.blocks:
+            reason = f"{operand.shape[dim]} entries are not {cut.blocks} blocks of equal size"
+        if reason is not None:
+            raise case.error(reason, "correct what cg.layout is given there")
+        used.update(axes)
+        found[dim] = Cut(axes, cut.blocks) if axes else WHOLE
+    wanted = Layout(tuple(found))
+    return Answer((wanted,), (wanted,), local=_local, is_asked=True)
+
+
+def _local(op: LocalOp) -> Any:
+    return op.emit(torch.ops.aten.clone.default, op.arguments["value"])
+
+
+ASKED = torch.ops.cg.layout.default
+"""The operator, as it stands in graphs."""
+
+RULES: Mapping[object, Rule] = {ASKED: _asked}

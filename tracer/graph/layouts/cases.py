@@ -1,0 +1,227 @@
+"""The input and the output of a layout rule: an op with the layouts of its operands, an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import fx
+
+from ....ir.layout import WHOLE, Cut, Layout, Position, Region
+from ....ir.location import Location
+from ...errors import TraceError
+
+Shape: TypeAlias = tuple[int, ...]
+
+Results: TypeAlias = tuple[Layout | None, ...]
+"""Layouts of an op's results; None for what is no tensor."""
+
+
+class LayoutError(TraceError):
+    """The values of a method cannot be laid out over the ranks of a mesh as its plan asks."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an op takes.
+
+    Attributes:
+        node: which computes it.
+        shape: of the logical tensor.
+        dtype: of the elements.
+        layout: how it is laid out.
+    """
+
+    node: fx.Node
+    shape: Shape
+    dtype: torch.dtype
+    layout: Layout
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return self.layout.cuts
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op, and the layouts of what it takes.
+
+    Attributes:
+        target: the op.
+        arguments: all of its arguments by name, with an `Operand` for each tensor.
+        operands: the tensors in the order of the arguments.
+        shapes: of the results; None for what is no tensor.
+        sizes: of the mesh's axes, in its order.
+        asked: cuts of the first result that its user asks for, where the answer left it free.
+        loc: the user's line.
+        stays_a_sum: whether the result is a term of gradients alone, which may be summands.
+    """
+
+    target: torch._ops.OpOverload
+    arguments: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    shapes: tuple[Shape | None, ...]
+    sizes: Mapping[str, int]
+    asked: tuple[Cut, ...] | None = None
+    loc: Location | None = None
+    stays_a_sum: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def name(self) -> str:
+        """The op in words, such as `aten.mm`."""
+        return str(self.target).removesuffix(".default")
+
+    def shape(self, index: int = 0) -> Shape:
+        """The shape of a result, which is a tensor."""
+        shape = self.shapes[index]
+        assert shape is not None
+        return shape
+
+    def has_cut(self, operand: Operand | None, *dims: int) -> bool:
+        """True if one of these dimensions of an operand is cut."""
+        return operand is not None and any(operand.cuts[dim] for dim in dims)
+
+    def error(self, reason: str, remedy: str) -> LayoutError:
+        return LayoutError(f"{self.name}: {reason}", loc=self.loc, remedy=remedy)
+
+
+class LocalOp(Protocol):
+    """An op as one rank runs it: what a rule's own local form is given.
+
+    Attributes:
+        target: the op.
+        arguments: by name, with a node of the rank's graph for each tensor.
+        position: of the rank.
+        operands: the regions of the operands that the rank has.
+        results: the regions of the results that the rank makes; None for what is no tensor.
+        shapes: of the whole results.
+        fakes: of the whole results.
+    """
+
+    @property
+    def target(self) -> torch._ops.OpOverload: ...
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
+    @property
+    def position(self) -> Position: ...
+    @property
+    def operands(self) -> tuple[Region, ...]: ...
+    @property
+    def results(self) -> tuple[Region | None, ...]: ...
+    @property
+    def shapes(self) -> tuple[Shape | None, ...]: ...
+    @property
+    def fakes(self) -> tuple[Any, ...]: ...
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add an op to the rank's graph."""
+        ...
+
+    def run(self, /, **changed: Any) -> fx.Node:
+        """Add the op itself, with some arguments changed."""
+        ...
+
+    def piece(self, node: fx.Node, region: Region) -> fx.Node:
+        """The part of a whole tensor in a region, with memory of its own."""
+        ...
+
+
+Local: TypeAlias = Callable[[LocalOp], Any]
+"""Adds what a rank runs for an op; gives the node of its result, or of the tuple of its results, or
+a tuple of nodes."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The layouts that an op takes and makes, and the op that each rank runs.
+
+    Attributes:
+        wanted: for each operand the layout in which the op takes it.
+        results: the layout of each result.
+        sizes: arguments that are the shape of a result, with its index: a rank's piece has another.
+        local: what a rank runs, if not the op itself.
+        free: dimensions of the first result that could be cut as well, at no cost, if asked for.
+        reasons: why some operands cannot be taken as they are, by index.
+        is_asked: whether the user has asked for what is wanted, so that any transfer may make it.
+    """
+
+    wanted: tuple[Layout, ...]
+    results: Results
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    local: Local | None = None
+    free: frozenset[int] = frozenset()
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    is_asked: bool = False
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """An op is to be replaced by others at logical shapes, since its layouts need more than one.
+
+    Attributes:
+        function: takes the op's arguments by name, and gives its result, or the tuple of them.
+        asked: by op, the cuts of what it is to make, so that nothing is made whole first.
+    """
+
+    function: Callable[..., Any]
+    asked: Mapping[torch._ops.OpOverload, tuple[Cut, ...]] = field(default_factory=dict)
+
+
+Rule: TypeAlias = Callable[[Case], Answer | Expansion]
+
+
+def whole(rank: int) -> Layout:
+    """The layout of copies, with a cut for each of so many dimensions."""
+    return Layout((WHOLE,) * rank)
+
+
+def tensors(value: Any) -> Iterator[Operand]:
+    """The operands in an argument, in order."""
+    if isinstance(value, Operand):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors(each)
+
+
+def dim_of(dim: int, rank: int) -> int:
+    """A dimension as a number from 0."""
+    return dim % rank if rank else 0
+
+
+def dims_of(dims: int | list[int] | None, rank: int) -> tuple[int, ...]:
+    """Dimensions as numbers from 0; all where there are none."""
+    if dims is None or dims == []:
+        return tuple(range(rank))
+    given = [dims] if isinstance(dims, int) else dims
+    return tuple(sorted(dim_of(dim, rank) for dim in given))
+
+
+def shapes(
+    target: torch._ops.OpOverload, val: Any, loc: Location | None
+) -> tuple[Shape | None, ...]:
+    """The shapes of an op's results, which are dense; None for what is no tensor.
+
+    Raises:
+        LayoutError: one is sparse.
+    """
+    results = val if isinstance(val, (tuple, list)) else (val,)
+    if any(isinstance(v, torch.Tensor) and v.layout is not torch.strided for v in results):
+        raise LayoutError(
+            f"{target} gives a sparse tensor, which ranks of a mesh do not exchange",
+            loc=loc,
+            remedy="use dense gradients: nn.Embedding(..., sparse=False), and an optimizer for "
+            "them, such as Adam instead of SparseAdam",
+        )
+    return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in results)

@@ -1,0 +1,57 @@
+"""Classify changes of layout: by nothing, by a reduction of summands, or by more."""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+from ....ir.layout import Layout, overlap
+from ....ir.types import Place
+from .cases import Shape
+
+
+class Change(enum.Enum):
+    """The work of ranks in a change of a tensor's layout.
+
+    NONE: nothing. SLICE: each takes a part of what it holds. REDUCE: summands are combined.
+    GATHER: ranks get parts that they do not hold. RESHARD: they lose some, too.
+    """
+
+    NONE = "none"
+    SLICE = "slice"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    RESHARD = "reshard"
+
+    @property
+    def communicates(self) -> bool:
+        """True if ranks exchange anything."""
+        return self not in (Change.NONE, Change.SLICE)
+
+
+ORDER = tuple(Change)
+"""From the least to the most that has to be done."""
+
+DEFAULT = frozenset({Change.NONE, Change.SLICE, Change.REDUCE})
+"""The changes that a graph may make without having been asked to."""
+
+
+@functools.lru_cache(maxsize=4096)
+def change_between(before: Layout, after: Layout, shape: Shape, place: Place) -> Change:
+    """The work that leads from one layout of a tensor to another.
+
+    Raises:
+        ValueError: ranks would have to hold summands where they do not.
+    """
+    if before == after:
+        return Change.NONE
+    if not set(after.summands) <= set(before.summands):
+        raise ValueError("no transfer makes summands")
+    positions = [place.position(rank) for rank in place.ranks]
+    held = [before.region(shape, position) for position in positions]
+    wanted = [after.region(shape, position) for position in positions]
+    pairs = [*zip(held, wanted, strict=True)]
+    if all(overlap(mine, new) == new for mine, new in pairs):
+        return Change.SLICE if after.summands == before.summands else Change.REDUCE
+    grows = all(overlap(mine, new) == mine for mine, new in pairs)
+    return Change.GATHER if grows else Change.RESHARD

@@ -1,0 +1,180 @@
+"""Cuts of dimensions that are products of factors: from a dimension to its factors, and back.
+
+A view regards rows and tokens as one dimension, or a dimension as heads and what each has. A cut of
+the product is a cut of one factor where its pieces are whole numbers of what lies below the factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ....ir.layout import WHOLE, Cut, Intervals, Layout, Position, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Product(Cut):
+    """The cut of a dimension of which several factors are cut, each by itself.
+
+    Rows and heads, both cut and then viewed as one dimension, are such a product. No type has it:
+    it lives between two views, and goes from part to part as its factors (`unmerged`).
+
+    Attributes:
+        parts: the factors, the major one first, with their sizes.
+    """
+
+    parts: tuple[tuple[int, Cut], ...] = ()
+
+    def piece(self, size: int, position: Position) -> Intervals:
+        """The indices that the rank at `position` holds."""
+        indices, below = [0], size
+        for length, cut in self.parts:
+            below //= length
+            mine = [i for start, stop in cut.piece(length, position) for i in range(start, stop)]
+            indices = [index + below * i for index in indices for i in mine]
+        return merge((index, index + 1) for index in indices)
+
+
+def unmerged(layout: Layout, shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
+    """A layout and a shape in which each product of factors is as many dimensions.
+
+    A rank's piece is the same run of numbers in both: it is row-major over its pieces of the
+    factors.
+    """
+    dims: list[tuple[int, Cut]] = []
+    for size, cut in zip(shape, layout.cuts, strict=True):
+        dims += cut.parts if isinstance(cut, Product) else ((size, cut),)
+    return replace(layout, cuts=tuple(cut for _, cut in dims)), tuple(size for size, _ in dims)
+
+
+def is_interval(cut: Cut) -> bool:
+    """True if each piece is one run of indices."""
+    return cut.blocks == 1 and not isinstance(cut, Product)
+
+
+def count(cut: Cut, axes: Mapping[str, int]) -> int:
+    """The number of pieces."""
+    return math.prod(axes[axis] for axis in cut.axes)
+
+
+def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
+    """The same cut of a dimension of `size`, in the one form in which cuts are compared."""
+    if not cut or isinstance(cut, Product):
+        return cut
+    units = size // cut.blocks // cut.unit
+    return replace(cut, unit=1) if units % count(cut, axes) == 0 else cut
+
+
+def spread(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut, ...] | None:
+    """The cuts of the factors of a cut dimension, the major one first.
+
+    Returns:
+        One for each of `sizes`; None if no factors have pieces that make those of the dimension.
+    """
+    if not cut:
+        return (WHOLE,) * len(sizes)
+    if len(sizes) == 1:
+        return (cut,)
+    if isinstance(cut, Product):
+        return _spread_product(cut, sizes, axes)
+    if not sizes or 0 in sizes:
+        return None
+    if sizes[0] == 1:
+        inner = spread(cut, sizes[1:], axes)
+        return inner and (WHOLE, *inner)
+    head, minor = sizes[0], math.prod(sizes[1:])
+    if minor == 1:
+        return (cut, *(WHOLE for _ in sizes[1:]))
+    if cut.blocks % head == 0:
+        inner = spread(replace(cut, blocks=cut.blocks // head), sizes[1:], axes)
+        return inner and (WHOLE, *inner)
+    if head % cut.blocks:
+        return None
+    rest = (WHOLE,) * (len(sizes) - 1)
+    if cut.unit % minor == 0:
+        return (canonical(replace(cut, unit=cut.unit // minor), head, axes), *rest)
+    block = head // cut.blocks
+    if cut.unit == 1 and block % count(cut, axes) == 0:
+        return (replace(cut, unit=1), *rest)
+    return _by_axes(cut, sizes, axes)
+
+
+def _by_axes(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut, ...] | None:
+    """The first axes cut the major factor to pieces of 1, the others the rest."""
+    for number in range(1, len(cut.axes)):
+        first = Cut(cut.axes[:number], cut.blocks)
+        if count(first, axes) == sizes[0] // cut.blocks:
+            inner = spread(Cut(cut.axes[number:], 1, cut.unit), sizes[1:], axes)
+            return inner and (first, *inner)
+    return None
+
+
+def _spread_product(
+    cut: Product, sizes: Sequence[int], axes: Mapping[str, int]
+) -> tuple[Cut, ...] | None:
+    """Match runs of the product's factors with runs of other ones."""
+    parts, left, found = list(cut.parts), list(sizes), list[Cut]()
+    while left:
+        some, mine = [left.pop(0)], [parts.pop(0)] if parts else []
+        while math.prod(some) != math.prod(size for size, _ in mine):
+            if math.prod(some) < math.prod(size for size, _ in mine) and left:
+                some.append(left.pop(0))
+            elif parts:
+                mine.append(parts.pop(0))
+            else:
+                return None
+        if len(some) == 1:
+            found.append(join([each for _, each in mine], [size for size, _ in mine], axes))
+        elif len(mine) == 1:
+            inner = spread(mine[0][1], some, axes)
+            if inner is None:
+                return None
+            found += inner
+        else:
+            return None
+    return tuple(found)
+
+
+def join(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> Cut:
+    """The cut of a dimension whose factors are cut so."""
+    parts: list[tuple[int, Cut]] = []
+    for cut, size in zip(cuts, sizes, strict=True):
+        parts += cut.parts if isinstance(cut, Product) else [(size, cut)]
+    merged: list[tuple[int, Cut]] = []
+    for size, cut in reversed(parts):
+        merged.insert(0, (size, cut))
+        while len(merged) > 1:
+            (high, first), (low, second) = merged[:2]
+            simple = _simple([first, second], [high, low], axes)
+            if simple is None:
+                break
+            merged[:2] = [(high * low, simple)]
+    if not merged:
+        return WHOLE
+    if len(merged) == 1:
+        return canonical(merged[0][1], merged[0][0], axes)
+    return Product(tuple(axis for _, cut in merged for axis in cut.axes), parts=tuple(merged))
+
+
+def _simple(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> Cut | None:
+    """The plain cut of a dimension whose factors are cut so; None if there is none."""
+    factors = [(cut, size) for cut, size in zip(cuts, sizes, strict=True) if size != 1 or cut]
+    blocks = 1
+    while factors and not factors[0][0]:
+        blocks *= factors.pop(0)[1]
+    if not factors:
+        return WHOLE
+    (cut, size), *rest = factors
+    minor = math.prod(each for _, each in rest)
+    inner = _simple([each for each, _ in rest], [each for _, each in rest], axes)
+    if inner is None:
+        return None
+    whole = blocks * size * minor
+    if not inner:
+        joined = Cut(cut.axes, blocks * cut.blocks, cut.unit * minor)
+        return canonical(joined, whole, axes) if minor else None
+    if inner.blocks > 1 or count(cut, axes) != size // cut.blocks:
+        return None
+    joined = Cut((*cut.axes, *inner.axes), blocks * cut.blocks, inner.unit)
+    return canonical(joined, whole, axes)

@@ -1,0 +1,285 @@
+"""Rules in the letters of einsum: what an op does with layouts, given its dimensions as factors.
+
+A dimension of an operand or a result is a product of factors; a factor that is cut in one operand
+is cut alike in all that have it. A factor that no result has is contracted: where it is cut, ranks
+get summands. As in Shardy's op sharding rules and einops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ....ir.attributes import ReduceOp
+from ....ir.layout import WHOLE, Cut, Layout
+from .cases import Answer, Case, Local, Operand, Shape
+from .cuts import canonical, count, join, spread
+
+Factor: TypeAlias = str
+Dim: TypeAlias = tuple[Factor, ...]
+Dims: TypeAlias = tuple[Dim, ...]
+
+Linear: TypeAlias = tuple[frozenset[int], ...]
+"""Sets of operands in which an op is linear, each set jointly while the others stay the same."""
+
+NOT_LINEAR: Linear = ()
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The dimensions of an op's operands and results as factors.
+
+    Attributes:
+        operands: the dimensions of each operand; `()` is a dimension of 1 that is repeated.
+        results: the dimensions of each result; None for what is no tensor.
+        sizes: of the factors.
+        linear: the operands whose summands give summands.
+        keep: factors that must be whole, with the reason.
+        reduce: what combines the summands of a contracted factor; None if it must be whole.
+        moves: the op only moves entries, so summands of any kind go through.
+        passive: operands that nothing is claimed by and nothing is asked of: only a shape is read.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims | None, ...]
+    sizes: Mapping[Factor, int]
+    linear: Linear = NOT_LINEAR
+    keep: Mapping[Factor, str] = field(default_factory=dict)
+    reduce: ReduceOp | None = ReduceOp.SUM
+    moves: bool = False
+    passive: frozenset[int] = frozenset()
+
+
+def each(*operands: int) -> Linear:
+    """Linear in each of these operands by itself."""
+    return tuple(frozenset({operand}) for operand in operands)
+
+
+def jointly(*operands: int) -> Linear:
+    """Linear in these operands together, as a sum is."""
+    return (frozenset(operands),)
+
+
+def letters(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+    """Read dimensions of one factor each, as in `mk,kn->mn`."""
+    given, _, made = text.partition("->")
+    read = [
+        tuple(tuple((letter,) for letter in word) for word in side.split(","))
+        for side in (given, made)
+    ]
+    return read[0], read[1]
+
+
+def sizes_of(operands: Sequence[Dims], shapes: Iterable[Shape]) -> dict[Factor, int]:
+    """The sizes of factors that stand for a whole dimension."""
+    return {
+        dim[0]: size
+        for dims, shape in zip(operands, shapes, strict=True)
+        for dim, size in zip(dims, shape, strict=True)
+        if len(dim) == 1
+    }
+
+
+def solve(
+    case: Case,
+    factors: Factors,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    local: Local | None = None,
+    free: Mapping[int, Factor] | None = None,
+) -> Answer:
+    """Lay an op out by its factors.
+
+    Where operands disagree, the larger one stays as it is, and the answer gives the reason.
+
+    Args:
+        case: the op.
+        factors: its dimensions.
+        sizes, local: as in `Answer`.
+        free: dimensions of the first result whose factor nothing contradicts if it is cut.
+    """
+    solution = _Solution(case, factors)
+    if case.asked is not None:
+        solution.ask(case.asked, free or {})
+    return solution.answer(sizes or {}, local, frozenset(free or {}))
+
+
+class _Solution:
+    """Cuts of factors: those that operands claim, as long as none contradicts another."""
+
+    def __init__(self, case: Case, factors: Factors) -> None:
+        self.case = case
+        self.factors = factors
+        self.keep = dict(factors.keep)
+        self.cuts: dict[Factor, Cut] = {}
+        self.by: dict[Factor, Operand] = {}
+        self.reasons: dict[int, str] = {}
+        self._asked: dict[Factor, Cut] = {}
+
+    def ask(self, cuts: tuple[Cut, ...], free: Mapping[int, Factor]) -> None:
+        self._asked = {free[dim]: cut for dim, cut in enumerate(cuts) if cut and dim in free}
+
+    def answer(self, sizes: Mapping[str, int], local: Local | None, free: frozenset[int]) -> Answer:
+        self._claim()
+        while self._refuses():
+            self._claim()
+        wanted = tuple(
+            self._wanted(index, self._joined(dims))
+            for index, dims in enumerate(self.factors.operands)
+        )
+        made = tuple(
+            None if dims is None else self._result(index, self._joined(dims))
+            for index, dims in enumerate(self.factors.results)
+        )
+        return Answer(wanted, made, sizes, local, free, self.reasons)
+
+    def _claim(self) -> None:
+        """Give each factor the cut that its largest operand has, if no axis has another task."""
+        self.cuts, self.by, self.reasons = dict(self._asked), {}, {}
+        operands = [*enumerate(self.case.operands)]
+        for index, operand in sorted(operands, key=lambda pair: self._rank(pair[1])):
+            if index not in self.factors.passive:
+                self._claim_operand(index, operand)
+
+    def _rank(self, operand: Operand) -> tuple[int, int]:
+        """The larger operand first; of equal ones that of more pieces, for the other is sliced."""
+        pieces = math.prod(count(cut, self.case.sizes) for cut in operand.cuts)
+        return -math.prod(operand.shape), -pieces
+
+    def _claim_operand(self, index: int, operand: Operand) -> None:
+        dims = self.factors.operands[index]
+        for number, (dim, cut) in enumerate(zip(dims, operand.cuts, strict=True)):
+            if not cut:
+                continue
+            sizes = [self.factors.sizes[factor] for factor in dim]
+            found = spread(cut, sizes, self.case.sizes)
+            if found is None:
+                self._cannot(
+                    index,
+                    f"dimension {number} of {_name(operand)} is {_parts(operand, number, sizes)}",
+                )
+                continue
+            for factor, claimed, size in zip(dim, found, sizes, strict=True):
+                if claimed:
+                    self._claim_factor(
+                        index, operand, number, factor, canonical(claimed, size, self.case.sizes)
+                    )
+
+    def _claim_factor(
+        self, index: int, operand: Operand, number: int, factor: Factor, cut: Cut
+    ) -> None:
+        if factor in self.keep:
+            self._cannot(index, f"dimension {number} of {_name(operand)} {self.keep[factor]}")
+            return
+        held = self.cuts.get(factor)
+        if held == cut:
+            return
+        if held is not None:
+            other = _name(self.by[factor]) if factor in self.by else "its result"
+            self._cannot(
+                index,
+                f"dimension {number} of {_name(operand)} is cut along {cut}, but along {held} in "
+                f"{other}",
+            )
+            return
+        taken = {axis: f for f, other in self.cuts.items() for axis in other.axes}
+        twice = [axis for axis in cut.axes if axis in taken]
+        if twice:
+            owner = self.by.get(taken[twice[0]])
+            self._cannot(
+                index,
+                f"axis {twice[0]} cuts dimension {number} of {_name(operand)}, and another "
+                f"dimension of {_name(owner) if owner else 'its result'}",
+            )
+            return
+        self.cuts[factor], self.by[factor] = cut, operand
+
+    def _cannot(self, index: int, reason: str) -> None:
+        self.reasons.setdefault(index, reason)
+
+    def _joined(self, dims: Dims) -> tuple[Cut, ...]:
+        sizes = self.factors.sizes
+        return tuple(
+            join([self.cuts.get(f, WHOLE) for f in dim], [sizes[f] for f in dim], self.case.sizes)
+            for dim in dims
+        )
+
+    def _refuses(self) -> bool:
+        """True if a factor has to be whole that was cut until now."""
+        if self.factors.reduce is None:
+            for factor in self.cuts:
+                if self._is_contracted(factor):
+                    self.keep[factor] = "has to be whole here"
+                    return True
+        return False
+
+    def _is_contracted(self, factor: Factor) -> bool:
+        results = self.factors.results
+        return any(dims is not None and not _has(dims, factor) for dims in results)
+
+    def _passing(self) -> tuple[frozenset[int], set[str]]:
+        """The operands whose summands go through the op, and the axes of these."""
+        used = {axis for cut in self.cuts.values() for axis in cut.axes}
+        contracts = any(self._is_contracted(factor) for factor in self.cuts)
+        having: dict[str, set[int]] = {}
+        for index, operand in enumerate(self.case.operands):
+            for axis in operand.layout.summands:
+                if index not in self.factors.passive:
+                    having.setdefault(axis, set()).add(index)
+        for group in self.factors.linear:  # what is no member of the group is reduced
+            axes = {a for a, members in having.items() if members >= group and a not in used}
+            if axes and self._is_one_sum(group, contracts):
+                return group, axes
+        return frozenset(), set()
+
+    def _is_one_sum(self, group: frozenset[int], contracts: bool) -> bool:
+        """True if what combines the operands' summands combines those of the result, too."""
+        kinds = {self.case.operands[index].layout.reduce for index in group}
+        if contracts and kinds != {self.factors.reduce}:
+            return False
+        return len(kinds) == 1 and (self.factors.moves or kinds == {ReduceOp.SUM})
+
+    def _wanted(self, index: int, cuts: tuple[Cut, ...]) -> Layout:
+        operand = self.case.operands[index]
+        if index in self.factors.passive:
+            return operand.layout
+        group, axes = self._passing()
+        kept = axes if index in group else set()
+        summands = tuple(axis for axis in operand.layout.summands if axis in kept)
+        if set(operand.layout.summands) - kept:
+            self._cannot(
+                index,
+                f"{_name(operand)} is a sum over ranks along "
+                f"{', '.join(operand.layout.summands)}, and the op is not linear in it alone",
+            )
+        return Layout(cuts, summands, operand.layout.reduce if summands else ReduceOp.SUM)
+
+    def _result(self, index: int, cuts: tuple[Cut, ...]) -> Layout:
+        group, axes = self._passing()
+        dims = self.factors.results[index]
+        assert dims is not None
+        reduce = ReduceOp.SUM
+        if axes:
+            reduce = self.case.operands[min(group)].layout.reduce
+        contracted = {a for f, c in self.cuts.items() if not _has(dims, f) for a in c.axes}
+        if contracted:
+            assert self.factors.reduce is not None
+            reduce = self.factors.reduce
+        summands = tuple(axis for axis in self.case.sizes if axis in axes | contracted)
+        return Layout(cuts, summands, reduce)
+
+
+def _has(dims: Dims, factor: Factor) -> bool:
+    return any(factor in dim for dim in dims)
+
+
+def _name(operand: Operand) -> str:
+    return f"%{operand.node.name}"
+
+
+def _parts(operand: Operand, dim: int, sizes: Sequence[int]) -> str:
+    cut = operand.cuts[dim]
+    product = " x ".join(map(str, sizes)) or "1"
+    return f"{operand.shape[dim]} cut along {cut}, whose pieces are not those of {product}"

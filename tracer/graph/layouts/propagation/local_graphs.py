@@ -1,0 +1,282 @@
+"""The graph that one rank runs for a part: its ops on the rank's pieces.
+
+Sizes that occur in arguments become those of the pieces, and fakes of the pieces go along, so that
+an op whose pieces are not what its layouts say is found here, and not when it runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .....ir.layout import Layout, Position, Region, overlap, shape_of, within
+from .....ir.layout import whole as whole_region
+from .....ir.location import Location
+from ....values.operators import (
+    storage_key,
+)
+from ..cases import Answer, Shape
+from ..cuts import unmerged
+from ..expansions import fake_mode_of
+from ..versions import Propagation, Version
+
+_ATEN = torch.ops.aten
+_VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
+
+
+def build(
+    propagation: Propagation,
+    position: Position,
+    inputs: Sequence[Version],
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[Version],
+) -> fx.Graph:
+    """The graph of some nodes for a rank.
+
+    Args:
+        propagation: what the nodes are of.
+        position: of the rank.
+        inputs: what the placeholders are, in order; their pieces are contiguous.
+        nodes: in the order of the graph.
+        outputs: what is returned, in order, as a tuple.
+
+    Dimensions that are products of cut factors come in and go out as their factors (`unmerged`).
+
+    The user's line of an op is in `meta["loc"]` of the nodes that it becomes.
+    """
+    builder = Builder(propagation, position)
+    for version in inputs:
+        builder.placeholder(version)
+    for node in nodes:
+        builder.add(node)
+    builder.graph.output(tuple(builder.given_out(version) for version in outputs))
+    return builder.graph
+
+
+class Builder:
+    """Makes the graph of one rank."""
+
+    def __init__(self, propagation: Propagation, position: Position) -> None:
+        self.graph = fx.Graph()
+        self.position = position
+        self._propagation = propagation
+        self._values: dict[Version, Any] = {}
+        self._tuples: dict[fx.Node, Any] = {}
+        self._mode = fake_mode_of(node.meta.get("val") for node in propagation.graph.nodes)
+        self._before = {t.after: t.before for t in propagation.transfers}
+        self._loc: Location | None = None
+
+    def placeholder(self, version: Version) -> None:
+        node = version.node
+        name = node.name if node.name.isidentifier() else f"v_{node.name}"
+        if any(other.node is node for other in self._values):  # in another layout
+            name = f"{name}_{len(self._values)}"
+        new = self.graph.placeholder(name)
+        layout, shape = unmerged(version.layout, tuple(node.meta["val"].shape))
+        with self._mode:
+            new.meta["val"] = node.meta["val"].new_empty(
+                shape_of(layout.region(shape, self.position))
+            )
+        self._values[version] = self._shaped(new, shape_of(self.region(version)))
+
+    def given_out(self, version: Version) -> fx.Node:
+        """The node of a version as other parts and ranks take it: no type has merged factors."""
+        layout, shape = unmerged(version.layout, tuple(version.node.meta["val"].shape))
+        return self._shaped(self.value(version), shape_of(layout.region(shape, self.position)))
+
+    def _shaped(self, node: fx.Node, shape: Shape) -> fx.Node:
+        if tuple(node.meta["val"].shape) == shape:
+            return node
+        return self.emit(_ATEN.view.default, (node, list(shape)), {})
+
+    def region(self, version: Version) -> Region:
+        """The node of the rank's piece of a version."""
+        return version.layout.region(tuple(version.node.meta["val"].shape), self.position)
+
+    def reads(self, node: fx.Node) -> tuple[Version, ...]:
+        """The versions that an op takes."""
+        return self._propagation.reads[node]
+
+    def answer(self, node: fx.Node) -> Answer:
+        """The answer of an op's rule."""
+        return self._propagation.answers[node]
+
+    def value(self, version: Version) -> fx.Node:
+        """The node of the rank's piece of a version; it is cut from another one where need be."""
+        found = self._values.get(version)
+        if found is None:
+            if version.node.op == "get_attr" and version.layout == self._layouts(version.node)[0]:
+                found = self.graph.node_copy(version.node)
+            else:
+                before = self._before[version]
+                held, wanted = self.region(before), self.region(version)
+                found = self.piece(self.value(before), within(overlap(wanted, held), held))
+            self._values[version] = found
+        return found
+
+    def add(self, node: fx.Node) -> None:
+        """Add the rank's form of an op."""
+        self._loc = self._propagation.locations.get(node)
+        if node.op == "get_attr":
+            return
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            self._note(node, self._item(source, index))
+            return
+        op = RankOp(self, node)
+        answer = self._propagation.answers[node]
+        layouts = [*answer.wanted, *(each for each in answer.results if each is not None)]
+        if not any(cut for layout in layouts for cut in layout.cuts):
+            made: Any = op.run()
+        elif answer.local is not None:
+            made = answer.local(op)
+        else:
+            made = op.run(**{name: op.size(index) for name, index in answer.sizes.items()})
+        if isinstance(node.meta["val"], torch.Tensor):
+            self._note(node, made)
+        else:
+            self._tuples[node] = made
+
+    def _layouts(self, node: fx.Node) -> Sequence[Layout | None]:
+        return self._propagation.layouts[node]
+
+    def _item(self, source: fx.Node, index: Any) -> fx.Node:
+        made = self._tuples[source]
+        if isinstance(made, tuple):
+            item = made[index]
+            assert isinstance(item, fx.Node)
+            return item
+        return self.emit(operator.getitem, (made, index), {})
+
+    def _note(self, node: fx.Node, made: fx.Node) -> None:
+        (layout,) = self._layouts(node)
+        fake = made.meta["val"]
+        if not isinstance(fake, torch.Tensor):
+            return
+        assert layout is not None
+        version = Version(node, layout)
+        shape = shape_of(self.region(version))
+        assert tuple(fake.shape) == shape, f"{node.format_node()}: {tuple(fake.shape)}, not {shape}"
+        dtype = node.meta["val"].dtype
+        if fake.dtype is not dtype:  # of a rule's own form
+            made = self.emit(_ATEN._to_copy.default, (made,), {"dtype": dtype})
+        self._values[version] = made
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        """Add an op, and compute its fake."""
+        if target in _VIEWS and not self._is_viewable(*args):
+            args = (self._contiguous(args[0]), *args[1:])
+        node = self.graph.call_function(target, args, dict(kwargs))
+        if self._loc is not None:
+            node.meta["loc"] = self._loc
+        fakes, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self._mode:
+            node.meta["val"] = target(*fakes, **named)
+        return node
+
+    def _is_viewable(self, node: fx.Node, shape: Sequence[int]) -> bool:
+        """True if a piece can be viewed so; its strides need not be as those of the whole are."""
+        fake = node.meta["val"]
+        with self._mode:
+            return storage_key(fake.reshape(shape)) == storage_key(fake)
+
+    def _contiguous(self, node: fx.Node) -> fx.Node:
+        return self.emit(_ATEN.clone.default, (node,), {"memory_format": torch.contiguous_format})
+
+    def piece(self, node: fx.Node, region: Region) -> fx.Node:
+        """A region of a tensor, with memory of its own."""
+        shape = tuple(node.meta["val"].shape)
+        if region == whole_region(shape):
+            return node
+        for dim, (intervals, size) in enumerate(zip(region, shape, strict=True)):
+            if intervals == (((0, size),) if size else ()):
+                continue
+            parts = [
+                self.emit(_ATEN.slice.Tensor, (node, dim, start, stop), {})
+                for start, stop in intervals or ((0, 0),)
+            ]
+            node = parts[0] if len(parts) == 1 else self.emit(_ATEN.cat.default, (parts, dim), {})
+        if node.target is _ATEN.slice.Tensor:
+            node = self._contiguous(node)
+        return node
+
+
+@dataclass(frozen=True)
+class RankOp:
+    """An op as one rank runs it; implements `LocalOp`."""
+
+    builder: Builder
+    node: fx.Node
+
+    @property
+    def target(self) -> torch._ops.OpOverload:
+        target = self.node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        return target
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """All of them by name, with nodes of the rank's graph."""
+        reads = iter(self.builder.reads(self.node))
+        found = {}
+        for index, argument in enumerate(self.target._schema.arguments):
+            args, kwargs = self.node.args, self.node.kwargs
+            default = argument.default_value
+            value = args[index] if index < len(args) else kwargs.get(argument.name, default)
+            found[argument.name] = fx.node.map_arg(value, lambda _: self.builder.value(next(reads)))
+        return found
+
+    @property
+    def position(self) -> Position:
+        return self.builder.position
+
+    @property
+    def operands(self) -> tuple[Region, ...]:
+        return tuple(map(self.builder.region, self.builder.reads(self.node)))
+
+    @property
+    def results(self) -> tuple[Region | None, ...]:
+        pairs = zip(self._answer.results, self.shapes, strict=True)
+        return tuple(
+            None if layout is None or shape is None else layout.region(shape, self.position)
+            for layout, shape in pairs
+        )
+
+    @property
+    def shapes(self) -> tuple[Shape | None, ...]:
+        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in self.fakes)
+
+    @property
+    def fakes(self) -> tuple[Any, ...]:
+        val = self.node.meta["val"]
+        return tuple(val) if isinstance(val, (tuple, list)) else (val,)
+
+    def size(self, index: int) -> list[int]:
+        """The shape of the rank's piece of a result."""
+        region = self.results[index]
+        assert region is not None
+        return list(shape_of(region))
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.builder.emit(target, args, kwargs)
+
+    def run(self, /, **changed: Any) -> fx.Node:
+        arguments = {**self.arguments, **changed}
+        given = len(self.node.args)
+        names = [argument.name for argument in self.target._schema.arguments]
+        args = tuple(arguments[name] for name in names[:given])
+        kwargs = {n: arguments[n] for n in names[given:] if n in {*self.node.kwargs, *changed}}
+        return self.builder.emit(self.target, args, kwargs)
+
+    def piece(self, node: fx.Node, region: Region) -> fx.Node:
+        return self.builder.piece(node, region)
+
+    @property
+    def _answer(self) -> Answer:
+        return self.builder.answer(self.node)

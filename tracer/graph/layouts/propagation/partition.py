@@ -1,0 +1,424 @@
+"""Cut a graph wherever ranks exchange something, into parts that each rank runs by itself.
+
+A part has all ops that can run after the same number of exchanges in a row. Parts of equal
+structure, such as those of equal layers, share their graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....values.operators import (
+    is_random,
+)
+from ...autodiff.subgraphs import has_effect, is_view
+from ..cases import LayoutError
+from ..cuts import Product
+from ..versions import Propagation, Transfer, Version
+from .rank_graphs import Graphs, Name, build_all, kind
+from .writes import StateWrites
+
+
+@dataclass(frozen=True)
+class Part:
+    """Ops between two exchanges.
+
+    Attributes:
+        nodes: of the graph that is partitioned.
+        inputs: what the part takes, contiguous.
+        outputs: what it gives.
+        key: a hash of its structure; parts with the same one have the same `bodies`.
+        bodies: the graphs of the ranks.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[Version, ...]
+    outputs: tuple[Version, ...]
+    key: str
+    bodies: Graphs
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A graph as parts and transfers.
+
+    Attributes:
+        steps: parts, each followed by the transfers of what it and those before it give.
+        inputs: what the first parts take.
+        outputs: what the graph gives; None for what is no tensor.
+        gathers: of stored state, by the index of the step that needs it first.
+    """
+
+    steps: tuple[tuple[Part, tuple[Transfer, ...]], ...]
+    inputs: tuple[Version, ...]
+    outputs: tuple[Version | None, ...]
+    gathers: Mapping[int, tuple[Transfer, ...]]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for part, _ in self.steps)
+
+
+def partition(
+    propagation: Propagation,
+    nodes: Collection[fx.Node] | None = None,
+    outputs: Sequence[Version | None] | None = None,
+    given: Collection[Version] = (),
+    state: Collection[fx.Node] = (),
+    ranks: Collection[int] | None = None,
+    stored: Mapping[fx.Node, str] | None = None,
+    buckets: Mapping[fx.Node, int] | None = None,
+) -> Partition:
+    """Cut a graph that has layouts.
+
+    Args:
+        propagation: the graph.
+        nodes: those to partition, such as the ones of a forward; what they take of others are
+            inputs. None: all.
+        outputs: what is to be given; None: the outputs of the graph.
+        given: versions that a transfer outside of `nodes` makes; these are inputs as well.
+        state: placeholders that each part reads where they live, and that are not handed on.
+        ranks: those whose graphs are made; None: all.
+        stored: the layer of each placeholder of state that is gathered for its use. A part begins
+            where a layer is used first.
+        buckets: of gradients, by what gives them. A part ends where the last one of a bucket is
+            there, if others follow.
+    """
+    chosen = propagation.place.ranks if ranks is None else tuple(ranks)
+    return _Cutter(
+        propagation, nodes, outputs, given, state, chosen, stored or {}, buckets or {}
+    ).all()
+
+
+def exchanged(
+    propagation: Propagation,
+    nodes: Collection[fx.Node],
+    outputs: Sequence[Version],
+    state: Collection[fx.Node],
+    stored: Mapping[fx.Node, str],
+) -> frozenset[Version]:
+    """The versions that are there because some nodes, or what they give, need an exchange.
+
+    Not those of stored state, which is gathered again wherever it is used.
+    """
+    cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored, {})
+    return frozenset(transfer.after for transfer in cutter.exchanges())
+
+
+class _Cutter:
+    """One partition."""
+
+    def __init__(
+        self,
+        propagation: Propagation,
+        nodes: Collection[fx.Node] | None,
+        outputs: Sequence[Version | None] | None,
+        given: Collection[Version],
+        state: Collection[fx.Node],
+        ranks: Sequence[int],
+        stored: Mapping[fx.Node, str],
+        buckets: Mapping[fx.Node, int],
+    ) -> None:
+        self.propagation = propagation
+        self.stored = stored
+        self.opened: dict[str, int] = {}
+        self.given = frozenset(given)
+        self.ranks = ranks
+        self.state = frozenset(state)
+        chosen = propagation.graph.nodes if nodes is None else nodes
+        self.nodes = [
+            n for n in propagation.graph.nodes if n in propagation.layouts and n in chosen
+        ]
+        self.outputs = tuple(propagation.outputs if outputs is None else outputs)
+        self.transfers = {t.after: t for t in propagation.transfers if t.after not in given}
+        self.ops = self._live()
+        own = set(self.ops)
+        self.level: dict[fx.Node, int] = {}
+        self.needed: dict[int, dict[Version, None]] = {}
+        drawn: int | None = None
+        following, earliest = 0, 0
+        ends = _last_of_buckets(self.ops, buckets)
+        writes = StateWrites(propagation, self.ops, self.state)
+        for node in self.ops:
+            for version in self.reads(node):
+                self._open(version, following)
+            found = [
+                self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
+            ]
+            self.level[node] = max([*found, writes.earliest(node)])
+            if node.target is not operator.getitem:  # which is where its tuple is
+                self.level[node] = max(self.level[node], earliest)
+            if is_random(node.target, node.args, node.kwargs):
+                if drawn is not None and self.level[node] > drawn:
+                    raise self._draws_late(node)
+                drawn = self.level[node] = max(self.level[node], drawn or 0)
+            following = max(following, self.level[node] + 1)
+            writes.note(node, self.level[node])
+            if node in ends:
+                earliest = following
+        self._put_off(writes)
+        writes.move_views(self.level)
+        writes.check(self.outputs, (t.before for t in self.transfers.values()))
+
+    def _draws_late(self, node: fx.Node) -> LayoutError:
+        """The error that ops of two parts draw, since one key seeds all draws of a call."""
+        return LayoutError(
+            f"{node.target} draws random numbers behind an exchange, where others have been drawn "
+            "before it; so it would not draw what one rank draws",
+            loc=self.propagation.locations.get(node),
+            remedy="draw the numbers without the values that are exchanged, as by torch.rand_like "
+            "or dropout, and use them there; or draw in a method of its own",
+        )
+
+    def _open(self, version: Version, level: int) -> None:
+        """Note the level from which on a layer's state is gathered, where it is used first."""
+        transfer = self.transfers.get(version)
+        if transfer is None:
+            return
+        if self.is_gather(transfer):
+            self.opened.setdefault(self.stored[version.node], level)
+        else:
+            self._open(transfer.before, level)
+
+    def is_gather(self, transfer: Transfer) -> bool:
+        """Whether a transfer gathers stored state, from how it rests."""
+        node = transfer.before.node
+        if node not in self.stored or not transfer.change.communicates:
+            return False
+        return transfer.before not in self.transfers
+
+    def _put_off(self, writes: StateWrites) -> None:
+        """Compute values that go to no other part, since no type says so, where they are read.
+
+        So are views that nobody exchanges: one that goes to another part is copied.
+        """
+        latest: dict[fx.Node, int] = {}
+        exchanged: set[fx.Node] = set()
+        for node in reversed(self.ops):
+            moves = _is_product(node, self.propagation)
+            moves = moves or (_is_plain_view(node) and node not in exchanged)
+            random = is_random(node.target, node.args, node.kwargs)
+            if moves and not random and not has_effect(node) and not writes.has(node):
+                self.level[node] = max(self.level[node], latest.get(node, 0))
+            for version in self.reads(node):
+                if version in self.given or version.node not in self.level:
+                    continue
+                exchanges = self.available(version) - self.level[version.node]
+                if exchanges:
+                    exchanged.add(version.node)
+                bound = self.level[node] - exchanges
+                latest[version.node] = min(latest.get(version.node, bound), bound)
+
+    def _live(self) -> list[fx.Node]:
+        """The ops that an output needs, or that have an effect, with what they need."""
+        live = {version.node for version in self.outputs if version is not None}
+        ops = [node for node in self.nodes if _is_op(node, self.propagation)]
+        for node in reversed(ops):
+            if node in live or has_effect(node):
+                live.add(node)
+                if node.target is operator.getitem:
+                    live.update(node.all_input_nodes)
+                else:
+                    live.update(version.node for version in self.propagation.reads[node])
+        return [node for node in ops if node in live]
+
+    def reads(self, node: fx.Node) -> Iterable[Version]:
+        """The versions that a node takes."""
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            return [Version(source, _NO_LAYOUT)] if source in self.level else []
+        return self.propagation.reads[node]
+
+    def available(self, version: Version) -> int:
+        """The number of exchanges after which a version can be read."""
+        transfer = self.transfers.get(version)
+        if transfer is None:
+            return 0 if version in self.given else self.level.get(version.node, 0)
+        if self.is_gather(transfer):
+            return self.opened.get(self.stored[version.node], 0)
+        return self.available(transfer.before) + transfer.change.communicates
+
+    def exchanges(self) -> list[Transfer]:
+        """The transfers that ranks exchange something for."""
+        self._demand()
+        return [t for t in self._wanted_exchanges() if not self.is_gather(t)]
+
+    def _wanted_exchanges(self) -> list[Transfer]:
+        return [
+            t
+            for t in self.propagation.transfers
+            if t.change.communicates and t.after in self.transfers and t.after in self.wanted
+        ]
+
+    def all(self) -> Partition:
+        exchanges = self.exchanges()
+        after = [self.available(t.after) - 1 for t in exchanges]
+        gathers: dict[int, list[Transfer]] = {}
+        for transfer in filter(self.is_gather, self._wanted_exchanges()):
+            gathers.setdefault(self.available(transfer.after), []).append(transfer)
+        last = max([*self.level.values(), *self.needed, *after, *gathers], default=0)
+        graphs: dict[str, Graphs] = {}
+        steps = []
+        for level in range(last + 1):
+            part = self._part(level, graphs)
+            follow = [t for t, at in zip(exchanges, after, strict=True) if at == level]
+            steps.append((part, tuple(follow)))
+        given = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
+        for output in [*self.outputs, *self.wanted]:
+            if output is not None and self._is_given(output):
+                given[output] = None
+        found = {level: tuple(transfers) for level, transfers in gathers.items()}
+        return Partition(tuple(steps), tuple(given), self.outputs, found)
+
+    def _is_given(self, version: Version) -> bool:
+        """True if a version is an input of the whole; each part has constants and state itself."""
+        made = version in self.transfers or self._is_computed(version)
+        return not made and not self._is_at_hand(version.node)
+
+    def _is_computed(self, version: Version) -> bool:
+        """True if an op of these nodes gives a version, or what it is cut from."""
+        return version.node in self.level and version not in self.given
+
+    def _is_at_hand(self, node: fx.Node) -> bool:
+        """True if any part can have a value without being given it."""
+        return node.op == "get_attr" or node in self.state
+
+    def _demand(self) -> None:
+        """Find what goes from part to part, into transfers, and out."""
+        self.wanted: dict[Version, None] = {}
+        for node in self.ops:
+            if node.target is not operator.getitem:
+                for version in self.propagation.reads[node]:
+                    self._want(version, self.level[node])
+        for output in self.outputs:
+            if output is not None:
+                self._want(output, None)
+
+    def _want(self, version: Version, level: int | None) -> None:
+        """Note that a version is read in the part of a level, or outside of all (None)."""
+        self.wanted[version] = None
+        transfer = self.transfers.get(version)
+        at = self.available(version)
+        if transfer is not None and self.is_gather(transfer):
+            if level is None:  # it is given out, or is to be exchanged further
+                self.needed.setdefault(at, {})[version] = None
+            return
+        if transfer is not None and transfer.change.communicates:
+            self._want(transfer.before, None)
+            return
+        is_const = self._is_at_hand(version.node)
+        if transfer is not None:  # made where it is read; a value that is given out, at once
+            self._want(transfer.before, at if level is None else level)
+            if level is None:
+                self.needed.setdefault(at, {})[version] = None
+            return
+        made = self._is_computed(version)
+        if (made or is_const) and (level is None or (level != at and made)):
+            self.needed.setdefault(at, {})[version] = None
+
+    def _part(self, level: int, graphs: dict[str, Graphs]) -> Part:
+        nodes = [node for node in self.ops if self.level[node] == level]
+        outputs = tuple(self.needed.get(level, {}))
+        inputs = tuple(self._inputs(level, nodes, outputs))
+        names = _names(inputs, nodes)
+        key = self._key(names, inputs, nodes, outputs)
+        if key not in graphs:
+            graphs[key] = build_all(self.propagation, self.ranks, inputs, nodes, outputs)
+        return Part(tuple(nodes), inputs, outputs, key, graphs[key])
+
+    def _inputs(
+        self, level: int, nodes: Sequence[fx.Node], outputs: Iterable[Version]
+    ) -> Iterator[Version]:
+        """The versions that come from outside of a part, each once."""
+        read = [
+            version
+            for node in nodes
+            if node.target is not operator.getitem
+            for version in self.propagation.reads[node]
+        ]
+        seen: set[Version] = set()
+        for version in (*read, *outputs):
+            source = self._source(version)
+            at_level = self._is_computed(source) and self.level[source.node] == level
+            local = source not in self.transfers and at_level
+            if not local and source.node.op != "get_attr" and source not in seen:
+                seen.add(source)
+                yield source
+
+    def _source(self, version: Version) -> Version:
+        """The version that a slice, or a slice of one, is taken of."""
+        transfer = self.transfers.get(version)
+        while transfer is not None and not transfer.change.communicates:
+            version = transfer.before
+            transfer = self.transfers.get(version)
+        return version
+
+    def _key(
+        self,
+        names: Mapping[fx.Node, str],
+        inputs: Sequence[Version],
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[Version],
+    ) -> str:
+        lines = [f"in {self._version(v, names)}" for v in inputs]
+        for node in nodes:
+            arguments = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda n: Name(names.get(n, n.name))
+            )
+            layouts = self.propagation.layouts[node]
+            reads = [self._version(v, names) for v in self.propagation.reads.get(node, ())]
+            lines.append(f"{names[node]} = {node.target}{arguments} {layouts} {reads} {kind(node)}")
+        lines += [f"out {self._version(v, names)}" for v in outputs]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _version(self, version: Version, names: Mapping[fx.Node, str]) -> str:
+        """A version, and what it is cut from, in words that do not depend on names."""
+        transfer = self.transfers.get(version)
+        name = names.get(version.node, version.node.name)
+        text = f"{name} {version.layout} {kind(version.node)}"
+        if transfer is None or transfer.change.communicates:
+            return text
+        return f"{text} from {self._version(transfer.before, names)}"
+
+
+_NO_LAYOUT: Any = None
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    """True if a node is a view, and neither one of several that an op gives nor that op."""
+    if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return is_view(node)
+
+
+def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """The nodes behind which all gradients of a bucket are there, while others' are not yet."""
+    last = {buckets[node]: node for node in ops if node in buckets}
+    found = [node for node in ops if node in last.values()]
+    return set(found[:-1])
+
+
+def _is_op(node: fx.Node, propagation: Propagation) -> bool:
+    return node in propagation.answers or node.target is operator.getitem
+
+
+def _is_product(node: fx.Node, propagation: Propagation) -> bool:
+    """True if a dimension of a result is cut as its factors are, which no type says."""
+    layouts = (layout for layout in propagation.layouts[node] if layout is not None)
+    return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
+
+
+def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Numbers for the nodes of a part."""
+    names: dict[fx.Node, str] = {}
+    for node in (*(v.node for v in inputs), *nodes):
+        names.setdefault(node, f"%{len(names)}")
+    return names

@@ -1,0 +1,444 @@
+"""Give each value of a graph a layout, in the order in which they are computed.
+
+Inputs and pins have given layouts; what follows from them is decided by the rules of the ops.
+Where an op cannot take a value as it is, the value is transferred: summands are reduced, a copy is
+sliced. Anything more is an error, unless the caller allows it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from .....ir.layout import Cut, Layout
+from .....ir.location import Location
+from .....ir.types import Place
+from ..cases import Answer, Case, Expansion, LayoutError, Operand, Results, shapes, tensors, whole
+from ..change import DEFAULT, ORDER, Change, change_between
+from ..expansions import constant_of, replace_by, traced
+from ..functional import read_later, without_writes
+from ..rules.table import LINEAR, rule_of
+from ..versions import End, Propagation, Transfer, Version, rewire, text_of, text_of_cuts
+
+Locations: TypeAlias = Mapping[str, Location]
+
+
+def propagate(
+    graph: fx.Graph,
+    place: Place,
+    given: Mapping[fx.Node, Layout],
+    *,
+    ends: Sequence[End] = (),
+    like: Mapping[fx.Node, fx.Node] | None = None,
+    pins: Mapping[fx.Node, Layout] | None = None,
+    allowed: frozenset[Change] = DEFAULT,
+    locations: Locations | None = None,
+) -> Propagation:
+    """Lay out a graph of aten ops at logical shapes.
+
+    Args:
+        graph: what is traced; nodes have fake tensors in `meta["val"]`. It stays as it is.
+        place: the ranks that compute it.
+        given: layouts of placeholders, and of other nodes that stand for inputs, such as
+            cotangents. A placeholder that is not named is a copy on each rank.
+        ends: one for each output, flattened; an output without one is not left a sum over ranks.
+        like: nodes that stand for inputs, and are cut as another value is: cotangents.
+        pins: layouts that values have from where they are computed; any transfer may make them.
+        allowed: what transfers that no pin asks for may do.
+        locations: the user's line of nodes, by name.
+
+    Raises:
+        LayoutError: an op has no rule, or layouts that contradict each other.
+    """
+    run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {}, ends)
+    return run.all()
+
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
+"""Ops that lead from a term of a parameter's gradient to the gradient."""
+
+_WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
+"""Changes that are refused, in words."""
+
+
+class _Run:
+    """One propagation."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        place: Place,
+        given: Mapping[fx.Node, Layout],
+        like: Mapping[fx.Node, fx.Node],
+        pins: Mapping[fx.Node, Layout],
+        allowed: frozenset[Change],
+        names: Locations,
+        ends: Sequence[End],
+    ) -> None:
+        self.place = place
+        self.ends = ends
+        self.sizes = dict(place.axes)
+        self.allowed = allowed
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.locations: dict[fx.Node, Location] = {}
+        self._copy(graph, names)
+        without_writes(self.graph)
+        self.given = {self.copies[node]: layout for node, layout in given.items()}
+        self.like = {self.copies[node]: self.copies[other] for node, other in like.items()}
+        self.pins = {self.copies[node]: layout for node, layout in pins.items()}
+        self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
+        self.layouts: dict[fx.Node, Results] = {}
+        self.answers: dict[fx.Node, Answer] = {}
+        self.reads: dict[fx.Node, tuple[Version, ...]] = {}
+        self.transfers: list[Transfer] = []
+        self.versions: dict[fx.Node, list[Version]] = {}
+        """For each value, the versions that transfers start from, the one to offer last."""
+        self.made: dict[Version, Version] = {}
+        """For a version that was asked for, the one that it is read from."""
+
+    def _copy(self, graph: fx.Graph, names: Locations) -> None:
+        for node in graph.nodes:
+            copy = self.graph.node_copy(node, self.copies.__getitem__)
+            self.copies[node] = copy
+            if node.op == "get_attr" and "val" not in node.meta:
+                copy.meta["val"] = constant_of(graph, node)
+            if node.name in names:
+                self.locations[copy] = names[node.name]
+
+    def all(self) -> Propagation:
+        node = next(iter(self.graph.nodes))
+        in_backward = False
+        while node.op != "output":
+            in_backward = in_backward or node in self.like
+            try:
+                node = self._visit(node)
+            except LayoutError as error:
+                where = "in the backward, " if in_backward else ""
+                raise LayoutError(
+                    where + error.reason, loc=error.loc, remedy=error.remedy
+                ) from None
+        outputs = tuple(self._outputs(node))
+        rewire(self.reads, self.versions, node, outputs)
+        return Propagation(
+            self.graph,
+            self.place,
+            self.copies,
+            self.layouts,
+            self.answers,
+            self.reads,
+            tuple(self.transfers),
+            outputs,
+            self.locations,
+        )
+
+    def _visit(self, node: fx.Node) -> fx.Node:
+        """Lay out a node; gives the next one, which is new if the node has been expanded."""
+        if node in self.like:
+            self.given[node] = Layout(self.versions[self.like[node]][-1].layout.cuts)
+        if node in self.given or node.op in ("placeholder", "get_attr"):
+            fake = node.meta.get("val")
+            rank = fake.dim() if isinstance(fake, torch.Tensor) else 0
+            self._lay_out(node, (self._checked(node, rank),))
+        elif node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            self._lay_out(node, (self.layouts[source][index],))
+        else:
+            case = self._case(node)
+            answer = rule_of(node.target, case.loc)(case)
+            if isinstance(answer, Expansion):
+                return self._expand(node, case, answer)
+            self._take(node, case, answer)
+        if node in self.pins:
+            self._offer(node, self.pins[node])
+        return node.next
+
+    def _checked(self, node: fx.Node, rank: int) -> Layout:
+        layout = self.given.get(node, whole(rank))
+        unknown = [axis for axis in layout.axes if axis not in self.sizes]
+        if len(layout.cuts) == rank and not unknown and len(set(layout.axes)) == len(layout.axes):
+            return layout
+        if unknown:
+            reason = f"names the axis {unknown[0]}, and {self.place} has {', '.join(self.sizes)}"
+        elif len(layout.cuts) != rank:
+            reason = f"has cuts of {len(layout.cuts)} dimensions, and the tensor has {rank}"
+        else:
+            reason = "names an axis twice"
+        raise LayoutError(
+            f"the layout that is given for %{node.name} {reason}",
+            loc=self.locations.get(node),
+            remedy="give each dimension one cut, along axes of the mesh, each of them once",
+        )
+
+    def _lay_out(self, node: fx.Node, layouts: Results) -> None:
+        self.layouts[node] = layouts
+        if isinstance(node.meta.get("val"), torch.Tensor) and layouts[0] is not None:
+            self.versions[node] = [Version(node, layouts[0])]
+
+    def _offer(self, node: fx.Node, layout: Layout) -> None:
+        """Let all users of a value have it in a layout that was asked for by name."""
+        pinned = self._version(node, layout, None, "", allowed=frozenset(Change))
+        found = self.versions[node]
+        if pinned in found:
+            found.remove(pinned)
+        found.append(pinned)
+
+    def _case(self, node: fx.Node) -> Case:
+        target = node.target
+        loc = self.locations.get(node)
+        if not isinstance(target, torch._ops.OpOverload):
+            rule_of(target, loc)
+            raise AssertionError("only operators have rules")
+        asked = self.asked.get(node)
+        given: dict[str, Any] = {}
+        for index, argument in enumerate(target._schema.arguments):
+            default = argument.default_value
+            value = (
+                node.args[index]
+                if index < len(node.args)
+                else node.kwargs.get(argument.name, default)
+            )
+            given[argument.name] = fx.node.map_arg(value, self._operand)
+        operands = tuple(each for value in given.values() for each in tensors(value))
+        val = node.meta.setdefault("val", None)  # an op that only writes, or checks, gives nothing
+        stays = target is _TO_COPY and self._stays_a_sum(node)
+        dense = shapes(target, val, loc)
+        return Case(target, given, operands, dense, self.sizes, asked, loc, stays)
+
+    def _stays_a_sum(self, node: fx.Node) -> bool:
+        """True if a value is a term of gradients, and of nothing else: those may stay summands."""
+        for user in node.users:
+            if user.op == "output":
+                flat: list[fx.Node] = []
+                fx.node.map_arg(user.args, flat.append)
+                if not all(self._end_of(i).summands for i, n in enumerate(flat) if n is node):
+                    return False
+            elif user.target not in _TERMS or not self._stays_a_sum(user):
+                return False
+        return True
+
+    def _operand(self, node: fx.Node) -> Any:
+        fake = node.meta["val"]
+        if node not in self.versions:
+            return fake
+        layout = self.versions[node][-1].layout
+        return Operand(node, tuple(fake.shape), fake.dtype, layout)
+
+    def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
+        reads, allowed = [], frozenset(Change) if answer.is_asked else None
+        for index, (operand, wanted) in enumerate(zip(case.operands, answer.wanted, strict=True)):
+            reason = answer.reasons.get(index, "")
+            reads.append(self._version(operand.node, wanted, node, reason, allowed))
+        self._check_in_place(case, answer)
+        self.answers[node], self.reads[node] = answer, tuple(reads)
+        self._lay_out(node, answer.results)
+
+    def _check_in_place(self, case: Case, answer: Answer) -> None:
+        """Refuse to write in place to a value that is transferred first: that would be lost."""
+        if not case.target._schema.is_mutable:
+            return
+        for operand, wanted in zip(case.operands, answer.wanted, strict=True):
+            first = case.arguments[case.target._schema.arguments[0].name]
+            if operand is first and (
+                wanted != operand.layout or len(self.versions[operand.node]) > 1
+            ):
+                raise case.error(
+                    f"it writes in place to %{operand.node.name}, which is not laid out as the op "
+                    "needs it",
+                    "use the form of the op that makes a new tensor",
+                )
+
+    def _version(
+        self,
+        node: fx.Node,
+        wanted: Layout,
+        user: fx.Node | None,
+        reason: str,
+        allowed: frozenset[Change] | None = None,
+    ) -> Version:
+        """A value in a layout, by a transfer if it has another."""
+        target = Version(node, wanted)
+        if target in self.versions[node]:
+            return target
+        if target in self.made:
+            return self.made[target]
+        before, change = self._cheapest(node, wanted)
+        if change not in (self.allowed if allowed is None else allowed):
+            raise self._refusal(before, target, change, user, reason)
+        instead = None
+        if change is Change.SLICE:
+            instead = self._remade(before, wanted)
+        elif change is Change.REDUCE:
+            instead = self._reduced_before(before, wanted)
+        if instead is None:
+            self.transfers.append(Transfer(before, target, change, user))
+        self.made[target] = instead or target
+        if change is Change.REDUCE:
+            self.versions[node].append(self.made[target])
+        elif change.communicates:  # others still prefer what there was before
+            self.versions[node].insert(0, target)
+        return self.made[target]
+
+    def _cheapest(self, node: fx.Node, wanted: Layout) -> tuple[Version, Change]:
+        shape = tuple(node.meta["val"].shape)
+        found = []
+        for version in self.versions[node]:
+            if set(wanted.summands) <= set(version.layout.summands):
+                change = change_between(version.layout, wanted, shape, self.place)
+                found.append((version, change))
+        return min(found, key=lambda pair: ORDER.index(pair[1]))
+
+    def _remade(self, before: Version, wanted: Layout) -> Version | None:
+        """The value made in pieces at once, by a copy of its op, if the op can do so at no cost."""
+        node = before.node
+        answer = self.answers.get(node)
+        if answer is None or wanted.summands != before.layout.summands:
+            return None
+        changed = {d for d, cut in enumerate(wanted.cuts) if cut != before.layout.cuts[d]}
+        if before.layout != answer.results[0] or not changed <= answer.free:
+            return None
+        return self._again(node, self.reads[node], wanted, wanted.cuts)
+
+    def _reduced_before(self, before: Version, wanted: Layout) -> Version | None:
+        """A cheap linear op of a sum that has been reduced, so that several need one reduction."""
+        node, read = before.node, self._sum(before)
+        if read is None or before.layout.cuts != wanted.cuts:
+            return None
+        reduced = Version(read.node, read.layout.keeping(wanted.summands))
+        is_longer = read.node.meta["val"].numel() > node.meta["val"].numel()
+        if is_longer and not self._is_there(reduced):
+            return None
+        made = self._version(reduced.node, reduced.layout, node, "")
+        reads = tuple(made if each is read else each for each in self.reads[node])
+        return self._again(node, reads, wanted, None)
+
+    def _sum(self, version: Version) -> Version | None:
+        """The one sum over ranks that a cheap linear op takes."""
+        reads = self.reads.get(version.node, ()) if version.node.target in LINEAR else ()
+        sums = [read for read in reads if read.layout.summands]
+        if len(sums) == 1 and sums[0].layout.summands == version.layout.summands:
+            return sums[0]
+        return None
+
+    def _is_there(self, version: Version) -> bool:
+        """True if a reduced value, or the one that it follows from, has been reduced already."""
+        node, layout = version.node, version.layout
+        if version in self.made or version in self.versions[node]:
+            return True
+        read = self._sum(self.versions[node][0])
+        return read is not None and self._is_there(
+            Version(read.node, read.layout.keeping(layout.summands))
+        )
+
+    def _again(
+        self,
+        node: fx.Node,
+        reads: tuple[Version, ...],
+        wanted: Layout,
+        asked: tuple[Cut, ...] | None,
+    ) -> Version | None:
+        """A copy of an op that takes other versions and gives its result as it is wanted."""
+        case = self._case(node)
+        operands = tuple(
+            Operand(o.node, o.shape, o.dtype, version.layout)
+            for o, version in zip(case.operands, reads, strict=True)
+        )
+        swapped = dict(zip(map(id, case.operands), operands, strict=True))
+        arguments = {name: swapped.get(id(value), value) for name, value in case.arguments.items()}
+        again = replace(case, arguments=arguments, operands=operands, asked=asked)
+        new = rule_of(node.target, case.loc)(again)
+        if isinstance(new, Expansion) or new.results[0] != wanted:
+            return None
+        if new.wanted != tuple(operand.layout for operand in operands):
+            return None
+        with self.graph.inserting_after(node):
+            copy = self.graph.node_copy(node)
+        self.answers[copy], self.reads[copy] = new, reads
+        self._lay_out(copy, new.results)
+        if node in self.locations:
+            self.locations[copy] = self.locations[node]
+        return Version(copy, wanted)
+
+    def _refusal(
+        self, before: Version, after: Version, change: Change, user: fx.Node | None, reason: str
+    ) -> LayoutError:
+        who = str(user.target).removesuffix(".default") if user is not None else "the result"
+        because = f": {reason}" if reason else ""
+        return LayoutError(
+            f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
+            f"{_WORK[change]}{because}",
+            loc=self.locations.get(before.node if user is None else user),
+            remedy="cut another dimension, or leave it whole; or ask for the layout that is needed "
+            "in front of that line, as by x = cg.layout(x, cg.whole), which gathers it there",
+        )
+
+    def _gradient_refusal(
+        self, path: str, before: Version, after: Version, change: Change
+    ) -> LayoutError:
+        """The error that a parameter is not cut as its gradient is, which a plan can do."""
+        type_, cuts = text_of(after).partition(" ")[2], text_of_cuts(before.layout)
+        return LayoutError(
+            f"the backward makes the gradient of '{path}' as {text_of(before)}, but '{path}' is "
+            f"{type_}, and its gradient would have to be {_WORK[change]}",
+            loc=self.locations.get(before.node),
+            remedy=f'cut it in the plan as its gradient is: "{path}": {cuts}',
+        )
+
+    def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
+        """Put the ops of an expansion in the place of a node; gives the first of them."""
+        inner = traced(case, expansion, node.meta["val"])
+        nodes: dict[fx.Node, fx.Node] = {}
+        sources = iter(case.operands)
+        first: fx.Node | None = None
+        with self.graph.inserting_before(node):
+            for each in inner.nodes:
+                if each.op == "placeholder":
+                    nodes[each] = next(sources).node
+                elif each.op != "output":
+                    copy = nodes[each] = self.graph.node_copy(each, nodes.__getitem__)
+                    first = first or copy
+                    if each.target in expansion.asked:
+                        self.asked[copy] = expansion.asked[each.target]
+                    if node in self.locations:
+                        self.locations[copy] = self.locations[node]
+        read_later(nodes.values(), node)
+        (made,) = inner.output_node().args
+        replaced = replace_by(node, fx.node.map_arg(made, nodes.__getitem__))
+        self.copies = {old: replaced.get(new, new) for old, new in self.copies.items()}
+        self.like = {new: replaced.get(other, other) for new, other in self.like.items()}
+        self.pins = {replaced.get(new, new): layout for new, layout in self.pins.items()}
+        following = node.next
+        self.graph.erase_node(node)
+        return first or following
+
+    def _outputs(self, output: fx.Node) -> Iterator[Version | None]:
+        flat: list[Any] = []
+        fx.node.map_arg(output.args, flat.append)
+        for index, node in enumerate(flat):
+            yield self._end(node, self._end_of(index)) if node in self.versions else None
+
+    def _end_of(self, index: int) -> End:
+        return self.ends[index] if index < len(self.ends) else End()
+
+    def _end(self, node: fx.Node, end: End) -> Version:
+        """An output in the layout that it ends in."""
+        wanted = self._final(node, end)
+        before, change = self._cheapest(node, wanted)
+        if end.path and change not in self.allowed:
+            raise self._gradient_refusal(end.path, before, Version(node, wanted), change)
+        return self._version(node, wanted, None, "", frozenset(Change) if end.is_asked else None)
+
+    def _final(self, node: fx.Node, end: End) -> Layout:
+        offered = self.versions[node][-1].layout
+        cuts = offered.cuts if end.layout is None else end.layout.cuts
+        used = {axis for cut in cuts for axis in cut.axes}
+        kept = [axis for axis in offered.summands if end.summands and axis not in used]
+        return replace(offered, cuts=cuts).keeping(kept)

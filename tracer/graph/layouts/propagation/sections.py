@@ -1,0 +1,281 @@
+"""Cut a joint graph that has layouts into forward, backward and its halves, each in parts.
+
+What belongs to which is decided as for a graph without layouts (`autodiff`): on the nodes of the
+logical graph. What goes from one to another are versions, that is values in one of their layouts;
+the backward takes what the forward has exchanged, and does not exchange it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ....method.joint import Joint
+from ....values.actor_state import StateTensor
+from ...autodiff.backward import Cut
+from ...autodiff.recomputation import Recompute, recomputed
+from ...autodiff.split_backward import sides
+from ...autodiff.subgraphs import written_in_place
+from ..cases import LayoutError
+from ..cuts import Product
+from ..versions import Propagation, Version, text_of
+from .partition import Partition, exchanged, partition
+
+
+@dataclass(frozen=True)
+class Section:
+    """A forward, a backward, or a half of one.
+
+    Attributes:
+        takes, gives: its inputs and outputs.
+        gradients: what it adds to `.grad` of the state.
+        partition: its parts, and the transfers between them.
+        state: as it is held, which parts read where it lives.
+    """
+
+    takes: tuple[Version, ...]
+    gives: tuple[Version, ...]
+    gradients: tuple[tuple[StateTensor, Version], ...]
+    partition: Partition
+    state: dict[Version, StateTensor]
+
+
+@dataclass(frozen=True)
+class Sections:
+    """A joint graph in sections.
+
+    Attributes:
+        forward: gives the outputs, then the saved values.
+        backward: takes the saved values, then cotangents; gives cotangents of inputs.
+        saved: the number of saved values.
+        input, weight: the halves of the backward, as `SplitBackward` has them.
+        kept: indices of what the backward takes, and `weight` as well.
+    """
+
+    forward: Section
+    backward: Section
+    saved: int
+    input: Section | None = None
+    weight: Section | None = None
+    kept: tuple[int, ...] = ()
+
+
+def relabelled(joint: Joint, propagation: Propagation) -> Joint:
+    """The joint graph in terms of the graph that has layouts."""
+    of = propagation.copies
+    forward: set[str] = set()
+    behind = {of[n] for n in joint.graph.nodes if n in of and n.name not in joint.forward}
+    for node in propagation.graph.nodes:
+        if node in behind and node.op == "call_function":
+            break
+        forward.add(node.name)
+    if not joint.cotangents:
+        forward.update(node.name for node in propagation.graph.nodes)
+    ends = iter(propagation.outputs)
+
+    def end(node: fx.Node) -> fx.Node:
+        version = next(ends)  # of the node's copy, or of one that was made in another layout
+        return of[node] if version is None else version.node
+
+    moved = _on_nodes(joint, propagation.graph, of, end)
+    return replace(moved, forward=frozenset(forward))
+
+
+def _on_nodes(
+    joint: Joint,
+    graph: fx.Graph,
+    of: Mapping[fx.Node, fx.Node],
+    end: Callable[[fx.Node], fx.Node],
+) -> Joint:
+    """The joint graph in terms of another one; `end` is called for each output, in order."""
+    return replace(
+        joint,
+        graph=graph,
+        state=tuple((of[node], tensor) for node, tensor in joint.state),
+        inputs=tuple(of[node] for node in joint.inputs),
+        cotangents=tuple(of[node] for node in joint.cotangents),
+        outputs=tuple(end(node) for node in joint.outputs),
+        rebinds=tuple((rebind, end(node)) for rebind, node in joint.rebinds),
+        input_grads=tuple(end(node) for node in joint.input_grads),
+        state_grads=tuple((tensor, end(node)) for tensor, node in joint.state_grads),
+    )
+
+
+class Cutter:
+    """Cuts one joint graph.
+
+    Args:
+        joint: the graph before it was laid out.
+        propagation: its layouts.
+        ranks: those whose graphs are wanted.
+        stored: the layer of each parameter that is gathered for its use, by path.
+
+    Attributes:
+        buckets: of the gradients of state, by path; a backward is cut where the last one of a
+            bucket is there.
+    """
+
+    def __init__(
+        self,
+        joint: Joint,
+        propagation: Propagation,
+        ranks: Collection[int],
+        stored: Mapping[str, str],
+    ) -> None:
+        self.joint = relabelled(joint, propagation)
+        self._propagation = propagation
+        self._ranks = ranks
+        ends = iter(propagation.outputs)
+        self._outputs = _versions(next(ends) for _ in joint.outputs)
+        self._refuse_products()
+        self._input_grads = _versions(next(ends) for _ in joint.input_grads)
+        # Behind them are ops that write to state without saying so.
+        found = _versions(next(ends) for _ in joint.state_grads)
+        gradients = zip(joint.state_grads, found, strict=True)
+        self._gradients = tuple((tensor, version) for (tensor, _), version in gradients)
+        self._forward = [n for n in propagation.graph.nodes if n.name in self.joint.forward]
+        self._state = dict(self.joint.state)
+        self._stored = {n: stored[t.path] for n, t in self._state.items() if t.path in stored}
+        self.buckets: Mapping[str, int] = {}
+
+    @property
+    def gradients(self) -> list[tuple[StateTensor, Version]]:
+        """What the backward adds to `.grad` of the state, in the order in which it is there."""
+        order = {node: index for index, node in enumerate(self._propagation.graph.nodes)}
+        return sorted(self._gradients, key=lambda pair: order[pair[1].node])
+
+    def _refuse_products(self) -> None:
+        """Refuse outputs of which several factors of a dimension are cut: no type says that."""
+        for version in self._outputs:
+            if any(isinstance(cut, Product) for cut in version.layout.cuts):
+                raise LayoutError(
+                    f"{text_of(version)} is an output, and a dimension of it is cut as several "
+                    "factors of it are, which no type says",
+                    loc=self._propagation.locations.get(version.node),
+                    remedy="return it without viewing two cut dimensions as one",
+                )
+
+    def forward(self, saved: Sequence[Version] = ()) -> Section:
+        """The forward, with what is saved of it behind its outputs."""
+        takes = tuple(Version(node, self._propagation.layout(node)) for node in self.joint.inputs)
+        return self._section(self._forward, takes, (*self._outputs, *saved), (), (), self._state)
+
+    def sections(self, volatile: Collection[int], what: Recompute) -> Sections:
+        """All sections; arguments as those of `recomputed`."""
+        joint = self.joint
+        cut = Cut(joint, volatile, recomputed(joint, volatile, what))
+        changing = {joint.state[index][0] for index in volatile}
+        state = {node: tensor for node, tensor in self._state.items() if node not in changing}
+        made = self._exchanged(self._forward, self._outputs, self._state)
+        # What was gathered of state is not kept for the backward, which gathers it again.
+        given = [v for v in made if v.node not in state] if what is not Recompute.ALL else ()
+        cotangents = self._cotangents()
+        found = self._inputs(cut, cut.body, self._input_grads, self._gradients, given, state)
+        saved = tuple(v for v in found if v not in cotangents)
+        takes = (*saved, *cotangents)
+        backward = self._section(
+            self._with_views(cut, cut.body), takes, self._input_grads, self._gradients, given, state
+        )
+        whole = Sections(self.forward(saved), backward, len(saved))
+        return self._halved(whole, cut, given, state)
+
+    def _halved(
+        self,
+        whole: Sections,
+        cut: Cut,
+        given: Collection[Version],
+        state: dict[fx.Node, StateTensor],
+    ) -> Sections:
+        """The sections, with the halves of the backward where a part of it can be put off."""
+        takes = whole.backward.takes
+        if not self._input_grads:
+            kept = tuple(range(len(takes)))
+            return replace(whole, weight=whole.backward, kept=kept) if self._gradients else whole
+        found = sides(self.joint, cut)
+        if found is None or found[0] & found[1]:
+            return whole
+        first, second = ([n for n in cut.body if n in side] for side in found)
+        early = tuple((t, v) for t, v in self._gradients if v.node not in found[1])
+        late = tuple((t, v) for t, v in self._gradients if v.node in found[1])
+        results = [*self._input_grads, *(version for _, version in early)]
+        made = {*given, *self._exchanged(self._with_views(cut, first), results, state)}
+        wanted = self._inputs(cut, second, (), late, made, state)
+        left = tuple(version for version in wanted if version not in takes)
+        kept = tuple(i for i, version in enumerate(takes) if version in wanted)
+        weight_takes = (*(takes[i] for i in kept), *left)
+        input_nodes, weight_nodes = self._with_views(cut, first), self._with_views(cut, second)
+        return replace(
+            whole,
+            input=self._section(
+                input_nodes, takes, (*self._input_grads, *left), early, given, state
+            ),
+            weight=self._section(weight_nodes, weight_takes, (), late, made, state),
+            kept=kept,
+        )
+
+    def _cotangents(self) -> tuple[Version, ...]:
+        layout = self._propagation.layout
+        return tuple(Version(node, layout(node)) for node in self.joint.cotangents)
+
+    def _with_views(self, cut: Cut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """Nodes of the backward, with the views of other values that it takes again."""
+        found = set(nodes)
+        sources = [s for node in nodes for s in node.all_input_nodes]
+        for node in (*sources, *cut.results()):
+            while node not in found and (base := _viewed(cut, node)) is not None:
+                found.add(node)
+                node = base
+        return found
+
+    def _inputs(
+        self,
+        cut: Cut,
+        nodes: Sequence[fx.Node],
+        gives: Sequence[Version],
+        gradients: Sequence[tuple[StateTensor, Version]],
+        given: Collection[Version],
+        state: dict[fx.Node, StateTensor],
+    ) -> tuple[Version, ...]:
+        """The versions that some nodes of the backward take of others."""
+        outputs = [*gives, *(version for _, version in gradients)]
+        chosen = self._with_views(cut, nodes)
+        return partition(self._propagation, chosen, outputs, given, state, (), self._stored).inputs
+
+    def _exchanged(
+        self,
+        nodes: Collection[fx.Node],
+        outputs: Sequence[Version],
+        state: Collection[fx.Node],
+    ) -> frozenset[Version]:
+        return exchanged(self._propagation, nodes, outputs, state, self._stored)
+
+    def _section(
+        self,
+        nodes: Collection[fx.Node],
+        takes: tuple[Version, ...],
+        gives: tuple[Version, ...],
+        gradients: tuple[tuple[StateTensor, Version], ...],
+        given: Collection[Version],
+        state: dict[fx.Node, StateTensor],
+    ) -> Section:
+        outputs = [*gives, *(version for _, version in gradients)]
+        buckets = {v.node: self.buckets[t.path] for t, v in gradients if t.path in self.buckets}
+        parts = partition(
+            self._propagation, nodes, outputs, given, state, self._ranks, self._stored, buckets
+        )
+        missing = [version for version in parts.inputs if version not in takes]
+        assert not missing, f"a section takes {missing} of nobody"
+        held = {Version(n, self._propagation.layout(n)): tensor for n, tensor in state.items()}
+        return Section(takes, gives, gradients, parts, held)
+
+
+def _viewed(cut: Cut, node: fx.Node) -> fx.Node | None:
+    """The node that another is a view of; one that was written in place is a value by itself."""
+    return None if written_in_place(node) is not None else cut.base(node)
+
+
+def _versions(ends: Iterable[Version | None]) -> tuple[Version, ...]:
+    found = tuple(ends)
+    return tuple(version for version in found if version is not None)

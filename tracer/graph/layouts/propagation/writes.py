@@ -1,0 +1,112 @@
+"""In which part of a graph state is written in place and read: in the order of the graph.
+
+A part has what can run after so many exchanges, and what it takes of other parts says when that
+is. Memory says it of state that is written: reads and writes of it keep their order. Views of such
+state are taken where they are used, since what goes from part to part has memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import fx
+
+from ....values.operators import (
+    written_values,
+)
+from ...autodiff.subgraphs import is_view, memory_of
+from ..cases import LayoutError
+from ..versions import Propagation, Version
+
+_REMEDY = "give a copy of it, as by x.clone(), made behind the write"
+
+
+class StateWrites:
+    """The writes of a graph to state.
+
+    Args:
+        propagation: the graph.
+        nodes: those of it that run.
+        state: placeholders of the state.
+    """
+
+    def __init__(
+        self, propagation: Propagation, nodes: Iterable[fx.Node], state: Collection[fx.Node]
+    ) -> None:
+        self._propagation = propagation
+        own = {memory_of(node) for node in state}
+        self._written: dict[fx.Node, set[int | None]] = {}
+        for node in nodes:
+            found = {memory_of(each) for each in _written_by(node)} & own
+            if found:
+                self._written[node] = found
+        self._memory = set().union(*self._written.values())
+        self._wrote: dict[int | None, int] = {}
+        self._read: dict[int | None, int] = {}
+
+    def has(self, node: fx.Node) -> bool:
+        """True if a node reads or writes state that is written, or gives a view of it."""
+        return memory_of(node) in self._memory or bool(self._touched(node))
+
+    def earliest(self, node: fx.Node) -> int:
+        """The part in which a node can run at the earliest; nodes come in the graph's order."""
+        written = self._written.get(node, set())
+        return max(
+            (
+                max(self._wrote.get(memory, 0), self._read.get(memory, 0) * (memory in written))
+                for memory in self._touched(node)
+            ),
+            default=0,
+        )
+
+    def note(self, node: fx.Node, part: int) -> None:
+        """A node runs in a part."""
+        written = self._written.get(node, set())
+        for memory in self._touched(node):
+            latest = self._wrote if memory in written else self._read
+            latest[memory] = max(part, latest.get(memory, 0))
+
+    def move_views(self, parts: dict[fx.Node, int]) -> None:
+        """Move views of state that is written to where they are used.
+
+        Raises:
+            LayoutError: one is used in several parts.
+        """
+        for node in reversed(parts):
+            if memory_of(node) not in self._memory:
+                continue
+            used = {parts[user] for user in node.users if user in parts}
+            if not is_view(node):
+                used.add(parts[node])
+            if len(used) > 1:
+                raise self._error(node, "is used before and behind an exchange between ranks")
+            parts[node] = min(used, default=parts[node])
+
+    def check(self, given: Iterable[Version | None], transferred: Iterable[Version]) -> None:
+        """Refuse to give or to transfer what shares memory with state that is written.
+
+        Raises:
+            LayoutError: something does.
+        """
+        for what, versions in (("is given", given), ("is transferred", transferred)):
+            for version in versions:
+                if version is not None and memory_of(version.node) in self._memory:
+                    raise self._error(version.node, what)
+
+    def _touched(self, node: fx.Node) -> set[int | None]:
+        return {memory_of(each) for each in node.all_input_nodes} & self._memory
+
+    def _error(self, node: fx.Node, what: str) -> LayoutError:
+        return LayoutError(
+            f"%{node.name} {what}, and shares memory with state that is written in place",
+            loc=self._propagation.locations.get(node),
+            remedy=_REMEDY,
+        )
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = written_values(node.target, node.args, node.kwargs)
+    return [each for each in found if isinstance(each, fx.Node)]

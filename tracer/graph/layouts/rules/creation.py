@@ -1,0 +1,106 @@
+"""Rules of ops that make a tensor from numbers: whole, or in pieces where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .....ir.layout import Cut, Layout, shape_of
+from ..cases import Answer, Case, Expansion, Local, LocalOp, Rule, whole
+from ..cuts import canonical
+
+_ATEN = torch.ops.aten
+
+
+def made(case: Case, sizes: Mapping[str, int], local: Local | None = None) -> Answer:
+    """Any layout, if asked for; else copies. Operands, if any, only lend their type."""
+    rank = len(case.shape())
+    result = whole(rank)
+    if case.asked is not None:
+        pairs = zip(case.asked, case.shape(), strict=True)
+        result = Layout(tuple(canonical(cut, size, case.sizes) for cut, size in pairs))
+    wanted = tuple(operand.layout for operand in case.operands)
+    return Answer(wanted, (result,), sizes, local, frozenset(range(rank)))
+
+
+def counting(function: Callable[..., Any], cut: Cut) -> Expansion:
+    """An expansion that counts by `torch.arange`, each rank the entries of its piece alone."""
+    return Expansion(function, {_ATEN.arange.default: (cut,)})
+
+
+def whole_then_piece(op: LocalOp) -> Any:
+    """Make the whole tensor, and take the rank's piece of it."""
+    region = op.results[0]
+    assert region is not None
+    return op.piece(op.run(), region)
+
+
+def zeros(op: LocalOp, like: fx.Node) -> Any:
+    """Zeros for all results of an op, where kernels do not take an empty piece."""
+    found = tuple(
+        None
+        if region is None
+        else op.emit(_ATEN.new_zeros.default, like, list(shape_of(region)), dtype=fake.dtype)
+        for region, fake in zip(op.results, op.fakes, strict=True)
+    )
+    return found if len(found) > 1 else found[0]
+
+
+def _filled(case: Case) -> Answer:
+    return made(case, {"size": 0})
+
+
+def _counted(case: Case) -> Answer:
+    return made(case, {}, whole_then_piece)
+
+
+def _like(case: Case) -> Answer:
+    """Cut as the tensor that it is made like, whose values do not matter."""
+    (operand,) = case.operands
+    return Answer((operand.layout,), (Layout(operand.cuts),))
+
+
+def _filled_strided(case: Case) -> Answer:
+    return made(case, {}, _local_strided)
+
+
+def _local_strided(op: LocalOp) -> Any:
+    """A piece needs no gaps between its rows."""
+    (region,), (like,) = op.results, op.fakes
+    assert region is not None
+    return op.emit(
+        _ATEN.empty.memory_format, list(shape_of(region)), dtype=like.dtype, device=like.device
+    )
+
+
+RULES: Mapping[object, Rule] = {
+    **dict.fromkeys(
+        (
+            *(_ATEN.full.default, _ATEN.zeros.default, _ATEN.ones.default),
+            *(_ATEN.empty.memory_format, _ATEN.new_zeros.default, _ATEN.new_ones.default),
+            *(_ATEN.new_full.default, _ATEN.new_empty.default),
+        ),
+        _filled,
+    ),
+    **dict.fromkeys(
+        (
+            *(_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step),
+            *(_ATEN.scalar_tensor.default, _ATEN.eye.default, _ATEN.eye.m),
+            _ATEN.linspace.default,
+        ),
+        _counted,
+    ),
+    **dict.fromkeys(
+        (_ATEN.empty_strided.default, _ATEN.new_empty_strided.default), _filled_strided
+    ),
+    **dict.fromkeys(
+        (
+            *(_ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.default),
+            _ATEN.empty_like.default,
+        ),
+        _like,
+    ),
+}

@@ -1,0 +1,210 @@
+"""Rules in einsum's letters: products of matrices, and operators for which users declare them.
+
+A contracted dimension of a product that is cut leaves summands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from .....ir.layout import volume
+from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
+from ..factors import Dims, Factors, each, jointly, letters, sizes_of, solve
+from .creation import zeros
+from .pointwise import broadcast
+
+_ATEN = torch.ops.aten
+
+_PRODUCTS = {
+    _ATEN.mm.default: "mk,kn->mn",
+    _ATEN.bmm.default: "bmk,bkn->bmn",
+    _ATEN.mv.default: "mk,k->m",
+    _ATEN.dot.default: "k,k->",
+}
+
+_SUMS_WITH_PRODUCTS = {
+    _ATEN.addmm.default: ("mk,kn->mn", _ATEN.mm.default, ("mat1", "mat2")),
+    _ATEN.baddbmm.default: ("bmk,bkn->bmn", _ATEN.bmm.default, ("batch1", "batch2")),
+    _ATEN.addmv.default: ("mk,k->m", _ATEN.mv.default, ("mat", "vec")),
+}
+
+_DECLARED: dict[torch._ops.OpOverload, tuple[str, str]] = {}
+"""Letters of each op, and those that may be cut; one for a process, as torch's operators are."""
+
+
+def _product(text: str, case: Case) -> Answer:
+    given, made = letters(text)
+    sizes = sizes_of(given, [operand.shape for operand in case.operands])
+    return solve(case, Factors(given, made, sizes, each(0, 1)))
+
+
+def _sum_with_product(
+    text: str, product: Any, names: tuple[str, str], case: Case
+) -> Answer | Expansion:
+    """A bias is added once: where the product gives summands, to their sum."""
+    one, other = (case[name] for name in names)
+    if _gives_summands(one, other, text):
+        return Expansion(partial(_apart, product, names))
+    given, made = letters(text)
+    (result,) = made
+    (bias,), _ = broadcast([case["self"].shape], case.shape())
+    renamed = {f"d{i}": dim for i, dim in enumerate(result)}
+    dims = tuple(renamed[dim[0]] if dim else () for dim in bias)
+    shapes = [one.shape, other.shape]
+    linear = (*jointly(0, 1), *jointly(0, 2))
+    return solve(case, Factors((dims, *given), made, sizes_of(given, shapes), linear))
+
+
+def _gives_summands(one: Operand, other: Operand, text: str) -> bool:
+    """True if a contracted dimension is cut, or a factor is a summand."""
+    if one.layout.summands or other.layout.summands:
+        return True
+    (first, second), (result,) = letters(text)
+    pairs = [*zip(first, one.cuts, strict=True), *zip(second, other.cuts, strict=True)]
+    return any(cut and dim not in result for dim, cut in pairs)
+
+
+def _apart(
+    product: Any,
+    names: tuple[str, str],
+    *,
+    self: torch.Tensor,
+    beta: float,
+    alpha: float,
+    **given: Any,
+) -> torch.Tensor:
+    found: torch.Tensor = product(given[names[0]], given[names[1]])
+    scaled = found if alpha == 1 else found * alpha
+    return scaled + (self if beta == 1 else self * beta)
+
+
+RULES: Mapping[object, Rule] = {
+    **{op: partial(_product, text) for op, text in _PRODUCTS.items()},
+    **{op: partial(_sum_with_product, *row) for op, row in _SUMS_WITH_PRODUCTS.items()},
+}
+
+
+def layout_rule(op: torch._ops.OpOverload, dimensions: str, *, cut: str) -> None:
+    """Declare what an operator of one's own does with tensors of which ranks hold pieces.
+
+    Each dimension of the operator's tensors, and of its results, gets a letter, as in einsum;
+    dimensions of one letter are cut alike. Where a letter is cut, each rank calls the operator with
+    its pieces, and that must give its pieces of the results. Nothing is summed: a letter that may
+    be cut stands in each result. Without a rule, an operator takes whole tensors only.
+
+    A kernel of attention over heads `h`, of `query [batch, heads, queries, width]` and keys and
+    values `[batch, heads, keys, width]`, which may be cut by batch and by heads:
+
+        cg.layout_rule(torch.ops.mine.attend.default, "bhqw,bhkw,bhkw->bhqw", cut="bh")
+
+    Declare it beside the operator, on every rank, before a step that calls it is lowered.
+
+    Args:
+        op: an overload of an operator, such as `torch.ops.mine.attend.default`.
+        dimensions: a word for each tensor that it takes, in the order of its arguments, `->`, and a
+            word for each tensor that it returns. Words have commas between them; that of a tensor
+            without dimensions is empty.
+        cut: the letters that may be cut. All others must be whole.
+
+    Raises:
+        TypeError: `op` is no overload of an operator.
+        ValueError: the text is no such list of words, a letter of `cut` is not in each result, or
+            the operator has another rule.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        raise TypeError(
+            "cg.layout_rule takes an overload of an operator, such as "
+            f"torch.ops.mine.attend.default, not {op!r}"
+        )
+    declared = (dimensions.replace(" ", ""), cut)
+    _check(op, *declared)
+    if _DECLARED.setdefault(op, declared) != declared:
+        raise ValueError(
+            f"{op} has another layout rule, {_DECLARED[op][0]!r} with cut={_DECLARED[op][1]!r}; "
+            "declare one rule, beside the operator"
+        )
+
+
+def declared_rule(op: torch._ops.OpOverload) -> Rule | None:
+    """The rule that was declared for an op, if one was."""
+    declared = _DECLARED.get(op)
+    return None if declared is None else partial(_rule, *declared)
+
+
+def _check(op: torch._ops.OpOverload, dimensions: str, cut: str) -> None:
+    given, arrow, made = dimensions.partition("->")
+    words = [*given.split(","), *made.split(",")]
+    wrong = [word for word in words if (word and not word.isalpha()) or len({*word}) < len(word)]
+    if not arrow or wrong:
+        raise ValueError(
+            f"the layout rule of {op} is {dimensions!r}; it takes a word of letters, each once, "
+            "for each tensor, as 'bhqw,bhkw,bhkw->bhqw'"
+        )
+    missing = [letter for letter in cut if any(letter not in word for word in made.split(","))]
+    if missing:
+        raise ValueError(
+            f"the layout rule of {op} may not cut {', '.join(missing)}, which is not in each of "
+            f"its results {made}: what would come out on a rank is no piece of them"
+        )
+
+
+def _rule(dimensions: str, cut: str, case: Case) -> Answer:
+    given, made = letters(dimensions)
+    _match(case, given, made)
+    sizes = sizes_of(given, [operand.shape for operand in case.operands])
+    sizes |= sizes_of(made, [case.shape(index) for index in range(len(made))])
+    named = {dim[0] for dims in (*given, *made) for dim in dims}
+    reason = f"in {dimensions}, of which {cut or 'nothing'} may be cut"
+    keep = {letter: f"is {letter!r} {reason}" for letter in sorted(named - {*cut})}
+    factors = Factors(given, made, sizes, keep=keep, reduce=None)
+    return solve(case, factors, local=_local)
+
+
+def _local(op: LocalOp) -> Any:
+    """The op; of empty pieces, empty tensors, for kernels need not take them."""
+    if all(region is not None and not volume(region) for region in op.results):
+        like = next(value for value in op.arguments.values() if isinstance(value, fx.Node))
+        return zeros(op, like)
+    return op.run()
+
+
+def _match(case: Case, given: tuple[Dims, ...], made: tuple[Dims, ...]) -> None:
+    """Check that an op's tensors have the dimensions that its rule names.
+
+    Raises:
+        LayoutError: they have others.
+    """
+    taken = [operand.shape for operand in case.operands]
+    if not _fits(given, taken) or not _fits(made, case.shapes):
+        raise case.error(
+            f"its layout rule names {_spell(given)}->{_spell(made)}, but its tensors have "
+            f"{_count(taken)} -> {_count(case.shapes)} dimensions",
+            "give the rule a word for each tensor, with a letter for each dimension",
+        )
+    sizes: dict[str, int] = {}
+    pairs = zip((*given, *made), (*taken, *case.shapes), strict=True)
+    for dims, shape in pairs:
+        for (letter,), size in zip(dims, shape or (), strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise case.error(
+                    f"its layout rule has one letter {letter!r} for dimensions of "
+                    f"{sizes[letter]} and {size}",
+                    "give dimensions that differ letters of their own",
+                )
+
+
+def _fits(dims: tuple[Dims, ...], shapes: Sequence[Shape | None]) -> bool:
+    return [len(word) for word in dims] == [None if each is None else len(each) for each in shapes]
+
+
+def _count(shapes: Sequence[Shape | None]) -> str:
+    return ", ".join("no" if shape is None else str(len(shape)) for shape in shapes)
+
+
+def _spell(dims: tuple[Dims, ...]) -> str:
+    return ",".join("".join(dim[0] for dim in word) for word in dims)

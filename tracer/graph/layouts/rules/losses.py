@@ -1,0 +1,269 @@
+"""Rules of losses: of batches that may be cut, and over classes that may be cut.
+
+A loss of a cut batch is a sum over ranks; a mean divides it by the count of the whole. Where
+classes are cut, the entry of the target is found by comparisons, which ranks add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .....ir.attributes import ReduceOp
+from ..cases import Answer, Case, Expansion, Operand, Rule, whole
+from ..factors import Dims, Factors, each, solve
+from ..values.accumulation import accumulated, accumulation_type
+from ..values.ids import CHECKED_IDS
+from .creation import counting
+from .pointwise import broadcast, operand
+
+_ATEN = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""Reductions of losses, as aten numbers them."""
+
+
+def _is_cut(case: Case) -> bool:
+    return any(operand.layout.axes for operand in case.operands)
+
+
+def _entries(case: Case) -> Answer | Expansion:
+    """A loss that compares two tensors entry by entry."""
+    if case["reduction"] == _MEAN and _is_cut(case):
+        return Expansion(partial(_mean_of, case.target))
+    if case["reduction"] == _SUM and _is_cut(case) and _is_rounded(case["self"]):
+        return Expansion(partial(_sum_of, case.target))
+    shapes = [operand.shape for operand in case.operands]
+    full = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    given, made = broadcast(shapes, tuple(full))
+    sizes = {f"d{i}": size for i, size in enumerate(full)}
+    result = made if case["reduction"] == _NONE else ()
+    return solve(case, Factors(given, (result,), sizes, (), {}, ReduceOp.SUM))
+
+
+def _is_rounded(operand: Operand) -> bool:
+    """True if sums of tensors of the type are added up in a wider one."""
+    return accumulation_type(operand.dtype) is not operand.dtype
+
+
+def _mean_of(op: Any, /, *, reduction: int, **given: Any) -> torch.Tensor:
+    losses: torch.Tensor = op(**given, reduction=_NONE)
+    return accumulated(losses).sum() / losses.numel()
+
+
+def _sum_of(op: Any, /, *, reduction: int, **given: Any) -> torch.Tensor:
+    losses: torch.Tensor = op(**given, reduction=_NONE)
+    return accumulated(losses).sum()
+
+
+def _entries_backward(case: Case) -> Answer | Expansion:
+    if case["reduction"] == _MEAN and _is_cut(case):
+        return Expansion(partial(_mean_backward_of, case.target))
+    shapes = [operand.shape for operand in case.operands]
+    full = case.shape()
+    given, made = broadcast(shapes, full)
+    sizes = {f"d{i}": size for i, size in enumerate(full)}
+    return solve(case, Factors(given, (made,), sizes, each(0)))
+
+
+def _mean_backward_of(
+    op: Any, /, *, grad_output: torch.Tensor, self: torch.Tensor, reduction: int, **given: Any
+) -> torch.Tensor:
+    shared = accumulated(grad_output) / self.numel()
+    wide = {name: _wide(value) for name, value in given.items()}
+    found: torch.Tensor = op(grad_output=shared, self=accumulated(self), **wide, reduction=_SUM)
+    return found
+
+
+def _wide(value: Any) -> Any:
+    return accumulated(value) if isinstance(value, torch.Tensor) else value
+
+
+def _nll_loss(case: Case) -> Answer | Expansion:
+    """Loss and weight of targets: over a cut batch both are summands, and a mean divides after."""
+    given: Operand = case["self"]
+    classes = len(given.shape) - 1
+    cut_batch = (classes == 1 and case.has_cut(given, 0)) or any(case["target"].cuts)
+    weight = operand(case, "weight")
+    if case.has_cut(given, classes) or case.has_cut(weight, 0):
+        return counting(partial(_nll_loss_of, weight is not None), given.cuts[classes])
+    if cut_batch and (case["reduction"] == _MEAN or _adds_rounded(case)):
+        return Expansion(partial(_summed, case.target))
+    batch, sizes = _batch(given)
+    operands = [(*batch, ("c",)), batch, *([(("c",),)] if weight is not None else [])]
+    if case["reduction"] == _NONE:
+        return _unreduced(case, tuple(operands), batch, sizes)
+    keep = {"c": "has the entry of the target"}
+    return solve(case, Factors(tuple(operands), ((), ()), sizes, (), keep))
+
+
+def _unreduced(
+    case: Case, operands: tuple[Dims, ...], batch: Dims, sizes: Mapping[str, int]
+) -> Answer:
+    """A loss for each row; the total weight is not computed, so the same on all ranks."""
+    keep = {"c": "has the entry of the target"}
+    answer = solve(case, Factors(operands, (batch, None), sizes, (), keep))
+    return replace(answer, results=(answer.results[0], whole(0)))
+
+
+def _batch(given: Operand) -> tuple[Dims, dict[str, int]]:
+    sizes = {"c": given.shape[-1]}
+    if len(given.shape) == 1:
+        return (), sizes
+    return (("n",),), sizes | {"n": given.shape[0]}
+
+
+def _adds_rounded(case: Case) -> bool:
+    return case["reduction"] == _SUM and _is_rounded(case["self"])
+
+
+def _summed(op: Any, /, *, self: torch.Tensor, weight: Any, reduction: int, **given: Any) -> Any:
+    """The loss of a cut batch: sums of losses and of weights, each in the accumulation type."""
+    if accumulation_type(self.dtype) is self.dtype:
+        total, count = op(self=self, weight=weight, **given, reduction=_SUM)
+    else:
+        losses, _ = op(self=self, weight=weight, **given, reduction=_NONE)
+        total = accumulated(losses).sum()
+        count = _weights(weight, **given).sum(dtype=total.dtype)
+    return (total / count if reduction == _MEAN else total), count
+
+
+def _weights(weight: Any, *, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """What each target counts: 1 or the weight of its class; 0 where it is ignored."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted
+    return torch.where(counted, weight[torch.where(counted, target, 0)], 0)
+
+
+def _nll_loss_of(
+    weighted: bool,
+    *,
+    self: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+) -> Any:
+    """The loss by comparisons of classes with targets, which pieces of the classes add up to."""
+    # A target that no class has would have no loss.
+    target = CHECKED_IDS(target, self.shape[-1], ignore_index, "nll_loss")
+    chosen = _chosen(self, target, ignore_index)
+    one = self.new_ones(self.shape[-1:]) if not weighted else weight
+    wide = accumulation_type(self.dtype)
+    weights = torch.where(chosen, one, 0).sum(-1, dtype=wide)
+    picked = torch.where(chosen, self, 0).sum(-1, dtype=wide)
+    losses = -picked * weights
+    if reduction == _NONE:
+        return losses, self.new_zeros(())
+    total, count = losses.sum(), weights.sum()
+    return (total / count if reduction == _MEAN else total), count
+
+
+def _chosen(given: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    classes = torch.arange(given.shape[-1], device=given.device)
+    counted = (target != ignore_index).unsqueeze(-1)
+    return (target.unsqueeze(-1) == classes) & counted
+
+
+def _nll_loss_backward(case: Case) -> Answer | Expansion:
+    given: Operand = case["self"]
+    weight = operand(case, "weight")
+    if case.has_cut(given, len(given.shape) - 1) or case.has_cut(weight, 0):
+        cut = given.cuts[-1]
+        return counting(partial(_nll_loss_backward_of, weight is not None), cut)
+    batch, sizes = _batch(given)
+    gradient = batch if case["reduction"] == _NONE else ()
+    operands = [gradient, (*batch, ("c",)), batch]
+    operands += [(("c",),)] if weight is not None else []
+    keep = {"c": "has the entry of the target"}
+    result = (*batch, ("c",))
+    return solve(case, Factors((*operands, ()), (result,), sizes, each(0), keep))
+
+
+def _nll_loss_backward_of(
+    weighted: bool,
+    *,
+    grad_output: torch.Tensor,
+    self: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    wide = accumulated(grad_output)
+    scaled = wide / total_weight if reduction == _MEAN else wide
+    one = self.new_ones(self.shape[-1:]) if not weighted else weight
+    spread = scaled.unsqueeze(-1) if reduction == _NONE else scaled
+    return torch.where(_chosen(self, target, ignore_index), -spread * one, 0)
+
+
+def _nll_loss_2d(case: Case) -> Answer | Expansion:
+    """As of rows, with classes in the second dimension."""
+    given: Operand = case["self"]
+    weight = operand(case, "weight")
+    if case.has_cut(given, 1) or case.has_cut(weight, 0):
+        return counting(partial(_nll_loss_2d_of, weight is not None), given.cuts[1])
+    if _is_cut(case) and (case["reduction"] == _MEAN or _adds_rounded(case)):
+        return Expansion(partial(_summed, case.target))
+    batch, image, sizes = _pixels(given)
+    operands = (image, batch, *([(("c",),)] if weight is not None else []))
+    if case["reduction"] == _NONE:
+        return _unreduced(case, operands, batch, sizes)
+    keep = {"c": "has the entry of the target"}
+    return solve(case, Factors(operands, ((), ()), sizes, (), keep))
+
+
+def _pixels(given: Operand) -> tuple[Dims, Dims, dict[str, int]]:
+    """Dimensions of targets, and of the images of classes; their sizes."""
+    batch: Dims = (("n",), ("h",), ("w",))
+    image: Dims = (("n",), ("c",), ("h",), ("w",))
+    return batch, image, dict(zip("nchw", given.shape, strict=True))
+
+
+def _nll_loss_2d_of(weighted: bool, *, self: torch.Tensor, **given: Any) -> Any:
+    return _nll_loss_of(weighted, self=self.movedim(1, -1), **given)
+
+
+def _nll_loss_2d_backward(case: Case) -> Answer | Expansion:
+    given: Operand = case["self"]
+    weight = operand(case, "weight")
+    if case.has_cut(given, 1) or case.has_cut(weight, 0):
+        return counting(partial(_nll_loss_2d_backward_of, weight is not None), given.cuts[1])
+    batch, image, sizes = _pixels(given)
+    gradient = batch if case["reduction"] == _NONE else ()
+    operands = [gradient, image, batch, *([(("c",),)] if weight is not None else []), ()]
+    keep = {"c": "has the entry of the target"}
+    return solve(case, Factors(tuple(operands), (image,), sizes, each(0), keep))
+
+
+def _nll_loss_2d_backward_of(weighted: bool, *, self: torch.Tensor, **given: Any) -> torch.Tensor:
+    return _nll_loss_backward_of(weighted, self=self.movedim(1, -1), **given).movedim(-1, 1)
+
+
+RULES: Mapping[object, Rule] = {
+    _ATEN.nll_loss_forward.default: _nll_loss,
+    _ATEN.nll_loss_backward.default: _nll_loss_backward,
+    _ATEN.nll_loss2d_forward.default: _nll_loss_2d,
+    _ATEN.nll_loss2d_backward.default: _nll_loss_2d_backward,
+    **dict.fromkeys(
+        (
+            *(_ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default, _ATEN.huber_loss.default),
+            *(_ATEN.soft_margin_loss.default, _ATEN.binary_cross_entropy.default),
+            _ATEN.binary_cross_entropy_with_logits.default,
+        ),
+        _entries,
+    ),
+    **dict.fromkeys(
+        (
+            *(_ATEN.mse_loss_backward.default, _ATEN.smooth_l1_loss_backward.default),
+            *(_ATEN.huber_loss_backward.default, _ATEN.soft_margin_loss_backward.default),
+            _ATEN.binary_cross_entropy_backward.default,
+        ),
+        _entries_backward,
+    ),
+}

@@ -1,0 +1,212 @@
+"""Rules of normalizations: what is normalized is whole; gradients of scales are sums over rows.
+
+A batch norm is one over the whole batch, of which ranks add up what their rows have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .....ir.layout import shape_of
+from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, whole
+from ..factors import Dims, Factors, each, solve
+from ..values.accumulation import accumulated
+from .creation import zeros
+from .pointwise import operand
+
+_ATEN = torch.ops.aten
+
+
+def _dims(
+    given: Operand, normalized: int
+) -> tuple[Dims, Dims, Dims, dict[str, int], dict[str, str]]:
+    """Dimensions of the tensor, of its statistics and of scales; sizes; what is whole."""
+    rank = len(given.shape)
+    dims: Dims = tuple((f"d{i}",) for i in range(rank))
+    batch, inner = dims[: rank - normalized], dims[rank - normalized :]
+    statistics = (*batch, *((),) * normalized)
+    sizes = {f"d{i}": size for i, size in enumerate(given.shape)}
+    keep = {dim[0]: "is normalized" for dim in inner}
+    return dims, statistics, inner, sizes, keep
+
+
+def _layer_norm(case: Case) -> Answer:
+    dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
+    scales = [inner for name in ("weight", "bias") if operand(case, name) is not None]
+    results = (dims, statistics, statistics)
+    return solve(case, Factors((dims, *scales), results, sizes, (), keep))
+
+
+def _layer_norm_backward(case: Case) -> Answer:
+    dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
+    scales = [inner for name in ("weight", "bias") if operand(case, name) is not None]
+    results = _asked(case["output_mask"], (dims, inner, inner))
+    operands = (dims, dims, statistics, statistics, *scales)
+    return solve(case, Factors(operands, results, sizes, each(0), keep))
+
+
+def _rms_norm(case: Case) -> Answer:
+    dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
+    scales = [inner] if operand(case, "weight") is not None else []
+    return solve(case, Factors((dims, *scales), (dims, statistics), sizes, (), keep))
+
+
+def _rms_norm_backward(case: Case) -> Answer:
+    dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
+    scales = [inner] if operand(case, "weight") is not None else []
+    results = _asked(case["output_mask"], (dims, inner))
+    return solve(case, Factors((dims, dims, statistics, *scales), results, sizes, each(0), keep))
+
+
+def _asked(mask: Sequence[bool], results: Sequence[Dims]) -> tuple[Dims | None, ...]:
+    return tuple(dims if asked else None for asked, dims in zip(mask, results, strict=True))
+
+
+def _group_norm(case: Case) -> Answer:
+    """Rows may be cut, and groups of channels; a piece has fewer."""
+    dims, sizes, keep = _image(case["input"], case["group"])
+    scales = [(dims[1],) for name in ("weight", "bias") if operand(case, name) is not None]
+    statistics = (dims[0], ("g",))
+    factors = Factors((dims, *scales), (dims, statistics, statistics), sizes, (), keep)
+    return solve(case, factors, local=_local_groups)
+
+
+def _group_norm_backward(case: Case) -> Answer:
+    dims, sizes, keep = _image(case["input"], case["group"])
+    statistics = (dims[0], ("g",))
+    scales = [(dims[1],)] if operand(case, "weight") is not None else []
+    results = _asked(case["output_mask"], (dims, (dims[1],), (dims[1],)))
+    operands = (dims, dims, statistics, statistics, *scales)
+    return solve(case, Factors(operands, results, sizes, each(0), keep), local=_local_groups)
+
+
+def _image(given: Operand, groups: int) -> tuple[Dims, dict[str, int], dict[str, str]]:
+    sizes = {f"d{i}": size for i, size in enumerate(given.shape)}
+    sizes |= {"g": groups, "k": given.shape[1] // groups}
+    pixels: Dims = tuple((f"d{i}",) for i in range(2, len(given.shape)))
+    keep = dict.fromkeys(("k", *(dim[0] for dim in pixels)), "is normalized")
+    return (("d0",), ("g", "k"), *pixels), sizes, keep
+
+
+def _local_groups(op: LocalOp) -> Any:
+    shape, channels = shape_of(op.operands[0]), op.arguments["C"]
+    groups = op.arguments["group"] * shape[1] // channels
+    if not groups:
+        return zeros(op, next(v for v in op.arguments.values() if isinstance(v, fx.Node)))
+    return op.run(N=shape[0], C=shape[1], group=groups)
+
+
+def _batch_norm(case: Case) -> Answer | Expansion:
+    """By statistics of the whole batch, which are sums over ranks where a batch is cut."""
+    if not case["training"]:
+        dims, sizes = _channels(case["input"])
+        names = ("weight", "bias", "running_mean", "running_var")
+        others = [(dims[1],) for name in names if operand(case, name) is not None]
+        sizes["e"] = 0
+        factors = Factors((dims, *others), (dims, (("e",),), (("e",),)), sizes)
+        return solve(case, factors)
+    if any(operand.layout.axes for operand in case.operands):
+        _check_statistics(case)
+        return Expansion(_batch_norm_of)
+    copies = tuple(operand.layout for operand in case.operands)
+    return Answer(copies, tuple(whole(len(case.shape(i))) for i in range(3)))
+
+
+def _check_statistics(case: Case) -> None:
+    """Running statistics are written where they are, so they are cut as the channels are."""
+    channels = case["input"].cuts[1]
+    for name in ("running_mean", "running_var"):
+        running = operand(case, name)
+        if running is not None and running.cuts != (channels,):
+            raise case.error(
+                f"its channels are {'cut along ' + str(channels) if channels else 'whole'}, and "
+                f"%{running.node.name}, which it updates, is not laid out like that",
+                "give running_mean and running_var the cut of the channels in the plan",
+            )
+
+
+def _channels(given: Operand) -> tuple[Dims, dict[str, int]]:
+    dims: Dims = tuple((f"d{i}",) for i in range(len(given.shape)))
+    return dims, {f"d{i}": size for i, size in enumerate(given.shape)}
+
+
+def _batch_norm_of(
+    *,
+    input: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    rows = [i for i in range(input.dim()) if i != 1]
+    count = input.numel() // max(input.shape[1], 1)
+    wide = accumulated(input)
+    mean = wide.sum(rows) / count
+    centred = wide - _aside(mean, input)
+    variance = centred.square().sum(rows) / count
+    scale = (variance + eps).rsqrt()
+    if running_mean is not None:
+        unbiased = variance * (count / max(count - 1, 1))
+        running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
+        running_var.copy_(running_var * (1 - momentum) + unbiased * momentum)
+    made = centred * _aside(scale, input)
+    made = made if weight is None else made * _aside(weight, input)
+    return made if bias is None else made + _aside(bias, input), mean, scale
+
+
+def _aside(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Values of channels, for an image."""
+    return channels.view(-1, *(1 for _ in like.shape[2:]))
+
+
+def _batch_norm_backward(case: Case) -> Answer | Expansion:
+    if any(operand.layout.axes for operand in case.operands):
+        return Expansion(_batch_norm_backward_of)
+    results = tuple(None if shape is None else whole(len(shape)) for shape in case.shapes)
+    return Answer(tuple(operand.layout for operand in case.operands), results)
+
+
+def _batch_norm_backward_of(
+    *,
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> Any:
+    rows = [i for i in range(input.dim()) if i != 1]
+    count = input.numel() // max(input.shape[1], 1)
+    mean = save_mean if train else running_mean
+    scale = save_invstd if train else (accumulated(running_var) + eps).rsqrt()
+    normed = (accumulated(input) - _aside(mean, input)) * _aside(scale, input)
+    grad = accumulated(grad_out)
+    total, along = grad.sum(rows), (grad * normed).sum(rows)
+    if train:
+        grad = grad - _aside(total / count, input) - normed * _aside(along / count, input)
+    grad = grad * _aside(scale if weight is None else scale * weight, input)
+    made = (grad, along, total)
+    return tuple(v if asked else None for v, asked in zip(made, output_mask, strict=True))
+
+
+RULES: Mapping[object, Rule] = {
+    _ATEN.native_layer_norm.default: _layer_norm,
+    _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
+    _ATEN._fused_rms_norm.default: _rms_norm,
+    _ATEN._fused_rms_norm_backward.default: _rms_norm_backward,
+    _ATEN.native_batch_norm.default: _batch_norm,
+    _ATEN.native_batch_norm_backward.default: _batch_norm_backward,
+    _ATEN.native_group_norm.default: _group_norm,
+    _ATEN.native_group_norm_backward.default: _group_norm_backward,
+}

@@ -1,0 +1,84 @@
+"""The rule of each op: ours, one that a user has declared, or what torch decomposes it to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .....ir.location import Location
+from .. import asked
+from ..cases import LayoutError, Rule
+from ..functional import other_form
+from . import (
+    attention,
+    convolution,
+    creation,
+    decomposed,
+    einsum,
+    indexing,
+    joining,
+    losses,
+    normalization,
+    pointwise,
+    random_draws,
+    reductions,
+    softmax,
+    views,
+)
+
+_FAMILIES = (
+    asked,
+    *(
+        attention,
+        einsum,
+        convolution,
+        creation,
+        indexing,
+        joining,
+        losses,
+        normalization,
+    ),
+    *(pointwise, random_draws, reductions, softmax, views),
+)
+
+RULES: Mapping[object, Rule] = {
+    op: rule for family in _FAMILIES for op, rule in family.RULES.items()
+}
+
+VIEWS = frozenset(views.RULES) - views.SELECTING
+"""Ops that give all entries of their operand, and nothing else."""
+
+LINEAR: frozenset[object] = VIEWS | {
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.mul.Scalar,
+    torch.ops.aten.div.Tensor,
+    torch.ops.aten.div.Scalar,
+    torch.ops.aten.neg.default,
+    torch.ops.aten.sum.dim_IntList,
+}
+"""Ops that cost little, and are linear in each tensor that may be a sum over ranks."""
+
+
+def rule_of(target: object, loc: Location | None) -> Rule:
+    """The rule of an op.
+
+    Raises:
+        LayoutError: what is called is no op.
+    """
+    rule = RULES.get(target)
+    if rule is not None:
+        return rule
+    if isinstance(target, torch._ops.OpOverload):
+        declared = einsum.declared_rule(target)
+        if declared is not None:
+            return declared
+        form = other_form(target)  # what writes in place is laid out as what makes a new tensor
+        if form in RULES:
+            return RULES[form]
+        return pointwise.rule if pointwise.is_pointwise(target) else decomposed.rule
+    raise LayoutError(
+        f"{target} is no operator of torch, so nothing says what it does with tensors that are cut",
+        loc=loc,
+        remedy="call it in a method of an actor that is on one rank",
+    )

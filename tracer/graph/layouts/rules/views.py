@@ -1,0 +1,400 @@
+"""Rules of views: the same entries under other indices, with dimensions as products of factors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .....ir.layout import shape_of
+from ..cases import Answer, Case, Expansion, LocalOp, Rule, Shape, dim_of, dims_of
+from ..cuts import is_interval
+from ..factors import Dim, Dims, Factors, each, solve
+
+_ATEN = torch.ops.aten
+_SIZE = {"size": 0}
+
+
+def named(shape: Shape, prefix: str = "d") -> Dims:
+    """A factor for each dimension."""
+    return tuple((f"{prefix}{i}",) for i in range(len(shape)))
+
+
+def moved(
+    case: Case,
+    operand: Dims,
+    result: Dims,
+    keep: Mapping[str, str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    local: Any = None,
+    more: Mapping[str, int] | None = None,
+) -> Answer:
+    """Lay out an op of one operand that moves entries; `more` has factors of products."""
+    found = dict(more or {})
+    for dims, shape in ((operand, case.operands[0].shape), (result, case.shape())):
+        for dim, size in zip(dims, shape, strict=True):
+            if len(dim) == 1:
+                found[dim[0]] = size
+    factors = Factors((operand,), (result,), found, each(0), keep or {}, moves=True)
+    return solve(case, factors, sizes=sizes, local=local)
+
+
+def view(case: Case) -> Answer:
+    """A reshape: the factors are the finest that both shapes consist of."""
+    given, made = case.operands[0].shape, case.shape()
+    operand, result, sizes, keep = common_factors(given, made)
+    factors = Factors((operand,), (result,), sizes, each(0), keep, moves=True)
+    return solve(case, factors, sizes=_SIZE)
+
+
+def common_factors(given: Shape, made: Shape) -> tuple[Dims, Dims, dict[str, int], dict[str, str]]:
+    """The dimensions of two shapes of one size as products of common factors.
+
+    Returns:
+        The dimensions of both, the sizes of the factors, and those that cannot be cut, with why.
+    """
+    sizes: dict[str, int] = {}
+    keep: dict[str, str] = {}
+    both: tuple[list[Dim], list[Dim]] = ([], [])
+    for mine, theirs in _groups(given, made):
+        bounds = sorted({*_bounds(mine), *_bounds(theirs)}, reverse=True)
+        if all(low and high % low == 0 for high, low in itertools.pairwise(bounds)):
+            names = {}
+            for high, low in itertools.pairwise(bounds):
+                names[low] = f"f{len(sizes)}"
+                sizes[names[low]] = high // low
+            both[0].extend(_dims(mine, names))
+            both[1].extend(_dims(theirs, names))
+            continue
+        for shape, dims in ((mine, both[0]), (theirs, both[1])):
+            for size in shape:
+                name = f"f{len(sizes)}"
+                sizes[name] = size
+                keep[name] = (
+                    f"is viewed as {_text(theirs)}, which has no factor in common with "
+                    f"{_text(mine)}"
+                )
+                dims.append((name,))
+    return tuple(both[0]), tuple(both[1]), sizes, keep
+
+
+def _groups(given: Shape, made: Shape) -> list[tuple[Shape, Shape]]:
+    """The shortest runs of dimensions of both shapes that have the same number of entries."""
+    groups, i, j = [], 0, 0
+    while i < len(given) or j < len(made):
+        first, second = i, j
+        i, j = min(i + 1, len(given)), min(j + 1, len(made))
+        while math.prod(given[first:i]) != math.prod(made[second:j]):
+            if i < len(given) and (
+                j == len(made) or math.prod(given[first:i]) < math.prod(made[second:j])
+            ):
+                i += 1
+            elif j < len(made):
+                j += 1
+            else:  # a dimension of 0: nothing is known of the rest
+                i, j = len(given), len(made)
+                break
+        groups.append((given[first:i], made[second:j]))
+    return groups
+
+
+def _bounds(shape: Shape) -> list[int]:
+    return [math.prod(shape[i:]) for i in range(len(shape) + 1)]
+
+
+def _dims(shape: Shape, names: Mapping[int, str]) -> list[Dim]:
+    bounds = _bounds(shape)
+    return [
+        tuple(name for low, name in names.items() if inner <= low < outer)
+        for outer, inner in itertools.pairwise(bounds)
+    ]
+
+
+def _text(shape: Shape) -> str:
+    return " x ".join(map(str, shape)) or "1"
+
+
+def _permuted(case: Case, order: Sequence[int]) -> Answer:
+    dims = named(case.operands[0].shape)
+    return moved(case, dims, tuple(dims[i] for i in order))
+
+
+def _permute(case: Case) -> Answer:
+    rank = len(case.operands[0].shape)
+    return _permuted(case, [dim_of(dim, rank) for dim in case["dims"]])
+
+
+def _transpose(case: Case) -> Answer:
+    rank = len(case.operands[0].shape)
+    order = list(range(rank))
+    if rank:
+        one, other = dim_of(case["dim0"], rank), dim_of(case["dim1"], rank)
+        order[one], order[other] = other, one
+    return _permuted(case, order)
+
+
+def _t(case: Case) -> Answer:
+    return _permuted(case, range(len(case.operands[0].shape))[::-1])
+
+
+def _unsqueeze(case: Case) -> Answer:
+    dims = named(case.operands[0].shape)
+    dim = dim_of(case["dim"], len(dims) + 1)
+    return moved(case, dims, (*dims[:dim], (), *dims[dim:]))
+
+
+def _squeeze(case: Case) -> Answer:
+    shape = case.operands[0].shape
+    dims = named(shape)
+    asked = set(dims_of(case.arguments.get("dim"), len(shape)))
+    gone = [i for i, size in enumerate(shape) if size == 1 and i in asked]
+    keep = {dims[i][0]: "is squeezed out" for i in gone}
+    left = tuple(d for i, d in enumerate(dims) if i not in gone)
+
+    def local(op: LocalOp) -> Any:  # a piece may have one index where the whole has several
+        return op.emit(_ATEN.squeeze.dims, op.arguments["self"], gone)
+
+    return moved(case, dims, left, keep, local=local)
+
+
+def _expand(case: Case) -> Answer:
+    given, made = case.operands[0].shape, case.shape()
+    first = len(made) - len(given)
+    result = named(made)
+    operand = tuple(
+        result[first + i] if size == made[first + i] else () for i, size in enumerate(given)
+    )
+    return moved(case, operand, result, sizes=_SIZE)
+
+
+def _repeat(case: Case) -> Answer:
+    given, made = case.operands[0].shape, case.shape()
+    first = len(made) - len(given)
+    operand = named(given)
+    result = tuple((f"r{i}", *(operand[i - first] if i >= first else ())) for i in range(len(made)))
+    counts = {f"r{i}": times for i, times in enumerate(case["repeats"])}
+    return moved(case, operand, result, more=counts)
+
+
+def _select(case: Case) -> Answer:
+    dims = named(case.operands[0].shape)
+    dim = dim_of(case["dim"], len(dims))
+    keep = {dims[dim][0]: "has one index selected"}
+    return moved(case, dims, (*dims[:dim], *dims[dim + 1 :]), keep)
+
+
+def _select_backward(case: Case) -> Answer:
+    result = named(case.shape())
+    dim = dim_of(case["dim"], len(result))
+    return moved(case, (*result[:dim], *result[dim + 1 :]), result, sizes={"input_sizes": 0})
+
+
+def _slice(case: Case) -> Answer:
+    """A slice: along a whole dimension; of all of one; or of whole blocks of a packed one."""
+    (operand,) = case.operands
+    dims = named(operand.shape)
+    dim = dim_of(case["dim"], len(dims))
+    size, made = operand.shape[dim], case.shape()[dim]
+    if size == made:
+        return moved(case, dims, dims, local=_whole_slice)
+    start = slice(case["start"], case["end"], case["step"]).indices(size)[0]
+    block = size // operand.cuts[dim].blocks
+    if operand.cuts[dim] and case["step"] == 1 and start % block == made % block == 0:
+        return _packed_slice(case, dim, block, start)
+    keep = {dims[dim][0]: f"is sliced to {made} of {size}"}
+    return moved(case, dims, (*dims[:dim], ("s",), *dims[dim + 1 :]), keep)
+
+
+def _whole_slice(op: LocalOp) -> Any:
+    return op.run(start=None, end=None)
+
+
+def _packed_slice(case: Case, dim: int, block: int, start: int) -> Answer:
+    operand, made = case.operands[0], case.shape()
+    dims = named(operand.shape)
+    given = (*dims[:dim], ("q", "b"), *dims[dim + 1 :])
+    result = (*dims[:dim], ("s", "b"), *dims[dim + 1 :])
+    number, chosen = operand.shape[dim] // block, made[dim] // block
+    more = {"q": number, "s": chosen, "b": block}
+
+    def local(op: LocalOp) -> Any:
+        each_ = shape_of(op.operands[0])[dim] // number
+        first = start // block * each_
+        return op.run(start=first, end=first + chosen * each_)
+
+    return moved(case, given, result, {"q": "is sliced"}, local=local, more=more)
+
+
+def _slice_backward(case: Case) -> Answer:
+    """Zeros around a slice: along a whole dimension, or as one block of a packed one."""
+    operand, made = case.operands[0], case.shape()
+    dim = dim_of(case["dim"], len(made))
+    size, total = operand.shape[dim], made[dim]
+    result = named(made)
+    if size == total:
+        return moved(case, result, result, sizes={"input_sizes": 0}, local=_whole_slice_backward)
+    start = slice(case["start"], case["end"], case["step"]).indices(total)[0]
+    cut = operand.cuts[dim]
+    block = size // cut.blocks
+    if cut and case["step"] == 1 and block and start % block == total % block == 0:
+        return _packed_slice_backward(case, dim, block, start)
+    given = (*result[:dim], ("s",), *result[dim + 1 :])
+    return moved(case, given, result, {"s": f"is put into {total}"}, sizes={"input_sizes": 0})
+
+
+def _whole_slice_backward(op: LocalOp) -> Any:
+    result = op.results[0]
+    assert result is not None
+    return op.run(input_sizes=list(shape_of(result)), start=0, end=2**63 - 1)
+
+
+def _packed_slice_backward(case: Case, dim: int, block: int, start: int) -> Answer:
+    operand, made = case.operands[0], case.shape()
+    dims = named(made)
+    given = (*dims[:dim], ("s", "b"), *dims[dim + 1 :])
+    result = (*dims[:dim], ("q", "b"), *dims[dim + 1 :])
+    number, chosen = made[dim] // block, operand.shape[dim] // block
+    more = {"q": number, "s": chosen, "b": block}
+
+    def local(op: LocalOp) -> Any:
+        region = op.results[0]
+        assert region is not None
+        shape = shape_of(region)
+        first = start // block * (shape[dim] // number)
+        end = first + chosen * (shape[dim] // number)
+        return op.run(input_sizes=list(shape), start=first, end=end)
+
+    return moved(case, given, result, {"s": "is put into a larger one"}, local=local, more=more)
+
+
+def _flip(case: Case) -> Answer:
+    dims = named(case.operands[0].shape)
+    gone = dims_of(case["dims"], len(dims)) if case["dims"] else ()
+    return moved(case, dims, dims, {dims[i][0]: "has its indices reversed" for i in gone})
+
+
+def _roll(case: Case) -> Answer:
+    dims = named(case.operands[0].shape)
+    gone = dims_of(case["dims"], len(dims))
+    if not case["dims"]:  # of the flat index
+        gone = tuple(range(len(dims)))
+    return moved(case, dims, dims, {dims[i][0]: "has its indices moved" for i in gone})
+
+
+def _pad(case: Case) -> Answer:
+    given, made = case.operands[0].shape, case.shape()
+    padded = case["pad"]
+    dims = named(given)
+    changed = {len(given) - 1 - i // 2 for i, amount in enumerate(padded) if amount}
+    result = tuple((f"p{i}",) if i in changed else dim for i, dim in enumerate(dims))
+    sizes = {f"p{i}": made[i] for i in changed} | {f"d{i}": n for i, n in enumerate(given)}
+    keep = {dims[i][0]: "is padded" for i in changed}
+    linear = each(0) if case["value"] == 0 else ()
+    return solve(case, Factors((dims,), (result,), sizes, linear, keep))
+
+
+def _triangle(case: Case) -> Answer:
+    """The entries above or below a diagonal, which is another one in a piece."""
+    dims = named(case.operands[0].shape)
+    rows, columns = case.operands[0].cuts[-2:]
+    packed = {
+        dims[i][0]: "is packed, and its pieces have several diagonals"
+        for i, cut in ((-2, rows), (-1, columns))
+        if not is_interval(cut)
+    }
+    return moved(case, dims, dims, packed, local=_local_triangle)
+
+
+def _local_triangle(op: LocalOp) -> Any:
+    *_, rows, columns = op.operands[0]
+    row, column = (dim[0][0] if dim else 0 for dim in (rows, columns))
+    return op.run(diagonal=op.arguments["diagonal"] + row - column)
+
+
+def _diagonal(case: Case) -> Answer:
+    given = case.operands[0].shape
+    dims, diagonal, gone = _diagonals(case, given)
+    keep = {dims[i][0]: "has its diagonal taken" for i in gone}
+    return moved(case, dims, diagonal, keep)
+
+
+def _diagonal_backward(case: Case) -> Answer:
+    dims, diagonal, _ = _diagonals(case, case.shape())
+    return moved(case, diagonal, dims, {"n": "is a diagonal"}, sizes={"input_sizes": 0})
+
+
+def _diagonals(case: Case, shape: Shape) -> tuple[Dims, Dims, tuple[int, int]]:
+    """The dimensions of a tensor and of its diagonals, which are the last one; those of these."""
+    gone = dim_of(case["dim1"], len(shape)), dim_of(case["dim2"], len(shape))
+    dims = named(shape)
+    return dims, (*(d for i, d in enumerate(dims) if i not in gone), ("n",)), gone
+
+
+def _strided(case: Case) -> Answer | Expansion:
+    """Strides of a tensor without gaps, in another order: a reshape and a permutation."""
+    (operand,) = case.operands
+    given = operand.node.meta["val"]
+    size, stride = list(case["size"]), list(case["stride"])
+    order = sorted(range(len(size)), key=lambda i: (-stride[i], -size[i]))
+    dense = [math.prod(size[j] for j in order[n + 1 :]) for n in range(len(order))]
+    fits = all(size[i] == 1 or stride[i] == dense[n] for n, i in enumerate(order))
+    offset = case["storage_offset"]
+    if not given.is_contiguous() or offset or math.prod(size) != given.numel() or not fits:
+        raise case.error(
+            f"it takes strides {stride} of memory, of which ranks hold pieces",
+            "use view, permute or slices, which say what they take in indices",
+        )
+    back = [order.index(i) for i in range(len(order))]
+    return Expansion(partial(_reshaped, [size[i] for i in order], back))
+
+
+def _reshaped(shape: list[int], order: list[int], *, self: torch.Tensor, **_: Any) -> torch.Tensor:
+    return self.view(shape).permute(order)
+
+
+def _view_as_real(case: Case) -> Answer:
+    return moved(case, dims := named(case.operands[0].shape), (*dims, ("parts",)))
+
+
+def _view_as_complex(case: Case) -> Answer:
+    dims = named(case.operands[0].shape)
+    return moved(case, dims, dims[:-1], {dims[-1][0]: "has real and imaginary parts"})
+
+
+RULES: Mapping[object, Rule] = {
+    **dict.fromkeys((_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default), view),
+    _ATEN.permute.default: _permute,
+    _ATEN.transpose.int: _transpose,
+    _ATEN.t.default: _t,
+    _ATEN.unsqueeze.default: _unsqueeze,
+    **dict.fromkeys((_ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims), _squeeze),
+    _ATEN.expand.default: _expand,
+    _ATEN.repeat.default: _repeat,
+    _ATEN.select.int: _select,
+    _ATEN.select_backward.default: _select_backward,
+    _ATEN.slice.Tensor: _slice,
+    _ATEN.slice_backward.default: _slice_backward,
+    _ATEN.flip.default: _flip,
+    _ATEN.roll.default: _roll,
+    _ATEN.constant_pad_nd.default: _pad,
+    **dict.fromkeys((_ATEN.tril.default, _ATEN.triu.default), _triangle),
+    _ATEN.diagonal.default: _diagonal,
+    _ATEN.diagonal_backward.default: _diagonal_backward,
+    _ATEN.as_strided.default: _strided,
+    _ATEN.view_as_real.default: _view_as_real,
+    _ATEN.view_as_complex.default: _view_as_complex,
+}
+
+SELECTING: frozenset[object] = frozenset(
+    {
+        *(_ATEN.select.int, _ATEN.select_backward.default, _ATEN.slice.Tensor),
+        *(_ATEN.slice_backward.default, _ATEN.constant_pad_nd.default, _ATEN.tril.default),
+        *(_ATEN.triu.default, _ATEN.repeat.default, _ATEN.diagonal.default),
+        _ATEN.diagonal_backward.default,
+    }
+)
+"""Those that leave entries out, or add some."""

@@ -1,0 +1,246 @@
+"""Use the trace of one call for another that is alike, such as that of the next of equal layers.
+
+The other call's Python runs, on its own actor and at its own time, but no operator does: it gets
+the fakes of the first trace, as long as it calls the same torch functions on the same arguments
+(`function_log.py`). So whatever it reads (attributes, globals, variables of closures, what a module
+is made of) counts exactly as far as it changes the graph, and nobody has to list it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..error_translation import call_user
+from ..errors import TraceError, note_refusal, refusals_dropped
+from ..values.actor_state import ActorState, StateTensor
+from ..values.heap.snapshot import Snapshot
+from ..values.interface import Call
+from ..values.operators import (
+    storage_key,
+)
+from ..values.specs import static_key
+from .joint import Joint, Wanted, ends, is_plain
+from .purity.changes import Rebind, sort_changes
+from .purity.dispatch_modes import (
+    FunctionGuard,
+)
+from .purity.function_log import Rerun, Unlike
+from .purity.randomness import random_state_watched
+from .purity.scene import Scene
+from .purity.watch import UsesGradients
+from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
+from .reuse.templates import BlocksMisled
+from .twice import refuse_hidden_state, settled
+
+_MANY = 8
+"""So many traces that differ are tried for a call, the last ones first."""
+
+
+class Traces:
+    """The traces of a step's methods so far.
+
+    Attributes:
+        blocks: those of their modules that repeat.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = Blocks()
+        self._found: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
+
+    def find(self, call: Call, wanted: Wanted | None) -> Joint | None:
+        """The trace of a call that is alike, as one of this call; None if there is none."""
+        outline = _outline(call.state)
+        known = self._found.get(_kind(call, wanted), [])
+        for entry in reversed(known[-_MANY:]):
+            if entry[0] != outline:
+                continue
+            found = _rerun(call, wanted, entry[1], self.blocks)
+            if found is not None:
+                known.remove(entry)
+                known.append(entry)
+                return found
+        return None
+
+    def make(self, call: Call, wanted: Wanted | None) -> tuple[Call, Joint]:
+        """Trace a call, as `settled` and `refuse_hidden_state` do.
+
+        With blocks first; if anything is wrong then, as it is, and that says what.
+        """
+        self.blocks.tried = False
+        try:
+            with refusals_dropped():
+                return _made(call, wanted, self.blocks)
+        except (TraceError, BlocksMisled) as error:
+            if not self.blocks.tried and isinstance(error, TraceError):
+                note_refusal(error)
+                raise
+        return _made(call, wanted, None)
+
+    def add(self, call: Call, wanted: Wanted | None, joint: Joint) -> None:
+        """Keep a trace, where another call can be compared with it."""
+        outline = _outline(call.state)
+        if joint.functions.complete and not joint.initial and outline is not None:
+            self._found.setdefault(_kind(call, wanted), []).append((outline, joint))
+
+
+def _made(call: Call, wanted: Wanted | None, blocks: Blocks | None) -> tuple[Call, Joint]:
+    call, joint = settled(call, wanted, blocks)
+    if wanted is None:
+        refuse_hidden_state(call, joint, blocks)
+    return call, joint
+
+
+def _kind(call: Call, wanted: Wanted | None) -> Hashable:
+    """Calls of several kinds are not compared; those of one kind may differ."""
+    types = tuple(map(str, call.signature.leaves))
+    is_tracked = torch.is_grad_enabled()
+    return (call.what, call.signature.spec, types, str(call.device), wanted, is_tracked)
+
+
+def _rerun(call: Call, wanted: Wanted | None, joint: Joint, blocks: Blocks) -> Joint | None:
+    try:
+        with refusals_dropped(), random_state_watched(call):
+            return _Rerun(call, joint, blocks).run(wanted)
+    except (Unlike, UsesGradients, Exception):
+        return None  # the trace that follows says what is wrong, if anything is
+
+
+class _Rerun(Scene):
+    """One call, on the fakes of another one's trace."""
+
+    def __init__(self, call: Call, joint: Joint, blocks: Blocks) -> None:
+        functions = joint.functions
+        super().__init__(call, functions.mode)
+        self.state = functions.state
+        self.inputs = functions.inputs
+        self._joint = joint
+        self._blocks = blocks
+
+    def run(self, wanted: Wanted | None) -> Joint:
+        """The trace, as one of this call.
+
+        Raises:
+            Unlike: it is not the same. So does all else that the call, or a check of it, raises.
+        """
+        with self.fakes_in_place(), disable_autocast_cache():
+            rebinds = self._go_along(wanted)
+        if self.initial:
+            raise Unlike
+        return _moved(self._joint, self.call.state, rebinds, self.watch.reads)
+
+    def _go_along(self, wanted: Wanted | None) -> list[Rebind]:
+        expected = Snapshot(self.call.state.containers)
+        with torch.set_grad_enabled(wanted is not None or torch.is_grad_enabled()):
+            refusing = _NoOperators()
+            with refusing:
+                log = self._joint.functions
+                rerun = Rerun(log.entries, log.number_of)
+                calls = ModuleCalls(
+                    self._blocks,
+                    repeated_classes(self.call.state),
+                    log,
+                    rerun.run,
+                    self.watch,
+                    wanted is not None,
+                    None,
+                )
+                with FunctionGuard(self.call.what, calls.run), calls.intercepted():
+                    args, kwargs = self.call.signature.fill(self.inputs)
+                    result = call_user(self.call.function, *args, **kwargs)
+            leaves, spec = pytree.tree_flatten(result)
+            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            changes = expected.changes()
+            rebinds, self.initial = sort_changes(
+                changes, self.call, self.state, outputs, self.inputs, self.watch
+            )
+            rerun.finish()
+            if refusing.met or log.form_of_end(ends(spec, leaves, rebinds)) != log.ends:
+                raise Unlike
+        return rebinds
+
+
+class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators, which nothing but functions outside of the log can call now."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met = False
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        self.met = True
+        raise Unlike
+
+
+def _moved(
+    joint: Joint, state: ActorState, rebinds: Sequence[Rebind], reads: dict[int, set[str]]
+) -> Joint:
+    """The trace, with the state of another actor, tensor by tensor."""
+    index = {id(tensor): i for i, (_, tensor) in enumerate(joint.state)}
+    tensors = state.tensors
+    return replace(
+        joint,
+        state=tuple((n, t) for (n, _), t in zip(joint.state, tensors, strict=True)),
+        rebinds=tuple((r, n) for (_, n), r in zip(joint.rebinds, rebinds, strict=True)),
+        state_grads=tuple((tensors[index[id(t)]], n) for t, n in joint.state_grads),
+        reads=reads,
+    )
+
+
+def _outline(state: ActorState) -> Hashable | None:
+    """What actors have in common whose tensors can stand for each other, one by one.
+
+    A tensor hangs at the same places, is alike for torch, and shares its memory with the same ones.
+    None: there is a tensor of which that cannot be said.
+    """
+    holders: dict[int, int] = {}
+    memory: dict[int | None, int] = {}
+    found: list[Hashable] = []
+    for tensor in state.tensors:
+        slots = []
+        for slot in tensor.slots:
+            holder = holders.setdefault(id(slot.holder), len(holders))
+            slots.append((holder, type(slot.key), slot.key, slot.within))
+        attributes = _attributes(tensor)
+        if tensor.tensor.layout is not torch.strided or attributes is None:
+            return None
+        shared = memory.setdefault(storage_key(tensor.tensor), len(memory))
+        found.append((tuple(slots), shared, attributes, *_metadata(tensor)))
+    return tuple(found)
+
+
+def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
+    """What torch knows of a tensor. A trace sees pieces as the logical tensors, which are plain."""
+    value = tensor.tensor
+    if tensor.shape != tuple(value.shape) or is_plain(tensor):
+        seen = (value.requires_grad, value.is_leaf, bool(value._backward_hooks))
+        return (type(value), value.dtype, value.device, tensor.shape, *seen)
+    strides = (value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+    flags = (value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value._is_view())
+    is_hooked = bool(value._backward_hooks)
+    return (
+        *(type(value), value.dtype, value.device, tuple(value.shape), tensor.shape, strides),
+        *(flags, is_hooked, value.is_inference()),
+    )
+
+
+def _attributes(tensor: StateTensor) -> Hashable | None:
+    """What somebody has attached to a tensor; None if it is not plain data."""
+    attached = vars(tensor.tensor)
+    if not all(isinstance(v, (bool, int, float, str, type(None))) for v in attached.values()):
+        return None
+    return tuple((name, static_key(value)) for name, value in attached.items())

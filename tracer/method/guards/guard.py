@@ -1,0 +1,191 @@
+"""Guard a trace: notice changes of the actor that the trace did not foresee.
+
+Tracing bakes in what Python code reads: flags, sizes, which submodule comes next, and that an
+attribute is not there. The guard compares exactly what was read, with the types of objects and
+with the containers in which bodies look tensors up. It runs before every execution, so it compares
+identities in C, and looks closer only where these differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as modules
+
+from ...errors import shorten
+from ...values.actor_state import StateTensor
+from ...values.heap.snapshot import MISSING
+from ...values.interface import Call, Guard
+from .flat import Flat
+from .guard_builder import GuardBuilder
+from .nodes import Comparison, Difference, show_value
+from .tensors_alike import check_of, never
+
+_AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"
+_GLOBAL_HOOKS = {
+    name: value
+    for name, value in vars(modules).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+}
+
+
+def build_guard(
+    call: Call, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str, method: str
+) -> Guard | None:
+    """A guard over the attributes `reads` (by object id) and the tensors `used`.
+
+    It is called with the actor as it was traced: attributes at their own values.
+
+    Args:
+        call: what was traced.
+        who: the actor's class, for the message.
+        method: the actor's method, by name.
+
+    Returns:
+        None if the trace relied on nothing.
+    """
+    if not used and not any(reads.values()):
+        return None
+    reads[id(call.state.objects[0][0])].add(method)
+    return _Guard(call, reads, used, who).check
+
+
+class _Guard:
+    """State of an actor on which a trace relied."""
+
+    def __init__(
+        self, call: Call, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str
+    ) -> None:
+        state = call.state
+        builder = GuardBuilder(state.objects[0][0], reads, used)
+        self._who = who
+        self._used = {builder.number(t.tensor): t for t in used}
+        roots = [*state.objects[:1], *call.given]
+        self._roots = [(obj, path, builder.node(obj)) for obj, path in roots]
+        if any(isinstance(obj, torch.nn.Module) for obj, _ in state.objects):
+            hooks = ((hooks, name) for name, hooks in _GLOBAL_HOOKS.items())
+            self._roots += [(value, name, builder.node(value)) for value, name in hooks]
+        self._roots += builder.classes()
+        self._flat = Flat()
+        self._tensors: list[_Expected] = []
+        self._places: list[tuple[Any, Any]] = []
+        self._learned: list[int] = []
+        self._alike: Callable[..., bool] = never
+        self._ties: list[list[tuple[Any, Any]]] = []
+        self._flatten()
+
+    def _flatten(self) -> None:
+        flat = Flat()
+        for value, _, node in self._roots:
+            node.flatten(value, flat)
+        self._flat = flat
+        self._tensors = [_expected(t, flat.tensors.get(n)) for n, t in self._used.items()]
+        self._places = [(each.holder, each.key) for each in self._tensors]
+        self._learned = [i for i, each in enumerate(self._tensors) if each.kind[2]]
+        self._alike = never
+        self._ties = [places for places in flat.tensors.values() if len(places) > 1]
+
+    def check(self) -> str | None:
+        """None, or what has changed."""
+        try:
+            if not self._holds():
+                return self._look_closer()
+            tensors = [holder[key] for holder, key in self._places]
+            if tensors and not self._alike(*tensors):
+                change = self._explain_tensors()
+                if change is None and all(x.layout is torch.strided for x in tensors):
+                    self._alike = check_of(tensors, strides=True)
+                return change
+            for index in self._learned:
+                tensor = tensors[index]
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                    return self._explain_tensors()
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
+            return self._look_closer()
+        return None
+
+    def _holds(self) -> bool:
+        if not self._flat.holds():
+            return False
+        for places in self._ties:
+            holder, key = places[0]
+            first = holder[key]
+            if any(holder[key] is not first for holder, key in places):
+                return False
+        return True
+
+    def _look_closer(self) -> str | None:
+        """Say what has changed; where identities have and nothing else, follow them."""
+        met = Comparison()
+        for value, path, node in self._roots:
+            try:
+                found = node.differ(value, path, met)
+            except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
+                return f"{self._who} has changed since it was traced; {_AGAIN}"
+            if found is not None:
+                return self._explain(found)
+        self._flatten()
+        return self._explain_tensors()
+
+    def _explain(self, found: Difference) -> str:
+        if found.after is MISSING:
+            return f"{self._who} has lost the attribute '{found.path}'; {_AGAIN}"
+        if found.before.startswith("one tensor with"):
+            other = found.before.partition("'")[2].removesuffix("'")
+            both = f"'{other}' and '{found.path}'"
+            return f"{self._who}: {both} were one tensor when it was traced; {_AGAIN}"
+        path = f"'{found.path}'" if found.path else "it"
+        again = _AGAIN
+        if found.path.rpartition(".")[2] == "training":
+            again = f"set it back by train() or eval(); or {_AGAIN}"
+        before, after = shorten(found.before), shorten(show_value(found.after))
+        if before == after:
+            return f"{self._who}: {path} is another object now, {after} as before; {again}"
+        return f"{self._who}: {path} was {before} when it was traced and is {after} now; {again}"
+
+    def _explain_tensors(self) -> str | None:
+        for each in self._tensors:
+            tensor = each.holder[each.key]
+            if tensor.requires_grad and (
+                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+            ):
+                return (
+                    f"{self._who}: '{each.path}' has a gradient hook now, which a traced step does "
+                    f"not call; {_AGAIN}"
+                )
+            if _kind(tensor) != each.kind:
+                return (
+                    f"{self._who}: shape, dtype, layout or requires_grad of '{each.path}' has "
+                    f"changed since it was traced (now {tensor.dtype}, {tuple(tensor.shape)}, "
+                    f"requires_grad={tensor.requires_grad}); {_AGAIN}"
+                )
+        return None
+
+
+class _Expected(NamedTuple):
+    """A tensor that a trace has used, `holder[key]`, and how messages name it."""
+
+    holder: Any
+    key: Any
+    kind: tuple[torch.Size, torch.dtype, bool, bool]
+    path: str
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool, bool]:
+    """What a trace relies on: shape, dtype, `requires_grad`, and whether it is contiguous."""
+    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_contiguous()
+
+
+def _expected(tensor: StateTensor, places: list[tuple[Any, Any]] | None) -> _Expected:
+    holder, key = places[0] if places else _innermost(tensor)
+    return _Expected(holder, key, _kind(tensor.tensor), tensor.path)
+
+
+def _innermost(tensor: StateTensor) -> tuple[Any, Any]:
+    slot = tensor.slots[0]
+    holder, key = slot.holder, slot.key
+    for index in slot.within:
+        holder, key = holder[key], index
+    return holder, key

@@ -1,0 +1,131 @@
+"""Build the nodes of a guard, from what a trace has read of an actor."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Sequence
+from types import MemberDescriptorType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import shorten
+from ...values.actor_state import StateTensor
+from ...values.heap.kinds import is_foreign, is_plain
+from ...values.heap.snapshot import MISSING
+from ...values.specs import static_key
+from ..purity.watch import EVERYTHING
+from .inner_nodes import ContainerNode, ObjectNode, group_of, keys_of, values_of
+from .nodes import GuardNode, IdentityNode, TensorNode, ValueNode, WeakNode, elements, members
+
+_MODULE_GROUPS = ("", "_modules", "_parameters", "_buffers")
+_OF_MODULES = frozenset(vars(torch.nn.Module)) - {"forward", "__call__"}
+"""Names that modules have by their class, and to which nobody gives an attribute."""
+
+
+class GuardBuilder:
+    """Makes nodes of what a trace has read."""
+
+    def __init__(self, actor: Any, reads: dict[int, set[str]], used: Sequence[StateTensor]) -> None:
+        self._actor = actor
+        self._reads = reads
+        self._pinned = {id(t.slots[0].holder) for t in used}
+        self._nodes: dict[int, GuardNode] = {}
+        self._numbers: dict[int, int] = {}
+        self._inherited: dict[type, set[str]] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        return self._numbers.setdefault(id(tensor), len(self._numbers))
+
+    def node(self, value: Any) -> GuardNode:
+        """The node of a value."""
+        known = self._nodes.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, torch.Tensor):
+            return TensorNode(self.number(value))
+        if id(value) in self._reads:
+            return self._object(value)
+        if is_plain(value):
+            return ValueNode(static_key, static_key(value), repr(value))
+        if isinstance(value, weakref.ref):
+            return WeakNode()
+        if isinstance(value, (np.ndarray, bytearray)):
+            return ValueNode(elements, elements(value), shorten(repr(value)))
+        if isinstance(value, (set, frozenset)):
+            return ValueNode(members, members(value), repr(value))
+        if isinstance(value, (list, tuple, dict, collections.deque)):
+            pinned = value if id(value) in self._pinned else None
+            made = self._nodes[id(value)] = ContainerNode(type(value), keys_of(value), pinned)
+            made.items = [self.node(item) for item in values_of(value)]
+            return made
+        return IdentityNode(value)
+
+    def _object(self, obj: Any) -> GuardNode:
+        made = self._nodes[id(obj)] = ObjectNode(type(obj), obj)
+        names = set(self._reads[id(obj)])
+        attributes = group_of(obj, "")
+        groups = _MODULE_GROUPS if isinstance(obj, torch.nn.Module) else ("",)
+        if EVERYTHING in names:
+            names |= set(attributes)
+            made.whole = tuple(attributes)
+        if any(id(group_of(obj, name)) in self._pinned for name in groups):
+            made.pinned = True
+        names = {name for name in names if not name.startswith("__")}
+        found: set[str] = set()
+        for group in groups:
+            space = group_of(obj, group)
+            present = {n: self.node(space[n]) for n in sorted(names - found) if n in space}
+            found |= present.keys()
+            made.groups.append((group, present, set()))
+        names -= found
+        known = {name for name in names if hasattr(type(obj), name)}
+        for group, _, absent in made.groups:
+            # What the class has is hidden by the object's own attributes alone.
+            absent |= names - _OF_MODULES - (known if group else set())
+        self._slots(obj, names, made)
+        self._inherited.setdefault(type(obj), set()).update(names)
+        return made
+
+    def _slots(self, obj: Any, names: set[str], made: ObjectNode) -> None:
+        for name in sorted(names):
+            if isinstance(getattr(type(obj), name, None), MemberDescriptorType):
+                value = getattr(obj, name, MISSING)
+                made.slots[name] = None if value is MISSING else self.node(value)
+
+    def classes(self) -> list[tuple[Any, str, GuardNode]]:
+        """Nodes of what the objects seen so far have from their classes, or lack there."""
+        found: dict[type, set[str]] = {}
+        for cls, names in self._inherited.items():
+            left = names | {"__call__"}
+            for base in cls.__mro__[:-1]:
+                found.setdefault(base, set()).update(left)
+                left -= vars(base).keys()
+        actor = type(self._actor).__mro__
+        return [
+            (cls, "" if cls in actor else cls.__name__, self._class(cls, names))
+            for cls, names in found.items()
+        ]
+
+    def _class(self, cls: type, names: set[str]) -> GuardNode:
+        space = vars(cls)
+        own = not is_foreign(cls)
+        present: dict[str, GuardNode] = {
+            name: self.node(space[name])
+            if own and _is_data(space[name])
+            else IdentityNode(space[name])
+            for name in sorted(names)
+            if name in space
+        }
+        return ObjectNode(type(cls), cls, groups=[("", present, names - present.keys())])
+
+
+def _is_data(value: Any) -> bool:
+    """True if an attribute of a class is plain data: numbers, words, and containers of them."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return all(map(_is_data, value.values()))
+    return is_plain(value)

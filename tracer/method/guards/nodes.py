@@ -1,0 +1,183 @@
+"""Leaves of a guard: values that a trace has read, to compare with what is there later.
+
+A guard is a tree of nodes. A node keeps a value that says everything about itself by type and
+value, and all else by identity. `differ` compares thoroughly, path by path; `flatten` gives what is
+compared before every execution.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...errors import Verbatim
+from .flat import Flat
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference of a value from what was traced: `path` was `before` and is `after`.
+
+    `after` is `MISSING` where an attribute is no longer there.
+    """
+
+    path: str
+    before: str
+    after: Any
+
+
+@dataclass(eq=False, slots=True)
+class Comparison:
+    """One thorough comparison: what has been met on the way.
+
+    Attributes:
+        tensors: the tensor that stands where each node of a tensor was taken.
+        met: pairs of node and value that have been compared, or are being.
+    """
+
+    tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    met: set[tuple[int, int]] = field(default_factory=set)
+
+
+class GuardNode:
+    """One value that a trace has read, in a tree of them.
+
+    Attributes:
+        has_children: whether other nodes stand for what it holds.
+        may_move: whether another object may stand in its place, without a difference.
+    """
+
+    __slots__ = ()
+
+    has_children: ClassVar[bool] = False
+    may_move: ClassVar[bool] = False
+
+    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+        """The difference of the value that is there now; None if there is none."""
+        raise NotImplementedError
+
+    def flatten(self, now: Any, flat: Flat) -> None:
+        """Add what is compared before every execution."""
+
+    def show(self) -> str:
+        """The value that was read, in words."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ValueNode(GuardNode):
+    """A value that says everything about itself, by a key.
+
+    Attributes:
+        key_of: makes the key: `static_key`, `elements` of an array, or `members` of a set.
+        key: what it made of the value that was read.
+        shown: that value in words.
+    """
+
+    key_of: Callable[[Any], Any]
+    key: Any
+    shown: str
+
+    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+        return None if self.key_of(now) == self.key else Difference(path, self.shown, now)
+
+    def flatten(self, now: Any, flat: Flat) -> None:
+        if self.key_of is elements:
+            flat.digest(now, elements, self.key)
+        elif isinstance(now, set):
+            flat.digest(now, frozenset, self.key[1])
+
+    def show(self) -> str:
+        return self.shown
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityNode(GuardNode):
+    """An object that is looked at as a whole: by identity, or as it compares itself."""
+
+    value: Any
+
+    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+        if now is self.value or (type(now) is type(self.value) and _equal(self.value, now)):
+            return None
+        return Difference(path, repr(self.value), now)
+
+    def show(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNode(GuardNode):
+    """A tensor: of the actor's state, so another one may stand there by now.
+
+    `number` is the same for all places of a tied tensor.
+    """
+
+    number: int
+
+    may_move: ClassVar[bool] = True
+
+    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+        if not isinstance(now, torch.Tensor):
+            return Difference(path, "a tensor", now)
+        known, where = met.tensors.setdefault(self.number, (now, path))
+        if known is not now:
+            return Difference(path, f"one tensor with '{where}'", Verbatim("another one"))
+        return None
+
+    def show(self) -> str:
+        return "a tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class WeakNode(GuardNode):
+    """A weak reference; a module keeps some to its own parameters."""
+
+    may_move: ClassVar[bool] = True
+
+    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+        return None if isinstance(now, weakref.ref) else Difference(path, "a reference", now)
+
+    def show(self) -> str:
+        return "a reference"
+
+
+def elements(value: Any) -> Any:
+    """Key that arrays with the same elements have in common; None for what is no array."""
+    if isinstance(value, np.ndarray):
+        content = np.ascontiguousarray(value)
+        dtype = str(value.dtype)
+        if value.dtype.hasobject:
+            return (dtype, value.shape, id(value), repr(content))
+        return (
+            dtype,
+            value.shape,
+            hashlib.blake2b(content.reshape(-1).view(np.uint8).data).digest(),
+        )
+    return bytes(value) if isinstance(value, bytearray) else None
+
+
+def members(value: Any) -> Any:
+    """Key that sets with the same items have in common; None for what is no set."""
+    return (type(value), frozenset(value)) if isinstance(value, (set, frozenset)) else None
+
+
+def show_value(value: Any) -> str:
+    """A value in words, whatever its class does about that."""
+    try:
+        return repr(value)
+    except Exception:  # of the user's own
+        return f"an object of class {type(value).__qualname__}"
+
+
+def _equal(before: Any, after: Any) -> bool:
+    try:
+        return bool(before == after)
+    except (RuntimeError, ValueError, TypeError):
+        return False

@@ -1,0 +1,432 @@
+"""Run a call under make_fx: one graph of its forward and, on request, its backward.
+
+The state of the actor is replaced by fake tensors for the time of the trace, the call runs on
+fake inputs, and `torch.autograd.grad` inside the same trace records the backward. Whatever happens,
+the actor, its attributes and all generators are afterwards as they were before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
+
+from ..error_translation import call_user, translate
+from ..errors import TraceError, refusals_raised
+from ..values.actor_state import StateTensor
+from ..values.heap.snapshot import Snapshot
+from ..values.interface import Call, result_spec
+from ..values.operators import (
+    storage_key,
+)
+from ..values.specs import ObjectSpec, Static, TensorSpec, Tree
+from .binding import explain_misfit
+from .purity.changes import Initialization, Rebind, sort_changes
+from .purity.dispatch_modes import (
+    FunctionGuard,
+    OpRecorder,
+    nodes_so_far,
+    nothing_to_check,
+    run_plainly,
+)
+from .purity.function_log import FunctionLog
+from .purity.op_log import OpLog
+from .purity.randomness import random_state_watched
+from .purity.scene import Scene
+from .purity.simplify import (
+    simplify,
+)
+from .purity.watch import UsesGradients
+from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The derivative that is wanted: indices of value outputs and of value inputs."""
+
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """One graph of a call and its backward. Nodes are those of `graph`, values are fakes.
+
+    Attributes:
+        owner: holds the constants that the graph refers to.
+        graph: forward, then backward.
+        state: placeholder and state tensor, for all state.
+        inputs: placeholders of the value inputs.
+        cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
+        outputs: nodes of the value outputs.
+        rebinds: slots that the call has given a new tensor, with its node.
+        wanted_outputs: those of `Wanted`.
+        wanted_inputs: those of `Wanted` that a wanted output depends on.
+        input_grads: the cotangents of these.
+        reaching: for each output, the value inputs that autograd may send its gradient to.
+        state_grads: gradients of the trained state, where there is one.
+        forward: names of the nodes that exist without the backward.
+        results: what the call returns.
+        recorder: locations, random draws.
+        functions: the torch functions of the forward, in order.
+        written, backward_written: state that the forward, the backward writes to in place.
+        reads: names of attributes that the trace relied on, by object id.
+        initial: changes that are right if the call makes them when it is first called only.
+    """
+
+    owner: fx.GraphModule
+    graph: fx.Graph
+    state: tuple[tuple[fx.Node, StateTensor], ...]
+    inputs: tuple[fx.Node, ...]
+    cotangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    rebinds: tuple[tuple[Rebind, fx.Node], ...]
+    wanted_outputs: tuple[int, ...]
+    wanted_inputs: tuple[int, ...]
+    input_grads: tuple[fx.Node, ...]
+    reaching: tuple[tuple[int, ...], ...]
+    state_grads: tuple[tuple[StateTensor, fx.Node], ...]
+    forward: frozenset[str]
+    results: Tree
+    recorder: OpRecorder
+    functions: FunctionLog
+    written: frozenset[int]
+    backward_written: frozenset[int]
+    reads: dict[int, set[str]]
+    initial: tuple[Initialization, ...]
+
+
+def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None) -> Joint:
+    """Trace a call, with its backward if `wanted` is given.
+
+    Args:
+        blocks: what its modules may be copies of.
+
+    Raises:
+        TraceError: it cannot be traced.
+        UsesGradients: it works on gradients and is to be called as it is.
+        BlocksMisled: it is to be traced without blocks.
+    """
+    try:
+        with random_state_watched(call), refusals_raised():
+            return _Run(call, wanted, blocks).trace()
+    except UsesGradients:
+        if wanted is None:
+            raise
+        raise _works_on_gradients(call) from None
+    except Exception as error:
+        raise _in_words(error, call) from error
+
+
+def run_call(call: Call, blocks: Blocks | None = None) -> OpLog:
+    """Run a call on fakes, as `trace_call` does, for the operators that it issues.
+
+    Raises:
+        TraceError: it cannot be traced.
+        UsesGradients: it works on gradients.
+    """
+    try:
+        with random_state_watched(call):
+            return _Run(call, None, blocks).run()
+    except Exception as error:
+        raise _in_words(error, call) from error
+
+
+def _in_words(error: Exception, call: Call) -> TraceError:
+    unfit = explain_misfit(error, call)
+    return unfit or translate(error, call.what, call.error_loc)
+
+
+def _works_on_gradients(call: Call) -> TraceError:
+    return TraceError(
+        f"{call.what} cannot be differentiated: it works on gradients (Tensor.grad, .backward()) "
+        "in its forward or backward",
+        loc=call.error_loc,
+        remedy="compute gradients inside a differentiated method with torch.autograd.grad",
+    )
+
+
+class _Run(Scene):
+    """One trace."""
+
+    def __init__(self, call: Call, wanted: Wanted | None, blocks: Blocks | None) -> None:
+        super().__init__(call, FakeTensorMode(allow_non_fake_inputs=False, shape_env=None))
+        self.wanted = wanted
+        memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)
+        self.state = [
+            self._plain_fake(tensor.tensor)
+            if memory[storage_key(tensor.tensor)] == 1 and is_plain(tensor)
+            else self._fake_state(tensor)
+            for tensor in call.state.tensors
+        ]
+        values = call.values()
+        self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
+        named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
+        state = frozenset(map(storage_key, self.state))
+        log = OpLog([*self.state, *self.inputs])
+        self.functions = FunctionLog(self.mode, self.state, self.inputs)
+        self.recorder = OpRecorder(call.what, named, state, log, self.functions)
+        self.calls = ModuleCalls(
+            blocks or Blocks(),
+            repeated_classes(call.state) if blocks is not None else frozenset(),
+            self.functions,
+            self.functions.run,
+            self.watch,
+            wanted is not None,
+            self.recorder,
+        )
+        self.recorder.check = self.calls.check_operator
+        self.results: Tree | None = None
+        self.forward: frozenset[str] = frozenset()
+        self.cotangents: list[str] = []
+        self.rebinds: list[Rebind] = []
+        self.counts: list[int] = []
+        self.graded: list[int] = []
+        self.dependent: list[int] = []
+        self.reaching: tuple[tuple[int, ...], ...] = ()
+
+    def trace(self) -> Joint:
+        # Nobody calls the module that comes out, so its code is not generated.
+        with self.fakes_in_place(), _use_lazy_graph_module(True):
+            owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
+        return self._joint(owner)
+
+    def run(self) -> OpLog:
+        """The call once more, without making a graph, in a third of the time."""
+        with self.fakes_in_place(), disable_autocast_cache():
+            self._traced(self.state, self.inputs)
+        for change in self.initial:
+            raise change.refusal()
+        return self.recorder.log
+
+    def _plain_fake(self, real: torch.Tensor) -> torch.Tensor:
+        """What `FakeTensorMode.from_tensor` makes of a plain tensor, in a tenth of the time."""
+        plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+        fake = FakeTensor(self.mode, plain, real.device)
+        if isinstance(real, torch.nn.Parameter):
+            fake._is_param = True
+        return fake.requires_grad_(real.requires_grad)
+
+    def _fake_state(self, state: StateTensor) -> torch.Tensor:
+        """A fake of the logical tensor."""
+        real = state.tensor if state.tensor.is_leaf else state.tensor.detach()
+        if state.shape == tuple(real.shape):
+            return self.mode.from_tensor(real, static_shapes=True)
+        with self.mode:
+            fake = torch.empty(state.shape, dtype=real.dtype, device=real.device)
+            if isinstance(real, torch.nn.Parameter):
+                return torch.nn.Parameter(fake, real.requires_grad)
+            return fake.requires_grad_(real.requires_grad)
+
+    def _fake_input(self, index: int, leaf: TensorSpec | ObjectSpec, name: str) -> torch.Tensor:
+        if isinstance(leaf, ObjectSpec):
+            raise self.call.refusal(
+                f"{name} is an object that is known only at run time",
+                "mark the method with @cg.opaque, so that it is called as it is",
+                self.call.loc,
+            )
+        with self.mode:
+            fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.call.device)
+            wanted = self.wanted is not None and index in self.wanted.inputs
+            if not (leaf.requires_grad or wanted):
+                return fake
+            # Not a leaf of autograd, as the output of another call is not.
+            with torch.enable_grad():
+                return fake.requires_grad_(True).clone()
+
+    def _traced(
+        self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run what make_fx traces; give outputs, rebound state, gradients and secret writers."""
+        expected = Snapshot(self.call.state.containers)
+        with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
+            guard = FunctionGuard(self.call.what, self.calls.run)
+            with self.recorder, guard, self.calls.intercepted():
+                self.functions.begin()
+                args, kwargs = self.call.signature.fill(inputs)
+                result = call_user(self.call.function, *args, **kwargs)
+            outputs = self._finish_forward(result, expected)
+            grads = self._backward(outputs) if self.wanted is not None else []
+        self.recorder.check = nothing_to_check  # a cycle would outlive the trace
+        rebound = [r.value for r in self.rebinds]
+        self.counts = [len(outputs), len(rebound), len(grads)]
+        return [*outputs, *rebound, *grads, *self.recorder.secret]
+
+    def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
+        leaves, spec = pytree.tree_flatten(result)
+        self.results = Tree(tuple(result_spec(leaf, self.call) for leaf in leaves), spec)
+        outputs = [leaves[i] for i in self.results.values]
+        self.rebinds, self.initial = sort_changes(
+            expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
+        )
+        self._check_state_metadata()
+        self.calls.check_end((*leaves, *(r.value for r in self.rebinds)))
+        self.functions.note_end(ends(spec, leaves, self.rebinds))
+        self.forward = frozenset(node.name for node in nodes_so_far() or ())
+        self._note_results(outputs)
+        self.reaching = inputs_reached(outputs, self.inputs)
+        return outputs
+
+    def _note_results(self, outputs: Sequence[torch.Tensor]) -> None:
+        assert self.results is not None
+        log, tree = self.recorder.log, self.results
+        log.note_result("", (str(tree.spec), outputs))
+        for leaf in tree.leaves:
+            if isinstance(leaf, Static):
+                log.note_result("", leaf.value)
+        for rebind in self.rebinds:
+            log.note_result(f"in '{rebind.slot.path}'", rebind.value)
+
+    def _check_state_metadata(self) -> None:
+        for tensor, fake in zip(self.call.state.tensors, self.state, strict=True):
+            real = tensor.tensor
+            had_grad = real.requires_grad and real.is_leaf
+            if tuple(fake.shape) != tensor.shape or fake.requires_grad < had_grad:
+                raise self.call.refusal(
+                    f"it changes shape or requires_grad of '{tensor.path}', which would happen "
+                    "once, while tracing",
+                    "do so before the step is traced, or mark the method with @cg.opaque",
+                )
+            if fake.requires_grad > had_grad:
+                raise self.call.refusal(
+                    f"it writes to '{tensor.path}' what a gradient could flow back through, from "
+                    "later steps into this one",
+                    "write x.detach() instead of x",
+                )
+
+    def _backward(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert self.wanted is not None
+        chosen = [outputs[i] for i in self.wanted.outputs]
+        for index, output in zip(self.wanted.outputs, chosen, strict=True):
+            if not output.requires_grad:
+                raise TraceError(
+                    f"{self.call.what}: output {index} does not depend on anything that requires a "
+                    "gradient, so it has no derivative",
+                    loc=self.call.loc,
+                    remedy="leave it out of the loss, or let an input or parameter require one",
+                )
+        trained = [i for i, t in enumerate(self.call.state.tensors) if t.is_trained]
+        sources = [self.inputs[i] for i in self.wanted.inputs]
+        sources += [self.state[i] for i in trained]
+        if not sources or not chosen:
+            return []
+        cotangents = [self._cotangent(output) for output in chosen]
+        self.recorder.backward = True
+        held = [fake.grad for fake in self.state]
+        with self.recorder, FunctionGuard(self.call.what, run_plainly):
+            grad = torch.autograd.grad
+            found = call_user(grad, chosen, sources, cotangents, allow_unused=True)
+        if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
+            raise _works_on_gradients(self.call)
+        many = len(self.wanted.inputs)
+        pairs = zip(self.wanted.inputs, found[:many], strict=True)
+        self.dependent = [i for i, g in pairs if g is not None]
+        self.graded = [i for i, g in zip(trained, found[many:], strict=True) if g is not None]
+        return [g for g in found if g is not None]
+
+    def _cotangent(self, output: torch.Tensor) -> torch.Tensor:
+        fake = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+        self.recorder.inputs[storage_key(fake)] = "the gradient that it is given"
+        self.cotangents.append(next(iter(reversed(nodes_so_far()))).name)
+        return fake
+
+    def _joint(self, owner: fx.GraphModule) -> Joint:
+        assert self.results is not None
+        simplify(owner.graph)
+        nodes = {node.name: node for node in owner.graph.nodes}
+        placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
+        returned = iter(_returned(owner.graph))
+        state = tuple(zip(placeholders, self.call.state.tensors, strict=False))
+        outputs = tuple(next(returned) for _ in range(self.counts[0]))
+        rebinds = tuple((r, next(returned)) for r in self.rebinds)
+        input_grads = tuple(next(returned) for _ in self.dependent)
+        return Joint(
+            owner=owner,
+            graph=owner.graph,
+            state=state,
+            inputs=tuple(placeholders[len(state) :]),
+            cotangents=tuple(nodes[name] for name in self.cotangents),
+            outputs=outputs,
+            rebinds=rebinds,
+            wanted_outputs=self.wanted.outputs if self.wanted is not None else (),
+            wanted_inputs=tuple(self.dependent),
+            input_grads=input_grads,
+            reaching=self.reaching,
+            state_grads=tuple((self.call.state.tensors[i], next(returned)) for i in self.graded),
+            forward=self.forward,
+            results=self.results,
+            recorder=self.recorder,
+            functions=self.functions,
+            written=self._indices(self.recorder.written),
+            backward_written=self._indices(self.recorder.backward_writes),
+            reads=self.watch.reads,
+            initial=tuple(self.initial),
+        )
+
+    def _indices(self, keys: set[int | None]) -> frozenset[int]:
+        return frozenset(i for i, t in enumerate(self.state) if storage_key(t) in keys)
+
+
+def ends(spec: pytree.TreeSpec, leaves: Sequence[Any], rebinds: Sequence[Rebind]) -> Any:
+    """What the forward of a call gives, as a log of functions compares it."""
+    replaced = [(r.slot.path, r.value, r.shared) for r in rebinds]
+    return (spec, leaves, replaced)
+
+
+def inputs_reached(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], ...]:
+    """For each output, the inputs to which autograd's graph leads from it.
+
+    What a `torch.autograd.Function` keeps to itself shows in the backward alone.
+    """
+    numbers = {
+        get_gradient_edge(tensor).node: i for i, tensor in enumerate(inputs) if tensor.requires_grad
+    }
+    return tuple(
+        _reached_from(get_gradient_edge(tensor).node, numbers)
+        if numbers and tensor.requires_grad
+        else ()
+        for tensor in outputs
+    )
+
+
+def _reached_from(start: Node, numbers: Mapping[Node, int]) -> tuple[int, ...]:
+    seen, pending = {start}, [start]
+    while pending:
+        node = pending.pop()
+        if node not in numbers:
+            new = {following for following, _ in node.next_functions if following is not None}
+            new -= seen
+            seen |= new
+            pending += new
+    return tuple(sorted(numbers[node] for node in seen & numbers.keys()))
+
+
+def is_plain(state: StateTensor) -> bool:
+    """True if a tensor is a leaf that has its memory to itself, and nothing special about it."""
+    tensor = state.tensor
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and state.shape == tuple(tensor.shape)
+        and tensor.layout is torch.strided
+        and tensor.is_leaf
+        and not (tensor._is_view() or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        and not (tensor.is_quantized or tensor.is_meta or vars(tensor))
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
+def _returned(graph: fx.Graph) -> list[fx.Node]:
+    (values,) = graph.output_node().args
+    return list(pytree.tree_leaves(values, is_leaf=lambda v: isinstance(v, fx.Node)))

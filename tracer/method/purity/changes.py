@@ -1,0 +1,221 @@
+"""Judge what a traced call did to attributes: a rebound buffer is kept, the rest is suspicious.
+
+`self.ema = 0.9 * self.ema + 0.1 * x` gives an attribute a new tensor. That becomes an output of the
+graph which the body writes back. Any other change would happen once, while tracing. It is refused,
+unless it brings no traced value and a second run, after it, makes no change any more (`twice.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....ir.location import Location
+from ...errors import TraceError
+from ...values.actor_state import ActorState, Slot, StateTensor
+from ...values.heap.reach import has_fake, reaches_tensor
+from ...values.heap.snapshot import Change, show
+from ...values.interface import Call
+from ...values.operators import (
+    storage_key,
+)
+from .watch import Watch
+
+_ATTRIBUTE_REMEDY = (
+    "mark the method with @cg.opaque; or keep what changes in a buffer (self.register_buffer), "
+    "which a traced method may update"
+)
+_WARM_UP = (
+    ". If it is made once and kept, call the method once eagerly, on actor.local, before the step "
+    "is traced"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Rebind:
+    """A slot of the state that the call gives a new tensor.
+
+    Attributes:
+        tensor: the state tensor that was there.
+        slot: where.
+        value: the new tensor, a fake.
+        shared: whether its memory is also that of an input, an output or other state.
+    """
+
+    tensor: StateTensor
+    slot: Slot
+    value: torch.Tensor
+    shared: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Initialization:
+    """A change that may be one of the first call only, such as of an attribute made when needed.
+
+    Attributes:
+        owner: the `id` of the object whose attribute it is; None inside of a container.
+        change: the change, which has been taken back.
+        refusal: makes what to raise if it is not of the first call only; a
+            `TraceError` that has been made counts as raised (`errors.py`).
+    """
+
+    owner: int | None
+    change: Change
+    refusal: Callable[[], TraceError]
+
+
+def sort_changes(
+    changes: Iterable[Change],
+    call: Call,
+    fakes: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    watch: Watch,
+) -> tuple[list[Rebind], list[Initialization]]:
+    """The rebound tensors among the changes of a call, and changes that may be of the first alone.
+
+    Args:
+        fakes: the fake of each state tensor.
+
+    Raises:
+        TraceError: there is a change that a graph cannot make.
+    """
+    judge = _Judge(call, fakes, watch)
+    judged = [judge.judge(change) for change in changes]
+    rebinds = [found for found in judged if isinstance(found, Rebind)]
+    judge.refuse_ties(rebinds)
+    taken = [storage_key(t) for t in (*outputs, *inputs, *fakes)]
+    new = [storage_key(r.value) for r in rebinds]
+    found = [
+        Rebind(r.tensor, r.slot, r.value, shared=key in taken or new.count(key) > 1)
+        for r, key in zip(rebinds, new, strict=True)
+    ]
+    return found, [found for found in judged if isinstance(found, Initialization)]
+
+
+class _Judge:
+    def __init__(self, call: Call, fakes: Sequence[torch.Tensor], watch: Watch) -> None:
+        self.call = call
+        self.watch = watch
+        self.state = {id(f): t for f, t in zip(fakes, call.state.tensors, strict=True)}
+
+    def judge(self, change: Change) -> Rebind | Initialization:
+        tensor = self.state.get(id(change.before))
+        if tensor is None and not reaches_tensor(change.after, self._known()):
+            return self._initialization(change)
+        if tensor is None or not isinstance(change.after, torch.Tensor) or change.key is None:
+            raise self._refusal(change)()
+        if isinstance(tensor.tensor, torch.nn.Parameter):
+            raise self._error(
+                change,
+                f"it replaces the parameter '{change.path}'",
+                "copy into it under torch.no_grad() (p.copy_(...)), or mark the method with "
+                "@cg.opaque",
+            )
+        old, new = change.before, change.after
+        if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+            raise self._error(
+                change,
+                f"it replaces the tensor '{change.path}' ({show(old)}) by one of another kind "
+                f"({show(new)})",
+                "shapes are static in a step: keep a buffer of full size and write into it, or "
+                "mark the method with @cg.opaque",
+            )
+        if new.requires_grad:
+            raise self._error(
+                change,
+                f"it stores a tensor with gradient history in '{change.path}'",
+                "store x.detach(); history that outlives the call cannot be kept"
+                + self._normed(change),
+            )
+        for other in tensor.slots:
+            if other.holder is change.holder and other.key == change.key:
+                return Rebind(tensor, other, new, shared=False)
+        raise self._refusal(change)()
+
+    def _known(self) -> set[int]:
+        """The actor's own objects, which hold fakes while it is traced."""
+        state = self.call.state
+        return {id(value) for value, _ in (*state.objects, *state.containers)}
+
+    def _initialization(self, change: Change) -> Initialization:
+        owner = _owners(self.call.state).get(id(change.holder))
+        return Initialization(None if change.key is None else owner, change, self._refusal(change))
+
+    def _normed(self, change: Change) -> str:
+        """Return what to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
+        owner = _owners(self.call.state).get(id(change.holder))
+        obj = next((obj for obj, _ in self.call.state.objects if id(obj) == owner), None)
+        if not isinstance(obj, torch.nn.Module):
+            return ""
+        names = {type(hook).__name__ for hook in obj._forward_pre_hooks.values()}
+        if names.isdisjoint({"WeightNorm", "SpectralNorm"}):
+            return ""
+        return (
+            ". It is torch.nn.utils.weight_norm or spectral_norm that does so: use those of "
+            "torch.nn.utils.parametrizations"
+        )
+
+    def refuse_ties(self, rebinds: Sequence[Rebind]) -> None:
+        """Return if no rebound tensor shares its memory with other state from now on.
+
+        In eager Python a later write to the one would be seen in the other.
+        """
+        if not rebinds:
+            return
+        now = [(storage_key(t.slots[0].get()), t) for t in self.call.state.tensors]
+        many = Counter(key for key, _ in now)
+        for rebind in rebinds:
+            key = storage_key(rebind.value)
+            if key is not None and many[key] > 1:
+                path = rebind.slot.path
+                other = next(t for k, t in now if k == key and t is not rebind.tensor)
+                raise self.call.refusal(
+                    f"it lets '{path}' share its memory with '{other.path}', so that a write to "
+                    "one would change the other",
+                    f"assign a copy, made by .clone(), to '{path}'",
+                    self._line(rebind.slot.holder, rebind.slot.key),
+                )
+
+    def _refusal(self, change: Change) -> Callable[[], TraceError]:
+        remedy = _ATTRIBUTE_REMEDY
+        if has_fake(change.after):
+            remedy = f"return the value, for the step to hand on; {remedy}{_WARM_UP}"
+            reason = (
+                f"it stores a traced value in the attribute '{change.path}', which holds "
+                f"{show(change.before)} now"
+            )
+        else:
+            reason = (
+                f"it changes the attribute '{change.path}' ({change.words()}); a "
+                "traced method runs once, so the change would be lost"
+            )
+        return partial(self._error, change, reason, remedy)
+
+    def _error(self, change: Change, reason: str, remedy: str) -> TraceError:
+        return self.call.refusal(reason, remedy, self._line(change.holder, change.key))
+
+    def _line(self, container: Any, key: Any) -> Location | None:
+        """The line that has written to an attribute last."""
+        owner = _owners(self.call.state).get(id(container))
+        return self.watch.writes.get((owner, str(key))) if owner is not None else None
+
+
+def _owners(state: ActorState) -> dict[int, int]:
+    """For the dicts that hold attributes: the object whose attributes they hold, by ids.
+
+    To ask for them counts as a read of all attributes, so it is left until an error needs them.
+    """
+    found: dict[int, int] = {}
+    for obj, _ in state.objects:
+        attributes = vars(obj) if hasattr(obj, "__dict__") else {}
+        found[id(attributes)] = id(obj)
+        if isinstance(obj, torch.nn.Module):
+            for name in ("_parameters", "_buffers", "_modules"):
+                found[id(attributes[name])] = id(obj)
+    return found

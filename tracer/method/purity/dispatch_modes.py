@@ -1,0 +1,291 @@
+"""Dispatch modes between a traced call and torch, which refuse what a graph cannot keep.
+
+`FunctionGuard` sees torch functions as the user writes them; `OpRecorder` sees every operator that
+reaches the graph. Together they turn each silent loss of tracing into an error with a line, and
+note the mutations, random draws and source lines of what they let through.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ....ir.location import Location
+from ...error_translation import OPAQUE_REMEDY, current_location, refusal_here
+from ...errors import TraceError, note_refusal
+from ...source import is_torch_file
+from ...values.operators import is_random, storage_key, writes_in_secret, written_values
+from .function_log import FunctionLog
+from .op_log import OpLog
+from .watch import UsesGradients
+
+BUFFER_REMEDY = (
+    "register it as a buffer of the actor, keep it in an attribute, pass it as an argument, or "
+    "build it inside the method from Python numbers"
+)
+CLONE_REMEDY = "values of a step are immutable: work on a copy (x = x.clone()), or use x = x + y"
+
+
+def nothing_to_check(args: Iterable[Any], written: Iterable[Any]) -> None:
+    """The `check` of an `OpRecorder` that tells nobody."""
+
+
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what each operator of a traced call does, and refuses what would be lost.
+
+    Attributes:
+        what: the call in words.
+        inputs: storage of each input value, with a name for messages.
+        state: storages of the actor's state.
+        written: storages of the state that were written to.
+        locations: the user's line of each node, by name.
+        log: the operators of the forward, in order.
+        functions: the torch functions that call them.
+        draws: whether random numbers were drawn.
+        secret: results of operators that write in secret; returning them keeps them alive.
+        backward: whether the backward is being traced now.
+        backward_writes: storages of the state that the backward wrote to.
+        check: is told of the arguments of each operator, and of those that it writes to.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        inputs: dict[int | None, str],
+        state: frozenset[int | None],
+        log: OpLog,
+        functions: FunctionLog,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.what = what
+        self.functions = functions
+        self.inputs = inputs
+        self.state = state
+        self.log = log
+        self.written: set[int | None] = set()
+        self.backward_writes: set[int | None] = set()
+        self.locations: dict[str, Location] = {}
+        self.draws = False
+        self.secret: list[torch.Tensor] = []
+        self.backward = False
+        self.check: Callable[[Iterable[Any], Iterable[Any]], None] = nothing_to_check
+        self._lines: dict[tuple[str, int], Location] = {}
+        self._by_sequence: dict[int, Location] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if not self.backward:
+            self.functions.note_operator()
+            self.check(_flat((*args, *kwargs.values())), written_values(func, args, kwargs))
+        self._refuse_generators(func, args, kwargs)
+        self._refuse_foreign_tensors(func, args, kwargs)
+        self._note_random(func, args, kwargs)
+        self._note_writes(func, args, kwargs)
+        nodes = nodes_so_far()
+        # Lines take time, and those of a first run do for a second one, which makes no graph.
+        location = None if nodes is None else self._location()
+        if not self.backward:
+            self.log.note(func, args, kwargs, location)
+        before = 0 if nodes is None else len(nodes)
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            note_refusal(error)
+            raise
+        if location is not None:
+            for node in itertools.islice(reversed(nodes), len(nodes) - before):
+                self.locations[node.name] = location
+        if writes_in_secret(func, args, kwargs):
+            self.secret.append(result[0])
+        return result
+
+    def _refuse_generators(self, func: object, args: Any, kwargs: Any) -> None:
+        if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
+            raise self._error(
+                f"{func} takes a torch.Generator, whose state a traced method cannot keep",
+                "leave the generator out: a step seeds every call by itself, reproducibly",
+            )
+
+    def _refuse_foreign_tensors(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func._schema.name in _LIFTS:
+            return
+        for value in _flat((*args, *kwargs.values())):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                raise self._error(
+                    f"it uses a tensor ({value.dtype}, shape {tuple(value.shape)}) that is neither "
+                    "an argument nor part of the actor: a graph would keep today's values forever",
+                    BUFFER_REMEDY,
+                )
+
+    def _note_random(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+        if not is_random(func, args, kwargs):
+            return
+        if self.backward:
+            raise self._error(
+                f"its backward draws random numbers again ({func}), as dropout inside "
+                "torch.utils.checkpoint does: the recomputation would use another mask",
+                "take the dropout out of the checkpointed function, or do without checkpoint",
+            )
+        self.draws = True
+
+    def _note_writes(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+        for value in written_values(func, args, kwargs):
+            if not isinstance(value, torch.Tensor):
+                continue
+            key = storage_key(value)
+            if key is None:
+                continue
+            if key in self.inputs:
+                raise self._error(
+                    f"it writes in place to {self.inputs[key]} ({func})", CLONE_REMEDY
+                )
+            if key in self.state:
+                (self.backward_writes if self.backward else self.written).add(key)
+
+    def _location(self) -> Location | None:
+        found, _ = current_location()
+        if self.backward:
+            node = torch._C._current_autograd_node()
+            if found is None and node is not None:
+                return self._by_sequence.get(node._sequence_nr())
+            return found
+        if found is not None:
+            found = self._lines.setdefault((found.file, found.line), found)
+            self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = found
+        return found
+
+    def _error(self, reason: str, remedy: str) -> TraceError:
+        return refusal_here(self.what, reason, remedy)
+
+
+_LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
+"""Operators that `torch.tensor([...])` applies to the numbers it was given."""
+
+
+def nodes_so_far() -> Any:
+    """The nodes of the graph that make_fx is making; None if it makes none."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph.nodes
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+class FunctionGuard(TorchFunctionMode):
+    """Refuses torch functions that take values out of tensors, and spots work on gradients.
+
+    Args:
+        run: is asked for the results of all others.
+    """
+
+    def __init__(self, what: str, run: Run) -> None:
+        super().__init__()
+        self.what = what
+        self.run = run
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _GRADIENT_WORK:
+            raise UsesGradients(f"it uses {_GRADIENT_WORK[func]}")
+        if func == _T.data_ptr and is_torch_file(sys._getframe(1).f_code.co_filename):
+            return 0  # torch's own modules ask whether weights lie side by side
+        if func in _REFUSED:
+            reason, remedy = _REFUSED[func]
+            if sys._getframe(1).f_code.co_filename.startswith(_DISTRIBUTIONS):
+                remedy = "pass validate_args=False to the distribution, which checks values; else "
+                remedy += OPAQUE_REMEDY
+            raise refusal_here(self.what, reason, remedy)
+        return self.run(func, args, kwargs or {})
+
+
+Run: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+"""Gives the result of a torch function, of its arguments."""
+
+
+def run_plainly(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function."""
+    return function(*args, **kwargs)
+
+
+_DISTRIBUTIONS = os.path.join(os.path.dirname(torch.__file__), "distributions") + os.sep
+_T = torch.Tensor
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_GRADIENT_WORK: dict[Any, str] = {
+    _GRAD.__get__: "Tensor.grad",
+    _GRAD.__set__: "Tensor.grad",
+    _GRAD.__delete__: "Tensor.grad",
+    _T.backward: "Tensor.backward",
+    torch.autograd.backward: "torch.autograd.backward",
+}
+
+
+def _takes_value(how: str) -> tuple[str, str]:
+    return f"{how} needs the value of a tensor, which is not known while tracing", OPAQUE_REMEDY
+
+
+_SHOWS = (
+    "it prints or formats a tensor, whose value is not known while tracing",
+    "print its shape and dtype, return the tensor and print it outside the step, or mark the "
+    "method with @cg.opaque",
+)
+_ADDRESS = (
+    "it takes the address of a tensor, which changes from one execution to the next",
+    OPAQUE_REMEDY,
+)
+_REFUSED: dict[Any, tuple[str, str]] = {
+    _T.item: _takes_value("Tensor.item() or Tensor.tolist()"),
+    _T.tolist: _takes_value("Tensor.item() or Tensor.tolist()"),
+    _T.__bool__: (
+        "a Python condition (if, while, assert, and, or, not) depends on the value of a tensor, "
+        "which is not known while tracing",
+        "use torch.where, decide by a static (plain Python) value, or mark the method with "
+        "@cg.opaque",
+    ),
+    _T.__int__: _takes_value("int(tensor)"),
+    _T.__float__: _takes_value("float(tensor)"),
+    _T.__complex__: _takes_value("complex(tensor)"),
+    _T.__index__: _takes_value("a tensor as a Python index"),
+    _T.__contains__: _takes_value("`in` on a tensor"),
+    _T.numpy: _takes_value("Tensor.numpy()"),
+    _T.__array__: _takes_value("a NumPy function of a tensor"),
+    _T.__repr__: _SHOWS,
+    _T.__format__: _SHOWS,
+    _T.data_ptr: _ADDRESS,
+    _DATA.__set__: (
+        "it sets Tensor.data",
+        "copy into the tensor under torch.no_grad() (p.copy_(...)), or mark the method with "
+        "@cg.opaque",
+    ),
+}

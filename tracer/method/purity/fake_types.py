@@ -1,0 +1,120 @@
+"""Let `type(x)` give, for a fake tensor in the user's files, the type of what it stands for.
+
+`type(x) is torch.Tensor` and `{nn.Parameter: ...}[type(p)]` must take the branch that they take
+when the step runs. A fake is of a class of its own, and nothing can change what `type` says of it.
+So the name `type` means something else in the user's modules while a method is traced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import is_
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...source import is_own_file
+
+
+class _Type:
+    """Stands for `type`.
+
+    Args:
+        kinds: the type of what a fake stands for, by the `id` of the fake; of all others it is
+            `torch.Tensor`.
+    """
+
+    def __init__(self, kinds: Mapping[int, type]) -> None:
+        self._kinds = kinds
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = type(*args, **kwargs)
+        if len(args) != 1:
+            return kind
+        if issubclass(kind, FakeTensor):
+            return self._kinds.get(id(args[0]), torch.Tensor)
+        return self if kind is type else kind
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(self, cls: type) -> bool:
+        return issubclass(cls, type)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (type,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type, name)
+
+    def __getitem__(self, item: Any) -> Any:
+        return type[item]
+
+    def __or__(self, other: Any) -> Any:
+        return type | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | type
+
+    def __eq__(self, other: object) -> bool:
+        return other is type or other is self
+
+    def __hash__(self) -> int:
+        return hash(type)
+
+    def __repr__(self) -> str:
+        return repr(type)
+
+
+@contextmanager
+def real_kinds(kinds: Mapping[int, type], space: dict[str, Any]) -> Iterator[None]:
+    """Inside the `with` block, `type(x)` of a fake is what it stands for, in the user's files.
+
+    Args:
+        kinds: as `_Type` takes them.
+        space: the names of the module of what is traced.
+    """
+    instead = _Type(kinds)
+    spaces = [names for names in (space, *_user_spaces()) if "type" not in names]
+    try:
+        for names in spaces:
+            names["type"] = instead
+        yield
+    finally:
+        for names in spaces:
+            names.pop("type", None)
+
+
+class _UserSpaces:
+    """The names of the user's modules, looked for when modules have come or gone since last time.
+
+    A process that has imported torch has thousands of modules. To read the file of each in every
+    trace takes a tenth of the time of tracing.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[ModuleType] = []
+        self._found: list[dict[str, Any]] = []
+
+    def __call__(self) -> list[dict[str, Any]]:
+        modules = list(sys.modules.values())
+        if len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
+            self._found = list(_spaces_of_the_user())
+            self._modules = modules
+        return self._found
+
+
+_user_spaces = _UserSpaces()
+
+
+def _spaces_of_the_user() -> Iterator[dict[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        space = getattr(module, "__dict__", None)
+        file = space.get("__file__") if isinstance(space, dict) else None
+        own = isinstance(file, str) and is_own_file(file)
+        if isinstance(space, dict) and (own or name == "__main__"):
+            yield space

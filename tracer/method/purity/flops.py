@@ -1,0 +1,71 @@
+"""Count the floating-point operations of a graph, as torch's flop counter does.
+
+Matrix products, convolutions and attention count, two operations for each multiply-add. All else
+is bound by memory, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ....ir.flops import Flops
+from ....ir.types import DType
+from ...values.specs import ir_dtype
+
+_ATTENTION = frozenset(
+    f"aten::_scaled_dot_product_{kernel}_attention{direction}"
+    for kernel in ("efficient", "flash", "cudnn")
+    for direction in ("", "_backward")
+)
+
+
+def count_flops(graph: fx.Graph) -> Flops:
+    """The operations of one run of a graph whose nodes know what they have computed."""
+    counts: Counter[DType] = Counter()
+    for node in graph.nodes:
+        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if node.op == "call_function" and formula is not None:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
+            result = node.meta.get("val")
+            dtype = _element_type(args, kwargs, result)
+            counts[dtype] += int(formula(*_with_all_heads(node, args), **kwargs, out_val=result))
+    return Flops.of(counts)
+
+
+def _with_all_heads(node: fx.Node, args: Any) -> Any:
+    """Arguments of attention with as many heads of keys and values as of queries, as it computes.
+
+    Before torch 2.12 its formulas take no others.
+    """
+    op = node.target
+    if not (isinstance(op, torch._ops.OpOverload) and op._schema.name in _ATTENTION):
+        return args
+    names = [argument.name for argument in op._schema.arguments]
+    given = list(args)
+    heads = given[names.index("query")].shape[1]
+    for index in (names.index("key"), names.index("value")):
+        batch, _, *others = given[index].shape
+        given[index] = given[index].new_empty(batch, heads, *others)
+    return given
+
+
+def _value(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    assert value is not None, f"nothing is known of {node}"
+    return value
+
+
+def _element_type(args: Any, kwargs: Any, result: Any) -> DType:
+    """Of the first factor; bfloat16 if the IR has no name for it, as for other narrow types."""
+    found = [value.dtype for value in tree_leaves((args, kwargs, result)) if torch.is_tensor(value)]
+    numbers = [dtype for dtype in found if dtype.is_floating_point or dtype.is_complex]
+    with suppress(ValueError, IndexError):
+        return ir_dtype((numbers or found)[0])
+    return DType.BF16

@@ -1,0 +1,97 @@
+"""Let modules of torch take paths that a graph can record, with the results of their own paths.
+
+`nn.LSTM` and `nn.GRU` go step by step. `nn.TransformerEncoder` has a fast path for inference: given
+a mask of padding, torch packs the rows that count and fills the others with zeros. While a call is
+traced it takes the general path, in which padded rows hold numbers like any others. So the zeros
+are put in here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...values.actor_state import ActorState
+
+
+@contextmanager
+def padded_rows_zeroed(state: ActorState) -> Iterator[None]:
+    """Inside the `with` block, encoders give for padded rows what they give in plain Python."""
+    if not any(isinstance(obj, nn.TransformerEncoder) for obj, _ in state.objects):
+        yield
+        return
+    general = nn.TransformerEncoder.forward
+
+    @functools.wraps(general)
+    def forward(self: nn.TransformerEncoder, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        src, padding = given["src"], given.get("src_key_padding_mask")
+        if given.get("mask") is not None or padding is None or not _is_fast(self, src):
+            return general(self, *args, **kwargs)
+        norm = self.norm
+        if norm is not None:
+            self._modules["norm"] = None  # it comes after the zeros
+        try:
+            output = general(self, *args, **kwargs)
+        finally:
+            if norm is not None:
+                self._modules["norm"] = norm
+        output = torch.where(_rows(self, padding)[:, :, None], 0.0, output)
+        return output if norm is None else norm(output)
+
+    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.TransformerEncoder.forward = general  # type: ignore[method-assign]
+
+
+_SIGNATURE = inspect.signature(nn.TransformerEncoder.forward)
+
+
+def _is_fast(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
+    """True if plain Python would pack the rows, but for the mask's values."""
+    first: Any = encoder.layers[0]
+    tensors = (src, *first.parameters())
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and bool(getattr(encoder, "use_nested_tensor", False))
+        and not first.training
+        and src.dim() == 3
+        and not torch.is_autocast_enabled()
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )
+
+
+def _rows(encoder: nn.TransformerEncoder, padding: torch.Tensor) -> torch.Tensor:
+    """The padded rows; none, if any sequence has padding before its end, and that is looked at."""
+    padded = padding.bool()
+    if not getattr(encoder, "mask_check", True):
+        return padded
+    left = torch.arange(padded.shape[1], device=padded.device) < (~padded).sum(1)[:, None]
+    return padded & (left == ~padded).all()
+
+
+@contextmanager
+def without_fused_recurrence(state: ActorState) -> Iterator[None]:
+    """Trace LSTM and GRU step by step, in actors that have such modules.
+
+    oneDNN's fused kernels save for the backward only where gradients are enabled when they run,
+    and cuDNN's arrange the memory of their weights, which a graph cannot.
+    """
+    recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
+    before = [backend.enabled for backend in backends]
+    for backend in backends:
+        backend.enabled = False
+    try:
+        yield
+    finally:
+        for backend, enabled in zip(backends, before, strict=True):
+            backend.enabled = enabled

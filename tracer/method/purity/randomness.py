@@ -1,0 +1,94 @@
+"""Refuse what a traced call does to random generators outside of its graph."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...error_translation import refusal_here
+from ...source import is_torch_file
+from ...values.heap.snapshot import GENERATORS, Snapshot
+from ...values.interface import Call
+
+_REMEDY = (
+    "draw with torch functions (torch.rand, dropout), which a step seeds by itself; or mark the "
+    "method with @cg.opaque"
+)
+_BETWEEN = frozenset({__file__, torch.random.__file__, contextlib.__file__})
+
+
+class _WatchedGenerator:
+    """Stands for torch's default generator where `torch.manual_seed` and the like look for it."""
+
+    def __init__(self, generator: torch.Generator, what: str) -> None:
+        self._generator = generator
+        self._what = what
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed", "set_state") and not _called_by_torch():
+            raise refusal_here(
+                self._what,
+                "it seeds or sets torch's global generator (torch.manual_seed or set_rng_state, "
+                "torch.random.fork_rng), which would happen once, while tracing, instead of in "
+                "every execution",
+                _REMEDY,
+            )
+        return getattr(self._generator, name)
+
+
+def _called_by_torch() -> bool:
+    """True if torch does it for itself, as `torch.utils.checkpoint` does."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return is_torch_file(frame.f_code.co_filename)
+
+
+@contextmanager
+def generator_watched(what: str) -> Iterator[None]:
+    """Refuse to seed or set torch's generator inside the `with` block, with the user's line.
+
+    A fork of it would leave no trace behind.
+    """
+    names: dict[str, Any] = vars(torch.random)
+    generator = names["default_generator"]
+    names["default_generator"] = _WatchedGenerator(generator, what)
+    try:
+        yield
+    finally:
+        names["default_generator"] = generator
+
+
+@contextmanager
+def random_state_watched(call: Call) -> Iterator[None]:
+    """Refuse a call that draws from, or seeds, a generator outside the graph while it is traced.
+
+    Python's and NumPy's draws would be baked into the graph, and `torch.manual_seed` would act
+    once instead of in every execution. All generators are put back.
+
+    Raises:
+        TraceError: on exit, if one of them has moved.
+    """
+    before = Snapshot(GENERATORS)
+    torch.default_generator.manual_seed(_MARK_SEED)
+    marked = Snapshot(GENERATORS)
+    moved: list[str] = []
+    try:
+        yield
+        moved = [change.path for change in marked.changes()]
+    finally:
+        before.restore()
+    if moved:
+        raise call.refusal(
+            f"it draws from or seeds {' and '.join(moved)}, which would happen once, while "
+            "tracing, instead of in every execution",
+            _REMEDY,
+        )
+
+
+_MARK_SEED = 0x6367_7472_6163_65

@@ -1,0 +1,95 @@
+"""Find what a traced call changes outside of its actor: globals, closures, classes, defaults.
+
+Such a change would happen once, while the call is traced, and what is left behind may be a fake. It
+is taken back, and is an error that names what has changed; but what a function does in its first
+call only, such as to fill a table of numbers, is done for good (`twice.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import CellType
+from typing import Any
+
+from ...errors import TraceError
+from ...source import is_installed
+from ...values.actor_state import ActorState
+from ...values.heap.kinds import is_foreign
+from ...values.heap.reach import NEAR, has_fake, reach_near, reaches_tensor
+from ...values.heap.snapshot import Change
+from ...values.interface import Call
+from .changes import Initialization
+
+_REMEDY = (
+    "keep what changes in a buffer of the actor (self.register_buffer), which a traced method may "
+    "update; or mark the method with @cg.opaque"
+)
+
+
+class SideEffects:
+    """State outside of an actor that a function, and the actor's classes, refer to at one moment.
+
+    Of a function of an installed package, only traced values that it leaves behind are noticed:
+    nobody but its authors could change what else it does.
+
+    Args:
+        function: what is to be traced.
+        state: the actor's state, which is looked after elsewhere.
+    """
+
+    def __init__(self, function: Callable[..., Any], state: ActorState) -> None:
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        code = getattr(function, "__code__", None)
+        self._strict = code is not None and not is_installed(code.co_filename)
+        known = [container for container, _ in state.containers]
+        classes = _own_classes(state)
+        depth = NEAR if self._strict else 0
+        self._snapshot = reach_near(function, known, classes, depth).snapshot()
+
+    def check(self, call: Call) -> list[Initialization]:
+        """Look for changes that a call has made.
+
+        Returns:
+            Those that may be of the first call only.
+
+        Raises:
+            TraceError: there is another one.
+        """
+        changes = [change for change in self._snapshot.changes() if self._counts(change)]
+        for change in changes:
+            if has_fake(change.after):
+                raise call.refusal(
+                    f"it stores a traced value outside the actor, in '{change.path}'",
+                    "return the value, keep it in a buffer of the actor, or mark the method with "
+                    "@cg.opaque",
+                )
+            if isinstance(change.holder, CellType) or reaches_tensor(change.after, set()):
+                raise _lost(call, change)
+        return [Initialization(None, c, partial(_lost, call, c)) for c in changes]
+
+    def _counts(self, change: Change) -> bool:
+        hidden = isinstance(change.key, str) and change.key.startswith("__")
+        return has_fake(change.after) or (self._strict and not hidden)
+
+    def undo(self) -> None:
+        """Take every change back."""
+        for change in self._snapshot.changes():
+            if self._counts(change) or isinstance(change.holder, type):
+                change.put(change.before)
+        self._snapshot.clear_caches()
+
+
+def _lost(call: Call, change: Change) -> TraceError:
+    return call.refusal(
+        f"it changes '{change.path}', outside of the actor's attributes ({change.words()}); a "
+        "traced method runs once, so the change would be lost",
+        _REMEDY,
+    )
+
+
+def _own_classes(state: ActorState) -> list[type]:
+    """The classes of an actor's objects that the user wrote."""
+    classes = dict.fromkeys(cls for obj, _ in state.objects for cls in type(obj).__mro__)
+    return [cls for cls in classes if not is_foreign(cls)]

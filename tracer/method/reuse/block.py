@@ -1,0 +1,230 @@
+"""Blocks: what is known of a module that has been traced, to compare the next one with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..purity.dispatch_modes import OpRecorder, nodes_so_far
+from ..purity.function_log import Entry, Form, FunctionLog, OfGraph, Unlike, form_of, renumbered
+from .templates import First, Template, like
+
+
+@dataclass(eq=False)
+class Block:
+    """A block that has been traced: a function of the tensors that it takes from elsewhere.
+
+    Tensors have numbers of their own in it: what it takes has negative ones, in the order of its
+    first use, and what it makes has the others.
+
+    Attributes:
+        name: its class.
+        entries: the torch functions, with stand-ins for what they gave.
+        taken: what is known of the tensors that it takes.
+        ends: what it gives, by numbers.
+        stand_ins: for all tensors that it makes.
+        given: those of them that it gives.
+        requires_grad: which of these require a gradient.
+        first: where it was traced.
+        template: its operators; None until another block needs them.
+    """
+
+    name: str
+    entries: Sequence[Entry]
+    taken: tuple[Form, ...]
+    ends: Form
+    stand_ins: Sequence[torch.Tensor]
+    given: Sequence[torch.Tensor]
+    requires_grad: tuple[bool, ...]
+    first: First
+    template: Template | None = None
+
+    @property
+    def form(self) -> Form:
+        """What blocks have in common that are the same."""
+        entries = tuple((each.function, each.arguments, each.settings) for each in self.entries)
+        return self.name, entries, self.taken, self.ends, self.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Stands for a tensor that a block takes, and that a function has given back as it is."""
+
+    position: int
+
+
+Copier: TypeAlias = Callable[[Block, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+"""Gives what a block gives for other tensors."""
+
+
+class Copy(OfGraph):
+    """A block as a function that the method calls."""
+
+    def __init__(self, block: Block, copy: Copier) -> None:
+        self.block = block
+        self._copy = copy
+
+    def __call__(self, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._copy(self.block, taken)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Copy) and other.block is self.block
+
+    def __hash__(self) -> int:
+        return id(self.block)
+
+
+class Numbering:
+    """Numbers of the tensors of a module that is compared with a block."""
+
+    def __init__(self, block: Block, log: FunctionLog) -> None:
+        self.taken: list[torch.Tensor] = []
+        self._block = block
+        self._log = log
+        self._numbers = {id(tensor): number for number, tensor in enumerate(block.stand_ins)}
+
+    def number_of(self, value: Any) -> int | None:
+        """The number of a tensor; one that it takes gets the next, if it is as that was."""
+        number = self._numbers.get(id(value))
+        if number is not None or self._log.number_of(value) is None:
+            return number
+        position = len(self.taken)
+        taken = self._block.taken
+        if position == len(taken) or _metadata(value) != taken[position]:
+            return None
+        self.taken.append(value)
+        self._numbers[id(value)] = ~position
+        return ~position
+
+    def result_of(self, result: Any) -> Any:
+        """What a function gives: for what it has taken, that itself."""
+        if isinstance(result, Taken):
+            return self.taken[result.position]
+        return [*map(self.result_of, result)] if type(result) is list else result
+
+
+class Recording:
+    """The part of a trace in which a module is called."""
+
+    def __init__(self, copy: Copier, log: FunctionLog, recorder: OpRecorder) -> None:
+        self._copy = copy
+        self._log = log
+        self._recorder = recorder
+        self._entries = len(log.entries)
+        self._count = log.count
+        self._mark = recorder.log.mark()
+        self._nodes = len(nodes_so_far())
+
+    def block(self, name: str, result: Any, known: Sequence[Block]) -> Block | None:
+        """The block, which the logs know as one from now on; None if it cannot be one.
+
+        Args:
+            known: of these, one that is the same and has no template is taken, with a new trace.
+        """
+        log, count = self._log, self._count
+        entries = log.entries[self._entries :]
+        if not log.complete or len({entry.settings for entry in entries}) != 1:
+            return None
+        numbers: list[int] = []
+
+        def number(old: int) -> int:
+            if old >= count:
+                return old - count
+            if old not in numbers:
+                numbers.append(old)
+            return ~numbers.index(old)
+
+        try:
+            made = [log.tensor(i) for i in range(count, log.count)]
+            stand_ins = [_stand_in(tensor, log.mode) for tensor in made]
+            new = [self._entry(entry, number, stand_ins) for entry in entries]
+            leaves, spec = pytree.tree_flatten(result)
+            ends = renumbered(form_of((spec, leaves), log.number_of), number)
+        except Unlike:
+            return None
+        taken = [log.tensor(i) for i in numbers]
+        given = [made[i] for i in _made_numbers(ends)]
+        nodes = itertools.islice(reversed(nodes_so_far()), len(nodes_so_far()) - self._nodes)
+        first = First([*nodes][::-1], taken, given)
+        if not first.is_pure:
+            return None
+        shown = [stand_ins[i] for i in _made_numbers(ends)]
+        flags = tuple(tensor.requires_grad for tensor in given)
+        metadata = tuple(map(_metadata, taken))
+        block = Block(name, new, metadata, ends, stand_ins, shown, flags, first)
+        for other in known:
+            if other.form == block.form:
+                other.first = first
+                block = other
+        arguments: Form = (tuple(numbers), ())
+        copy = Entry(Copy(block, self._copy), arguments, entries[0].settings, tuple(given))
+        log.fold(self._entries, count, copy, given)
+        self._recorder.log.note_block(name, taken, self._mark)
+        self._recorder.log.note_result("", tuple(given))
+        return block
+
+    def _entry(
+        self, entry: Entry, number: Callable[[int], int], stand_ins: Sequence[torch.Tensor]
+    ) -> Entry:
+        """An entry of the block."""
+        positional, named = entry.arguments
+        arguments = (
+            tuple([renumbered(form, number) for form in positional]),
+            tuple([(name, renumbered(form, number)) for name, form in named]),
+        )
+
+        def stand_in(value: Any) -> Any:
+            found = self._log.number_of(value)
+            if found is None:
+                return value
+            return stand_ins[found - self._count] if found >= self._count else Taken(~number(found))
+
+        result = entry.result
+        if isinstance(result, torch.Tensor):
+            result = stand_in(result)
+        elif type(result) in (tuple, list):
+            result = type(result)(map(stand_in, result))
+        leaves = pytree.tree_leaves(result)
+        known = set(map(id, stand_ins))
+        if any(isinstance(each, torch.Tensor) and id(each) not in known for each in leaves):
+            raise Unlike  # of a class of its own, such as that of a maximum with its index
+        if type(result) is tuple and any(isinstance(each, Taken) for each in result):
+            raise Unlike
+        return replace(entry, arguments=arguments, result=result)
+
+
+def _made_numbers(ends: Form) -> list[int]:
+    """The numbers of the tensors that a block makes and gives, in order."""
+    found: set[int] = set()
+
+    def note(number: int) -> int:
+        found.add(number)
+        return number
+
+    renumbered(ends, note)
+    return sorted(number for number in found if number >= 0)
+
+
+def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor like this one that no graph knows.
+
+    Raises:
+        Unlike: there is none.
+    """
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise Unlike
+    return like(tensor, mode)
+
+
+def _metadata(tensor: torch.Tensor) -> Form:
+    """What tensors have in common that can stand for each other."""
+    kind = (tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_leaf, tuple(tensor.shape))
+    if tensor.layout is not torch.strided:
+        return (*kind, tensor.layout)
+    return (*kind, tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())

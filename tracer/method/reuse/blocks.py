@@ -1,0 +1,273 @@
+"""Trace blocks that a method repeats, such as equal layers, once.
+
+The first of several modules of one class is traced as all code is. Of the next one, only the Python
+runs (`function_log.py`): if it calls the same torch functions, as far as tensors of its own stand
+for those of the first, then the operators of the first are copied, forward and backward. A block
+changes nothing: no tensor in place, and no attribute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from ...values.actor_state import ActorState
+from ...values.operators import (
+    is_random,
+    storage_key,
+)
+from ..purity.dispatch_modes import (
+    OpRecorder,
+    nodes_so_far,
+)
+from ..purity.function_log import FunctionLog, Rerun, Unlike, form_of
+from ..purity.watch import Watch
+from .block import Block, Copy, Numbering, Recording
+from .templates import BlocksMisled, Emitter, Template, graph_so_far
+
+Handler: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+_MANY = 6
+"""So many blocks of one class that differ are kept, and compared with the next one."""
+
+
+@dataclass(eq=False)
+class Blocks:
+    """The blocks of a step's methods so far.
+
+    Attributes:
+        known: by class, and by whether gradients are wanted.
+        refused: classes of which no block is made.
+        tried: whether a module has been compared with a block.
+    """
+
+    known: dict[tuple[type, bool], list[Block]] = field(default_factory=dict)
+    refused: set[type] = field(default_factory=set)
+    tried: bool = False
+
+
+def repeated_classes(state: ActorState) -> frozenset[type]:
+    """The classes of modules of which there are several, outermost first, that have submodules."""
+    modules = [obj for obj, _ in state.objects if isinstance(obj, nn.Module)]
+    counts = Counter(type(module) for module in modules if module._modules)
+    found: set[type] = set()
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if counts[type(module)] > 1 and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.add(type(module))
+            return
+        for child in module._modules.values():
+            if child is not None:
+                visit(child)
+
+    for module in modules[:1]:
+        visit(module)
+    return frozenset(found)
+
+
+class ModuleCalls:
+    """Calls of modules in a method that is traced, or that is compared with one.
+
+    Args:
+        blocks: those that are known.
+        classes: whose modules may be blocks.
+        log: of the method.
+        outer: handles torch functions of the method.
+        watch: sees attributes that are written.
+        wanted: whether gradients are.
+        recorder: sees operators; None where none is issued.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        classes: frozenset[type],
+        log: FunctionLog,
+        outer: Handler,
+        watch: Watch,
+        wanted: bool,
+        recorder: OpRecorder | None,
+    ) -> None:
+        self._blocks = blocks
+        self._classes = classes - blocks.refused
+        self._log = log
+        self._outer = outer
+        self._watch = watch
+        self._wanted = wanted
+        self._recorder = recorder
+        self._inner: Rerun | None = None
+        self._is_inside = False
+        self.used = False
+        self._stand_ins: set[int] = set()
+        self._closed: set[int] = set()
+        self._memory: set[int | None] = set()
+
+    def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a torch function."""
+        if self._inner is not None:
+            return self._inner.run(function, args, kwargs)
+        return self._outer(function, args, kwargs)
+
+    @contextmanager
+    def intercepted(self) -> Iterator[None]:
+        """Inside the `with` block, calls of modules come by here."""
+        if not self._classes:
+            yield
+            return
+        before = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_inside or type(module) not in self._classes:
+                return before(module, *args, **kwargs)
+            self._is_inside = True
+            try:
+                return self._call(before, module, args, kwargs)
+            finally:
+                self._is_inside = False
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = before  # type: ignore[method-assign]
+
+    def _call(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        known = self._blocks.known.setdefault((type(module), self._wanted), [])
+        for block in reversed(known):
+            if self._can_copy(block):
+                try:
+                    return self._again(block, call, module, args, kwargs)
+                except Unlike:
+                    continue
+        is_traced = self._recorder is not None and nodes_so_far() is not None
+        if not is_traced or not self._log.complete or len(known) == _MANY:
+            return call(module, *args, **kwargs)
+        writes = len(self._watch.writes)
+        assert self._recorder is not None
+        recording = Recording(self.copy, self._log, self._recorder)
+        result = call(module, *args, **kwargs)
+        made: Block | None = None
+        if len(self._watch.writes) == writes:
+            with torch._C.DisableTorchFunction():
+                made = recording.block(type(module).__qualname__, result, known)
+        if made is None:
+            self._blocks.refused.add(type(module))
+            self._classes -= {type(module)}
+        elif made not in known:
+            known.append(made)
+        return result
+
+    def _can_copy(self, block: Block) -> bool:
+        if block.template is not None or nodes_so_far() is None:
+            return True
+        return block.first.nodes[0].graph is graph_so_far()
+
+    def _again(
+        self,
+        block: Block,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """The result of a module that is like a block.
+
+        Raises:
+            Unlike: it is not.
+        """
+        self._blocks.tried = True
+        numbering = Numbering(block, self._log)
+        writes = len(self._watch.writes)
+        self._inner = inner = Rerun(block.entries, numbering.number_of, numbering.result_of)
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self._inner = None
+        with torch._C.DisableTorchFunction():
+            return self._taken_over(block, numbering, inner, result, writes)
+
+    def _taken_over(
+        self, block: Block, numbering: Numbering, inner: Rerun, result: Any, writes: int
+    ) -> Any:
+        """The result of a module whose Python has gone along with that of a block.
+
+        Raises:
+            Unlike: it has not ended there, or has written to attributes.
+        """
+        inner.finish()
+        leaves, spec = pytree.tree_flatten(result)
+        given = form_of((spec, leaves), numbering.number_of)
+        if given != block.ends or len(numbering.taken) != len(block.taken):
+            raise Unlike
+        if len(self._watch.writes) != writes:
+            raise Unlike
+        self.used = True
+        self._stand_ins.update(map(id, block.stand_ins))
+        copied = self._outer(Copy(block, self.copy), numbering.taken, {})
+        instead = {id(old): new for old, new in zip(block.given, copied, strict=True)}
+        return pytree.tree_unflatten([instead.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def copy(self, block: Block, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What a block gives for other tensors: its operators are issued once more."""
+        recorder = self._recorder
+        assert recorder is not None
+        if nodes_so_far() is not None and block.template is None:
+            block.template = Template.of(block.first, recorder, self._wanted)
+        recorder.log.note_block(block.name, taken)
+        flags = block.requires_grad
+        emitter = Emitter(block.template, block.given, flags, recorder, self._log.mode)
+        given = emitter.run(taken)
+        recorder.log.note_result("", given)
+        recorder.draws |= any(map(_is_random, block.template.forward if block.template else ()))
+        self._close(block, taken, given)
+        return given
+
+    def _close(
+        self, block: Block, taken: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> None:
+        if not self._closed.isdisjoint(map(id, taken)):
+            raise BlocksMisled
+        self._memory.update(map(storage_key, (*taken, *made)))
+        if block.template is not None:
+            several = block.template.used_several_times
+            self._closed.update(id(taken[i]) for i in several if taken[i].requires_grad)
+
+    def check_operator(self, args: Iterable[Any], written: Iterable[Any]) -> None:
+        """An operator is issued outside of blocks.
+
+        Raises:
+            BlocksMisled: it takes what blocks keep to themselves, or changes what they use.
+        """
+        if self._inner is not None:
+            raise self._inner.failure()
+        if not self.used:
+            return
+        forbidden = self._stand_ins | self._closed
+        if any(id(value) in forbidden for value in args):
+            raise BlocksMisled
+        if any(isinstance(v, torch.Tensor) and storage_key(v) in self._memory for v in written):
+            raise BlocksMisled
+
+    def check_end(self, values: Iterable[Any]) -> None:
+        """The method gives these values.
+
+        Raises:
+            BlocksMisled: as above.
+        """
+        self.check_operator(values, ())
+
+
+def _is_random(node: fx.Node) -> bool:
+    return is_random(node.target, node.args, node.kwargs)

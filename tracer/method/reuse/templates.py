@@ -1,0 +1,370 @@
+"""Copy the operators of a block, forward and backward, into a graph that make_fx is making."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ....ir.location import Location
+from ...values.operators import (
+    storage_key,
+    writes_in_secret,
+    written_values,
+)
+from ..purity.copy_node import copy_node
+from ..purity.dispatch_modes import (
+    OpRecorder,
+    nodes_so_far,
+)
+from ..purity.function_log import CopiedFunction
+
+
+class BlocksMisled(BaseException):
+    """A trace with blocks would not be what it is without them: it is to be made again.
+
+    Not an `Exception`, so that no handler in the user's code takes it for a failure.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class First:
+    """The trace of a block: its nodes, and the tensors that it has taken and given."""
+
+    nodes: Sequence[fx.Node]
+    taken: Sequence[torch.Tensor]
+    given: Sequence[torch.Tensor]
+
+    @property
+    def is_pure(self) -> bool:
+        """True if it changes nothing, and depends on nothing else than what it takes."""
+        sources = [node_of(tensor) for tensor in self.taken]
+        results = [node_of(tensor) for tensor in self.given]
+        own = set(self.nodes)
+        if None in sources or len(set(sources)) < len(sources) or not own.issuperset(results):
+            return False
+        memory = [storage_key(tensor) for tensor in (*self.taken, *self.given)]
+        if len(set(memory[len(sources) :])) < len(results):
+            return False
+        if not set(memory[: len(sources)]).isdisjoint(memory[len(sources) :]):
+            return False
+        known = own.union(sources)
+        foreign = {*memory[: len(sources)], None}
+        return bool(results) and all(
+            _is_pure(node, foreign) and _is_plain(node) and known.issuperset(node.all_input_nodes)
+            for node in self.nodes
+        )
+
+
+@dataclass(eq=False)
+class Template:
+    """The operators of a block.
+
+    Attributes:
+        graph: all of them, the forward first.
+        taken, cotangents: placeholders.
+        forward, backward: operators, in order.
+        given: what the forward gives.
+        gradients: those of what the block takes; None where there is none.
+        locations: the user's lines.
+        used_several_times: positions of what several operators take.
+        memory: the memory of what it takes, and of cotangents.
+    """
+
+    graph: fx.Graph
+    taken: list[fx.Node]
+    cotangents: list[fx.Node]
+    forward: list[fx.Node]
+    backward: list[fx.Node]
+    given: list[fx.Node]
+    gradients: list[fx.Node | None]
+    locations: dict[fx.Node, Location]
+    used_several_times: frozenset[int]
+    memory: dict[fx.Node, int | None]
+
+    @staticmethod
+    def of(first: First, recorder: OpRecorder, wanted: bool) -> Template:
+        """Take the operators of a block from the graph in which it was traced.
+
+        Args:
+            wanted: whether the backward is wanted, too. It is traced here, and taken out again.
+
+        Raises:
+            BlocksMisled: what the block takes depends on each other.
+        """
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        locations: dict[fx.Node, Location] = {}
+
+        def copy(node: fx.Node) -> fx.Node:
+            new = copies[node] = copy_node(graph, node, copies.__getitem__)
+            if node.name in recorder.locations:
+                locations[new] = recorder.locations[node.name]
+            return new
+
+        for tensor in first.taken:
+            node = _node(tensor)
+            copies[node] = graph.placeholder(node.name)
+        taken = list(copies.values())
+        several = frozenset(
+            i for i, tensor in enumerate(first.taken) if _uses(_node(tensor), first.nodes) > 1
+        )
+        forward = [copy(node) for node in first.nodes]
+        given = [copies[_node(tensor)] for tensor in first.given]
+        made = Template(
+            graph, taken, [], forward, [], given, [None] * len(taken), locations, several, {}
+        )
+        made.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
+        if wanted and any(tensor.requires_grad for tensor in first.given):
+            made._add_backward(first, recorder, copies, copy)
+        return made
+
+    def _add_backward(
+        self,
+        first: First,
+        recorder: OpRecorder,
+        copies: dict[fx.Node, fx.Node],
+        copy: Callable[[fx.Node], fx.Node],
+    ) -> None:
+        outer = nodes_so_far()
+        before = len(outer)
+        sources = [i for i, tensor in enumerate(first.taken) if tensor.requires_grad]
+        _refuse_dependent([first.taken[i] for i in sources])
+        chosen = [tensor for tensor in first.given if tensor.requires_grad]
+        recorder.backward = True
+        cotangents = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in chosen]
+        gradients = torch.autograd.grad(
+            chosen, [first.taken[i] for i in sources], cotangents, True, allow_unused=True
+        )
+        recorder.backward = False
+        new = list(itertools.islice(reversed(outer), len(outer) - before))
+        for tensor in cotangents:
+            node = _node(tensor)
+            copies[node] = self.graph.placeholder(node.name)
+            self.cotangents.append(copies[node])
+            self.memory[copies[node]] = storage_key(tensor)
+        pending = [node for node in reversed(new) if node not in copies]
+        if not all(map(_is_operator, pending)) or not all(map(_is_plain, pending)):
+            raise BlocksMisled
+        self.backward += map(copy, pending)
+        for i, gradient in zip(sources, gradients, strict=True):
+            self.gradients[i] = None if gradient is None else copies[_node(gradient)]
+        for node in new:
+            node.graph.erase_node(node)
+
+
+class Emitter:
+    """Issues the operators of a block for other tensors.
+
+    Args:
+        template: the operators; None where no graph is made.
+        stand_ins: tensors like those that it gives, which no graph knows.
+        requires_grad: which of them require a gradient.
+        mode: makes fakes.
+    """
+
+    def __init__(
+        self,
+        template: Template | None,
+        stand_ins: Sequence[torch.Tensor],
+        requires_grad: Sequence[bool],
+        recorder: OpRecorder,
+        mode: FakeTensorMode,
+    ) -> None:
+        self._template = template
+        self._stand_ins = stand_ins
+        self._recorder = recorder
+        self._mode = mode
+        self.requires_grad = requires_grad
+        self._nodes: dict[fx.Node, fx.Node] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._memory: dict[int | None, torch.UntypedStorage] = {}
+
+    def run(self, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the block gives."""
+        if any(self.requires_grad):
+            return _Emitted.apply(self, *taken)  # type: ignore[no-any-return,no-untyped-call]
+        return self.forward(taken)
+
+    def forward(self, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the block gives, without gradients."""
+        template = self._template
+        if template is None or nodes_so_far() is None:
+            return tuple(like(tensor, self._mode) for tensor in self._stand_ins)
+        for node, tensor in zip(template.taken, taken, strict=True):
+            self._take(node, tensor)
+        self._issue(template, template.forward)
+        return tuple(self._tracked(node) for node in template.given)
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of what the block takes.
+
+        Raises:
+            BlocksMisled: the backward of the first one was given other gradients.
+        """
+        template = self._template
+        given = [g for g, needed in zip(gradients, self.requires_grad, strict=True) if needed]
+        if template is None or len(given) != len(template.cotangents):
+            raise BlocksMisled
+        for node, gradient in zip(template.cotangents, given, strict=True):
+            if gradient is None or node_of(gradient) is None or not gradient.is_contiguous():
+                raise BlocksMisled
+            self._take(node, gradient)
+        self._issue(template, template.backward)
+        return [None if node is None else self._tracked(node) for node in template.gradients]
+
+    def _take(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """Let a tensor be what a placeholder stands for."""
+        assert self._template is not None
+        self._nodes[node], self._values[node] = _node(tensor), tensor
+        self._memory[self._template.memory[node]] = tensor.untyped_storage()
+
+    def _issue(self, template: Template, nodes: Sequence[fx.Node]) -> None:
+        graph, copies = graph_so_far(), self._nodes
+        locations = self._recorder.locations
+        # Without the function modes, which each look at an attribute of a tensor would go through.
+        with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction():
+            for node in nodes:
+                value = self._values[node] = self._like(node.meta["val"])
+                new = copies[node] = copy_node(graph, node, copies.__getitem__)
+                new.meta["val"] = value
+                if node in template.locations:
+                    locations[new.name] = template.locations[node]
+
+    def _like(self, value: Any) -> Any:
+        """A value as the first block has it, with memory of this one.
+
+        An operator would find the same, in ten times the time.
+        """
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._like, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            size = storage.nbytes()
+            memory = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
+            self._memory[storage._cdata] = memory
+        plain = torch.empty(0, dtype=value.dtype, device="meta")
+        plain.set_(memory, value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(self._mode, plain, value.device)
+
+    def _tracked(self, node: fx.Node) -> torch.Tensor:
+        value, new = self._values[node], self._nodes[node]
+        if node_of(value) is not new:
+            tracer = _tracer()
+            track_tensor_tree(value, fx.Proxy(new, tracer), constant=None, tracer=tracer)
+        return value  # type: ignore[no-any-return]
+
+
+class _Emitted(CopiedFunction):
+    """A block as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, emitter: Emitter, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = emitter.forward(taken)
+        ctx.emitter = emitter
+        ctx.set_materialize_grads(False)
+        pairs = zip(given, emitter.requires_grad, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, needed in pairs if not needed))
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.emitter.backward(gradients))
+
+
+def like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake that is like a (fake) tensor, and that no graph knows."""
+    with _disable_current_modes(), mode, torch.no_grad():
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None, "a graph is being made"
+    return mode.tracer
+
+
+def graph_so_far() -> fx.Graph:
+    """The graph that is being made."""
+    graph: fx.Graph = _tracer().graph
+    return graph
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """The node of a tensor in the graph that is being made; None if it has none."""
+    slot: Any = get_proxy_slot(tensor, _tracer(), None)
+    return None if slot is None else slot.proxy.node
+
+
+def _node(tensor: torch.Tensor) -> fx.Node:
+    node = node_of(tensor)
+    assert node is not None
+    return node
+
+
+def _uses(node: fx.Node, users: Sequence[fx.Node]) -> int:
+    """How often operators take a node."""
+    found: list[fx.Node] = []
+    for user in users:
+        fx.node.map_arg((user.args, user.kwargs), found.append)
+    return found.count(node)
+
+
+def _is_operator(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def _is_pure(node: fx.Node, foreign: set[int | None]) -> bool:
+    """True if a node computes a value, and writes to no memory that is foreign."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if writes_in_secret(target, node.args, node.kwargs):
+        return False
+    written = written_values(target, node.args, node.kwargs)
+    values = [value.meta.get("val") for value in written if isinstance(value, fx.Node)]
+    return foreign.isdisjoint(
+        storage_key(value) if isinstance(value, torch.Tensor) else None for value in values
+    )
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """True if all that a node computes is dense tensors, as far as it is tensors."""
+    values = node.meta.get("val")
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return all(
+        type(v) is FakeTensor
+        and v.layout is torch.strided
+        and not (v.is_conj() or v.is_neg() or v.is_quantized)
+        for v in tensors
+    )
+
+
+def _refuse_dependent(tensors: Sequence[torch.Tensor]) -> None:
+    """Return if no tensor has been computed of another one: gradients would go both ways."""
+    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
+    pending: list[Any] = [next_ for edge in edges for next_, _ in edge.node.next_functions]
+    seen: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+    if any(edge.node in seen for edge in edges):
+        raise BlocksMisled

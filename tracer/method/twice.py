@@ -1,0 +1,114 @@
+"""Run a traced call a second time: what is not the same then depends on hidden state.
+
+A generator, an iterator, a counter, the clock: whatever a method reads that changes by itself would
+be read once, while it is traced, and every execution would get what the trace has got. Nobody can
+list all of that. So the call is run twice, and the operators, constants and results are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...ir.location import Location
+from ..errors import TraceError
+from ..values.actor_state import collect
+from ..values.interface import Call
+from .joint import Joint, Wanted, run_call, trace_call
+from .purity.op_log import OpLog
+from .purity.watch import UsesGradients
+from .reuse.blocks import Blocks
+
+_REMEDY = (
+    "draw with torch functions, which a step seeds by itself; hand over what changes as an "
+    "argument, or keep it in a buffer of the actor; or mark the method with @cg.opaque"
+)
+
+
+def settled(
+    call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None
+) -> tuple[Call, Joint]:
+    """Trace a call, as `trace_call` does, with what it does only when it is first called done.
+
+    An attribute that is made when it is first needed is one. The actor keeps it, as it would of an
+    eager call, and the guard compares it from then on.
+
+    Returns:
+        The call, on the actor as it is then, and its trace.
+
+    Raises:
+        TraceError: it cannot be traced, or changes what a graph cannot change in every call.
+        UsesGradients: it works on gradients.
+    """
+    joint = trace_call(call, wanted, blocks)
+    if not joint.initial:
+        return call, joint
+    try:
+        for each in joint.initial:
+            each.change.put(each.change.after)
+        call = replace(call, state=collect(call.state.objects[0][0], call.given))
+        second = _without_changes(call, wanted, joint)
+    except BaseException:
+        for each in joint.initial:
+            each.change.put(each.change.before)
+        raise
+    for each in joint.initial:
+        if each.owner is not None:
+            second.reads[each.owner].add(str(each.change.key))
+    return call, second
+
+
+def _without_changes(call: Call, wanted: Wanted | None, first: Joint) -> Joint:
+    refusal = first.initial[0].refusal
+    try:
+        second = trace_call(call, wanted)
+    except TraceError as error:
+        raise refusal() from error
+    found = first.recorder.log.difference(second.recorder.log)
+    if second.initial or found is not None:
+        raise refusal()
+    return second
+
+
+def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) -> None:
+    """Return if the call does the same once more.
+
+    The second run makes no graph, which saves most of the time. Some code sees the difference; so
+    where there is one, runs are compared that are alike.
+
+    Raises:
+        TraceError: it does not.
+    """
+    first = joint.recorder.log
+    try:
+        second = run_call(call, blocks)
+        if first.difference(second) is None:
+            return
+        found = second.difference(run_call(call)) or first.difference(_trace_again(call))
+    except UsesGradients as why:
+        raise _refusal(call, f"{_NOT_TWICE} {why}", None) from None
+    except TraceError as error:
+        reason = error.reason.removeprefix(f"{call.what} cannot be traced: ")
+        raise _refusal(call, f"{_NOT_TWICE} {reason}", error.loc) from error
+    if found is not None:
+        what, loc = found
+        raise _refusal(call, f"run twice, it does not do the same: {what}", loc)
+
+
+_NOT_TWICE = "it works at first, but not the second time:"
+
+
+def _trace_again(call: Call) -> OpLog:
+    joint = trace_call(call)
+    for change in joint.initial:
+        raise change.refusal()
+    return joint.recorder.log
+
+
+def _refusal(call: Call, how: str, loc: Location | None) -> TraceError:
+    return TraceError(
+        f"{call.what} cannot be traced: {how}. It depends on something that changes by itself, "
+        "such as a random generator, an iterator, a counter or the time; every execution would "
+        "use what it was in the trace",
+        loc=loc or call.error_loc,
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,182 @@
+"""Refuse state that actors of different ranks hold and that one of them changes.
+
+In one process they would hold one thing. In several, each has a copy of its own, and nothing keeps
+the copies equal. What is only read stays equal. Traced functions are known to change a tensor, or
+to add to its gradient; what opaque methods change is seen when they run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+
+from ....ir.ops.module import FunctionKind
+from ...errors import TraceError
+from ...graph.codegen.bodies import wrapped
+from ...values.heap.snapshot import MISSING, Snapshot
+from ...values.holdings import Held, Use
+from ...values.interface import Body
+from ...values.sharing import Sharing, plays_all
+from ..session.session import Session
+
+_LOOKS = 3
+"""In how many calls of an opaque method Python's objects are looked at; tensors are in all."""
+
+_TIED = (
+    "weights are tied by sending them as a value: one actor owns the parameter and returns it from "
+    "a method, the others take it as an argument (Tied weights, in docs/guide/collectives.md). If "
+    "each is to have its own, make it in the constructor, or pass copy.deepcopy(...)"
+)
+
+
+def refuse_apart(session: Session) -> None:
+    """Refuse that an actor changes what an actor of another rank uses; opaque methods check it.
+
+    Collective, where there are other processes and actors of different ranks hold the same.
+
+    Raises:
+        TraceError: one does; on every rank.
+    """
+    sharing = session.sharing
+    if sharing is None:
+        return
+    if sharing.memory or sharing.objects:
+        uses = _uses_of(session, sharing)
+        for holders in sharing.memory:
+            _refuse(holders, uses)
+        for actor in sharing.members:
+            _watch(session, sharing, actor, uses)
+    for name, use in sharing.uses.items():
+        sharing.members[name].use = replace(use, paths={})
+
+
+def _uses_of(session: Session, sharing: Sharing) -> dict[str, Use]:
+    paths: dict[str, set[str]] = {}
+    for held in (each for holders in sharing.memory for each in holders):
+        paths.setdefault(held.actor, set()).add(held.path)
+    mine = {name: use.of(paths[name]) for name, use in sharing.uses.items() if name in paths}
+    if plays_all(session.peers):
+        return mine
+    return {name: each for theirs in session.peers.allgather(mine) for name, each in theirs.items()}
+
+
+def _refuse(holders: Sequence[Held], uses: dict[str, Use]) -> None:
+    for one in holders:
+        function = uses[one.actor].changes.get(one.path) if one.actor in uses else None
+        other = _other_user(one, holders, uses)
+        if function is not None and other is not None:
+            later = max(one, other, key=lambda held: held.order)
+            raise TraceError(
+                f"{_shown(one)} and {_shown(other)} are one tensor, which @{function} changes, or "
+                "adds a gradient to; in processes each rank has a copy of its own, and nothing "
+                "keeps the copies equal",
+                loc=later.made,
+                remedy=_TIED,
+            )
+
+
+def _other_user(one: Held, holders: Iterable[Held], uses: dict[str, Use]) -> Held | None:
+    for other in holders:
+        use = uses.get(other.actor)
+        if other.rank != one.rank and use is not None and use.includes(other.path):
+            return other
+    return None
+
+
+def _shown(held: Held) -> str:
+    where = "" if held.made is None else f", made at {held.made}"
+    path = held.path.partition(".")[2] or held.path  # without the tuple around the instance
+    return f"'{path}' of {held.actor} (rank {held.rank}{where})"
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A tensor, or an object, that an opaque method must leave as it is."""
+
+    held: Held
+    other: Held
+    value: Any
+
+
+def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use]) -> None:
+    """Let the opaque functions of a local actor check that they change nothing that is shared."""
+    values = sharing.holdings[actor].values
+    tensors = [
+        _Watched(one, other, ref(values[one.path]))
+        for holders in sharing.memory
+        for one in holders
+        if one.actor == actor and (other := _other_user(one, holders, uses)) is not None
+    ]
+    objects = [
+        _Watched(one, other, values[one.path])
+        for holders in sharing.objects
+        for one in holders
+        if one.actor == actor
+        and (other := next((h for h in holders if h.rank != one.rank), None)) is not None
+    ]
+    if not tensors and not objects:
+        return
+    for name, function in session.module.functions.items():
+        if function.actor == actor and function.kind is FunctionKind.OPAQUE:
+            check = functools.partial(_checking, name=name, tensors=tensors, objects=objects)
+            session.bodies[name] = wrapped(session.bodies[name], check)
+
+
+def _checking(
+    body: Body, name: str, tensors: Sequence[_Watched], objects: Sequence[_Watched]
+) -> Body:
+    """The body, which raises a RuntimeError where it has changed what another rank's actor uses."""
+    looks = _LOOKS
+
+    @functools.wraps(body)
+    def run(*inputs: Any) -> Sequence[Any]:
+        nonlocal looks
+        before = [_version(each.value()) for each in tensors]
+        snapshots = [_snapshot(each.value) for each in objects] if looks else []
+        results = body(*inputs)
+        for each, version in zip(tensors, before, strict=True):
+            if _version(each.value()) != version:
+                raise _changed(name, each)
+        for each, snapshot in zip(objects, snapshots, strict=False):
+            if _has_changed(each.value, snapshot):
+                raise _changed(name, each)
+        looks = max(0, looks - 1)
+        return results
+
+    return run
+
+
+def _changed(name: str, each: _Watched) -> RuntimeError:
+    return RuntimeError(
+        f"the opaque method @{name} has changed {_shown(each.held)}, which is {_shown(each.other)} "
+        "as well; in processes each rank has a copy of its own, and nothing keeps the copies "
+        "equal. Send what changes as a value: return it from a method of one actor, and pass it to "
+        "the other. If each is to have its own, make it in the constructor, or pass "
+        "copy.deepcopy(...)"
+    )
+
+
+def _version(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    """Changes when a tensor is written to, and when its gradient is."""
+    if tensor is None or tensor.is_inference():
+        return ()
+    grad = tensor.grad if tensor.is_leaf else None
+    own = tensor._version
+    return (own,) if grad is None or grad.is_inference() else (own, id(grad), grad._version)
+
+
+def _snapshot(value: Any) -> Snapshot:
+    return Snapshot([(vars(value) if hasattr(value, "__dict__") else value, "")])
+
+
+def _has_changed(value: Any, snapshot: Snapshot) -> bool:
+    """True if it has changed; new attributes of an object may be what it has cached."""
+    changes = snapshot.changes()
+    if isinstance(value, dict | list | set) or not hasattr(value, "__dict__"):
+        return bool(changes)
+    return any(change.before is not MISSING for change in changes)

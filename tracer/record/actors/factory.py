@@ -1,0 +1,282 @@
+"""Make actors: the decorator `@cg.actor`, and the placement of an instance on a rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from ....ir.types import Mesh
+from ...errors import note_refusal
+from ...function.groups.meta import Init, TensorSource, fill_from
+from ...source import caller_location
+from ...values.actor_state import collect, reach
+from ...values.gradient_buckets import BUCKET
+from ...values.heap.kinds import TRAINERS
+from ...values.heap.variables import variables_of
+from ...values.holdings import Actors
+from ...values.interface import Peers
+from ...values.mesh import describe
+from ...values.optimizer_state import move
+from ...values.plan import Plan, Sharding, whole
+from ...values.sharing import plays_all
+from ..groups.group_calls import as_plan
+from ..session.session import is_tracing
+from .actors import ELSEWHERE, RESERVED, ActorError, ActorHandle, member_of
+from .construct import Constructor
+
+T = TypeVar("T")
+
+MANY = 1000
+"""Items of a container that may be modules, tensors or optimizers, and not data."""
+
+Make: TypeAlias = Callable[..., ActorHandle]
+"""Takes the arguments of an actor's constructor."""
+
+
+class ActorFactory:
+    """The decorator `@cg.actor`, for one program's world.
+
+    Decorating leaves a class as it is but for a new attribute: `Cls.on(rank)(*args, **kwargs)`
+    makes an instance on `rank` and returns a handle, on all ranks. `Cls(*args)` still makes a
+    plain object. Subclasses of an actor class are actor classes.
+
+    Args:
+        world: gives the world; asked when an actor is made, not before.
+        device: gives the device of this process's rank, None for the host; likewise.
+    """
+
+    def __init__(
+        self,
+        world: Callable[[], Peers],
+        device: Callable[[], torch.device | None] = lambda: None,
+    ) -> None:
+        self._world = world
+        self.device = device
+        self.actors = Actors(member_of)
+        self._counts: dict[str, int] = {}
+        self._used: set[str] = set()
+
+    def __call__(self, cls: type[T]) -> type[T]:
+        """Make `cls` an actor class.
+
+        Raises:
+            TypeError: `cls` is not a class, or has an attribute `on` of its own.
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"cg.actor decorates classes, not {cls!r}")
+        own = inspect.getattr_static(cls, "on", None)
+        if own is not None and not isinstance(own, _On):
+            raise TypeError(
+                f"class {cls.__name__} has an attribute 'on', which cg.actor would replace; "
+                "rename it"
+            )
+        setattr(cls, "on", _On(self))  # noqa: B010 - not an attribute that type checkers know
+        return cls
+
+    def place(
+        self,
+        cls: type[Any],
+        where: int | Mesh,
+        *,
+        plan: Plan | Mapping[str, Sharding] | None = None,
+        store: Sharding = whole,
+        init: Init = "whole",
+        bucket_bytes: int = BUCKET,
+    ) -> Make:
+        """Choose the rank of an actor of class `cls`, or its mesh; call the result to make it.
+
+        An actor on a mesh is one object: the constructor runs on each rank of the mesh, from the
+        same random numbers, and each rank keeps its pieces of the tensors. All ranks of the world
+        make it together.
+
+        Args:
+            where: a rank, or a mesh.
+            plan: on a mesh, how tensors and arguments are laid out; what it does not name is whole.
+            store: on a mesh, how the trained tensors are cut further where they rest.
+            init: where tensors come from. "whole": the constructor has made them. "meta", on a
+                mesh: the constructor runs on the meta device, and each module is filled by its
+                `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills what the
+                constructor has left on the meta device. With the last two, no rank ever holds the
+                whole object of which it keeps a piece.
+            bucket_bytes: on a mesh, how many bytes of gradients are reduced together at most, on
+                each rank; a larger gradient is reduced by itself. Backwards are cut there, so that
+                a bucket is reduced while the rest of a backward runs.
+
+        Raises:
+            ActorError: the world has no such rank, a step is being traced, or a method of `cls`
+                has a name that handles use themselves.
+            ValueError: the plan fits neither the class nor the mesh, a source lacks a tensor, or
+                `bucket_bytes` is less than 1.
+        """
+        peers = self._world()
+        shown = f"{cls.__name__}.on({where!r})"
+        if isinstance(where, Mesh):
+            shown = f"{cls.__name__}.on({describe(where)})"
+        if is_tracing():
+            error = ActorError(f"{shown} inside a step; make actors before the step is traced")
+            note_refusal(error)
+            raise error
+        if isinstance(where, Mesh):
+            ranks = where.ranks
+        else:
+            ranks = (where,) if type(where) is int else ()
+        if not ranks or not all(0 <= rank < peers.size for rank in ranks):
+            raise ActorError(
+                f"{shown}: the world has ranks 0..{peers.size - 1}; start more of them (mpirun -n, "
+                "or CG_RANKS without MPI), or place the actor on an existing one, as in "
+                f"{cls.__name__}.on(i % cg.world_size())"
+            )
+        for name in sorted(RESERVED):
+            if callable(getattr(cls, name, None)):
+                raise ActorError(
+                    f"{shown}: method '{name}' of {cls.__name__} would be hidden by the handle's "
+                    "own attribute; rename the method"
+                )
+
+        if isinstance(where, Mesh):
+            if bucket_bytes < 1:
+                raise ValueError(f"{shown}: bucket_bytes is at least 1, not {bucket_bytes}")
+            mesh, chosen = where, as_plan(plan)
+            return lambda *a, **k: self._make_group(
+                cls, mesh, chosen, store, init, bucket_bytes, peers, a, k
+            )
+        if plan is not None or store != whole or init == "meta":
+            raise ActorError(f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it")
+        return lambda *a, **k: self._make(cls, ranks[0], init, peers, a, k)
+
+    def _make(
+        self,
+        cls: type[Any],
+        rank: int,
+        init: Init,
+        peers: Peers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> ActorHandle:
+        """Make the instance, where its rank is played, and a handle everywhere.
+
+        What the constructor raises is raised on its rank alone.
+        """
+        name = self.new_name(cls)
+        instance: Any = ELSEWHERE
+        if peers.plays(rank):
+            instance = self._instance(cls, init, name, args, kwargs)
+        if instance is not ELSEWHERE:
+            self._refuse_shared(name, instance, peers)
+        handle = ActorHandle(name, rank, cls, peers, instance, self.actors)
+        return self._entered(handle, peers, (args, kwargs))
+
+    def _make_group(
+        self,
+        cls: type[Any],
+        mesh: Mesh,
+        plan: Plan,
+        store: Sharding,
+        init: Init,
+        bucket_bytes: int,
+        peers: Peers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> ActorHandle:
+        """Make an actor on a mesh; collective."""
+        name = self.new_name(cls)
+
+        def check(instance: Any) -> None:
+            self._refuse_shared(name, instance, peers, is_group=True)
+
+        constructor = Constructor(name, cls, mesh, plan, store, init, bucket_bytes, peers, check)
+        group = constructor.make(lambda: cls(*args, **kwargs), self.device())
+        instance = group.instances[group.first] if group.instances else ELSEWHERE
+        handle = ActorHandle(name, mesh.ranks[0], cls, peers, instance, self.actors, group)
+        return self._entered(handle, peers, (args, kwargs))
+
+    def _refuse_shared(
+        self, name: str, instance: Any, peers: Peers, is_group: bool = False
+    ) -> None:
+        """Refuse that an actor on a mesh, which cuts its tensors, shares one with another actor."""
+        others = [m for m in self.actors.local(peers) if is_group or m.group is not None]
+        if not others:
+            return
+        mine = {id(each.tensor): each.path for each in collect(instance).tensors}
+        for other in others:
+            for each in reach(other.held).tensors:
+                if id(each.tensor) in mine:
+                    raise ActorError(
+                        f"{name} and {other.name} hold one tensor, '{mine[id(each.tensor)]}', and "
+                        "an actor on a mesh cuts its tensors; make one actor of the two, or give "
+                        "each its own by copy.deepcopy"
+                    )
+
+    def _entered(self, handle: ActorHandle, peers: Peers, given: Any) -> ActorHandle:
+        """The handle, of which is noted where it was made, and of what.
+
+        Args:
+            given: the arguments of its constructor.
+        """
+        member = handle._member
+        member.made = caller_location(2)
+        if not plays_all(peers):
+            self.actors.note_given(member, (given, _read_by_constructor(handle.cls)))
+        return handle
+
+    def _instance(
+        self, cls: type[Any], init: Init, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The instance; what it holds is on its rank's device."""
+        device = self.device()
+        # Made on the host first, so that it starts from the same numbers as anywhere else.
+        instance = cls(*args, **kwargs)
+        if isinstance(init, TensorSource):
+            fill_from(init, instance, {}, None, name)
+        if device is not None:
+            move(instance, device)
+        return instance
+
+    def new_name(self, cls: type[Any]) -> str:
+        """The name of the next actor of a class: `stage0`, `stage1`; the same on all ranks."""
+        base = re.sub(r"\W", "_", cls.__name__.lower(), flags=re.ASCII)
+        while True:
+            number = self._counts.get(base, 0)
+            self._counts[base] = number + 1
+            name = f"{base}{number}"
+            if name not in self._used:
+                self._used.add(name)
+                return name
+
+
+class _On:
+    """The attribute `on` of an actor class."""
+
+    def __init__(self, factory: ActorFactory) -> None:
+        self._factory = factory
+
+    def __get__(self, instance: object, owner: type[Any]) -> Callable[..., Make]:
+        return functools.partial(self._factory.place, owner)
+
+
+def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
+    """Modules, tensors and optimizers that a class's constructors read by variables, by name."""
+    found = {
+        ".".join((base.__qualname__, variable.name, *variable.attributes)): variable.value()
+        for base in cls.__mro__
+        if "__init__" in vars(base)
+        for variable in variables_of(vars(base)["__init__"])
+    }
+    return {name: value for name, value in found.items() if _is_of_a_model(value)}
+
+
+def _is_of_a_model(value: Any) -> bool:
+    """True for a module, a tensor or an optimizer, and for a list, tuple or dict of some.
+
+    A longer container holds data, in which a search would take time.
+    """
+    kinds = (torch.nn.Module, torch.Tensor, *TRAINERS)
+    if not isinstance(value, (list, tuple, dict)):
+        return isinstance(value, kinds)
+    held = value.values() if isinstance(value, dict) else value
+    return len(value) <= MANY and any(isinstance(each, kinds) for each in held)

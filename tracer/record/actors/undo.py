@@ -1,0 +1,80 @@
+"""Take back what a step has done to an actor, by copies of all its state, optimizers included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from ...values.actor_state import collect
+from ...values.heap.snapshot import Snapshot
+from ...values.operators import (
+    storage_key,
+)
+
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The memory of a tensor as bytes (or a tensor that has no plain memory), and a copy of it."""
+
+
+class Undo:
+    """Remembers actors as they are at one moment, and can make them so again.
+
+    Covered is what their attributes reach, as far as tracing sees it: tensors and their gradients,
+    lists, dicts, sets, plain objects; optimizers, schedulers of learning rates and scalers; and
+    torch's default generator. Files, and what other objects hold, are not.
+
+    Args:
+        actors: instances that live in this process.
+    """
+
+    def __init__(self, actors: Iterable[Any]) -> None:
+        self._actors = tuple(actors)
+        self._copies: dict[int, _Pair] = {}
+        self._containers: list[Snapshot] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._generator = torch.get_rng_state()
+
+    def remember(self) -> None:
+        """Copy what there is now; memory of the last time is used again."""
+        before, self._copies = self._copies, {}
+        self._gradients, self._containers = [], []
+        self._generator = torch.get_rng_state()
+        for actor in self._actors:
+            state = collect(actor, trainers=True)
+            self._containers.append(Snapshot(state.containers))
+            for each in state.tensors:
+                gradient = each.tensor.grad if each.tensor.is_leaf else None
+                self._gradients.append((each.tensor, gradient))
+                for tensor in (each.tensor, gradient):
+                    if tensor is not None:
+                        self._copy(tensor, before)
+
+    def _copy(self, tensor: torch.Tensor, before: dict[int, _Pair]) -> None:
+        key = storage_key(tensor)
+        if key is None:  # sparse, say
+            self._copies[id(tensor)] = (tensor, tensor.detach().clone())
+            return
+        if key in self._copies:
+            return
+        # All of the memory: other tensors may share it, and it may hold gaps.
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory.set_(tensor.untyped_storage())
+        _, copy = before.get(key, (None, None))
+        if copy is None or copy.shape != memory.shape or copy.device != memory.device:
+            copy = memory.clone()
+        else:
+            copy.copy_(memory)
+        self._copies[key] = (memory, copy)
+
+    def restore(self) -> None:
+        """Make the actors what they were; the tensors are the same objects as then."""
+        for snapshot in self._containers:
+            snapshot.restore()
+        for tensor, gradient in self._gradients:
+            if tensor.is_leaf:
+                tensor.grad = gradient
+        with torch.no_grad():
+            for memory, copy in self._copies.values():
+                memory.copy_(copy)
+        torch.set_rng_state(self._generator)

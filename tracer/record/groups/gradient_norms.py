@@ -1,0 +1,140 @@
+"""Norms of gradients of actors on meshes: a piece counts once, however many ranks hold it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+
+from ....ir.attributes import Effect, ReduceOp, Symbol
+from ....ir.layout import WHOLE, Layout
+from ....ir.location import Location
+from ....ir.ops import Call, Return, Transfer, Value
+from ....ir.ops.module import Function, FunctionKind, Program
+from ....ir.ops.names import Names
+from ....ir.types import TensorType, relocate
+from ...graph.layouts.values.accumulation import accumulation_type
+from ...values.actor_state import StateTensor
+from ...values.group import GroupActor
+from ...values.interface import Body, RankBodies, TracedPart
+from ...values.specs import TensorSpec, ir_dtype, torch_dtype
+from ...values.values import TracedTensor
+from ..session.session import Session
+from .gradient_sums import Gradients, declared, reduce_gradients
+
+
+def gradient_norms(
+    session: Session, group: GroupActor, norm_type: float, loc: Location | None
+) -> torch.Tensor:
+    """Record the norms of the gradients of an actor's parameters, [parameters].
+
+    Each rank has a copy. A gradient that is not there counts as zeros.
+    """
+    session.module.meshes.setdefault(group.mesh.name, group.mesh)
+    session.groups[group.name] = group
+    reduce_gradients(session, group.name, loc)
+    base = f"{group.name}.gradient_powers.{norm_type}"
+    make = functools.partial(_powers, norm_type)
+    name = declared(session, group, base, {}, make, loc)
+    type_ = session.module.functions[name].outputs[0]
+    assert isinstance(type_, TensorType)
+    value = session.new_value("powers", relocate(type_, group.mesh))
+    op = session.emit(Call((), (value,), fn=Symbol(name), loc=loc, mb=session.mb))
+    powers = session.hold(op.result, TensorSpec(torch_dtype(type_.dtype), type_.shape))
+    assert isinstance(powers, TracedTensor)
+    norms = powers if norm_type in _OWN_POWERS else torch.pow(powers, 1.0 / norm_type)
+    return norms.to(_common_type(group.state(group.first).tensors))
+
+
+_OWN_POWERS = (0.0, 1.0, math.inf)
+"""Norms that need no root: a count, a sum, an extreme."""
+
+
+def _common_type(tensors: Sequence[StateTensor]) -> torch.dtype:
+    """The type of the norms: what the trained tensors' types are promoted to."""
+    return reduce(torch.promote_types, (t.tensor.dtype for t in tensors if t.is_trained)).to_real()
+
+
+def _powers(
+    norm_type: float,
+    group: GroupActor,
+    name: str,
+    gradients: Gradients,
+    loc: Location | None,
+) -> list[TracedPart]:
+    bodies: dict[int, Body] = {}
+    trained = [each for each in group.state(group.first).tensors if each.is_trained]
+    wide = accumulation_type(_common_type(trained))
+    for rank in group.instances:
+        own = [each for each in group.state(rank).tensors if each.is_trained]
+        bodies[rank] = _Powers([_counted(group, each, rank) for each in own], norm_type, wide)
+    axes = tuple(axis for axis, size in group.mesh.grid if size > 1)
+    combine = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
+    layout = Layout.of((WHOLE,), axes, combine)
+    local = TensorType(ir_dtype(wide), (len(trained),), None, layout)
+    whole = TensorType(ir_dtype(wide), (len(trained),))
+    common: dict[str, Any] = {"effect": Effect.WRITE, "actor": group.name, "loc": loc}
+    function = Function(name, (), (whole,), kind=FunctionKind.PROGRAM, **common)
+    read = Function(f"{name}.read", (), (local,), **common)
+    return [
+        TracedPart(function, None, _program(name, read, whole)),
+        TracedPart(read, RankBodies.of(bodies)),
+    ]
+
+
+def _program(name: str, read: Function, whole: TensorType) -> Program:
+    names = Names()
+    (local,) = read.outputs
+    terms, total = Value(names.fresh("terms"), local), Value(names.fresh("total"), whole)
+    call = Call((), (terms,), fn=Symbol(read.name))
+    if local == whole:  # the mesh has one rank
+        return Program(name, [], [call, Return((terms,), ())])
+    return Program(name, [], [call, Transfer((terms,), (total,)), Return((total,), ())])
+
+
+def _counted(group: GroupActor, state: StateTensor, rank: int) -> tuple[torch.Tensor, bool]:
+    """A tensor, and whether this rank's piece of it counts: the first ranks' copies do."""
+    logical = group.logical.get(state.path)
+    layout = None if logical is None else logical.layout
+    cutting = () if layout is None else layout.axes
+    position = group.mesh.position(rank)
+    counts = all(position[axis][0] == 0 for axis, _ in group.mesh.grid if axis not in cutting)
+    return state.tensor, counts
+
+
+@dataclass(frozen=True)
+class _Powers:
+    """Gives what a rank's pieces add to the powers of the norms.
+
+    Powers are summed up in `wide`, the type in which torch adds up: the square of a float16 norm
+    above 256 is no float16 number.
+    """
+
+    tensors: Sequence[tuple[torch.Tensor, bool]]
+    norm_type: float
+    wide: torch.dtype
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it reads."""
+        return [tensor for tensor, _ in self.tensors]
+
+    def __call__(self) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return (torch.stack([self._power(*each) for each in self.tensors]),)
+
+    def _power(self, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
+        gradient = tensor.grad
+        if gradient is None or not counts or not gradient.numel():
+            return torch.zeros((), dtype=self.wide, device=tensor.device)
+        wide = self.wide.to_complex() if gradient.is_complex() else self.wide
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, self.norm_type, dtype=wide)
+        return norm if self.norm_type in _OWN_POWERS else norm.pow(self.norm_type)

@@ -1,0 +1,363 @@
+"""Reduce the gradients of actors on meshes: each bucket once, when nothing is added to it any more.
+
+A backward adds to `.grad` what a rank's own rows, or its own part of a product, give: along some
+axes ranks hold summands of the gradient. They stay so over all microbatches. The first that works
+on gradients, an optimizer say, finds them reduced. Until then what reduces a bucket keeps its order
+only against what adds to that bucket, so it may come between two parts of the last backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from ....ir.attributes import Effect, Symbol, Traffic
+from ....ir.layout import Cut, Layout, shape_of
+from ....ir.location import Location
+from ....ir.ops import Call, Return, Transfer, Value
+from ....ir.ops.module import Function, FunctionKind, Program
+from ....ir.ops.names import Names
+from ....ir.types import DType, Mesh, TensorType, UnitType, relocate
+from ...errors import TraceError
+from ...values.gradient_buckets import GradientLayout, numel_at_rank
+from ...values.group import GroupActor
+from ...values.interface import Body, RankBodies, TracedPart
+from ...values.specs import ir_dtype
+from ..session.calls import PublicPart, agree, enter, public_part
+from ..session.session import Session
+
+LARGE = 1 << 20
+"""Bytes of a rank's gradient that is reduced by itself, which saves a copy of it."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Gradients of a bucket that are reduced as one tensor.
+
+    Attributes:
+        paths: of their tensors.
+        type: of all of them behind each other, or of the one gradient, if it is large or uneven.
+        is_flat: whether they are behind each other.
+    """
+
+    paths: tuple[str, ...]
+    type: TensorType
+    is_flat: bool
+
+    @property
+    def reduced(self) -> TensorType:
+        """The type of what comes of it."""
+        assert self.type.layout is not None
+        return TensorType(self.type.dtype, self.type.shape, None, Layout.of(self.type.layout.cuts))
+
+
+def note_gradients(
+    session: Session, actor: str, found: Mapping[str, GradientLayout], loc: Location | None
+) -> None:
+    """Take note of what a backward is about to add to the gradients of an actor on a mesh.
+
+    Raises:
+        TraceError: another backward adds to one of them along other axes.
+    """
+    pending = session.unreduced.setdefault(actor, {})
+    reduced = session.reduced.get(actor, {})
+    again = {path: one for path, one in found.items() if path in reduced and path not in pending}
+    if _summed(again):
+        _record_begin(session, session.groups[actor], again, loc)
+    for path, one in found.items():
+        both = pending.setdefault(path, one).layout.summands, one.layout.summands
+        if both[0] != both[1]:
+            axes = [".".join(summands) or "no axis" for summands in both]
+            raise TraceError(
+                f"the gradient of '{path}' of {actor} is a sum along {axes[0]} in one of its "
+                f"methods, and along {axes[1]} in another",
+                loc=loc,
+                remedy="cut the batch along the same axes in all methods that a loss depends on; "
+                "let one that takes no batch, as a penalty on weights, be a part of one that does",
+            )
+
+
+def reduce_gradients(session: Session, actor: str, loc: Location | None) -> None:
+    """Record the reduction of what backwards have added since the last one, if they have."""
+    pending = session.unreduced.pop(actor, {})
+    summed = _summed(pending)
+    if not summed:
+        return
+    group = session.groups[actor]
+    session.reduced.setdefault(actor, {}).update(pending)
+    name = declared(session, group, f"{actor}.reduce_gradients", summed, _reduction, loc)
+    session.emit(_call(session, group.mesh, name, loc))
+
+
+def _summed(found: Mapping[str, GradientLayout]) -> dict[str, GradientLayout]:
+    """The gradients that are to be reduced."""
+    return {path: each for path, each in found.items() if each.layout.summands}
+
+
+def finish_gradients(session: Session) -> None:
+    """Reduce what has not been reduced, and let the gradients of before count once."""
+    for actor in sorted(session.unreduced):
+        reduce_gradients(session, actor, None)
+    for actor, found in sorted(session.reduced.items()):
+        _record_begin(session, session.groups[actor], found, None, first=True)
+
+
+def _record_begin(
+    session: Session,
+    group: GroupActor,
+    found: Mapping[str, GradientLayout],
+    loc: Location | None,
+    first: bool = False,
+) -> None:
+    """Record that gradients, of which ranks hold copies, become summands: one of them counts."""
+    name = f"{group.name}.begin_gradients"
+    name = declared(session, group, name, _summed(found), _beginning, loc)
+    op = _call(session, group.mesh, name, loc)
+    ops = session.module.program.ops
+    ops.insert(0 if first else len(ops), op)
+
+
+def _call(session: Session, mesh: Mesh, name: str, loc: Location | None) -> Call:
+    done = session.new_value("done", relocate(UnitType(), mesh))
+    return Call((), (done,), fn=Symbol(name), loc=loc)
+
+
+Gradients: TypeAlias = Mapping[str, GradientLayout]
+
+Maker = Callable[[GroupActor, str, Gradients, Location | None], list[TracedPart]]
+
+
+def declared(
+    session: Session,
+    group: GroupActor,
+    base: str,
+    gradients: Gradients,
+    make: Maker,
+    loc: Location | None,
+) -> str:
+    """The function of that kind for some gradients, which is made at first."""
+    key = (base, tuple(sorted((path, str(each)) for path, each in gradients.items())))
+    name = session.reductions.get(key)
+    if name is None:
+        session.refuse_new(base, loc)
+        name = session.reductions[key] = session.function_names.fresh(base)
+        fresh = name
+
+        def made() -> tuple[list[TracedPart], list[PublicPart]]:
+            parts = make(group, fresh, gradients, loc)
+            return parts, list(map(public_part, parts))
+
+        mine, parts = agree(
+            session.peers, group.mesh.ranks, made, name, loc, parts_of=lambda public: public
+        )
+        enter(session, parts, [] if mine is None else [part.body for part in mine])
+    return name
+
+
+def _beginning(
+    group: GroupActor, name: str, gradients: Gradients, loc: Location | None
+) -> list[TracedPart]:
+    bodies: dict[int, Body] = {}
+    for rank in group.instances:
+        position = group.mesh.position(rank)
+        tensors = group.tensors(rank)
+        cleared = [
+            tensors[path]
+            for path, each in gradients.items()
+            if any(position[axis][0] for axis in each.layout.summands)
+        ]
+        bodies[rank] = _Clearing(cleared)
+    function = Function(name, (), (UnitType(),), effect=Effect.WRITE, actor=group.name, loc=loc)
+    return [TracedPart(function, RankBodies.of(bodies))]
+
+
+@dataclass(frozen=True)
+class _Clearing:
+    """Sets the gradients of some tensors to zero: the first ranks along their axes keep theirs.
+
+    They stay the same tensors, as the graphs of a device need.
+    """
+
+    tensors: Sequence[torch.Tensor]
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it clears."""
+        return self.tensors
+
+    def __call__(self) -> Sequence[Any]:
+        for tensor in self.tensors:
+            if tensor.grad is not None:
+                tensor.grad.zero_()
+        return (None,)
+
+
+def _reduction(
+    group: GroupActor, name: str, gradients: Gradients, loc: Location | None
+) -> list[TracedPart]:
+    numbers = sorted({each.bucket for each in gradients.values()})
+    write: dict[str, Any] = {"actor": group.name, "loc": loc, "effect": Effect.WRITE}
+    buckets: list[_Bucket] = []
+    for number in numbers:
+        layouts = {path: each.layout for path, each in gradients.items() if each.bucket == number}
+        messages = tuple(_messages(group, layouts))
+        base, common = name, write
+        if len(numbers) > 1:  # else nothing is left to be computed meanwhile
+            base = f"{name}.{number}"
+            common = write | {"effect": Effect.REDUCE, "buckets": (number,)}
+        read = Function(f"{base}.read", (), tuple(each.type for each in messages), **common)
+        writes = tuple(
+            Function(f"{base}.write{index}", (each.reduced,), (UnitType(),), **common)
+            for index, each in enumerate(messages)
+        )
+        buckets.append(_Bucket(messages, read, writes))
+    program = Function(name, (), (UnitType(),), kind=FunctionKind.PROGRAM, **write)
+    functions = [part for bucket in buckets for part in bucket.functions(group)]
+    return [TracedPart(program, None, _program(name, buckets)), *functions]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """The functions that reduce one bucket.
+
+    Attributes:
+        messages: as which its gradients travel.
+        read: gives them.
+        writes: each puts one back.
+    """
+
+    messages: tuple[Message, ...]
+    read: Function
+    writes: tuple[Function, ...]
+
+    def functions(self, group: GroupActor) -> Iterator[TracedPart]:
+        """Its functions with their bodies."""
+        held: dict[int, list[_Held]] = {}
+        for rank in group.instances:
+            tensors = group.tensors(rank)
+            held[rank] = [_Held([tensors[p] for p in m.paths], m.is_flat) for m in self.messages]
+        reading = {rank: _Reading(each) for rank, each in held.items()}
+        yield TracedPart(self.read, RankBodies.of(reading))
+        for index, write in enumerate(self.writes):
+            writing = {rank: _Writing([each[index]]) for rank, each in held.items()}
+            yield TracedPart(write, RankBodies.of(writing))
+
+
+def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
+    """The body of a reduction: it reads each bucket, transfers its gradients, and puts them back.
+
+    They are put back when they have come, while others are under way, and their memory is free
+    then. Where there are several buckets, others are still computed while the first ones travel: so
+    these stand in no queue behind what the backward exchanges, nor before it.
+    """
+    names = Names()
+    traffic = Traffic.REDUCE if len(buckets) > 1 else None
+    travel, back = list[Call | Transfer](), list[Call]()
+    for bucket in buckets:
+        sums = tuple(Value(names.fresh("sum"), type_) for type_ in bucket.read.outputs)
+        travel.append(Call((), sums, fn=Symbol(bucket.read.name)))
+        for one, write in zip(sums, bucket.writes, strict=True):
+            total = Value(names.fresh("total"), *write.inputs)
+            done = Value(names.fresh("done"), UnitType())
+            travel.append(Transfer((one,), (total,), traffic=traffic, donated=True))
+            back.append(Call((total,), (done,), fn=Symbol(write.name)))
+    return Program(name, [], [*travel, *back, Return(back[-1].results, ())])
+
+
+def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Message]:
+    """The gradients of a bucket, those of the last tensors first: small ones travel as one."""
+    together: dict[tuple[DType, frozenset[str], tuple[str, ...]], list[str]] = {}
+    counts: Counter[tuple[DType, frozenset[str], tuple[str, ...]]] = Counter()
+    tensors = group.tensors(group.first)
+    for path in reversed(list(tensors)):
+        if path not in layouts:
+            continue
+        layout, shape = layouts[path], group.shape(path, tensors[path])
+        dtype = ir_dtype(tensors[path].dtype)
+        count = numel_at_rank(shape, layout, group.mesh)
+        if count * dtype.itemsize >= LARGE or not _is_even(layout, shape, group.mesh):
+            yield Message((path,), TensorType(dtype, shape, None, layout), is_flat=False)
+            continue
+        key = dtype, frozenset(axis for cut in layout.cuts for axis in cut.axes), layout.summands
+        together.setdefault(key, []).append(path)
+        counts[key] += count
+    for (dtype, cut, summands), paths in together.items():
+        axes = tuple((axis, size) for axis, size in group.mesh.grid if axis in cut)
+        count = counts[dtype, cut, summands] * math.prod(size for _, size in axes)
+        flat = Layout((Cut(tuple(axis for axis, _ in axes)),), summands)
+        yield Message(tuple(paths), TensorType(dtype, (count,), None, flat), is_flat=True)
+
+
+def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """True if all ranks have as many elements."""
+    pieces = {
+        math.prod(shape_of(layout.region(shape, position))) for position in mesh.positions.values()
+    }
+    return len(pieces) == 1
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A rank's tensors of a message."""
+
+    tensors: Sequence[torch.Tensor]
+    is_flat: bool
+
+    def read(self) -> torch.Tensor:
+        """Their gradients. One that is by itself is not copied: nothing writes to it meanwhile."""
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in self.tensors]
+        if self.is_flat:
+            return torch.cat([grad.reshape(-1) for grad in grads])
+        return grads[0].contiguous()
+
+    def write(self, value: torch.Tensor) -> None:
+        """Put gradients in the place of theirs, unless they have been added up there."""
+        first = self.tensors[0].grad
+        if first is not None and not self.is_flat and first.data_ptr() == value.data_ptr():
+            return
+        parts = torch.split(value.view(-1), [tensor.numel() for tensor in self.tensors])
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            if tensor.grad is None:
+                tensor.grad = torch.empty_like(tensor)
+            tensor.grad.copy_(part.view(tensor.shape))
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Works on the gradients of some messages."""
+
+    messages: Sequence[_Held]
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it reads or writes."""
+        return [tensor for message in self.messages for tensor in message.tensors]
+
+
+class _Reading(_Gradients):
+    """Gives the gradients of some messages."""
+
+    def __call__(self) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return tuple(message.read() for message in self.messages)
+
+
+class _Writing(_Gradients):
+    """Puts back what has become of the gradients of some messages."""
+
+    def __call__(self, *values: torch.Tensor) -> Sequence[Any]:
+        with torch.no_grad():
+            for message, value in zip(self.messages, values, strict=True):
+                message.write(value)
+        return (None,)

@@ -1,0 +1,186 @@
+"""Bring the arguments of a call on a mesh to the layouts in which it takes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from ....ir.layout import Layout
+from ....ir.location import Location
+from ....ir.ops import Transfer
+from ....ir.types import Mesh, Place, TensorType
+from ...errors import TraceError
+from ...values.group import Group, GroupActor
+from ...values.mesh import describe
+from ...values.plan import Plan
+from ...values.specs import TensorSpec
+from ...values.values import ObjectValue, Traced, TracedTensor, share
+from ..session.arguments import Arguments
+from ..session.session import Session
+
+
+def layout_of(traced: Traced) -> Layout | None:
+    """The layout of a value of the step."""
+    type_ = traced.value.type
+    return type_.layout if isinstance(type_, TensorType) else None
+
+
+def moved(
+    session: Session,
+    tensor: TracedTensor,
+    place: Place,
+    layout: Layout | None,
+    loc: Location | None,
+) -> TracedTensor:
+    """A value of the step on the ranks of a place, in a layout; itself if it is so."""
+    traced = tensor.traced
+    type_, spec = traced.value.type, traced.spec
+    assert isinstance(type_, TensorType)
+    assert isinstance(spec, TensorSpec)
+    if type_.layout == layout and (layout is None or type_.place == place):
+        return tensor
+    if isinstance(place, Mesh):
+        session.module.meshes.setdefault(place.name, place)
+    result = session.new_value(traced.value.name, replace(type_, place=place, layout=layout))
+    op = session.emit(Transfer((traced.value,), (result,), loc=loc, mb=session.mb))
+    needed = spec.requires_grad and torch.is_grad_enabled()
+    session.tape.record(op, None, (needed,), session.last)
+    held = session.hold(op.result, replace(spec, requires_grad=needed))
+    assert isinstance(held, TracedTensor)
+    return held
+
+
+def bring(
+    session: Session,
+    actor: GroupActor,
+    method: tuple[str, Callable[..., Any]],
+    arguments: Arguments,
+    loc: Location | None,
+) -> tuple[Arguments, tuple[Layout | None, ...]]:
+    """The arguments of a method as the actor's plan says, and their layouts.
+
+    Args:
+        method: its name, and the function of the class.
+
+    Raises:
+        TraceError: the plan does not fit an argument, or does not name one that is laid out.
+    """
+    session.module.meshes.setdefault(actor.mesh.name, actor.mesh)
+    session.groups[actor.name] = actor
+    name, function = method
+    names = _names(function, arguments)
+    leaves = list(arguments.leaves)
+    layouts: list[Layout | None] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, ObjectValue):
+            layouts.append(None)
+        elif isinstance(leaf, TracedTensor):
+            layout = _wanted(actor, name, names.get(index), leaf, loc)
+            leaves[index] = _passed(session, leaf, actor.mesh, layout, loc)
+            layouts.append(layout)
+    operands = [leaf.traced for leaf in leaves if isinstance(leaf, TracedTensor | ObjectValue)]
+    return replace(arguments, operands=operands, leaves=leaves), tuple(layouts)
+
+
+def gather(session: Session, place: Place, arguments: Arguments, loc: Location | None) -> Arguments:
+    """The arguments of a method of an actor on one rank: there is no other layout than whole."""
+    leaves = [
+        _passed(session, leaf, place, None, loc) if isinstance(leaf, TracedTensor) else leaf
+        for leaf in arguments.leaves
+    ]
+    operands = [leaf.traced for leaf in leaves if isinstance(leaf, TracedTensor | ObjectValue)]
+    return replace(arguments, operands=operands, leaves=leaves)
+
+
+def _passed(
+    session: Session,
+    tensor: TracedTensor,
+    place: Place,
+    layout: Layout | None,
+    loc: Location | None,
+) -> TracedTensor:
+    """A value as a method is given it; what the method returns of it is the value itself."""
+    given = moved(session, tensor, place, layout, loc)
+    if given is not tensor:
+        share(tensor, given)
+    return given
+
+
+def _wanted(
+    actor: GroupActor, method: str, name: str | None, tensor: TracedTensor, loc: Location | None
+) -> Layout | None:
+    """The layout of an argument."""
+    what = f"{method}({name})"
+    sharding = None if name is None else actor.plan.of_argument(method, name)
+    have = layout_of(tensor.traced)
+    if sharding is None:
+        if have is None:
+            return None
+        raise TraceError(
+            f"{actor.name}.{method} takes %{tensor.traced.value.name}, {tensor.traced.value.type}, "
+            f"and the actor's plan does not say how {what} is laid out",
+            loc=loc,
+            remedy=f'name it in the plan of {actor.name}: "{what}": cg.cut(0, '
+            f'"{actor.mesh.grid[0][0]}"), say, or cg.whole for a copy on each rank',
+        )
+    spec = tensor.traced.spec
+    assert isinstance(spec, TensorSpec)
+    try:
+        return sharding.layout(actor.mesh, spec.shape, f"{actor.name}.{what}")
+    except ValueError as error:
+        raise TraceError(
+            f"{error}",
+            loc=loc,
+            remedy=f'change "{what}" in the plan of {actor.name}, or give it a tensor that fits',
+        ) from None
+
+
+def _names(function: Callable[..., Any], arguments: Arguments) -> dict[int, str]:
+    """The argument that each leaf belongs to; none where they do not fit the function."""
+    numbers = list(range(len(arguments.leaves)))
+    args, kwargs = tree_unflatten(numbers, arguments.spec)
+    try:
+        bound = inspect.signature(function).bind(None, *args, **kwargs)
+    except TypeError:
+        return {}  # the trace says so, with more words
+    pairs = list(bound.arguments.items())[1:]
+    return {index: name for name, value in pairs for index in tree_leaves(value)}
+
+
+def group_of(
+    session: Session, operands: Iterable[Traced], what: str, loc: Location | None
+) -> Group | None:
+    """The ranks that compute a torch function of laid-out values together; None if none is.
+
+    Raises:
+        TraceError: they are on different ranks.
+    """
+    values = list(operands)
+    laid_out = [value for value in values if layout_of(value) is not None]
+    if not laid_out:
+        return None
+    place = laid_out[0].place
+    for other in laid_out[1:]:
+        if other.place != place:
+            raise TraceError(
+                f"{what} takes %{laid_out[0].value.name} of {_shown(place)} and "
+                f"%{other.value.name} of {_shown(other.place)}",
+                loc=loc,
+                remedy="pass one of them through a method of an actor on the other one's mesh",
+            )
+    played = tuple(rank for rank in place.ranks if session.peers.plays(rank))
+    return Group(place, tuple(map(layout_of, values)), played)
+
+
+def _shown(place: Place) -> str:
+    return describe(place) if isinstance(place, Mesh) else f"ranks {place}"
+
+
+def as_plan(plan: Any) -> Plan:
+    """The plan that a user has given: a `Plan`, or a dict of shardings."""
+    return plan if isinstance(plan, Plan) else Plan.of(plan or {})

@@ -1,0 +1,235 @@
+"""`cg.backward`: ask for gradients, and agree on the derivatives of the calls they go through."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import itemgetter
+
+import torch
+
+from ....ir.attributes import Symbol
+from ....ir.location import Location
+from ....ir.ops import Backward, Value
+from ....ir.ops.module import Vjp
+from ...errors import TraceError
+from ...source import caller_location
+from ...values.gradient_buckets import GradientLayout
+from ...values.interface import Callee, TracedVjp, VjpKey, Write
+from ...values.specs import TensorSpec
+from ...values.values import ObjectValue, TracedTensor
+from ..groups.gradient_sums import note_gradients
+from ..session.calls import PublicPart, agree, enter, public_part, tracing
+from ..session.session import Session, recording
+from ..session.tape import Entry, Reached
+
+
+def backward(*losses: torch.Tensor) -> None:
+    """Add the gradients of the sum of `losses` to `.grad` of the actors' parameters.
+
+    Outside of a step this is `torch.autograd.backward(losses)`.
+
+    Args:
+        losses: scalars that depend on actors' parameters.
+
+    Raises:
+        TraceError: a loss is no such scalar, or an earlier backward has gone through the same
+            call.
+    """
+    session = recording("cg.backward")
+    loc = caller_location(2)
+    if not losses:
+        raise TraceError("cg.backward of no loss", loc=loc, remedy="give it at least one loss")
+    if session is None:
+        torch.autograd.backward(losses)
+        return
+    values = [_loss(session, loss, loc) for loss in losses]
+    op = Backward(tuple(values), (), loc=loc, mb=session.mb)
+    entries, calls, strays = _reached(session, values, loc)
+    _refuse_strays(strays, loc)
+    for entry in entries:
+        _spend(entry, op, loc)
+    for reached in calls:
+        key, _ = _key(session, reached)
+        vjp = reached.call.vjp = reached.callee.vjps[key]
+        if (actor := reached.callee.declaration.actor) in session.groups:
+            note_gradients(session, actor, session.gradients[vjp.name], loc)
+    for call, callee in session.tape.opaque_sources(values):
+        call.fn = _strict(session, callee)
+    session.emit(op)
+
+
+def _strict(session: Session, callee: Callee) -> Symbol:
+    """The same opaque function, which raises if a gradient is lost when it runs."""
+    if callee.strict is None:
+        session.refuse_new(f"the derivative of {callee.declaration.name}", callee.declaration.loc)
+        name = session.function_names.fresh(f"{callee.declaration.name}.strict")
+        session.module.functions[name] = replace(callee.declaration, name=name)
+        if callee.target is not None:
+            assert callee.strict_body is not None, "an opaque function has a strict body"
+            session.bodies[name] = callee.strict_body
+        callee.strict = Symbol(name)
+    return callee.strict
+
+
+def _loss(session: Session, loss: object, loc: Location | None) -> Value:
+    if isinstance(loss, ObjectValue):
+        loss.refuse_as_tensor("cg.backward of")
+    remedy = "give it scalars that actors' methods or torch functions in the step returned"
+    traced = session.use_tensor(loss, "cg.backward", loc, remedy)
+    spec, name = traced.spec, traced.value.name
+    assert isinstance(spec, TensorSpec)
+    if spec.dtype.is_complex or torch.Size(spec.shape).numel() != 1:
+        raise TraceError(
+            f"cg.backward of %{name}, which is {traced.value.type} and not a real scalar",
+            loc=loc,
+            remedy="reduce it, for example by .mean() or .sum()",
+        )
+    if not spec.requires_grad:
+        raise TraceError(
+            f"cg.backward of %{name}, which does not depend on anything that requires a gradient",
+            loc=loc,
+            remedy="compute it from actors whose parameters require gradients, outside of "
+            "torch.no_grad and without .detach()",
+        )
+    sources = session.tape.opaque_sources([traced.value])
+    blocking = next((call for call, callee in sources if any(callee.needed)), None)
+    if blocking is not None:
+        raise TraceError(
+            f"cg.backward of %{name}, which depends on what the opaque method {blocking.fn} made "
+            f"of values that require gradients ({blocking.loc}); no gradient flows through it",
+            loc=loc,
+            remedy="pass x.detach() to the opaque method if that is what you want, or write it so "
+            "that it can be traced",
+        )
+    if spec.shape:
+        assert isinstance(loss, TracedTensor)
+        loss = loss.reshape(())
+    assert isinstance(loss, TracedTensor)
+    return loss.traced.value
+
+
+def _refuse_strays(strays: list[Value], loc: Location | None) -> None:
+    for value in strays:
+        raise TraceError(
+            f"cg.backward reaches %{value.name}, an input of the step that requires a gradient; a "
+            "compiled step gives gradients to actors' parameters only",
+            loc=loc,
+            remedy="pass it as x.detach(), or let an actor own it as a parameter",
+        )
+
+
+def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
+    if entry.spent is not None:
+        first = f", first at {entry.spent.loc}" if entry.spent.loc is not None else ""
+        where = f" of {entry.op.loc}" if entry.op.loc is not None else ""
+        raise TraceError(
+            f"cg.backward goes a second time through the call{where}{first}; what the call saved "
+            "for its gradient is used up",
+            loc=loc,
+            remedy="give all losses to one cg.backward(a, b), or call the method again",
+        )
+    entry.spent = op
+
+
+def _reached(
+    session: Session, losses: list[Value], loc: Location | None
+) -> tuple[list[Entry], list[Reached], list[Value]]:
+    """What a backward goes through, as `Tape.reach` gives it; its calls have derivatives.
+
+    A call asks for the gradients of all operands that autograd's graph leads to. Its derivative
+    says of which there are any, and fewer may reach other calls then.
+    """
+
+    def inputs_of(reached: Reached) -> tuple[int, ...]:
+        symbol = reached.callee.vjps.get(_key(session, reached)[0])
+        return (
+            reached.grad_inputs if symbol is None else session.module.vjps[symbol.name].grad_inputs
+        )
+
+    while True:
+        entries, calls, strays = session.tape.reach(losses, inputs_of)
+        if not _derive(session, calls, loc):
+            return entries, calls, strays
+
+
+def _derive(session: Session, calls: list[Reached], loc: Location | None) -> bool:
+    """Make sure that all these calls have derivatives for their masks.
+
+    Every rank first traces those of its own actors, and then they tell each other: so they work
+    side by side.
+
+    Returns:
+        True if one of them gives fewer gradients than it was asked for.
+    """
+    is_less = False
+    wanted: list[tuple[Reached, str, TracedVjp | TraceError | None]] = []
+    for reached in calls:
+        key, between = _key(session, reached)
+        callee = reached.callee
+        if key not in callee.vjps:
+            session.refuse_new(f"the derivative of {callee.declaration.name}", loc)
+            name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
+            callee.vjps[key] = Symbol(name)
+            wanted.append((reached, name, _trace(session, reached, name, between)))
+    for reached, name, made in wanted:
+        vjp = _tell(session, reached.callee, name, made, loc)
+        is_less |= vjp.grad_inputs != reached.grad_inputs
+    return is_less
+
+
+def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
+    """Return what a derivative depends on, and the writes to its actor since the call."""
+    actor = reached.callee.declaration.actor
+    written = session.written.get(actor, []) if actor is not None else []
+    first = bisect_right(written, reached.entry.at, key=lambda one: one[0])
+    writes = {write.function: write for _, write in written[first:]}
+    between = tuple(writes[name] for name in sorted(writes))
+    return (reached.grad_outputs, reached.grad_inputs, tuple(sorted(writes))), between
+
+
+def _trace(
+    session: Session, reached: Reached, name: str, between: tuple[Write, ...]
+) -> TracedVjp | TraceError | None:
+    callee = reached.callee
+    target = callee.target
+    if target is None:
+        return None
+    try:
+        with torch.enable_grad(), tracing(session, name, reached.call.loc):
+            return session.tracer.trace_vjp(
+                target,
+                callee.signature,
+                name,
+                reached.grad_outputs,
+                reached.grad_inputs,
+                reached.call.loc,
+                between,
+            )
+    except TraceError as error:
+        return error
+
+
+def _tell(
+    session: Session,
+    callee: Callee,
+    name: str,
+    traced: TracedVjp | TraceError | None,
+    loc: Location | None,
+) -> Vjp:
+    """Enter a derivative into the module on every rank, and its bodies where it was traced."""
+
+    def made() -> tuple[TracedVjp, tuple[Vjp, list[PublicPart], Mapping[str, GradientLayout]]]:
+        assert traced is not None, "only the owner of an actor traces its methods"
+        if isinstance(traced, TraceError):
+            raise traced
+        return traced, (traced.vjp, list(map(public_part, traced.parts)), traced.gradients)
+
+    mine, (vjp, parts, gradients) = agree(
+        session.peers, callee.owner, made, name, loc, parts_of=itemgetter(1)
+    )
+    session.module.vjps[vjp.name] = vjp
+    session.gradients[vjp.name] = gradients
+    enter(session, parts, [] if mine is None else [part.body for part in mine.parts])
+    return vjp

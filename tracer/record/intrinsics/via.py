@@ -1,0 +1,76 @@
+"""`cg.via`: choose how a value travels from the actor that made it to those that use it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ....ir.location import Location
+from ....ir.ops import Transfer
+from ...errors import TraceError
+from ...source import caller_location
+from ...values.specs import TensorSpec
+from ...values.values import ObjectValue, TracedTensor, share
+from ..session.session import Session, recording
+
+T = TypeVar("T")
+
+AUTO = "auto"
+
+
+def via(value: T, transport: str) -> T:
+    """The same value, which travels by a transport of that name wherever it is used.
+
+    Its gradient comes back by the same transport. Where a value is used on the rank that made it,
+    it does not travel. Outside of a step, this is `value` itself.
+
+    Args:
+        value: what an actor's method returned: a tensor, an object, or a pytree of them.
+        transport: "auto", for cg's own choice; "cpu" (or "mpi"), for shared memory inside a
+            machine and MPI between machines; "nccl", or another communicator that is registered.
+
+    A name that no communicator has is an `IRError` when the step is compiled.
+
+    Raises:
+        TraceError: the transport is no name, or the value is not of the step.
+    """
+    session = recording("cg.via")
+    loc = caller_location(2)
+    if not isinstance(transport, str) or not transport:
+        raise TraceError(
+            f"cg.via with the transport {transport!r}",
+            loc=loc,
+            remedy="name it, as in cg.via(x, 'nccl'); 'auto' leaves the choice to cg",
+        )
+    if session is None or transport == AUTO:
+        return value
+    result: T = tree_map(lambda leaf: _routed(session, leaf, transport, loc), value)
+    return result
+
+
+def _routed(session: Session, leaf: Any, transport: str, loc: Location | None) -> Any:
+    if not isinstance(leaf, TracedTensor | ObjectValue):
+        raise TraceError(
+            f"cg.via of a {type(leaf).__name__}, which is not a value of the step",
+            loc=loc,
+            remedy="give it what actors' methods returned",
+        )
+    with torch._C.DisableTorchFunction():
+        traced = session.use(leaf)
+    spec = traced.spec
+    op = Transfer(
+        (traced.value,),
+        (session.new_value(traced.value.name, traced.value.type),),
+        via=transport,
+        loc=loc,
+        mb=session.mb,
+    )
+    session.emit(op)
+    needed = isinstance(spec, TensorSpec) and spec.requires_grad and torch.is_grad_enabled()
+    session.tape.record(op, None, (needed,), session.last)
+    held = session.hold(op.result, spec)
+    if isinstance(leaf, TracedTensor) and isinstance(held, TracedTensor):
+        share(leaf, held)
+    return held

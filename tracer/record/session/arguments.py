@@ -1,0 +1,156 @@
+"""Take apart the arguments of a call that the step makes: operands, and the static rest."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, ValuesView
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from ....ir.location import Location
+from ...errors import TraceError
+from ...values.specs import Static, Tree, show_type, static_key
+from ...values.values import NotAValue, ObjectValue, Traced, TracedTensor
+from .session import Session
+from .unsupported_ops import unsupported_library
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The arguments of a call.
+
+    Attributes:
+        operands: those that are values of the step, in order.
+        key: what two calls with equal signatures have in common; hashable.
+        leaves: all leaves of the pytree `(args, kwargs)`.
+        spec: its structure.
+    """
+
+    operands: list[Traced]
+    key: tuple[Any, ...]
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @property
+    def values(self) -> list[TracedTensor | ObjectValue]:
+        """Return what the step's Python holds for the operands."""
+        return [x for x in self.leaves if type(x) is TracedTensor or type(x) is ObjectValue]
+
+    def signature(self) -> Tree:
+        """The pytree `(args, kwargs)` with specs for leaves."""
+        leaves = (
+            leaf.traced.spec if isinstance(leaf, TracedTensor | ObjectValue) else Static(leaf)
+            for leaf in self.leaves
+        )
+        return Tree(tuple(leaves), self.spec)
+
+
+_PLAIN = frozenset({TracedTensor, ObjectValue, int, float, bool, str, type(None), torch.dtype})
+
+
+@cache
+def _flat_spec(count: int) -> TreeSpec:
+    return tree_flatten(((0,) * count, {}))[1]
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec, Any]:
+    """The leaves of `(args, kwargs)`, their structure, and a quickly hashed key of the latter."""
+    if not kwargs and all(type(arg) in _PLAIN for arg in args):
+        return list(args), _flat_spec(len(args)), len(args)
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, spec, spec
+
+
+def take_apart(
+    session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], what: str, loc: Location | None
+) -> Arguments:
+    """The arguments of a call of `what`. Torch functions must not be intercepted.
+
+    Raises:
+        TraceError: an argument is a real tensor, an array, or an actor.
+    """
+    leaves, spec, structure = flatten(args, kwargs)
+    operands: list[Traced] = []
+    keys: list[Any] = [structure]
+    for leaf in leaves:
+        if type(leaf) is TracedTensor or type(leaf) is ObjectValue:
+            traced = session.use(leaf)
+            operands.append(traced)
+            keys.append(traced.spec)
+        else:
+            check_static(leaf, what, loc)
+            keys.append(static_key(leaf))
+    return Arguments(operands, tuple(keys), leaves, spec)
+
+
+def check_static(leaf: Any, what: str, loc: Location | None) -> None:
+    """Return if a leaf may be part of a call's signature.
+
+    Raises:
+        TraceError: it is something whose content may change while its signature does not.
+    """
+    if type(leaf) in _PLAIN:
+        return
+    if isinstance(leaf, torch.nn.Parameter):
+        raise TraceError(
+            f"{what} takes a parameter of a module, {show_type(leaf.dtype, leaf.shape)}, which is "
+            "not a value of the step",
+            loc=loc,
+            remedy="use the parameter in a method of the actor that owns it",
+        )
+    if isinstance(leaf, torch.Tensor):
+        unsupported = unsupported_library("")
+        if unsupported is not None:
+            raise TraceError(f"{what} {unsupported.why}", loc=loc, remedy=unsupported.remedy)
+        raise TraceError(
+            f"{what} takes a real tensor, {show_type(leaf.dtype, leaf.shape)}, which is not a "
+            "value of the step",
+            loc=loc,
+            remedy="pass it to the step as an argument, make it in the step by a torch function "
+            "such as torch.tensor, or keep it in an actor",
+        )
+    if isinstance(leaf, np.ndarray):
+        raise TraceError(
+            f"{what} takes a numpy array of shape {leaf.shape}",
+            loc=loc,
+            remedy="pass it to the step as an argument, torch.from_numpy(array)",
+        )
+    if isinstance(leaf, NotAValue):
+        raise TraceError(
+            f"{what} takes {leaf!r}, {leaf.what_it_is}",
+            loc=loc,
+            remedy="call its methods in the step, and pass on what they return",
+        )
+    if type(leaf) is slice and any(
+        isinstance(part, torch.Tensor) for part in (leaf.start, leaf.stop, leaf.step)
+    ):
+        raise TraceError(
+            f"{what} takes a slice whose bounds are tensors; shapes are static in a compiled step",
+            loc=loc,
+            remedy="use Python integers as bounds, torch.index_select, or an actor's method that "
+            "is marked @cg.opaque",
+        )
+    if any(isinstance(part, TracedTensor | ObjectValue) for part in _parts(leaf)):
+        raise TraceError(
+            f"{what} takes a {type(leaf).__name__} that holds a value of the step, where the "
+            "tracer does not see it",
+            loc=loc,
+            remedy="hand over the value itself, also in a tuple, list or dictionary; or register "
+            "the class as a pytree, for example by torch.export.register_dataclass",
+        )
+
+
+def _parts(leaf: Any) -> list[Any]:
+    """Return the attributes of an object that is no pytree, or what a function closes over."""
+    found = list(leaf) if isinstance(leaf, set | frozenset | ValuesView | ItemsView) else []
+    if not isinstance(leaf, type | torch.nn.Module):
+        found += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    for cell in getattr(leaf, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    return tree_leaves(found)

@@ -1,0 +1,362 @@
+"""Record calls: agree with all ranks on the function once, then append ops."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch.utils._pytree import tree_structure, tree_unflatten
+
+from ....ir.attributes import Effect, Symbol
+from ....ir.flops import NO_FLOPS
+from ....ir.location import Location
+from ....ir.ops import Call
+from ....ir.ops.module import Function, FunctionKind, Module, Program
+from ....ir.phases import Phase
+from ....ir.text.printer import format_module
+from ....ir.types import Place, UnitType
+from ...errors import TraceError
+from ...source import traceback_location
+from ...values.interface import (
+    Bodies,
+    Callee,
+    Owner,
+    Peers,
+    Target,
+    TracedFunction,
+    TracedPart,
+    Write,
+    requires_grad,
+    value_leaves,
+)
+from ...values.specs import TensorSpec, Tree
+from ...values.values import ObjectValue, TracedTensor, share, storage_of
+from .arguments import Arguments
+from .session import Session
+
+L = TypeVar("L")
+P = TypeVar("P")
+
+Subject: TypeAlias = Callable[[], tuple[Target | None, Owner, str]]
+
+
+def find_or_declare(
+    session: Session, called: Any, arguments: Arguments, subject: Subject, loc: Location | None
+) -> Callee:
+    """The function of a call; traced where that is possible, if there is none yet.
+
+    Args:
+        called: what is called; two calls of it with equal arguments have one function.
+        subject: gives its target, None if another process plays the actor; the ranks that trace
+            it, None if every rank does; and its name, before it is made unique.
+
+    Raises:
+        TraceError: it cannot be traced; the same on every rank.
+    """
+    grad = torch.is_grad_enabled()
+    key = (called, grad, arguments.key)
+    callee = session.callees.get(key)
+    if callee is None:
+        callee = _declare(session, *subject(), arguments.signature(), grad, loc)
+        session.callees[key] = callee
+    return callee
+
+
+def _declare(
+    session: Session,
+    target: Target | None,
+    owner: Owner,
+    base: str,
+    signature: Tree,
+    grad: bool,
+    loc: Location | None,
+) -> Callee:
+    """Trace a function where that is possible, and enter it into the module on every rank."""
+    session.refuse_new(base, loc)
+    name = session.function_names.fresh(base)
+
+    def trace() -> tuple[TracedFunction, tuple[Any, ...]]:
+        assert target is not None, "only the owner of an actor traces its methods"
+        with tracing(session, name, loc):
+            traced = session.tracer.trace(target, signature, name, loc)
+        results = traced.results
+        skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
+        views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
+        part = TracedPart(traced.declaration, traced.body, traced.program)
+        called = tuple(map(public_part, (part, *traced.parts)))
+        public = (called, results.leaves, skeleton, traced.state_outputs, views, traced.reaching)
+        return traced, public
+
+    types = ", ".join(map(str, signature.types()))
+    mine, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
+    called, leaves, skeleton, state_outputs, views, reaching = public
+    bodies = [] if mine is None else [mine.body, *(part.body for part in mine.parts)]
+    declaration = enter(session, called, bodies)
+    if mine is not None and mine.guard is not None:
+        session.guards[name] = mine.guard
+    results = Tree(leaves, tree_structure(skeleton))
+    specs = value_leaves(results)
+    if not grad:
+        specs = tuple(
+            replace(spec, requires_grad=False) if isinstance(spec, TensorSpec) else spec
+            for spec in specs
+        )
+    is_opaque = declaration.kind is FunctionKind.OPAQUE
+    several = declaration.actor is not None and len(specs) > 1
+    return Callee(
+        declaration=declaration,
+        results=results,
+        state_outputs=state_outputs,
+        signature=signature,
+        target=target,
+        owner=owner,
+        specs=specs,
+        needed=tuple(grad and requires_grad(spec) for spec in value_leaves(signature)),
+        differentiable=any(requires_grad(spec) for spec in specs),
+        propagates_grad=grad and base not in _DETACHING,
+        may_accumulate=grad and is_opaque and declaration.actor is not None,
+        symbol=Symbol(name),
+        base=base.rpartition(".")[2],
+        is_single=len(specs) == 1 and results.spec.is_leaf(),
+        shares=bool(views or state_outputs) or is_opaque or several,
+        views=views,
+        reaching=reaching,
+        strict_body=None if mine is None else mine.strict,
+    )
+
+
+_DETACHING = frozenset({"torch.detach", "torch.detach_"})
+
+
+@contextmanager
+def tracing(session: Session, name: str, loc: Location | None) -> Iterator[None]:
+    """Inside the `with` block a function is traced: nothing is recorded, and errors say where."""
+    try:
+        with session.pause(f"the traced function @{name}"):
+            yield
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"@{name} raised {type(error).__name__} while it was traced: {error}",
+            loc=traceback_location(error.__traceback__) or loc,
+        ) from error
+
+
+def agree(
+    peers: Peers,
+    owner: Owner,
+    make: Callable[[], tuple[L, P]],
+    name: str,
+    loc: Location | None,
+    types: str = "",
+    parts_of: Callable[[P], Sequence[PublicPart]] = lambda public: (),
+) -> tuple[L | None, P]:
+    """Make something where its owners are, and tell every rank the public part of it.
+
+    Where there are several owners, each makes its own, and all hear of the first one's. What the
+    public parts say has to be the same.
+
+    Args:
+        owner: the ranks that make it; None: every rank, for itself.
+        make: makes it, and its public part, which can be pickled.
+        types: of what it is to be made for, where ranks may differ in them.
+        parts_of: gives the functions in a public part, which several owners compare.
+
+    Returns:
+        What was made, or None on the other ranks; and the public part of the first owner's.
+
+    Raises:
+        TraceError: it could not be made; the same on every rank. Or the owner has come to another
+            call than this rank.
+    """
+    if owner is None:
+        return make()
+    mine: tuple[L, P] | None = None
+    answer: Any = None
+    if any(map(peers.plays, owner)):
+        try:
+            mine = make()
+            digest = _digest(parts_of(mine[1])) if len(owner) > 1 else ""
+            answer = _packed((name, types, mine[1]), name, loc), digest
+        except TraceError as error:
+            answer = error
+    heard = peers.broadcast(answer, owner[0])
+    if len(owner) > 1:
+        _compare(peers, owner, answer, heard, name, loc)
+    if isinstance(answer, TraceError):
+        raise answer
+    if isinstance(heard, TraceError):
+        raise heard
+    if mine is not None and len(owner) == 1:
+        return mine
+    named, given, public = _unpacked(heard[0])
+    if (named, given) != (name, types):
+        alike = named == name
+        raise TraceError(
+            f"this rank has come to the call of @{name}{f' for {types}' if alike else ''}, and "
+            f"rank {owner[0]} to that of @{named}{f' for {given}' if alike else ''}",
+            loc=loc,
+            remedy="make the same actors, and the same calls in the step, on all ranks: look for a "
+            "branch that depends on the rank, on time, on unseeded random numbers, or on the order "
+            "of a set, and for an actor that one rank alone has made, or in another order",
+        )
+    return None if mine is None else mine[0], public
+
+
+def _compare(
+    peers: Peers, owner: tuple[int, ...], answer: Any, heard: Any, name: str, loc: Location | None
+) -> None:
+    """Compare what the owners of something have made of it.
+
+    Raises:
+        TraceError: one could not make it, or has made something else; the same on every rank.
+    """
+    failed = answer if isinstance(answer, TraceError) else None
+    differs = isinstance(answer, tuple) and isinstance(heard, tuple) and answer[1] != heard[1]
+    told = peers.allgather((failed, peers.rank if differs else None))
+    for error, _ in told:
+        if error is not None:
+            raise error if failed is None else failed
+    others = [rank for _, rank in told if rank is not None]
+    if others:
+        raise TraceError(
+            f"rank {others[0]} has traced @{name} to another function than rank {owner[0]}",
+            loc=loc,
+            remedy="let the ranks of a mesh make the same object, and change its attributes alike: "
+            "look for a branch that depends on the rank, on time, or on unseeded random numbers",
+        )
+
+
+def _digest(parts: Sequence[PublicPart]) -> str:
+    """The common facts of functions that ranks trace for themselves; pieces may be uneven."""
+    functions = {f.name: replace(f, flops=NO_FLOPS) for f, _ in parts}
+    bodies = {f.name: program for f, program in parts if program is not None}
+    module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
+    return hashlib.sha256(format_module(module).encode()).hexdigest() if parts else ""
+
+
+def _unpacked(content: bytes) -> Any:
+    """Unpack what `_packed` has packed, without torch's warnings about how its tree specs load."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.loads(content)
+
+
+def _packed(value: object, name: str, loc: Location | None) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TraceError(
+            f"@{name} returns something besides tensors that the other ranks cannot be told of: "
+            f"{error}",
+            loc=loc,
+            remedy="return tensors and plain values, or mark the method @cg.opaque",
+        ) from error
+
+
+PublicPart: TypeAlias = tuple[Function, Program | None]
+"""A function, and its body if it is a program: what all ranks are told of it."""
+
+
+def public_part(part: TracedPart) -> PublicPart:
+    """The facts of a function that all ranks are told."""
+    return part.declaration, part.program
+
+
+def enter(
+    session: Session, parts: Sequence[PublicPart], bodies: Sequence[Bodies | None]
+) -> Function:
+    """Enter functions into the module, and what can run here, beside it; the first of them.
+
+    Args:
+        parts: a function, and those that it calls.
+        bodies: of each; none at all where nothing of them can run here.
+    """
+    for index, (declaration, program) in enumerate(parts):
+        body = bodies[index] if bodies else None
+        if not declaration.outputs:
+            # A call has at least one result, which says where it runs.
+            declaration = replace(declaration, outputs=(UnitType(),))
+        session.module.functions[declaration.name] = declaration
+        if program is not None:
+            session.module.bodies[declaration.name] = program
+        if body is not None:
+            session.bodies[declaration.name] = body
+    return session.module.functions[parts[0][0].name]
+
+
+def record(
+    session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
+) -> Any:
+    """Append a call; return what the step holds for its result."""
+    fresh, base = session.new_value, callee.base
+    declaration = callee.declaration
+    op = Call(
+        tuple([traced.value for traced in arguments.operands]),
+        tuple([fresh(base, type_) for type_ in callee.types_at(place)]),
+        fn=callee.symbol,
+        key=session.next_key() if declaration.random else None,
+        loc=loc,
+        mb=session.mb,
+    )
+    session.emit(op)
+    session.tape.record(op, callee, callee.needed, session.last)
+    hold = session.hold
+    results = [hold(value, spec) for value, spec in zip(op.results, callee.specs, strict=False)]
+    if declaration.effect.changes_state:
+        _note_effect(session, callee)
+    if callee.shares:
+        _note_sharing(session, callee, arguments.values, results)
+    return results[0] if callee.is_single else callee.results.fill(results)
+
+
+def _note_sharing(
+    session: Session,
+    callee: Callee,
+    arguments: Sequence[TracedTensor | ObjectValue],
+    results: Sequence[TracedTensor | ObjectValue],
+) -> None:
+    """Note which values may share memory after a call."""
+    declaration = callee.declaration
+    for output, input_ in callee.views:
+        one, other = results[output], arguments[input_]
+        if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
+            share(one, other)
+    actor = declaration.actor
+    if actor is None:
+        return
+    tensors = [value for value in results if isinstance(value, TracedTensor)]
+    for tensor in tensors[1:]:
+        share(tensors[0], tensor)  # they may be views of each other
+    if declaration.kind is FunctionKind.OPAQUE:
+        for value in (*arguments, *results):
+            if isinstance(value, TracedTensor):
+                storage_of(value).pinned = f"the opaque method @{declaration.name} may have kept it"
+    for output in callee.state_outputs:
+        value = results[output]
+        if isinstance(value, TracedTensor):
+            storage = storage_of(value)
+            storage.pinned = f"it is state of the actor {actor}"
+            storage.actor, storage.writes = actor, session.writes.get(actor, 0)
+
+
+def _note_effect(session: Session, callee: Callee) -> None:
+    """Note the change of an actor's state by the last call."""
+    declaration, op = callee.declaration, session.module.program.ops[-1]
+    if declaration.actor is None:
+        return
+    for actor, effect in ((declaration.actor, declaration.effect), *declaration.shares.effects):
+        if effect.changes_state:
+            session.writes[actor] = session.writes.get(actor, 0) + 1
+        if effect is Effect.WRITE:
+            # Updates are left out: no backward reads what they change (`effects.py`).
+            written = session.written.setdefault(actor, [])
+            written.append((session.last, Write(declaration.name, op.loc)))

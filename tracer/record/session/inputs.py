@@ -1,0 +1,355 @@
+"""The arguments of a step: their specs, names and signatures, and checks in every call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from ....ir.types import Place
+from ...errors import shorten
+from ...method.guards.tensors_alike import check_of, never
+from ...torch_modes import (
+    AUTOCAST,
+    AUTOCAST_REMEDY,
+    default_device,
+    default_dtype,
+    is_autocast_on,
+)
+from ...values.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, show_type, static_key
+from ...values.values import NotAValue, ObjectMarker
+
+_STRIDED = torch.strided
+_TENSOR = torch.Tensor
+
+
+class InputError(TypeError):
+    """A step is called with arguments that it was not traced for, or that no step can take."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The arguments of a traced step.
+
+    Attributes:
+        step: the step's name, for messages.
+        tree: the pytree `(args, kwargs)`; its value leaves are the program's parameters.
+        names: how messages name each leaf, as `batch.tokens`.
+        place: the ranks that call the step with arguments.
+        signature: the parameters of the step's Python function.
+        host_only: whether tensors have to be in the host's memory, as there is no device that they
+            could be brought to.
+        dtype: torch's default dtype while the step was traced; None if nothing depends on it, as
+            all that the step calls is opaque.
+    """
+
+    step: str
+    tree: Tree
+    names: tuple[str, ...]
+    place: Place
+    signature: inspect.Signature
+    host_only: bool = False
+    dtype: torch.dtype | None = None
+    _count: int = field(init=False, compare=False)
+    _has_complex: bool = field(init=False, compare=False)
+    _alike: Callable[..., bool] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        flat = tree_flatten(((0,) * len(self.tree.leaves), {}))[1]
+        is_flat = flat == self.tree.spec
+        object.__setattr__(self, "_count", len(self.tree.leaves) if is_flat else -1)
+        tensors = [leaf for leaf in self.tree.leaves if isinstance(leaf, TensorSpec)]
+        object.__setattr__(self, "_has_complex", any(leaf.dtype.is_complex for leaf in tensors))
+        object.__setattr__(self, "_alike", never)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The values for the program's parameters, in order.
+
+        Raises:
+            InputError: an argument is missing, or is not what the step was traced for; a tensor
+                is not dense, or on a device that the step does not take it from. Or autocast is on,
+                or the default dtype is not what it was.
+        """
+        if self.dtype is not None and (is_autocast_on() or default_dtype() is not self.dtype):
+            raise self._other_modes()
+        if kwargs or len(args) != self._count:
+            leaves: Sequence[Any] = self._flatten(args, kwargs)
+        else:
+            if self._alike(*args):
+                return list(args)
+            leaves = args
+        values = []
+        for index, spec in enumerate(self.tree.leaves):
+            leaf = leaves[index]
+            if isinstance(spec, TensorSpec):
+                if (
+                    not isinstance(leaf, _TENSOR)
+                    or leaf.dtype is not spec.dtype
+                    or leaf.shape != spec.shape
+                    or leaf.requires_grad > spec.requires_grad
+                    or leaf.layout is not _STRIDED
+                    or (not leaf.is_cpu and (self.host_only or leaf.is_meta))
+                ):
+                    raise self._misfit(index, leaf)
+                values.append(leaf)
+            elif isinstance(spec, ObjectSpec):
+                values.append(leaf)
+            elif static_key(leaf) != static_key(spec.value):
+                raise self._misfit(index, leaf)
+        if self._has_complex:
+            return [x.resolve_conj() if isinstance(x, _TENSOR) else x for x in values]
+        if leaves is args and values and all(type(leaf) is _TENSOR for leaf in leaves):
+            object.__setattr__(self, "_alike", check_of(values, strides=False))
+        return values
+
+    def _other_modes(self) -> InputError:
+        if is_autocast_on():
+            return InputError(
+                f"{self.step}() is called under torch.autocast, {AUTOCAST}; {AUTOCAST_REMEDY}"
+            )
+        return InputError(
+            f"{self.step}() was traced under the default dtype {self.dtype}, which is "
+            f"{default_dtype()} now; set it as it was, or lower the step again"
+        )
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        try:
+            return self.tree.spec.flatten_up_to((args, kwargs))
+        except ValueError:
+            pass  # the same arguments may be given by position here, and by name there
+        bound = self._bind(args, kwargs)
+        try:
+            return self.tree.spec.flatten_up_to(bound)
+        except ValueError as error:
+            raise InputError(
+                f"{self.step}() was traced for arguments of another structure: {error}; lower it "
+                "again for these"
+            ) from None
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, each given as it was when the step was traced."""
+        example: tuple[tuple[Any, ...], dict[str, Any]]
+        example = torch.utils._pytree.tree_unflatten(list(self.names), self.tree.spec)
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise InputError(f"{self.step}(): {error}") from None
+        traced = self.signature.bind(*example[0], **example[1]).arguments
+        named = _by_name(given, self.signature)
+        missing = sorted(_by_name(traced, self.signature).keys() - named.keys())
+        extra = sorted(named.keys() - _by_name(traced, self.signature).keys())
+        if missing or extra:
+            what = f"without {', '.join(extra)}" if extra else f"with {', '.join(missing)}"
+            raise InputError(
+                f"{self.step}() was traced {what}; give the same arguments, or lower it again"
+            )
+        positional: list[Any] = []
+        for name in self.signature.bind_partial(*example[0]).arguments:
+            several = self.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            positional.extend(given[name] if several else (given[name],))
+        return tuple(positional), {name: named[name] for name in example[1]}
+
+    def _misfit(self, index: int, leaf: Any) -> InputError:
+        spec, name = self.tree.leaves[index], self.names[index]
+        if isinstance(spec, Static):
+            return InputError(
+                f"argument {name} of {self.step}() is static: it was {spec.value!r} when the step "
+                f"was traced and is {shorten(repr(leaf))} now; lower the step again for it"
+            )
+        assert isinstance(spec, TensorSpec)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad > spec.requires_grad:
+            return InputError(
+                f"argument {name} of {self.step}() requires a gradient, which a compiled step "
+                f"does not give to its inputs; pass {name}.detach()"
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            return InputError(
+                f"argument {name} of {self.step}() is a tensor of layout {leaf.layout}, and a step "
+                f"takes dense tensors only; pass {name}.to_dense()"
+            )
+        expected = show_type(spec.dtype, spec.shape)
+        got = (
+            show_type(leaf.dtype, leaf.shape)
+            if isinstance(leaf, torch.Tensor)
+            else shorten(repr(leaf))
+        )
+        if got == expected:
+            why = f"and this rank works in the host's memory; pass {name}.cpu()"
+            if leaf.is_meta:
+                why = "where tensors have no elements; pass one that has"
+            return InputError(f"argument {name} of {self.step}() is on '{leaf.device}', {why}")
+        return InputError(
+            f"argument {name} of {self.step}() must be {expected}, as when the step was traced, "
+            f"and is {got}; lower the step again for it"
+        )
+
+
+def _by_name(given: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Bound arguments with those of `**kwargs` among the others."""
+    found = dict(given)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            found.update(found.pop(name, {}))
+    return found
+
+
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, ObjectMarker})
+
+
+def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Key by which one trace serves two calls of a step; hashable.
+
+    Two calls have equal signatures if their arguments have the same structure, their tensors the
+    same dtype, shape and `requires_grad`, and their other leaves equal values, if gradients are on
+    for both or for neither, and under the same default dtype and device.
+
+    Raises:
+        InputError: an argument is neither a tensor nor a value that can be compared.
+    """
+    key: list[Any] = [torch.is_grad_enabled(), default_dtype(), default_device()]
+    leaves: Sequence[Any] = args
+    if kwargs or not all(isinstance(a, torch.Tensor) or type(a) in _ATOMS for a in args):
+        leaves, spec = tree_flatten((args, kwargs))
+        key.append(spec)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            key.append((leaf.dtype, leaf.shape, leaf.requires_grad))
+        else:
+            key.append(static_key(static_argument(leaf)))
+    return tuple(key)
+
+
+def static_argument(leaf: Any) -> Any:
+    """The leaf, if it can be part of a step's signature.
+
+    Raises:
+        InputError: it is an array, or can change without comparing unequal.
+    """
+    if isinstance(leaf, np.ndarray):
+        raise InputError(
+            "a step takes a numpy array as an argument; pass torch.from_numpy(array), or lower "
+            "the step with cg.object in its place"
+        )
+    if type(leaf) is not slice:
+        try:
+            hash(leaf)
+        except TypeError:
+            if is_dataclass(leaf):
+                raise InputError(_unregistered(leaf, "not hashable")) from None
+            raise InputError(
+                f"a step takes {shorten(repr(leaf))} as an argument, which is neither a tensor nor "
+                "hashable, so it cannot be static; pass tensors, make it hashable (a frozen "
+                "dataclass, a tuple), or lower the step with cg.object in its place"
+            ) from None
+        if _may_change_unnoticed(leaf):
+            raise InputError(
+                f"a step takes {shorten(repr(leaf))} as an argument, which is equal to itself "
+                "however it changes, so it cannot be static; pass what it holds, make it a frozen "
+                "dataclass, or lower the step with cg.object in its place"
+            )
+    return leaf
+
+
+def _unregistered(leaf: Any, problem: str) -> str:
+    """Say what is wrong with a dataclass that is a leaf, and what to do."""
+    name = type(leaf).__name__
+    return (
+        f"a step takes {shorten(repr(leaf))} as an argument, a dataclass that is {problem}, so it "
+        f"cannot be static; call torch.export.register_dataclass({name}) once, and its fields are "
+        "arguments, or lower the step with cg.object in its place"
+    )
+
+
+def _holds_markers(leaf: Any) -> bool:
+    """True if fields of a dataclass, or of one in it, stand for values of the step."""
+    if isinstance(leaf, ObjectMarker | TensorSpec):
+        return True
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    held = (getattr(leaf, each.name, None) for each in fields(leaf))
+    return any(_holds_markers(part) for value in held for part in tree_leaves(value))
+
+
+def _may_change_unnoticed(leaf: Any) -> bool:
+    """True if a value compares by identity and has attributes that can be set."""
+    kind: Any = type(leaf)
+    if kind.__hash__ is not object.__hash__ or isinstance(leaf, NotAValue | ModuleType):
+        return False
+    return bool(getattr(leaf, "__dict__", None)) and not callable(leaf)
+
+
+def leaf_spec(leaf: Any) -> Leaf:
+    """The spec of an argument of a step.
+
+    Raises:
+        InputError: a step cannot take it.
+    """
+    if isinstance(leaf, ObjectMarker):
+        return ObjectSpec()
+    if isinstance(leaf, TensorSpec):
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+            raise InputError("a step takes dense tensors only; pass tensor.to_dense()")
+        return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)
+    if _holds_markers(leaf):
+        raise InputError(_unregistered(leaf, "no pytree, and holds what is known only at run time"))
+    return Static(static_argument(leaf))
+
+
+def name_leaves(step: str, signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]:
+    """A name for each leaf of a step's `(args, kwargs)`, from the parameters: `batch.tokens`, `x`.
+
+    Raises:
+        InputError: the arguments do not fit the parameters.
+    """
+    indices = list(range(spec.num_leaves))
+    args, kwargs = torch.utils._pytree.tree_unflatten(indices, spec)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise InputError(f"{step}(): {error}") from None
+    names: dict[int, str] = {}
+    for parameter, argument in bound.items():
+        _collect(parameter, signature.parameters[parameter].kind, argument, names)
+    return tuple(names[index] for index in indices)
+
+
+def name_parts(spec: TreeSpec) -> tuple[str, ...]:
+    """A name for each leaf of a pytree, by where it is: `loss`, `0.tokens`; empty for one alone."""
+    names: dict[int, str] = {}
+    held = torch.utils._pytree.tree_unflatten(range(spec.num_leaves), spec)
+    _collect("", inspect.Parameter.VAR_KEYWORD, held, names)
+    return tuple(names[index] for index in range(spec.num_leaves))
+
+
+def _collect(name: str, kind: Any, argument: Any, names: dict[int, str]) -> None:
+    paths: Iterable[tuple[Sequence[Any], Any]]
+    try:
+        paths, _ = torch.utils._pytree.tree_flatten_with_path(argument)
+    except ValueError:  # a class is registered without keys: leaves go by their numbers
+        leaves = torch.utils._pytree.tree_leaves(argument)
+        paths = (((number,), leaf) for number, leaf in enumerate(leaves))
+    for path, index in paths:
+        parts = [str(_part(entry)) for entry in path]
+        if kind is not inspect.Parameter.VAR_KEYWORD:
+            parts.insert(0, name)
+        names[index] = ".".join(parts)
+
+
+def _part(entry: Any) -> Any:
+    """Return what a key of a path says: an index, a dictionary's key, or a field's name."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry

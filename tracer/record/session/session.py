@@ -1,0 +1,357 @@
+"""Hold a trace in progress, where code inside the step finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ....ir.location import Location
+from ....ir.ops import Call, Op, Value
+from ....ir.ops.module import Module, Program
+from ....ir.ops.names import Names
+from ....ir.phases import Phase
+from ....ir.text.printer import format_op
+from ....ir.types import ObjectType, Place, Type
+from ...errors import TraceError, different
+from ...source import caller_location, is_user_file
+from ...torch_modes import Ambient
+from ...values.gradient_buckets import GradientLayout
+from ...values.group import GroupActor
+from ...values.interface import Bodies, Callee, FunctionTracer, Guard, Peers, Write
+from ...values.sharing import Sharing
+from ...values.specs import ObjectSpec, TensorSpec, Tree
+from ...values.values import (
+    IN_A_METHOD,
+    ObjectValue,
+    StaleValue,
+    Storage,
+    Traced,
+    TracedTensor,
+    escaped,
+    is_consistent,
+    make_tensor,
+)
+from .tape import Tape
+
+O = TypeVar("O", bound=Op)  # noqa: E741 - the type of op that is being recorded
+
+
+@dataclass(eq=False)
+class Session:
+    """A step while it is being traced.
+
+    Attributes:
+        peers: the world that the step will run in.
+        tracer: turns what the step calls into functions.
+        module: what has been recorded so far.
+        bodies, constants: as in `Trace`.
+        guards: the guard of each function that has one and can run in this process.
+        tape: the calls through which gradients flow.
+        mb: the microbatch that the step is at, if any.
+        recorder: what records torch functions, while it does.
+        paused: why torch functions are not recorded now, if they are not.
+        writes: how often the state of each actor, or what others share of it, has been changed.
+        written: the calls that have written to these, with their indices in the program.
+        callees: the functions traced so far, by what was called and the signature.
+        sharing: what actors share; None before the first of them is called.
+        ambient: torch's modes under which all of the step is traced.
+        first: where the step is traced a second time, the first time.
+        optimistic: whether to assume that no gradients have to be clipped.
+        remat: the actors whose backwards compute their forwards again, as by `cg.remat`.
+        assumptions: scalars that are true where that is so.
+        results: the pytree that the step returned, once it has.
+        groups: the actors on meshes that the step has called, by name.
+        gradients: what each derivative adds to `.grad` of such an actor, by path.
+        unreduced: for each, what backwards have added that has not been reduced.
+        reduced: what has been reduced.
+        reductions: the functions that do so, by what they reduce.
+    """
+
+    peers: Peers
+    tracer: FunctionTracer
+    module: Module
+    bodies: dict[str, Bodies] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    guards: dict[str, Guard] = field(default_factory=dict)
+    tape: Tape = field(default_factory=Tape)
+    mb: int | None = None
+    recorder: TorchFunctionMode | None = None
+    paused: str | None = None
+    writes: dict[str, int] = field(default_factory=dict)
+    written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
+    callees: dict[Any, Callee] = field(default_factory=dict)
+    sharing: Sharing | None = None
+    ambient: Ambient = field(default_factory=Ambient.now)
+    first: Session | None = None
+    optimistic: bool = False
+    remat: frozenset[str] = frozenset()
+    assumptions: list[TracedTensor] = field(default_factory=list)
+    results: Tree = field(init=False)
+    groups: dict[str, GroupActor] = field(default_factory=dict)
+    gradients: dict[str, Mapping[str, GradientLayout]] = field(default_factory=dict)
+    unreduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
+    reduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
+    reductions: dict[Hashable, str] = field(default_factory=dict)
+    function_names: Names = field(default_factory=Names)
+    constant_names: Names = field(default_factory=Names)
+    value_names: Names = field(default_factory=Names)
+    _values: int = 0
+    _keys: int = 0
+
+    @staticmethod
+    def start(name: str, peers: Peers, tracer: FunctionTracer) -> Session:
+        """A session that has recorded nothing yet."""
+        module = Module(name, Phase.TRACED, peers.size, programs=[Program(name)])
+        return Session(peers, tracer, module)
+
+    def again(self) -> Session:
+        """A session that traces the same step once more, with the functions of this one."""
+        mine = self.module
+        module = Module(mine.name, Phase.TRACED, mine.world, programs=[Program(mine.name)])
+        module.functions, module.vjps = mine.functions, mine.vjps
+        module.meshes, module.bodies = mine.meshes, mine.bodies
+        return Session(
+            self.peers,
+            self.tracer,
+            module,
+            bodies=self.bodies,
+            callees=self.callees,
+            gradients=self.gradients,
+            reductions=self.reductions,
+            sharing=self.sharing,
+            optimistic=self.optimistic,
+            remat=self.remat,
+            ambient=self.ambient,
+            first=self,
+        )
+
+    def refuse_new(self, what: str, loc: Location | None) -> None:
+        """Return if new functions may be traced: not when the step is traced once more.
+
+        Raises:
+            TraceError: it is.
+        """
+        if self.first is None:
+            return
+        before = self.first.module.program.ops
+        index = self.last + 1
+        there = before[index] if index < len(before) else None
+        was = f"where it was {format_op(there)} at first" if there is not None else "at its end"
+        raise different(self.module.name, f"it comes to another call of {what}, {was}", loc)
+
+    @property
+    def everywhere(self) -> Place:
+        """The place of all ranks."""
+        return self.module.everywhere
+
+    @contextmanager
+    def pause(self, why: str) -> Iterator[None]:
+        """Let torch functions run as usual, and refuse to record, inside the `with` block.
+
+        The recorder is not only told so, but left: it would be asked about all that torch's own
+        code does to trace a method, which is two thirds of what it is asked about at all.
+        """
+        before, self.paused = self.paused, why
+        recorder = self.recorder if _innermost_mode() is self.recorder else None
+        if recorder is not None:
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if recorder is not None:
+                recorder.__enter__()  # type: ignore[no-untyped-call]
+            self.paused = before
+
+    def emit(self, op: O) -> O:
+        """Append an op to the program."""
+        self.module.program.ops.append(op)
+        return op
+
+    @property
+    def last(self) -> int:
+        """The index of the op that was appended last."""
+        return len(self.module.program.ops) - 1
+
+    def next_key(self) -> int:
+        """The key of the next call that draws random numbers."""
+        self._keys += 1
+        return self._keys - 1
+
+    def new_value(self, base: str, type_: Type) -> Value:
+        """A value with a name that is not in use."""
+        return Value(self.value_names.fresh(base), type_)
+
+    def hold(self, value: Value, spec: TensorSpec | ObjectSpec) -> TracedTensor | ObjectValue:
+        """Make what the step's Python holds for a value of the program."""
+        self._values += 1
+        traced = Traced(self, value, spec, self._values)
+        if type(spec) is TensorSpec:
+            return make_tensor(traced, spec)
+        return ObjectValue(traced)
+
+    def remedy_for_parts(self, value: Value) -> str:
+        """Say what to do for a part of an object that the step has."""
+        program = self.module.program
+        if value in program.params:
+            return (
+                'lower the step with the parts, as in lower({"key": cg.object}), or any other '
+                f"pytree; or {IN_A_METHOD}"
+            )
+        maker = next((op for op in program.ops if value in op.results), None)
+        if isinstance(maker, Call) and len(maker.results) == 1:
+            method = self.module.functions[maker.fn.name]
+            if method.loc is not None and is_user_file(method.loc.file):
+                return (
+                    "if the method returns a tuple, say of how many by @cg.opaque(returns=2), and "
+                    f"unpack that; or {IN_A_METHOD}"
+                )
+        return IN_A_METHOD
+
+    def remedy_for_tensors(self, value: Value) -> str:
+        """Say what to do where an object stands for a tensor: the first call that has made one."""
+        makers = {result: op for op in self.module.program.ops for result in op.results}
+        maker = makers.get(value)
+        given: Value | None = value
+        while given is not None and isinstance(found := makers.get(given), Call):
+            maker = found
+            given = next((v for v in maker.operands if isinstance(v.type, ObjectType)), None)
+        if not isinstance(maker, Call):
+            return IN_A_METHOD
+        return (
+            f"@{maker.fn.name} returns an object, since it is called as it is: a method does that "
+            "if it uses an optimizer, a GradScaler or .grad, is given an object, or is marked "
+            "@cg.opaque, and no gradient flows through it. Take what does so out of the method, "
+            "and multiply the loss by a number instead of scaler.scale(loss); or, without a "
+            "gradient, mark it @cg.opaque(fake=...)"
+        )
+
+    def rebind(self, tensor: TracedTensor, value: Value, spec: TensorSpec) -> None:
+        """Let a tensor that has been written to stand for its new value."""
+        self._values += 1
+        traced = tensor.traced
+        traced.value, traced.spec, traced.order = value, spec, self._values
+
+    def use(self, value: TracedTensor | ObjectValue) -> Traced:
+        """Return what the tracer knows of a value that the step is about to use.
+
+        Must be called where torch functions are not intercepted.
+
+        Raises:
+            TraceError: it is of another trace, or stands for something that has changed since.
+        """
+        traced = value.traced
+        if traced.trace is not self:
+            if traced.trace is self.first:
+                raise StaleValue(
+                    f"the step uses %{traced.value.name}, a value of an earlier trace of it, "
+                    "which something has kept",
+                    loc=caller_location(),
+                    remedy="make it in the step each time, or keep it in an actor: what a step "
+                    "stores outside of itself while it is traced is no tensor",
+                )
+            raise escaped("this step uses")
+        if type(value) is TracedTensor and not is_consistent(value):
+            raise TraceError(
+                f"%{traced.value.name} came out of a torch.autograd.Function, whose gradient the "
+                "trace of the step does not see",
+                loc=caller_location(),
+                remedy="apply the autograd function in an actor's method",
+            )
+        if traced.storage is not None and traced.storage.actor is not None:
+            self._check_fresh(traced, traced.storage)
+        return traced
+
+    def use_tensor(self, value: object, what: str, loc: Location | None, remedy: str) -> Traced:
+        """Return what the tracer knows of a value that must be a tensor of the step.
+
+        Raises:
+            TraceError: `what` is given something else; or as in `use`.
+        """
+        if not isinstance(value, TracedTensor):
+            raise TraceError(
+                f"{what} of a {type(value).__name__}, which is not a tensor of the step",
+                loc=loc,
+                remedy=remedy,
+            )
+        with torch._C.DisableTorchFunction():
+            return self.use(value)
+
+    def _check_fresh(self, traced: Traced, storage: Storage) -> None:
+        actor = storage.actor
+        if actor is not None and self.writes.get(actor, 0) != storage.writes:
+            raise TraceError(
+                f"%{traced.value.name} is state of {actor} itself, and {actor} has been written to "
+                "since: plain Python would see the new state here, the compiled step the old",
+                loc=caller_location(),
+                remedy="return a .clone() of the state from the method, or read it again",
+            )
+
+
+_CURRENT: ContextVar[Session | None] = ContextVar("cg_session", default=None)
+
+
+def _innermost_mode() -> object:
+    """The mode that is asked about torch functions first; None if there is none."""
+    count = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(count - 1) if count else None
+
+
+def current() -> Session | None:
+    """The trace in progress, if any."""
+    return _CURRENT.get()
+
+
+def is_tracing() -> bool:
+    """True if a step is being traced right now."""
+    return _CURRENT.get() is not None
+
+
+def recording(what: str) -> Session | None:
+    """The trace in progress, if any, which must be ready to record.
+
+    Raises:
+        TraceError: a method of an actor is being traced; `what` belongs into the step.
+    """
+    session = _CURRENT.get()
+    if session is not None and session.paused is not None:
+        raise TraceError(
+            f"{what} inside {session.paused}",
+            loc=caller_location(),
+            remedy="do this in the step, between calls of actors' methods",
+        )
+    return session
+
+
+@contextmanager
+def entered(session: Session) -> Iterator[None]:
+    """Make `session` the trace in progress inside the `with` block."""
+    token = _CURRENT.set(session)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def placed(values: Sequence[Traced], everywhere: Place) -> Place:
+    """The place at which a torch operation of the step runs, by its operands.
+
+    Where the operands are; if they are on different single ranks, on the rank of the operand that
+    was made last; if all are replicated, on the ranks that all of them share.
+    """
+    places = [(traced.order, traced.place) for traced in values]
+    single = [each for each in places if each[1].is_single]
+    if single:
+        return max(single, key=itemgetter(0))[1]
+    ranks = everywhere.ranks
+    for _, place in places:
+        ranks = tuple(rank for rank in place.ranks if rank in ranks)
+    if not ranks:
+        return max(places, key=itemgetter(0))[1]
+    return everywhere if ranks == everywhere.ranks else Place(ranks)

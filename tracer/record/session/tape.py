@@ -1,0 +1,146 @@
+"""Tape: the calls of a step through which gradients flow, and those that a loss reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from ....ir.ops import Backward, Call, Op, Value
+from ....ir.types import ObjectType, TensorType
+from ...values.interface import Callee
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """An op through which gradients flow.
+
+    Attributes:
+        op: a call, a collective or a transfer.
+        callee: what a call calls; None for other ops.
+        needed: which of the operands require a gradient.
+        at: its index in the program.
+        spent: the backward that has gone through it.
+    """
+
+    op: Op
+    callee: Callee | None
+    needed: tuple[bool, ...]
+    at: int
+    spent: Backward | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A call that a backward goes through, and the masks of the derivative to ask for."""
+
+    entry: Entry
+    call: Call
+    callee: Callee
+    grad_outputs: tuple[int, ...]
+    grad_inputs: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Tape:
+    """Record, in order, the ops through which gradients flow, as autograd's graph does."""
+
+    _entries: list[Entry] = field(default_factory=list)
+    _makers: dict[Value, int] = field(default_factory=dict)
+    _lacking: dict[Value, tuple[Op, Callee | None]] = field(default_factory=dict)
+
+    def record(self, op: Op, callee: Callee | None, needed: tuple[bool, ...], at: int) -> None:
+        """Take note of an op of the step, the last one so far.
+
+        Gradients flow through it if any operand needs one. Its results may lack a gradient that
+        plain Python would give them if it calls an opaque function, whose work on its actor's
+        parameters nobody has seen, or if an operand of it may.
+
+        Args:
+            op: a call, a collective or a transfer.
+            callee, needed, at: as in `Entry`.
+        """
+        if any(needed) if callee is None else callee.differentiable:
+            self._makers.update(dict.fromkeys(op.results, len(self._entries)))
+            self._entries.append(Entry(op, callee, needed, at))
+        source = callee if callee is not None and callee.may_accumulate else None
+        if source is None:
+            lacking = self._lacking
+            if not lacking or not (callee is None or callee.propagates_grad):
+                return
+            if not any(value in lacking for value in op.operands):
+                return
+        for value in op.results:
+            if isinstance(value.type, ObjectType) or _is_floating(value):
+                self._lacking[value] = (op, source)
+
+    def opaque_sources(self, losses: list[Value]) -> list[tuple[Call, Callee]]:
+        """The opaque calls whose results may, for all that is known, send losses gradients."""
+        found: dict[int, tuple[Call, Callee]] = {}
+        seen = set(losses)
+        stack = list(reversed(losses))
+        while stack:
+            op, source = self._lacking.get(stack.pop(), (None, None))
+            if op is None:
+                continue
+            if source is not None and isinstance(op, Call):
+                found[id(op)] = (op, source)
+            new = [value for value in reversed(op.operands) if value not in seen]
+            seen.update(new)
+            stack += new
+        return list(found.values())
+
+    def reach(
+        self, losses: list[Value], inputs_of: Callable[[Reached], tuple[int, ...]]
+    ) -> tuple[list[Entry], list[Reached], list[Value]]:
+        """Find what a backward from the losses goes through.
+
+        Args:
+            losses: where it starts.
+            inputs_of: the operands of a call that its derivative gives cotangents of, as far as
+                that is known.
+
+        Returns:
+            All entries and, of these, the calls with their masks, both latest first; and the
+            values that require a gradient and that no entry has made.
+        """
+        reached = set(losses)
+        heap: list[int] = []
+        strays: list[Value] = []
+        for loss in losses:
+            self._push(loss, heap, strays)
+        entries: list[Entry] = []
+        calls: list[Reached] = []
+        last = None
+        # The latest first: when an entry's turn comes, all that uses its results has had its own.
+        while heap:
+            index = -heappop(heap)
+            if index == last:
+                continue
+            last = index
+            entry = self._entries[index]
+            entries.append(entry)
+            inputs = tuple(i for i, needed in enumerate(entry.needed) if needed)
+            if isinstance(entry.op, Call) and entry.callee is not None:
+                outputs = tuple(i for i, v in enumerate(entry.op.results) if v in reached)
+                may_reach = {i for output in outputs for i in entry.callee.reaching[output]}
+                asked = tuple(i for i in inputs if i in may_reach)
+                calls.append(Reached(entry, entry.op, entry.callee, outputs, asked))
+                inputs = inputs_of(calls[-1])
+            for value in map(entry.op.operands.__getitem__, inputs):
+                if value not in reached:
+                    reached.add(value)
+                    self._push(value, heap, strays)
+        return entries, calls, strays
+
+    def _push(self, value: Value, heap: list[int], strays: list[Value]) -> None:
+        index = self._makers.get(value)
+        if index is None:
+            strays.append(value)
+        else:
+            heappush(heap, -index)
+
+
+def _is_floating(value: Value) -> bool:
+    type_ = value.type
+    return isinstance(type_, TensorType) and type_.dtype.is_differentiable

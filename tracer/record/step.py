@@ -1,0 +1,287 @@
+"""Trace a step: run its Python once over values without elements, and record what it does."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...ir.location import Location
+from ...ir.ops import Return, Value
+from ...ir.ops.module import FunctionKind
+from ...ir.types import Place
+from ...ir.verify.verifier import verify
+from ..errors import TraceError, refusals_raised
+from ..method.binding import definition
+from ..source import caller_location, traceback_location
+from ..values.interface import Callee, FunctionTracer, MethodTarget, Peers
+from ..values.specs import Leaf, Static, Tree, ir_type
+from ..values.values import NotAValue, ObjectValue, TracedTensor, storage_of
+from .actors.apart import refuse_apart
+from .collector import collector_paused
+from .groups.gradient_sums import finish_gradients
+from .groups.group_calls import layout_of, moved
+from .recorder import Recorder, training_refused
+from .repeat import record_twice
+from .runtime_guards import recheck, watch_arguments
+from .session.inputs import InputError, InputSpec, leaf_spec, name_leaves
+from .session.session import Session, current, entered
+from .trace import Given, OutputSpec, Trace
+
+
+@collector_paused()
+def trace_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    peers: Peers,
+    inputs: Place | None = None,
+    outputs: Place | None = None,
+    name: str,
+    tracer: FunctionTracer,
+    optimistic: bool = False,
+    remat: frozenset[str] = frozenset(),
+    host_only: bool = False,
+) -> Trace:
+    """Trace a step for arguments like `args` and `kwargs`. All ranks call this alike.
+
+    Args:
+        fn: the step.
+        args, kwargs: pytrees of tensors (of which only dtype, shape and `requires_grad` matter),
+            of `OBJECT`, and of static values.
+        peers: the world.
+        inputs: the ranks that call the step with arguments; all if None.
+        outputs: the ranks that get what the step returns; all if None.
+        name: what the module is called.
+        tracer: traces actors' methods and torch functions.
+        optimistic: assume that no gradients have to be clipped. The step then returns what it
+            returns and a tuple of scalars, on all ranks: it is right if all of these are true.
+        remat: the names of actors whose backwards compute their forwards again, as by `cg.remat`.
+        host_only: as in `InputSpec`.
+
+    Raises:
+        TraceError: the step does something that cannot be compiled.
+        InputError: the step cannot take these arguments.
+    """
+    if current() is not None:
+        raise TraceError(
+            f"step {name} is traced inside another step that is being traced",
+            loc=caller_location(),
+            remedy="call the plain Python function from the step",
+        )
+    session = Session.start(_symbol(name), peers, tracer)
+    session.optimistic, session.remat = optimistic, remat
+    source = _place(session, inputs, "inputs", name)
+    target = _place(session, outputs, "outputs", name)
+    spec = describe_inputs(fn, args, kwargs, name, source, host_only)
+    loc = definition(fn)
+
+    def record(session: Session) -> None:
+        held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
+        with entered(session), refusals_raised(), training_refused(), Recorder(session):
+            try:
+                result = _separate(fn(*held_args, **held_kwargs))
+            except Exception as error:
+                refused = _of_compiler(error, name)
+                if refused is None:
+                    raise
+                raise refused from error
+        session.recorder = None  # a cycle would outlive the trace
+        if optimistic:
+            # Every rank must know whether to believe the result.
+            result = (result, tuple(session.assumptions))
+        finish_gradients(session)
+        session.results = _return(session, result, at, loc)
+
+    at = session.everywhere if optimistic else target
+    record_twice(record, session, fn, name, loc)
+    verify(session.module)
+    refuse_apart(session)
+    recheck(session)
+    watch_arguments(session)
+    instances = {
+        id(instance): instance
+        for callee in session.callees.values()
+        if isinstance(callee.target, MethodTarget)
+        for instance in _instances(callee.target)
+    }
+    owners = {callee.declaration.name: callee.owner for callee in session.callees.values()}
+    return Trace(
+        session.module,
+        session.bodies,
+        session.constants,
+        replace(spec, dtype=_baked_dtype(session)),
+        OutputSpec(session.results, at),
+        tuple((guard, owners[name]) for name, guard in session.guards.items()),
+        tuple(instances.values()),
+        tuple(map(_given, session.callees.values())),
+    )
+
+
+def _instances(target: MethodTarget) -> tuple[Any, ...]:
+    """The objects of the ranks that this process plays."""
+    if target.group is None or target.group.actor is None:
+        return (target.instance,)
+    return tuple(target.group.actor.instances.values())
+
+
+def _of_compiler(error: Exception, name: str) -> TraceError | None:
+    """The error for what torch's compiler has raised; None for all else."""
+    if not type(error).__module__.startswith("torch._dynamo"):
+        return None
+    return TraceError(
+        f"step {name} calls torch.cond, another operator that needs torch's compiler, or what "
+        "torch.compile has made; the trace of a step cannot be compiled by that",
+        loc=traceback_location(error.__traceback__),
+        remedy="use torch.where, which computes both branches, or branch in an actor's method that "
+        "is marked @cg.opaque; compile(fuse='inductor') of the step makes fused kernels",
+    )
+
+
+def _baked_dtype(session: Session) -> torch.dtype | None:
+    kinds = [function.kind for function in session.module.functions.values()]
+    is_baked = FunctionKind.GRAPH in kinds or bool(session.constants)
+    return session.ambient.dtype if is_baked else None
+
+
+def _given(callee: Callee) -> Given:
+    leaves = (leaf.value for leaf in callee.signature.leaves if isinstance(leaf, Static))
+    values = tuple(repr(value) for value in leaves if type(value) in _PLAIN)
+    return Given(callee.declaration.name, callee.declaration.loc, values)
+
+
+_PLAIN = frozenset({int, float, complex, bool, slice})
+"""Strings are left out: one may name a device, which each rank has its own of."""
+
+
+def _symbol(name: str) -> str:
+    """The name as one word of the text form."""
+    return re.sub(r"[^\w.]", "_", name)
+
+
+def _place(session: Session, place: Place | None, what: str, name: str) -> Place:
+    if place is None:
+        return session.everywhere
+    lacking = [rank for rank in place.ranks if not 0 <= rank < session.peers.size]
+    if lacking:
+        raise TraceError(
+            f"{what} of step {name} at rank {lacking[0]}, but the world has ranks "
+            f"0..{session.peers.size - 1}",
+            remedy="start more ranks, or name existing ones",
+        )
+    return place
+
+
+def describe_inputs(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    place: Place,
+    host_only: bool,
+) -> InputSpec:
+    """The arguments that a step is to be traced for.
+
+    Raises:
+        InputError: it cannot take them.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    tree = Tree(tuple(map(leaf_spec, leaves)), spec)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"step {name} is made of {fn!r}, which does not say what arguments it takes; write a "
+            "Python function around it"
+        ) from None
+    return InputSpec(name, tree, name_leaves(name, signature, spec), place, signature, host_only)
+
+
+def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | ObjectValue]:
+    """Make the parameters of the program; what the step's Python gets for them."""
+    held = []
+    for index in spec.tree.values:
+        leaf, name = spec.tree.leaves[index], spec.names[index]
+        assert not isinstance(leaf, Static)
+        try:
+            type_ = ir_type(leaf, spec.place)
+        except ValueError as error:
+            raise InputError(f"argument {name} of {spec.step}(): {error}") from None
+        value = session.new_value(_symbol(name), type_)
+        session.module.program.params.append(value)
+        given = session.hold(value, leaf)
+        if isinstance(given, TracedTensor):
+            storage_of(given).pinned = "it is an input of the step, which the caller holds"
+        held.append(given)
+    return held
+
+
+def _separate(result: Any) -> Any:
+    """Copy a value that the step returns as several tensors; return what the step returns.
+
+    A collective gives tensors that are one value, but that plain Python could write to one by one.
+    """
+    leaves, spec = tree_flatten(result)
+    first: dict[Value, TracedTensor] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, TracedTensor) and first.setdefault(leaf.traced.value, leaf) is not leaf:
+            leaves[index] = leaf.detach().clone()
+    return tree_unflatten(leaves, spec)
+
+
+_STATIC_OUTPUTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+
+
+def _return(session: Session, result: Any, at: Place, loc: Location | None) -> Tree:
+    """Append the `return`; the pytree of what the step returns."""
+    leaves, spec = tree_flatten(result)
+    values: list[Value] = []
+    specs: list[Leaf] = []
+    for leaf in leaves:
+        if isinstance(leaf, TracedTensor | ObjectValue):
+            traced = session.use(leaf)
+            if isinstance(leaf, TracedTensor) and layout_of(traced) is not None:
+                traced = moved(session, leaf, at, None, loc).traced  # the caller gets all of it
+            values.append(traced.value)
+            specs.append(traced.spec)
+        else:
+            specs.append(_static_output(leaf, session.module.name, loc))
+    session.emit(Return(tuple(values), (), at=at))
+    return Tree(tuple(specs), spec)
+
+
+def _static_output(leaf: Any, name: str, loc: Location | None) -> Leaf:
+    if isinstance(leaf, torch.Tensor):
+        raise TraceError(
+            f"step {name} returns a real tensor that nothing in the step has made",
+            loc=loc,
+            remedy="pass the tensor to the step as an argument, or do not return it",
+        )
+    if isinstance(leaf, NotAValue):
+        raise TraceError(
+            f"step {name} returns {leaf!r}, {leaf.what_it_is}",
+            loc=loc,
+            remedy="return what its methods return",
+        )
+    if is_dataclass(leaf):
+        kind = type(leaf).__name__
+        raise TraceError(
+            f"step {name} returns a {kind}, a dataclass that is not registered as a pytree",
+            loc=loc,
+            remedy=f"call torch.export.register_dataclass({kind}) once, or return its fields in a "
+            "tuple or a dictionary",
+        )
+    if not isinstance(leaf, _STATIC_OUTPUTS):
+        raise TraceError(
+            f"step {name} returns a {type(leaf).__name__}, which nothing in the step has made",
+            loc=loc,
+            remedy="return tensors, objects that actors' methods returned, numbers or strings, in "
+            "tuples, lists or dictionaries",
+        )
+    return Static(leaf)

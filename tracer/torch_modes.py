@@ -1,0 +1,89 @@
+"""Check torch's own modes while a step is traced and when it runs: one trace, one state.
+
+A trace bakes in the default dtype and the default device, and autocast does not reach into a
+compiled step. The gradient mode is part of each call's signature. What acts on kernels when they
+run (inference mode, deterministic algorithms, the precision of matrix products) needs no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.utils._device as torch_device
+
+from ..ir.location import (
+    Location,
+)
+from .errors import TraceError
+
+is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
+
+AUTOCAST = "which does not reach into a compiled step"
+AUTOCAST_REMEDY = "enter autocast inside the actor's method"
+
+
+_HOST = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """The device that `torch.set_default_device` or `with device` has set, or else the host."""
+    return torch_device.CURRENT_DEVICE or _HOST  # torch.get_default_device takes microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The modes under which a step is traced."""
+
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+    @staticmethod
+    def now() -> Ambient:
+        """The modes of this moment."""
+        return Ambient(default_dtype(), default_device(), torch.is_grad_enabled())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Work under these modes, as a step does that is traced once more."""
+        before = default_dtype()
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if default_device() != self.device:
+                stack.enter_context(self.device)
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(self.dtype)
+            yield
+
+    def check(self, what: str, loc: Location | None) -> None:
+        """Return if a call of `what` is made under the modes that the step is traced under.
+
+        Raises:
+            TraceError: it is not.
+        """
+        if is_autocast_on():
+            raise TraceError(
+                f"{what} is called under torch.autocast, {AUTOCAST}",
+                loc=loc,
+                remedy=AUTOCAST_REMEDY,
+            )
+        if default_dtype() is not self.dtype:
+            raise _changed(what, "dtype", self.dtype, default_dtype(), loc)
+        if default_device() != self.device:
+            raise _changed(what, "device", self.device, default_device(), loc)
+
+
+def _changed(
+    what: str, which: str, before: object, now: object, loc: Location | None
+) -> TraceError:
+    return TraceError(
+        f"{what} is called under the default {which} {now}, and the step began under {before}; "
+        f"a compiled step has one default {which}",
+        loc=loc,
+        remedy=f"set the default {which} before the step, and name the {which} where one call "
+        "needs another, or set it inside the actor's method",
+    )

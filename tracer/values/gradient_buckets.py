@@ -1,0 +1,80 @@
+"""Put the gradients of an actor on a mesh into buckets, each of which is reduced by itself.
+
+Backwards are cut at buckets, so that one is reduced while the rest of a backward runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...ir.layout import WHOLE, Layout
+from ...ir.types import Place
+from .actor_state import StateTensor
+
+BUCKET = 25 << 20
+"""Bytes of a bucket at most, on each rank, unless one gradient is larger; as DDP's are."""
+
+
+@dataclass(frozen=True)
+class GradientLayout:
+    """How ranks hold what backwards add to one gradient.
+
+    Attributes:
+        layout: along its summands it is to be reduced.
+        bucket: with which others.
+    """
+
+    layout: Layout
+    bucket: int = 0
+
+
+@dataclass
+class Buckets:
+    """The buckets of one actor in one step.
+
+    A gradient comes into a bucket when the first backward that adds to it is derived, in the order
+    in which that backward has its gradients. So all ranks find the same.
+
+    Attributes:
+        limit: bytes of a bucket at most, unless one gradient is larger.
+        of: the bucket of each gradient, by path.
+    """
+
+    limit: int = BUCKET
+    of: dict[str, int] = field(default_factory=dict)
+    _last: int = 0
+    _nbytes: int = 0
+
+    def enter(self, gradients: Iterable[tuple[str, int]]) -> None:
+        """Put gradients into buckets, those that are in one already aside.
+
+        Args:
+            gradients: paths with bytes on each rank, in the order in which they are there.
+        """
+        for path, nbytes in gradients:
+            if path in self.of:
+                continue
+            if self._nbytes and self._nbytes + nbytes > self.limit:
+                self._last, self._nbytes = self._last + 1, 0
+            self.of[path] = self._last
+            self._nbytes += nbytes
+
+
+def whole_gradients(tensors: Iterable[StateTensor]) -> dict[str, GradientLayout]:
+    """The gradients of some tensors, by path, where every rank adds the same to them."""
+    return {each.path: GradientLayout(Layout((WHOLE,) * each.tensor.dim())) for each in tensors}
+
+
+def numel_at_rank(shape: tuple[int, ...], layout: Layout, place: Place) -> int:
+    """Elements of a tensor that a rank holds in a layout: the mean, where pieces are uneven."""
+    cutting = {axis for cut in layout.cuts for axis in cut.axes}
+    pieces = math.prod(size for axis, size in place.axes if axis in cutting)
+    return math.prod(shape) // pieces
+
+
+def buckets_of(paths: Iterable[str], buckets: Mapping[str, int]) -> tuple[int, ...]:
+    """The buckets of some gradients, ascending, as `Function.buckets` names them."""
+    found = sorted({buckets.get(path, 0) for path in paths})
+    return () if found == [0] else tuple(found)

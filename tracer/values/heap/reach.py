@@ -1,0 +1,311 @@
+"""Walk what a function's Python refers to: variables, classes, containers and objects, with paths.
+
+`reach_all` follows functions, classes and modules that the user wrote as far as they go: a step's
+Python is a few lines. `reach_near` looks three containers deep at what a method's code names, for a
+method may use a library. Nothing is kept alive for long.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...source import is_own_file
+from .kinds import (
+    CONTAINERS,
+    SCALARS,
+    TRAINERS,
+    has_slots,
+    is_cache,
+    is_foreign,
+    is_plain,
+    is_stateful,
+    is_walked,
+    items_of,
+    join,
+    slots_of,
+)
+from .snapshot import MISSING, Names, Snapshot, read_cell
+from .variables import closure_of, is_users, names_of
+
+NEAR = 3
+"""So many containers deep `reach_near` looks."""
+_FEW = 1000
+"""Items of a container at which `reach_near` still looks."""
+_MANY = 10_000
+"""Items of a container into which `reach_all` still looks; containers that `reach_near` takes."""
+_LARGE = 100_000
+"""Items of a container at which `reach_all` still looks."""
+
+
+@dataclass(eq=False, slots=True)
+class Reach:
+    """State that a function refers to, and that can change.
+
+    Attributes:
+        variables: variables of closures, names of modules and classes, with their paths.
+        containers: containers and attributes of objects, with their paths.
+        others: arrays, generators and objects with slots, with their paths.
+        caches: functions that remember results.
+        trainers: the paths of optimizers, schedulers and the like.
+    """
+
+    variables: list[tuple[Any, str]] = field(default_factory=list)
+    containers: list[tuple[Any, str]] = field(default_factory=list)
+    others: list[tuple[Any, str]] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+    trainers: list[str] = field(default_factory=list)
+
+    def snapshot(self) -> Snapshot:
+        """Copy what all of it holds now."""
+        return Snapshot((*self.variables, *self.containers, *self.others), self.caches)
+
+
+def reach_all(
+    function: Callable[..., Any], instance_of: Callable[[Any], tuple[Any, ...] | None]
+) -> Reach:
+    """Walk everything that a function refers to and that the user wrote.
+
+    Of installed packages nobody but their authors knows what they change, and why: they are left
+    out.
+
+    Args:
+        instance_of: in a tuple what a handle stands for, empty where another process holds it; None
+            for what is no handle. It is walked only where some code says `.local`.
+    """
+    return _Walk(instance_of).run(function)
+
+
+class _Walk:
+    """The walk of `reach_all`."""
+
+    def __init__(self, instance_of: Callable[[Any], tuple[Any, ...] | None]) -> None:
+        self._found = Reach()
+        self._seen: set[int] = set()
+        self._instance_of = instance_of
+        self._asks_for_instances = False
+        self._instances: list[tuple[Any, str]] = []
+
+    def run(self, function: Callable[..., Any]) -> Reach:
+        self._visit(function, getattr(function, "__name__", "the step"))
+        while self._asks_for_instances and self._instances:
+            instance, path = self._instances.pop()
+            self._visit(instance, f"{path}.local")
+        return self._found
+
+    def _visit(self, value: Any, path: str) -> None:
+        if is_plain(value) or isinstance(value, (torch.Tensor, weakref.ref)):
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, MethodType):
+            self._visit(value.__func__, path)
+            self._visit(value.__self__, "self")
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._visit(part, path)
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif is_cache(value):
+            self._found.caches.append(value)
+            self._visit(getattr(value, "__wrapped__", None), path)
+        elif isinstance(value, (tuple, frozenset)):
+            for index, item in enumerate(value):
+                self._visit(item, f"{path}.{index}")
+        elif isinstance(value, CONTAINERS):
+            self._visit_container(value, path)
+        else:
+            self._visit_object(value, path)
+
+    def _visit_function(self, function: FunctionType) -> None:
+        code = function.__code__
+        if not is_own_file(code.co_filename) and not code.co_filename.startswith("<"):
+            return  # what was typed in is the user's, too
+        name = function.__name__
+        for variable, cell in closure_of(function):
+            if not variable.startswith("__"):
+                self._found.variables.append((cell, variable))
+                self._visit(read_cell(cell), variable)
+        used = {name for name in names_of(code) if not name.startswith("__")}
+        self._asks_for_instances |= "local" in used
+        self._visit_names(function.__globals__, used, "")
+        for default in _defaults_of(function):
+            self._visit(default, f"a default of {name}")
+        self._visit(vars(function), name)
+
+    def _visit_names(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
+        ordered = tuple(sorted(names))
+        self._found.variables.append((Names(space, ordered), path))
+        for name in ordered:
+            value = space.get(name, MISSING)
+            self._visit(value, join(path, name))
+            if not path and isinstance(value, ModuleType) and is_users(value):
+                self._visit_names(vars(value), vars(value).keys() & set(names), name)
+
+    def _visit_class(self, cls: type) -> None:
+        if is_foreign(cls):
+            return
+        self._found.variables.append((cls, cls.__name__))
+        for name, value in list(vars(cls).items()):
+            held = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            if not name.startswith("__") or isinstance(held, FunctionType):
+                self._visit(held, f"{cls.__name__}.{name}")
+        for base in cls.__bases__:
+            self._visit(base, base.__name__)
+
+    def _visit_container(self, container: Any, path: str) -> None:
+        if len(container) > _LARGE:
+            return
+        self._found.containers.append((container, path))
+        if len(container) <= _MANY:
+            for key, item in items_of(container):
+                self._visit(item, f"{path}.{key}")
+
+    def _visit_object(self, value: Any, path: str) -> None:
+        if is_stateful(value):
+            self._found.others.append((value, path))
+            return
+        instance = self._instance_of(value)
+        if instance is not None:
+            self._instances += [(each, path) for each in instance]
+            return
+        kind: Any = type(value)
+        if is_foreign(kind) and not isinstance(
+            value, (torch.nn.Module, SimpleNamespace, *TRAINERS)
+        ):
+            return
+        if isinstance(value, TRAINERS):
+            self._found.trainers.append(path)
+        if has_slots(value):
+            self._found.others.append((value, path))
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._visit_container(vars(value), path)
+        self._visit(kind, kind.__name__)
+
+
+def reach_near(
+    function: Callable[..., Any],
+    known: Iterable[Any],
+    classes: Iterable[type],
+    depth: int,
+) -> Reach:
+    """Walk what a function's code names: its closure, its globals, its defaults and some classes.
+
+    All names of its module are looked at, and containers among them, but not into these.
+
+    Args:
+        known: containers that are looked after elsewhere.
+        classes: classes to be looked at beside those that the code names.
+        depth: how many containers deep to look.
+    """
+    found = Reach()
+    code = getattr(function, "__code__", None)
+    space: dict[str, Any] = getattr(function, "__globals__", {})
+    cells = {id(cell): (cell, name) for name, cell in _closures(function, NEAR)}
+    used = names_of(code) if code is not None else ()
+    near = [(name, space[name]) for name in dict.fromkeys(used) if name in space]
+    near += [(name, read_cell(cell)) for cell, name in cells.values()]
+    near += [(f"a default of {function.__name__}", value) for value in _defaults_of(function)]
+    if inspect.isfunction(function):
+        near.append((function.__name__, vars(function)))
+    held = dict.fromkeys([*classes, *(value for _, value in near if _is_class_of_user(value))])
+    near += [(f"{cls.__name__}.{name}", v) for cls in held for name, v in list(vars(cls).items())]
+    found.variables = [*cells.values(), *((cls, cls.__name__) for cls in held)]
+    found.containers.append((space, ""))
+    seen = {id(container) for container in known}
+    _add_containers(near, depth, found, seen)
+    _add_containers(space.items(), 0, found, seen)
+    found.caches = [value for _, value in (*space.items(), *near) if is_cache(value)]
+    return found
+
+
+def _add_containers(
+    named: Iterable[tuple[str, Any]], depth: int, found: Reach, seen: set[int]
+) -> None:
+    """Add the containers among values, and the attributes of plain objects among them."""
+    for name, value in named:
+        if isinstance(value, CONTAINERS):
+            content = value
+        elif is_walked(value):
+            content = vars(value)
+        else:
+            continue
+        many = len(content) > _FEW or len(found.containers) > _MANY
+        if name.startswith("__") or many or id(content) in seen:
+            continue
+        seen.add(id(content))
+        found.containers.append((content, name))
+        if depth:
+            inner = [(f"{name}.{key}", item) for key, item in items_of(content)]
+            _add_containers(inner, depth - 1, found, seen)
+
+
+def _is_class_of_user(value: Any) -> bool:
+    return isinstance(value, type) and not issubclass(value, enum.Enum) and not is_foreign(value)
+
+
+def _closures(function: Any, depth: int) -> Iterator[tuple[str, CellType]]:
+    """The closure of a function, and of functions in it."""
+    for name, cell in closure_of(function):
+        yield name, cell
+        if depth and inspect.isfunction(read_cell(cell)):
+            yield from _closures(read_cell(cell), depth - 1)
+
+
+def _defaults_of(function: Any) -> list[Any]:
+    named = getattr(function, "__kwdefaults__", None) or {}
+    return [*(getattr(function, "__defaults__", None) or ()), *named.values()]
+
+
+def has_fake(value: Any, depth: int = NEAR) -> bool:
+    """True if a value is a fake tensor, or a container with one."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set, frozenset)):
+        return isinstance(value, FakeTensor)
+    return depth > 0 and any(has_fake(item, depth - 1) for item in value)
+
+
+def reaches_tensor(value: Any, known: set[int]) -> bool:
+    """True if a tensor can be reached from a value, not looking into what is `known` (by id).
+
+    What it has looked into is known from then on.
+    """
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, SCALARS) or id(value) in known:
+        return False
+    known.add(id(value))
+    return any(reaches_tensor(part, known) for part in _parts(value))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return list(value)
+    if isinstance(value, ModuleType):
+        return []
+    found: list[Any] = list(getattr(value, "__dict__", {}).values())
+    found += slots_of(value).values()
+    if isinstance(value, MethodType):
+        found += [value.__self__, value.__func__]
+    elif isinstance(value, FunctionType):
+        found += [read_cell(cell) for _, cell in closure_of(value)]  # MISSING holds no tensor
+        found += _defaults_of(value)
+    elif isinstance(value, functools.partial):
+        found += [value.func, *value.args, *value.keywords.values()]
+    return found

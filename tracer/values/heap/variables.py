@@ -1,0 +1,101 @@
+"""The variables that a function reads: global ones, those of functions around it, attributes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, replace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from ...source import is_own_file
+
+DEPTH = 3
+"""Attributes of attributes that are followed."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable, or an attribute of the object that it holds.
+
+    Attributes:
+        name: of the variable.
+        space: the cell of a variable of a function, or the dictionary of a module.
+        attributes: from the variable's object to the attribute; none for the variable itself.
+    """
+
+    name: str
+    space: CellType | dict[str, Any]
+    attributes: tuple[str, ...] = ()
+
+    def value(self) -> Any:
+        """What it holds now; None if it is not there."""
+        try:
+            space = self.space
+            held = space.cell_contents if isinstance(space, CellType) else space[self.name]
+            for attribute in self.attributes:
+                held = vars(held)[attribute]
+            return held
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def variables_of(fn: Callable[..., Any]) -> Iterator[Variable]:
+    """The variables that a function reads, and the attributes that it may read of each.
+
+    What other functions read, which it calls, is not among them.
+
+    Args:
+        fn: a function, a bound method (whose object counts as a variable, `self`), or what wraps
+            one; others read nothing.
+    """
+    roots: list[Variable] = []
+    if isinstance(fn, MethodType):
+        roots.append(Variable("self", CellType(fn.__self__)))
+        fn = fn.__func__
+    fn = inspect.unwrap(fn)
+    if not isinstance(fn, FunctionType):
+        return
+    read = set(names_of(fn.__code__))
+    roots += [Variable(name, fn.__globals__) for name in sorted(read & fn.__globals__.keys())]
+    roots += [Variable(name, cell) for name, cell in closure_of(fn)]
+    for root in roots:
+        yield from _with_attributes(root, read)
+
+
+def _with_attributes(variable: Variable, read: Set[str]) -> Iterator[Variable]:
+    """A variable, and the attributes with some names below it."""
+    yield variable
+    value = variable.value()
+    if len(variable.attributes) == DEPTH or isinstance(value, type):
+        return
+    if isinstance(value, ModuleType) and not is_users(value):
+        return
+    try:
+        found = read & vars(value).keys()
+    except TypeError:  # it has none
+        return
+    for each in sorted(found):
+        yield from _with_attributes(
+            replace(variable, attributes=(*variable.attributes, each)), read
+        )
+
+
+def names_of(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function's code, and in functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_of(constant)
+
+
+def closure_of(function: Any) -> list[tuple[str, CellType]]:
+    """The variables of functions around a function, with their cells; none of anything else."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return list(zip(names, getattr(function, "__closure__", None) or (), strict=False))
+
+
+def is_users(module: ModuleType) -> bool:
+    """True if a module is the user's own, and not of an installed package."""
+    file = getattr(module, "__file__", None)
+    return file is not None and is_own_file(file)

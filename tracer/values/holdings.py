@@ -1,0 +1,272 @@
+"""List what actors hold: their memory and the objects that can change, each with its path.
+
+Actors are compared by it. Where this process plays all ranks, it holds all actors. Where it does
+not, the owner of an actor compares it with what later actors of other ranks are made of, while both
+are there; nothing is kept alive for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from ...ir.location import Location
+from .actor_state import ActorState, reach
+from .group import GroupActor
+from .heap.kinds import is_foreign
+from .operators import (
+    storage_key,
+)
+
+
+@dataclass
+class Holding:
+    """Memory and objects that an actor, or anything else, holds at one moment.
+
+    Attributes:
+        memory: for each piece of memory, the tensors that it is of, by path.
+        objects: for each object that can change, by identity, its path.
+        plain: those of these that are plain data, which a step does not look into: no part of a
+            module, nor of a library's object.
+        values: the tensors and objects, by path.
+    """
+
+    memory: dict[Hashable, dict[str, torch.Tensor]] = field(default_factory=dict)
+    objects: dict[Hashable, str] = field(default_factory=dict)
+    plain: set[Hashable] = field(default_factory=set)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(state: ActorState) -> Holding:
+        """Sort what a walk has found."""
+        holding = Holding()
+        for held in state.tensors:
+            holding.values.setdefault(held.path, held.tensor)
+            for key in _memory_keys(held.tensor):
+                holding.memory.setdefault(key, {})[held.path] = held.tensor
+        whole = tuple(f"{path}." for each, path in state.objects if path and _is_whole(each))
+        for each, path in _changeable(state):
+            key = ("object", id(each))
+            holding.objects.setdefault(key, path)
+            if not f"{path}.".startswith(whole):
+                holding.plain.add(key)
+                holding.values.setdefault(path, each)
+        return holding
+
+    @property
+    def keys(self) -> frozenset[Hashable]:
+        """The keys of all memory and objects."""
+        return frozenset((*self.memory, *self.objects))
+
+    def path_of(self, key: Hashable) -> str | None:
+        """The path of something; None if it is not here, or not plain."""
+        if key in self.memory:
+            return next(iter(self.memory[key]))
+        return self.objects.get(key) if key in self.plain else None
+
+
+def _is_whole(value: Any) -> bool:
+    """True if an object counts as a whole, and what it holds is not compared by itself."""
+    return isinstance(value, torch.nn.Module) or is_foreign(type(value))
+
+
+def _memory_keys(tensor: torch.Tensor) -> Iterator[Hashable]:
+    """Identify the memory of a tensor and of its gradient."""
+    key = storage_key(tensor)
+    yield ("tensor", id(tensor)) if key is None else ("storage", key)
+    if key is not None and (address := tensor.untyped_storage().data_ptr()):
+        yield ("address", tensor.device, address)  # two storages may be made of one array
+    if tensor.is_leaf and tensor.grad is not None:
+        yield from _memory_keys(tensor.grad)
+
+
+def _changeable(state: ActorState) -> Iterator[tuple[Any, str]]:
+    """The Python objects of a state that can change, with their paths."""
+    frozen = [each for each, _ in state.objects if _is_frozen(each)]
+    fixed = {id(each) for each in frozen} | {id(getattr(each, "__dict__", None)) for each in frozen}
+    for each, _ in state.objects:
+        if isinstance(each, torch.nn.Module):  # it stands for what torch keeps in it
+            attributes = vars(each)
+            fixed.add(id(attributes))
+            fixed.update([id(attributes[name]) for name in _OF_MODULES if name in attributes])
+    for each, path in (*state.objects, *state.containers, *state.others):
+        if id(each) not in fixed:
+            yield each, path
+    for trainer in state.trainers:
+        yield trainer, type(trainer).__name__
+
+
+_OF_MODULES = tuple(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)
+)
+"""The dicts that every module has."""
+
+
+def _is_frozen(value: Any) -> bool:
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that an actor holds.
+
+    Attributes:
+        actor, rank: the actor.
+        made: where it was made.
+        order: when, among all actors.
+        path: where it holds it.
+    """
+
+    actor: str
+    rank: int
+    made: Location | None
+    order: int
+    path: str
+
+
+@dataclass
+class Use:
+    """Uses of an actor's memory by its functions; actors of other ranks may hold it, too.
+
+    Attributes:
+        reads, changes: the paths of the tensors that its traced functions have been seen to read,
+            and to change, with the function that did.
+        is_traced, is_opaque: whether methods of it were traced, and called as they are.
+        paths: where the actor holds a tensor, by storage; while a step is traced.
+    """
+
+    reads: set[str] = field(default_factory=set)
+    changes: dict[str, str] = field(default_factory=dict)
+    is_traced: bool = False
+    is_opaque: bool = False
+    paths: dict[int | None, str] = field(default_factory=dict)
+
+    def note(
+        self, reads: Collection[int | None], changes: Collection[int | None], function: str
+    ) -> None:
+        """Note the memory that a traced function uses."""
+        self.is_traced = True
+        self.reads.update(self.paths[key] for key in reads if key in self.paths)
+        for key in changes:
+            if key in self.paths:
+                self.changes.setdefault(self.paths[key], function)
+
+    def of(self, paths: Collection[str]) -> Use:
+        """The part that concerns some paths."""
+        changes = {path: function for path, function in self.changes.items() if path in paths}
+        return Use(self.reads & set(paths), changes, self.is_traced, self.is_opaque)
+
+    def includes(self, path: str) -> bool:
+        """True if the actor uses what is there; if only opaque methods use it, it uses all."""
+        only_opaque = self.is_opaque and not self.is_traced
+        return only_opaque or path in self.reads or path in self.changes
+
+
+@dataclass(eq=False)
+class Member:
+    """An actor, as this process knows it.
+
+    Attributes:
+        name, rank: as those of its handle.
+        world: what it was made in.
+        held: in a tuple the instance; empty where another process holds it.
+        made: where in the user's program.
+        order: how many have been made before it.
+        keys: what it held when it was made, where actors live in several processes.
+        kept: of what it was made of, by path there, where it holds that.
+        met: later actors of other ranks that were made of what it holds, as (what it holds, their
+            name, path in what they were made of).
+        use: what the functions of earlier steps do to its memory.
+        group: what is known of it if it is on a mesh; `rank` is then one of those.
+    """
+
+    name: str
+    rank: int
+    world: object
+    held: tuple[Any, ...]
+    made: Location | None = None
+    order: int = 0
+    keys: frozenset[Hashable] = frozenset()
+    kept: dict[str, str] = field(default_factory=dict)
+    met: list[tuple[Held, str, str]] = field(default_factory=list)
+    use: Use = field(default_factory=Use)
+    group: GroupActor | None = None
+
+    def at(self, path: str) -> Held:
+        """Return what it holds there."""
+        return Held(self.name, self.rank, self.made, self.order, path)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Memory that an actor shares with another actor of its rank.
+
+    Attributes:
+        other: the other actor.
+        memory: the storages of the tensors that share memory with the other's.
+    """
+
+    other: str
+    memory: frozenset[int | None]
+
+
+class Actors:
+    """The actors that a factory has made, for as long as they have handles.
+
+    Args:
+        member_of: the actor that a value is a handle of; None of any other value.
+    """
+
+    def __init__(self, member_of: Callable[[Any], Member | None]) -> None:
+        self._member_of = member_of
+        self._members: WeakValueDictionary[str, Member] = WeakValueDictionary()
+        self._count = 0
+
+    def enter(self, member: Member) -> None:
+        """Note an actor that has been made."""
+        member.order, self._count = self._count, self._count + 1
+        self._members[member.name] = member
+
+    def local(self, world: object) -> list[Member]:
+        """The actors of a world that this process holds, by name."""
+        members = (m for m in self._members.values() if m.held and m.world is world)
+        return sorted(members, key=lambda member: member.name)
+
+    def note_given(self, member: Member, given: Any) -> None:
+        """Note which local actors hold what an actor has just been made of, where others do not.
+
+        Args:
+            given: the arguments of its constructor.
+        """
+        things = Holding.of(reach(given))
+        if member.held:
+            mine = self.holding(member)
+            member.keys = mine.keys
+            member.kept = dict(_matches(things, mine))
+        for other in self.local(member.world):
+            if other.rank != member.rank and not other.keys.isdisjoint(things.keys):
+                theirs = self.holding(other)  # as it is now
+                for path, own in _matches(things, theirs):
+                    other.met.append((other.at(own), member.name, path))
+
+    def holding(self, member: Member) -> Holding:
+        """Return what an actor holds now, and what others of its rank hold whose handle it has."""
+
+        def behind(value: Any) -> tuple[Any, ...]:
+            other = self._member_of(value)
+            return other.held if other is not None and other.rank == member.rank else ()
+
+        return Holding.of(reach(member.held, behind))
+
+
+def _matches(things: Holding, holding: Holding) -> Iterator[tuple[str, str]]:
+    """Find what is in both, by its paths in both."""
+    for key in (*things.memory, *things.objects):
+        path, own = things.path_of(key), holding.path_of(key)
+        if path is not None and own is not None:
+            yield path, own

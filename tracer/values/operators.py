@@ -1,0 +1,82 @@
+"""What a call of an operator of torch does: which memory it uses, its writes, its random draws."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Identifies the memory of a (fake) tensor; None where it has no plain storage."""
+    if tensor.layout is not torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_random(op: object, args: Any, kwargs: Any) -> bool:
+    """True if a call of an operator draws from a random number generator.
+
+    What drops something out counts only if it does so in this call. A backward does not draw: it is
+    given what its forward has drawn.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in op.tags or op._schema.name.endswith("_backward"):
+        return False
+    share = ("p",) if "dropout" in op._schema.name else ()
+    rates = (argument_of(op, args, kwargs, name) for name in ("dropout_p", "dropout", *share))
+    modes = (argument_of(op, args, kwargs, name) for name in ("train", "training"))
+    return all(rate != 0.0 for rate in rates) and all(mode is not False for mode in modes)
+
+
+def argument_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, name: str) -> Any:
+    """An argument of a call by name; its default, or None if the operator has no such argument."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            given = args[position] if position < len(args) else kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
+
+
+@functools.cache
+def _written_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator writes to."""
+    hidden = _HIDDEN_WRITES.get(op._schema.name, ())
+    return tuple(
+        (i, a.name)
+        for i, a in enumerate(op._schema.arguments)
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name in hidden
+    )
+
+
+_RUNNING = ("running_mean", "running_var")
+_HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
+    "aten::native_batch_norm": _RUNNING,
+    "aten::cudnn_batch_norm": _RUNNING,
+    "aten::miopen_batch_norm": _RUNNING,
+}
+"""Operators that write to arguments in training mode without a word in their schema."""
+
+
+def written_values(op: object, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Return what a call of an operator writes to: tensors while tracing, nodes in a graph."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return
+    hidden = op._schema.name in _HIDDEN_WRITES
+    if hidden and not argument_of(op, args, kwargs, "training"):
+        return
+    for position, name in _written_arguments(op):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def writes_in_secret(op: object, args: Any, kwargs: Any) -> bool:
+    """True if a call writes to an argument although its schema says that it does not."""
+    return (
+        isinstance(op, torch._ops.OpOverload)
+        and not op._schema.is_mutable
+        and any(value is not None for value in written_values(op, args, kwargs))
+    )

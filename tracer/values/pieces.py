@@ -1,0 +1,149 @@
+"""Keep of an actor's tensors the pieces of one rank, and remember what they are pieces of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ...ir.layout import Intervals, Layout, Region, shape_of
+from ...ir.types import Mesh
+from .actor_state import StateTensor, collect
+from .optimizer_state import kept_by_optimizers
+from .plan import Plan, Sharding, whole
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """The logical tensor that a tensor of an actor's state is a piece of.
+
+    Attributes:
+        path: where it hangs, from the actor.
+        shape: of the whole tensor.
+        layout: over the actor's mesh; None if every rank holds a copy.
+        used: the layout to which it is gathered where it is used; None if a whole copy is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+    used: Layout | None
+
+    def local(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's piece."""
+        if self.layout is None:
+            return self.shape
+        return shape_of(self.layout.region(self.shape, mesh.position(rank)))
+
+
+def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[LogicalTensor, ...]:
+    """The layouts of an actor's tensors, in the order of `collect`.
+
+    Args:
+        instance: the actor, with whole tensors; they may be on the meta device.
+        plan: says how tensors are cut where they are used.
+        store: cuts those that are trained further, where they rest; scalars stay as they are.
+        mesh: the ranks that hold it.
+
+    Raises:
+        ValueError: a layout does not fit the tensor or the mesh; two names of one tensor have
+            different shardings; or a tensor that is cut, or what an optimizer keeps for it, shares
+            memory with another.
+    """
+    state = collect(instance)
+    kept = [(each.parameter.path, each.tensor) for each in kept_by_optimizers(state)]
+    tensors = [(each.path, each.tensor) for each in state.tensors]
+    storages = Counter(_storage(tensor) for _, tensor in (*tensors, *kept))
+    shared = {path for path, tensor in (*tensors, *kept) if storages[_storage(tensor)] > 1}
+    found = []
+    for each in state.tensors:
+        sharding = used = _sharding(each, plan)
+        if each.is_trained and each.tensor.dim():  # a scalar has no dimension to cut
+            sharding = sharding & store
+        what, shape = f"'{each.path}'", tuple(each.tensor.shape)
+        layout = sharding.layout(mesh, shape, what)
+        if layout is not None and each.path in shared:
+            raise ValueError(
+                f"{what} is cut, and shares memory with another tensor of the actor, or what an "
+                "optimizer keeps for it does; give each its own memory, or leave it whole"
+            )
+        found.append(LogicalTensor(each.path, shape, layout, used.layout(mesh, shape, what)))
+    return tuple(found)
+
+
+def _sharding(tensor: StateTensor, plan: Plan) -> Sharding:
+    """The sharding that the plan gives a tensor by whichever of its names."""
+    found = [(slot.path, plan.of_tensor(slot.path)) for slot in tensor.slots]
+    named = [(path, sharding) for path, sharding in found if sharding is not None]
+    for path, sharding in named[1:]:
+        if sharding != named[0][1]:
+            raise ValueError(
+                f"'{named[0][0]}' and '{path}' are one tensor, and the plan cuts them "
+                f"differently; write '{named[0][0]}|{path}'"
+            )
+    return named[0][1] if named else whole
+
+
+def _storage(tensor: torch.Tensor) -> object:
+    """The key that two tensors have in common if they share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def keep_pieces(
+    instance: object, logical: tuple[LogicalTensor, ...], mesh: Mesh, rank: int
+) -> None:
+    """Put a rank's pieces in the place of an actor's whole tensors, gradients included.
+
+    An optimizer may have made its state in the constructor, as Adagrad does: what it keeps for a
+    parameter, and has its shape, is cut as the parameter is.
+
+    What is on the meta device stays as it is.
+
+    The tensors stay the objects that they are, so an optimizer still has them.
+
+    Args:
+        logical: what `lay_out` has returned for it.
+    """
+    position = mesh.position(rank)
+    state = collect(instance)
+    beside: dict[int, list[torch.Tensor]] = {}
+    for own in kept_by_optimizers(state):
+        beside.setdefault(id(own.parameter), []).append(own.tensor)
+    for each, kept in zip(state.tensors, logical, strict=True):
+        if kept.layout is None or each.tensor.is_meta:
+            continue
+        region = kept.layout.region(kept.shape, position)
+        for held in beside.get(id(each), ()):
+            held.data = piece(held.data, region)
+        tensor, grad = each.tensor, each.tensor.grad
+        tensor.grad = None  # of another shape than the tensor will have
+        tensor.data = piece(tensor.data, region)
+        tensor.grad = None if grad is None else piece(grad, region)
+
+
+def piece(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """A copy of a region of a tensor, in memory of its own."""
+    for dim, intervals in enumerate(region):
+        tensor = _entries(tensor, dim, intervals)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _entries(tensor: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+
+def put(target: torch.Tensor, region: Region, value: torch.Tensor) -> None:
+    """Copy a tensor to a region of another."""
+    for dim, intervals in enumerate(region):
+        if len(intervals) != 1:
+            at = 0
+            for start, stop in intervals:
+                part = value.narrow(dim, at, stop - start)
+                put(target, (*region[:dim], ((start, stop),), *region[dim + 1 :]), part)
+                at += stop - start
+            return
+    target[tuple(slice(*interval) for (interval,) in region)].copy_(value)
