@@ -82,7 +82,7 @@ _HOMES = {
     "remat": "tracer.record.actors.actors",
     "mesh": "tracer.values.mesh",
     "plan": "tracer.values.plan",
-    "plans": "tracer.groups:plans",
+    "plans": "tracer.function.groups:plans",
     "cut": "tracer.values.plan",
     "whole": "tracer.values.plan",
     "fsdp": "launch.api.api",

@@ -1,7 +1,7 @@
 """Describe each instruction of a bound program: its op, its role, and what it reads and writes.
 
 The plain list of instructions says nothing about itself, which makes it fast. An execution in which
-something has failed goes on by these descriptions (`failures/error_propagation.py`).
+something has failed goes on by these descriptions (`driven/error_propagation.py`).
 """
 
 from __future__ import annotations

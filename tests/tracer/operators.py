@@ -29,7 +29,6 @@ from cg.tracer.errors import TraceError
 
 from .function_tools import assert_same_run, run_eager, runs_of, tensors, trace
 
-RECORD = Path(__file__).with_name("operators.json")
 SAMPLES = 1
 """How many samples of an operator are tried, each in two layouts; those of most dimensions."""
 LARGEST = 20_000

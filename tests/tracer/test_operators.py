@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ..sampling import scale
-from .operators import RECORD, name_of, operators, outcome_of
+from . import cut_operators
+from .operators import Outcome, name_of, operators, outcome_of
 
 torch.set_num_threads(1)
 
-KNOWN: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))["operators"]
+HERE = Path(__file__).parent
+KNOWN: dict[str, Any] = {
+    file: json.loads((HERE / f"{file}.json").read_text(encoding="utf-8"))
+    for file in ("operators", "cut_operators")
+}
+"""What has come of each operator on one rank, and on a mesh."""
 SEVERAL = 40
 """A default run tries each of so many operators."""
 
@@ -28,7 +36,7 @@ def of_torch() -> dict[str, Any]:
 
 def chosen() -> list[str]:
     """The operators that this run tries: with --slow all that the record knows."""
-    names = sorted(KNOWN)
+    names = sorted(KNOWN["operators"]["operators"])
     return names if scale() > 1 else sorted({*names[::SEVERAL], "nn.functional.softplus"})
 
 
@@ -36,10 +44,23 @@ def chosen() -> list[str]:
 def test_an_operator_gives_what_eager_pytorch_gives_or_an_error(
     name: str, of_torch: dict[str, Any]
 ) -> None:
+    check("operators", outcome_of, name, of_torch)
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_an_operator_on_a_mesh(name: str, of_torch: dict[str, Any]) -> None:
+    check("cut_operators", cut_operators.outcome_of, name, of_torch)
+
+
+def check(
+    record: str, attempt: Callable[[Any], Outcome], name: str, of_torch: dict[str, Any]
+) -> None:
+    """Try an operator, and compare with what has been recorded."""
     if name not in of_torch:
         pytest.skip(f"this version of torch, {torch.__version__}, has no such operator")
-    outcome = outcome_of(of_torch[name])
+    outcome = attempt(of_torch[name])
     assert not outcome.wrong
     assert outcome.tried == outcome.equal + sum(outcome.refused.values())
-    if torch.__version__.partition("+")[0] == json.loads(RECORD.read_text())["torch"]:
-        assert outcome.as_record() == KNOWN[name]
+    known = KNOWN[record]
+    if torch.__version__.partition("+")[0] == known["torch"]:
+        assert outcome.as_record() == known["operators"][name]
