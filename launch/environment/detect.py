@@ -61,20 +61,12 @@ _SOURCES = (
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Source(
-        "jsrun",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-    ),
     _Source("PALS", "PALS_RANKID", "", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    _Source("ALPS", "ALPS_APP_PE", "", "", ""),
 )
 _SLURM_PMI = _Source(SLURM, "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
 _SLURM = _Source(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 _PMIX = _Source("PMIx", "PMIX_RANK", "", "", "")
-"""PMIx itself gives a rank and no size, as do PALS and ALPS."""
+"""PMIx itself gives a rank and no size, as does PALS."""
 
 
 def detect(environ: Mapping[str, str], typed: bool = False) -> Launch | None:

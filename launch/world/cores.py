@@ -62,18 +62,16 @@ def read_cores(allowed: Iterable[int], root: Path = Path("/")) -> tuple[Core, ..
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The CPUs' worth of time the control group of this process may use; None: no limit.
 
-    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), of this process's group and
-    of all groups around it; the least counts.
+    Reads `cpu.max` (version 2 of control groups) of this process's group and of all groups around
+    it; the least counts.
     """
     limits: list[float] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
-        group = Path(path.lstrip("/"))
-        for directory in (group, *group.parents):
-            limits += _limit(mount / directory)
+        if not controllers:  # those of version 1 have some
+            group = Path(path.lstrip("/"))
+            for directory in (group, *group.parents):
+                limits += _limit(root / "sys/fs/cgroup" / directory)
     return min(limits, default=None)
 
 
@@ -199,9 +197,6 @@ def _kind_of(devices: Path, cpus: Path, usable: set[int]) -> dict[int, int]:
 
 def _limit(directory: Path) -> list[float]:
     quota, _, period = _read(directory / "cpu.max").partition(" ")
-    if not quota:
-        quota = _read(directory / "cpu.cfs_quota_us")
-        period = _read(directory / "cpu.cfs_period_us")
     if not quota.isdigit() or not period.isdigit() or int(period) == 0:
         return []
     return [int(quota) / int(period)]

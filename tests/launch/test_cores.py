@@ -141,20 +141,6 @@ def test_the_least_quota_of_all_groups_counts(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) == 2.5
 
 
-def test_version_one_control_groups_have_quotas_too(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/cpu"
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "3:cpuset:/x\n1:cpu,cpuacct:/job",
-            f"{group}/cpu.cfs_quota_us": "-1",
-            f"{group}/job/cpu.cfs_quota_us": "150000",
-            f"{group}/job/cpu.cfs_period_us": "50000",
-        },
-    )
-    assert cpu_quota(tmp_path) == 3.0
-
-
 def test_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
 

@@ -77,19 +77,9 @@ def test_without_other_processes_the_world_is_virtual(config: Config, size: int)
             Launch("MVAPICH", "MV2_COMM_WORLD_RANK", 1, 2),
         ),
         (
-            {
-                "JSM_NAMESPACE_RANK": "3",
-                "JSM_NAMESPACE_SIZE": "4",
-                "JSM_NAMESPACE_LOCAL_RANK": "1",
-                "JSM_NAMESPACE_LOCAL_SIZE": "2",
-            },
-            Launch("jsrun", "JSM_NAMESPACE_RANK", 3, 4, 1, 2),
-        ),
-        (
             {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
             Launch("PALS", "PALS_RANKID", 3, None, 1, 2),
         ),
-        ({"ALPS_APP_PE": "3"}, Launch("ALPS", "ALPS_APP_PE", 3)),
     ],
 )
 def test_launchers_of_other_mpis_are_recognised(environ: dict[str, str], launch: Launch) -> None:
