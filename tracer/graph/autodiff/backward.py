@@ -77,18 +77,18 @@ class Cut:
 
     def _needed(self) -> list[fx.Node]:
         """What the results need, and all that has an effect, but for what the forward gives."""
-        given = self._forward | {node.name for node in self._joint.cotangents}
+        outer_names = self._forward | {node.name for node in self._joint.cotangents}
         live = set(self.results())
-        found = []
+        body = []
         for node in reversed(self._joint.graph.nodes):
-            is_own = node.op == "call_function" and node.name not in given
+            is_own = node.op == "call_function" and node.name not in outer_names
             if is_own and (node in live or has_effect(node)):
                 live.update(node.all_input_nodes)
-                found.append(node)
-        found.reverse()
-        if any(map(has_effect, found)):
-            return found
-        return _late(found, self._joint.forward)
+                body.append(node)
+        body.reverse()
+        if any(map(has_effect, body)):
+            return body
+        return _late(body, self._joint.forward)
 
     def base(self, node: fx.Node) -> fx.Node | None:
         """Return what to save instead of a node, if the node is a view of that."""

@@ -42,12 +42,12 @@ def find_products(piece: Piece) -> dict[int, Product]:
     """The gradients of a piece that are products, by their index among its gradients."""
     every = results(piece.graph)
     first = piece.returned + len(piece.rebinds)
-    found = {}
+    product_of = {}
     for index, (value, gradient) in enumerate(zip(every[first:], piece.gradients, strict=True)):
         product = _product(value, gradient.tensor.tensor) if every.count(value) == 1 else None
         if product is not None:
-            found[index] = product
-    return found
+            product_of[index] = product
+    return product_of
 
 
 def _product(gradient: fx.Node, parameter: torch.Tensor) -> Product | None:
@@ -56,12 +56,12 @@ def _product(gradient: fx.Node, parameter: torch.Tensor) -> Product | None:
         nodes.insert(0, nodes[0].all_input_nodes[0])
     if nodes[0].target is not _ATEN.mm.default or len(nodes[0].users) != 1:
         return None
-    one, other = nodes[0].args
-    assert isinstance(one, fx.Node)
-    assert isinstance(other, fx.Node)
-    if parameter.is_sparse or any(fake_of(n).dtype != parameter.dtype for n in (one, other)):
+    left, right = nodes[0].args
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    if parameter.is_sparse or any(fake_of(n).dtype != parameter.dtype for n in (left, right)):
         return None
-    return Product(tuple(nodes), (one, other))
+    return Product(tuple(nodes), (left, right))
 
 
 def is_expanded_for_products(node: fx.Node) -> bool:

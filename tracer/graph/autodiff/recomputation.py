@@ -118,7 +118,7 @@ def _fixed(joint: Joint) -> set[fx.Node]:
         node
         for node in nodes
         if has_effect(node)
-        or any(memory_of(each) in written for each in (node, *node.all_input_nodes))
+        or any(memory_of(operand) in written for operand in (node, *node.all_input_nodes))
     }
 
 

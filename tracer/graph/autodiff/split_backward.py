@@ -66,15 +66,15 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
         backward: the backward.
     """
     if not joint.wanted_inputs:
-        kept = tuple(range(backward.inputs))
-        return SplitBackward(None, backward, kept, ()) if backward.gradients else None
-    found = sides(joint, cut)
-    if found is None:
+        kept_indices = tuple(range(backward.inputs))
+        return SplitBackward(None, backward, kept_indices, ()) if backward.gradients else None
+    halves = sides(joint, cut)
+    if halves is None:
         return None
-    first, second = found
+    first, second = halves
     sources = {s for node in second for s in node.all_input_nodes if s not in second}
     used = set(map(cut.origin, sources))
-    kept = tuple(i for i, node in enumerate(whole.inputs) if node in used)
+    kept_indices = tuple(i for i, node in enumerate(whole.inputs) if node in used)
     left = tuple(n for n in cut.body if n in first and n in used)
     early = Part(
         nodes=[n for n in cut.body if n in first],
@@ -86,13 +86,13 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
     )
     late = Part(
         nodes=[n for n in cut.body if n in second],
-        inputs=[*(whole.inputs[i] for i in kept), *left],
+        inputs=[*(whole.inputs[i] for i in kept_indices), *left],
         returns=False,
         gradients=[(t, n) for t, n in joint.state_grads if n in second],
         masks={n: _mask(n, second) for n in first & second},
     )
     return SplitBackward(
-        backward_piece(joint, cut, early), backward_piece(joint, cut, late), kept, left
+        backward_piece(joint, cut, early), backward_piece(joint, cut, late), kept_indices, left
     )
 
 
@@ -101,7 +101,7 @@ def _mask(node: fx.Node, side: set[fx.Node]) -> list[bool]:
     mask = node.args[-1]
     assert isinstance(mask, Sequence), "the last argument is the mask"
     used = {user.args[1] for user in node.users if user in side}
-    return [bool(wanted) and index in used for index, wanted in enumerate(mask)]
+    return [bool(flag) and index in used for index, flag in enumerate(mask)]
 
 
 def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
@@ -127,19 +127,19 @@ def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
 
 def _ancestors(roots: Iterable[fx.Node], body: set[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
     """Return what `roots` need of `body`, less `stop` but for masked operators."""
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     pending = [n for n in roots if n in body and n not in stop]
     while pending:
         node = pending.pop()
-        if node in found:
+        if node in ancestors:
             continue
-        found.add(node)
+        ancestors.add(node)
         pending += [
             source
             for source in node.all_input_nodes
             if source in body and (source not in stop or source.target in _MASKED)
         ]
-    return found
+    return ancestors
 
 
 def _complete(body: Sequence[fx.Node], first: set[fx.Node], written: set[int | None]) -> None:

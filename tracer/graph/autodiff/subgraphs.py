@@ -77,7 +77,7 @@ def piece_on(piece: Piece, tensors: Sequence[StateTensor]) -> Piece:
     of = {slot.path: (tensor, slot) for tensor in tensors for slot in tensor.slots}
     return replace(
         piece,
-        state=tuple(of[each.path][0] for each in piece.state),
+        state=tuple(of[tensor.path][0] for tensor in piece.state),
         rebinds=tuple(of[slot.path][1] for slot in piece.rebinds),
         gradients=tuple(replace(g, tensor=of[g.tensor.path][0]) for g in piece.gradients),
     )

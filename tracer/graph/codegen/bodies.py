@@ -114,13 +114,13 @@ class FusedBody(GraphBody):
 
 def wrapped(body: Bodies, wrap: Callable[[Body], Body]) -> Bodies:
     """The body with code around it: `wrap` takes what runs it, and returns what runs instead."""
-    return each_body(body, lambda each: _wrapped(each, wrap))
+    return each_body(body, lambda inner: _wrapped(inner, wrap))
 
 
 def each_body(body: Bodies, change: Callable[[Body], Body]) -> Bodies:
     """Apply `change` to a body, or to that of each rank."""
     if isinstance(body, RankBodies):
-        return RankBodies({rank: change(each) for rank, each in body.of_rank.items()})
+        return RankBodies({rank: change(rank_body) for rank, rank_body in body.of_rank.items()})
     return change(body)
 
 

@@ -106,7 +106,7 @@ def _written(writer: _Writer, names: frozenset[str] | None) -> Source:
     lines = list(writer.lines())
     text = "\n".join(line for line, _ in lines) + "\n"
     module = compile(text, "<cg>", "exec")
-    (code,) = (each for each in module.co_consts if isinstance(each, CodeType))
+    (code,) = (constant for constant in module.co_consts if isinstance(constant, CodeType))
     holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     named = tuple((name, number) for name, number in holders.items() if name is not None)
@@ -122,27 +122,27 @@ def _slots(piece: Piece) -> list[Slot]:
 def _make(
     source: Callable[[], Source], piece: Piece, name: str, kind: type[GraphBody] = GraphBody
 ) -> GraphBody:
-    made: dict[int, torch.Tensor] = {}
+    new_gradients: dict[int, torch.Tensor] = {}
     return kind(
-        generate=lambda: _generate(source(), piece, name, made),
+        generate=lambda: _generate(source(), piece, name, new_gradients),
         graph=piece.graph,
         locations=piece.locations,
         state=_Held([tensor.slots[0] for tensor in piece.state]),
         trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
-        new_gradients=made,
+        new_gradients=new_gradients,
         rebinds=bool(piece.rebinds),
         refit=functools.partial(_refit, piece, name),
     )
 
 
 def _generate(
-    source: Source, piece: Piece, name: str, made: dict[int, torch.Tensor]
+    source: Source, piece: Piece, name: str, new_gradients: dict[int, torch.Tensor]
 ) -> tuple[Run, Locate]:
     file = f"<cg {name} #{next(_serial)}>"
     shown = "cg_" + re.sub(r"\W", "_", name)
     slots = _slots(piece)
     # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
-    names = source.globals | {"__builtins__": builtins, "MADE": made}
+    names = source.globals | {"__builtins__": builtins, "MADE": new_gradients}
     names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
     run = names[_FUNCTION] = FunctionType(code, names, shown)
@@ -309,10 +309,10 @@ class _Writer:
         return {
             at: [
                 (index, node)
-                for index, node in found
+                for index, node in gradients
                 if memory_of(node) not in shared and index not in self._products
             ]
-            for at, found in early.items()
+            for at, gradients in early.items()
         }
 
     def _accumulate(self, indices: Sequence[int], gradients: Sequence[str]) -> str:
@@ -366,7 +366,7 @@ class _Writer:
         for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
         gradients = rest[len(piece.rebinds) :]
-        early = {index for found in self._early.values() for index, _ in found}
+        early = {index for entries in self._early.values() for index, _ in entries}
         late = [i for i in range(len(gradients)) if i not in early and i not in self._products]
         if late:
             yield self._accumulate(late, [gradients[index] for index in late])
@@ -411,21 +411,21 @@ def _nbytes(node: fx.Node) -> int:
     return value.nbytes if isinstance(value, torch.Tensor) and not value.is_sparse else 0
 
 
-def _last_uses(graph: fx.Graph, kept: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def _last_uses(graph: fx.Graph, constants: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nobody needs once it has run; but for those that are kept."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen = set(kept)
+    last_uses: dict[fx.Node, list[fx.Node]] = {}
+    seen = set(constants)
     for node in reversed(graph.nodes):
-        if node.op == "placeholder" or node in kept:
+        if node.op == "placeholder" or node in constants:
             continue
         for source in node.all_input_nodes:
             if source not in seen:
                 seen.add(source)
                 if node.op != "output":
-                    found.setdefault(node, []).append(source)
+                    last_uses.setdefault(node, []).append(source)
         if node not in seen and node.op != "output":  # run for its effect alone
-            found.setdefault(node, []).append(node)
-    return found
+            last_uses.setdefault(node, []).append(node)
+    return last_uses
 
 
 def _devices(graph: fx.Graph) -> set[str]:

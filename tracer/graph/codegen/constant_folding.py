@@ -29,8 +29,8 @@ def fold_constants(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
     Returns:
         Their values.
     """
-    kept = set(_memory_kept(graph))
-    found: dict[fx.Node, torch.Tensor] = {}
+    excluded = set(_memory_kept(graph))
+    constants: dict[fx.Node, torch.Tensor] = {}
     # As in an execution: without the modes under which graphs are made.
     with (
         torch.inference_mode(False),
@@ -39,15 +39,15 @@ def fold_constants(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
         torch._C.DisableTorchFunction(),
     ):
         for node in graph.nodes:
-            if _is_constant(node, found) and memory_of(node) not in kept:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+            if _is_constant(node, constants) and memory_of(node) not in excluded:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), constants.__getitem__)
                 value, expected = node.target(*args, **kwargs), node.meta["val"]
                 if value.dtype is expected.dtype and value.stride() == expected.stride():
-                    found[node] = value
-    return found
+                    constants[node] = value
+    return constants
 
 
-def _is_constant(node: fx.Node, found: dict[fx.Node, torch.Tensor]) -> bool:
+def _is_constant(node: fx.Node, constants: dict[fx.Node, torch.Tensor]) -> bool:
     value, target = node.meta.get("val"), node.target
     return (
         node.op == "call_function"
@@ -60,7 +60,7 @@ def _is_constant(node: fx.Node, found: dict[fx.Node, torch.Tensor]) -> bool:
         and value.layout is torch.strided
         and value.device.type == "cpu"
         and value.untyped_storage().nbytes() <= SMALL
-        and all(each in found for each in node.all_input_nodes)
+        and all(operand in constants for operand in node.all_input_nodes)
     )
 
 
@@ -74,4 +74,4 @@ def _memory_kept(graph: fx.Graph) -> Iterator[int | None]:
             nodes = written_values(node.target, node.args, node.kwargs)
         elif node.op == "call_function" and node.target is not operator.getitem:
             nodes = node.all_input_nodes
-        yield from (memory_of(each) for each in nodes if isinstance(each, fx.Node))
+        yield from (memory_of(n) for n in nodes if isinstance(n, fx.Node))

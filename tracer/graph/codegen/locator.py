@@ -24,10 +24,10 @@ class Locator:
         self._locations.append((code, locations))
 
     def __call__(self, tb: TracebackType | None) -> Location | None:
-        found = None
+        location = None
         while tb is not None:
             for code, locations in self._locations:
                 if tb.tb_frame.f_code is code:
-                    found = locations.get(tb.tb_lineno, found)
+                    location = locations.get(tb.tb_lineno, location)
             tb = tb.tb_next
-        return found
+        return location

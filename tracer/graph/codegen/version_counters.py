@@ -63,18 +63,20 @@ def with_versions(
         return TracedPart(taking, wrapped(part.only_body, wrap))
 
     vjp, first = traced.vjp, traced.first
-    kept = tuple(i for i in vjp.kept if i < at)
+    kept_before = tuple(i for i in vjp.kept if i < at)
     kept_after = tuple(i + 1 for i in vjp.kept if i >= at)
     places = {vjp.backward: at, vjp.input: at}
     outputs = (*first.declaration.outputs, type_)
     return replace(
         traced,
-        vjp=replace(vjp, kept=(*kept, at, *kept_after) if vjp.weight is not None else ()),
+        vjp=replace(vjp, kept=(*kept_before, at, *kept_after) if vjp.weight is not None else ()),
         first=TracedPart(
             replace(first.declaration, outputs=outputs), wrapped(first.only_body, noting)
         ),
         second=checking(traced.second, at),
-        halves=tuple(checking(h, places.get(h.declaration.name, len(kept))) for h in traced.halves),
+        halves=tuple(
+            checking(h, places.get(h.declaration.name, len(kept_before))) for h in traced.halves
+        ),
     )
 
 
@@ -84,11 +86,11 @@ def _versions(state: Sequence[StateTensor]) -> torch.Tensor:
 
 
 def _explain(
-    before: torch.Tensor, state: Sequence[StateTensor], what: str, between: Sequence[Write]
+    before: torch.Tensor, state: Sequence[StateTensor], method: str, between: Sequence[Write]
 ) -> str:
     same = (before == _versions(state)).all(dim=1)
-    paths = [f"'{t.path}'" for t, kept in zip(state, same.tolist(), strict=True) if not kept]
-    return f"{changed_between(what, paths, between)}; {CHANGE_AFTER}"
+    paths = [f"'{t.path}'" for t, is_same in zip(state, same.tolist(), strict=True) if not is_same]
+    return f"{changed_between(method, paths, between)}; {CHANGE_AFTER}"
 
 
 def changed_between(what: str, paths: Sequence[str], between: Sequence[Write]) -> str:

@@ -35,11 +35,11 @@ def text_of_cuts(cuts: Sequence[tuple[int, Cut]]) -> str:
 
 
 def _cuts_of(text: str) -> list[tuple[int, Cut]]:
-    found = []
-    for each in text.split(";") if text else ():
-        dim, axes, blocks = each.split(":")
-        found.append((int(dim), Cut(tuple(axes.split(".")), int(blocks))))
-    return found
+    cuts = []
+    for part in text.split(";") if text else ():
+        dim, axes, blocks = part.split(":")
+        cuts.append((int(dim), Cut(tuple(axes.split(".")), int(blocks))))
+    return cuts
 
 
 def _asked(case: Case) -> Answer:
@@ -47,7 +47,7 @@ def _asked(case: Case) -> Answer:
     operand = case["value"]
     assert isinstance(operand, Operand)
     rank = len(operand.shape)
-    found, used = [WHOLE] * rank, set[str]()
+    dim_cuts, used = [WHOLE] * rank, set[str]()
     for dim, cut in _cuts_of(case["cuts"]):
         axes = tuple(axis for axis in cut.axes if case.sizes.get(axis) != 1)
         reason = None
@@ -57,16 +57,16 @@ def _asked(case: Case) -> Answer:
             reason = f"the mesh has no axis '{unknown[0]}', but {', '.join(case.sizes)}"
         elif used.intersection(axes) or len(set(axes)) < len(axes):
             reason = f"an axis of {', '.join(axes)} cuts %{operand.node.name} twice"
-        elif found[dim]:
+        elif dim_cuts[dim]:
             reason = f"dimension {dim} of %{operand.node.name} is to be cut twice"
         elif operand.shape[dim] % cut.blocks:
             reason = f"{operand.shape[dim]} entries are not {cut.blocks} blocks of equal size"
         if reason is not None:
             raise case.error(reason, "correct what cg.layout is given there")
         used.update(axes)
-        found[dim] = Cut(axes, cut.blocks) if axes else WHOLE
-    wanted = Layout(tuple(found))
-    return Answer((wanted,), (wanted,), local=_local, is_asked=True)
+        dim_cuts[dim] = Cut(axes, cut.blocks) if axes else WHOLE
+    layout = Layout(tuple(dim_cuts))
+    return Answer((layout,), (layout,), local=_local, is_asked=True)
 
 
 def _local(op: LocalOp) -> Any:

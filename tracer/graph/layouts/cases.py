@@ -191,8 +191,8 @@ def tensors(value: Any) -> Iterator[Operand]:
     if isinstance(value, Operand):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors(each)
+        for item in value:
+            yield from tensors(item)
 
 
 def dim_of(dim: int, rank: int) -> int:
@@ -204,8 +204,8 @@ def dims_of(dims: int | list[int] | None, rank: int) -> tuple[int, ...]:
     """Dimensions as numbers from 0; all where there are none."""
     if dims is None or dims == []:
         return tuple(range(rank))
-    given = [dims] if isinstance(dims, int) else dims
-    return tuple(sorted(dim_of(dim, rank) for dim in given))
+    dim_list = [dims] if isinstance(dims, int) else dims
+    return tuple(sorted(dim_of(dim, rank) for dim in dim_list))
 
 
 def shapes(

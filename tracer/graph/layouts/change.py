@@ -48,10 +48,10 @@ def change_between(before: Layout, after: Layout, shape: Shape, place: Place) ->
     if not set(after.summands) <= set(before.summands):
         raise ValueError("no transfer makes summands")
     positions = [place.position(rank) for rank in place.ranks]
-    held = [before.region(shape, position) for position in positions]
-    wanted = [after.region(shape, position) for position in positions]
-    pairs = [*zip(held, wanted, strict=True)]
-    if all(overlap(mine, new) == new for mine, new in pairs):
+    held_regions = [before.region(shape, position) for position in positions]
+    new_regions = [after.region(shape, position) for position in positions]
+    pairs = [*zip(held_regions, new_regions, strict=True)]
+    if all(overlap(held, new) == new for held, new in pairs):
         return Change.SLICE if after.summands == before.summands else Change.REDUCE
-    grows = all(overlap(mine, new) == mine for mine, new in pairs)
+    grows = all(overlap(held, new) == held for held, new in pairs)
     return Change.GATHER if grows else Change.RESHARD

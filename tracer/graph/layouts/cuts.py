@@ -31,8 +31,8 @@ class Product(Cut):
         indices, below = [0], size
         for length, cut in self.parts:
             below //= length
-            mine = [i for start, stop in cut.piece(length, position) for i in range(start, stop)]
-            indices = [index + below * i for index in indices for i in mine]
+            held = [i for start, stop in cut.piece(length, position) for i in range(start, stop)]
+            indices = [index + below * i for index in indices for i in held]
         return merge((index, index + 1) for index in indices)
 
 
@@ -114,26 +114,26 @@ def _spread_product(
     cut: Product, sizes: Sequence[int], axes: Mapping[str, int]
 ) -> tuple[Cut, ...] | None:
     """Match runs of the product's factors with runs of other ones."""
-    parts, left, found = list(cut.parts), list(sizes), list[Cut]()
+    parts, left, spread_cuts = list(cut.parts), list(sizes), list[Cut]()
     while left:
-        some, mine = [left.pop(0)], [parts.pop(0)] if parts else []
-        while math.prod(some) != math.prod(size for size, _ in mine):
-            if math.prod(some) < math.prod(size for size, _ in mine) and left:
-                some.append(left.pop(0))
+        run_sizes, run = [left.pop(0)], [parts.pop(0)] if parts else []
+        while math.prod(run_sizes) != math.prod(size for size, _ in run):
+            if math.prod(run_sizes) < math.prod(size for size, _ in run) and left:
+                run_sizes.append(left.pop(0))
             elif parts:
-                mine.append(parts.pop(0))
+                run.append(parts.pop(0))
             else:
                 return None
-        if len(some) == 1:
-            found.append(join([each for _, each in mine], [size for size, _ in mine], axes))
-        elif len(mine) == 1:
-            inner = spread(mine[0][1], some, axes)
+        if len(run_sizes) == 1:
+            spread_cuts.append(join([c for _, c in run], [size for size, _ in run], axes))
+        elif len(run) == 1:
+            inner = spread(run[0][1], run_sizes, axes)
             if inner is None:
                 return None
-            found += inner
+            spread_cuts += inner
         else:
             return None
-    return tuple(found)
+    return tuple(spread_cuts)
 
 
 def join(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> Cut:
@@ -166,8 +166,8 @@ def _simple(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) 
     if not factors:
         return WHOLE
     (cut, size), *rest = factors
-    minor = math.prod(each for _, each in rest)
-    inner = _simple([each for each, _ in rest], [each for _, each in rest], axes)
+    minor = math.prod(length for _, length in rest)
+    inner = _simple([c for c, _ in rest], [length for _, length in rest], axes)
     if inner is None:
         return None
     whole = blocks * size * minor

@@ -21,7 +21,7 @@ def constant_of(graph: fx.Graph, node: fx.Node) -> Any:
     """The fake of a constant, for which make_fx keeps none."""
     assert isinstance(node.target, str)
     value = operator.attrgetter(node.target)(graph.owning_module)
-    mode = fake_mode_of(other.meta.get("val") for other in graph.nodes)
+    mode = fake_mode_of(n.meta.get("val") for n in graph.nodes)
     return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -47,13 +47,13 @@ def traced(case: Case, expansion: Expansion, results: Any) -> fx.Graph:
     return graph
 
 
-def _cast(made: Any, results: Any) -> Any:
+def _cast(value: Any, results: Any) -> Any:
     """Tensors in the element types of others."""
-    if isinstance(made, (list, tuple)):
-        return type(made)(_cast(*pair) for pair in zip(made, results, strict=True))
-    if isinstance(made, torch.Tensor) and isinstance(results, torch.Tensor):
-        return made.to(results.dtype)
-    return made
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(*pair) for pair in zip(value, results, strict=True))
+    if isinstance(value, torch.Tensor) and isinstance(results, torch.Tensor):
+        return value.to(results.dtype)
+    return value
 
 
 def _given(argument: Any, values: Iterator[torch.Tensor]) -> Any:
@@ -61,7 +61,7 @@ def _given(argument: Any, values: Iterator[torch.Tensor]) -> Any:
     if isinstance(argument, Operand):
         return next(values)
     if isinstance(argument, (list, tuple)):
-        return [_given(each, values) for each in argument]
+        return [_given(item, values) for item in argument]
     return argument
 
 

@@ -64,10 +64,10 @@ def jointly(*operands: int) -> Linear:
 
 def letters(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """Read dimensions of one factor each, as in `mk,kn->mn`."""
-    given, _, made = text.partition("->")
+    operand_words, _, result_words = text.partition("->")
     read = [
         tuple(tuple((letter,) for letter in word) for word in side.split(","))
-        for side in (given, made)
+        for side in (operand_words, result_words)
     ]
     return read[0], read[1]
 
@@ -125,15 +125,15 @@ class _Solution:
         self._claim()
         while self._refuses():
             self._claim()
-        wanted = tuple(
+        operand_layouts = tuple(
             self._wanted(index, self._joined(dims))
             for index, dims in enumerate(self.factors.operands)
         )
-        made = tuple(
+        result_layouts = tuple(
             None if dims is None else self._result(index, self._joined(dims))
             for index, dims in enumerate(self.factors.results)
         )
-        return Answer(wanted, made, sizes, local, free, self.reasons)
+        return Answer(operand_layouts, result_layouts, sizes, local, free, self.reasons)
 
     def _claim(self) -> None:
         """Give each factor the cut that its largest operand has, if no axis has another task."""
@@ -154,14 +154,14 @@ class _Solution:
             if not cut:
                 continue
             sizes = [self.factors.sizes[factor] for factor in dim]
-            found = spread(cut, sizes, self.case.sizes)
-            if found is None:
+            factor_cuts = spread(cut, sizes, self.case.sizes)
+            if factor_cuts is None:
                 self._cannot(
                     index,
                     f"dimension {number} of {_name(operand)} is {_parts(operand, number, sizes)}",
                 )
                 continue
-            for factor, claimed, size in zip(dim, found, sizes, strict=True):
+            for factor, claimed, size in zip(dim, factor_cuts, sizes, strict=True):
                 if claimed:
                     self._claim_factor(
                         index, operand, number, factor, canonical(claimed, size, self.case.sizes)
@@ -177,14 +177,14 @@ class _Solution:
         if held == cut:
             return
         if held is not None:
-            other = _name(self.by[factor]) if factor in self.by else "its result"
+            holder = _name(self.by[factor]) if factor in self.by else "its result"
             self._cannot(
                 index,
                 f"dimension {number} of {_name(operand)} is cut along {cut}, but along {held} in "
-                f"{other}",
+                f"{holder}",
             )
             return
-        taken = {axis: f for f, other in self.cuts.items() for axis in other.axes}
+        taken = {axis: f for f, claimed in self.cuts.items() for axis in claimed.axes}
         twice = [axis for axis in cut.axes if axis in taken]
         if twice:
             owner = self.by.get(taken[twice[0]])
@@ -246,9 +246,9 @@ class _Solution:
         if index in self.factors.passive:
             return operand.layout
         group, axes = self._passing()
-        kept = axes if index in group else set()
-        summands = tuple(axis for axis in operand.layout.summands if axis in kept)
-        if set(operand.layout.summands) - kept:
+        passing_axes = axes if index in group else set()
+        summands = tuple(axis for axis in operand.layout.summands if axis in passing_axes)
+        if set(operand.layout.summands) - passing_axes:
             self._cannot(
                 index,
                 f"{_name(operand)} is a sum over ranks along "

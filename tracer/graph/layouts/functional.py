@@ -34,12 +34,12 @@ def without_writes(graph: fx.Graph) -> None:
         if view is None and not _is_own(first):
             continue
         node.target = form
-        made = node if view is not None else _as_written(node, first)
+        result = node if view is not None else _as_written(node, first)
         passed = False
         for user in list(graph.nodes):
             if passed and first in user.all_input_nodes:
-                user.replace_input_with(first, made)
-            passed = passed or user is made
+                user.replace_input_with(first, result)
+            passed = passed or user is result
 
 
 def _as_written(node: fx.Node, first: fx.Node) -> fx.Node:
@@ -51,14 +51,14 @@ def _as_written(node: fx.Node, first: fx.Node) -> fx.Node:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     assert callable(node.target)
     with fake_mode_of([fake]):
-        made = node.target(*args, **kwargs)
-    if made.dtype == fake.dtype:
+        result = node.target(*args, **kwargs)
+    if result.dtype == fake.dtype:
         return node
     with node.graph.inserting_after(node):
         cast = node.graph.call_function(_ATEN._to_copy.default, (node,), {"dtype": fake.dtype})
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
     cast.meta.update(node.meta)
-    node.meta["val"] = made
+    node.meta["val"] = result
     return cast
 
 
@@ -110,8 +110,8 @@ def _is_own(node: fx.Node) -> bool:
     if target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        made = source.target is _ATEN.unsafe_split.Tensor  # its caller is to write to no other
-        return made and not any(_takes_view(user, node) for user in node.users)
+        is_split = source.target is _ATEN.unsafe_split.Tensor  # its caller is to write to no other
+        return is_split and not any(_takes_view(user, node) for user in node.users)
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if any(returned.alias_info is not None for returned in target._schema.returns):

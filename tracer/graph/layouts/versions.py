@@ -106,12 +106,12 @@ def text_of(version: Version) -> str:
 
 def text_of_cuts(layout: Layout) -> str:
     """The cuts of a layout as a plan has them, such as `cg.cut(0, "dp")`."""
-    found = []
+    texts = []
     for dim, cut in enumerate(layout.cuts):
         axes = "".join(f', "{axis}"' for axis in cut.axes)
         blocks = f", blocks={cut.blocks}" if cut.blocks > 1 else ""
-        found += [f"cg.cut({dim}{axes}{blocks})"] if cut else []
-    return " & ".join(found) or "cg.whole"
+        texts += [f"cg.cut({dim}{axes}{blocks})"] if cut else []
+    return " & ".join(texts) or "cg.whole"
 
 
 def rewire(

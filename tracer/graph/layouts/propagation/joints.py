@@ -44,23 +44,23 @@ def propagate_joint(
     Raises:
         LayoutError: an op has no rule, or layouts contradict each other.
     """
-    given = {node: state[tensor.path] for node, tensor in joint.state if tensor.path in state}
+    layouts = {node: state[tensor.path] for node, tensor in joint.state if tensor.path in state}
     pairs = zip(joint.inputs, inputs, strict=True)
-    given |= {node: layout for node, layout in pairs if layout is not None}
-    chosen = [joint.outputs[i] for i in joint.wanted_outputs] if joint.cotangents else []
-    like = dict(zip(joint.cotangents, chosen, strict=True))
+    layouts |= {node: layout for node, layout in pairs if layout is not None}
+    differentiated = [joint.outputs[i] for i in joint.wanted_outputs] if joint.cotangents else []
+    like = dict(zip(joint.cotangents, differentiated, strict=True))
     ends = [outputs[i] if i < len(outputs) else End() for i in range(len(joint.outputs))]
     ends += [End() for _ in joint.rebinds]
     sources = [joint.inputs[i] for i in joint.wanted_inputs]
-    ends += [End(_like(given, node), is_asked=True) for node in sources]
+    ends += [End(_like(layouts, node), is_asked=True) for node in sources]
     by_path = {tensor.path: node for node, tensor in joint.state}
     paths = [tensor.path for tensor, _ in joint.state_grads]
-    ends += [End(_like(given, by_path[path]), summands=True, path=path) for path in paths]
+    ends += [End(_like(layouts, by_path[path]), summands=True, path=path) for path in paths]
     locations = joint.recorder.locations
     return propagate(
         joint.graph,
         place,
-        given,
+        layouts,
         ends=ends,
         like=like,
         pins=pins,
@@ -69,6 +69,6 @@ def propagate_joint(
     )
 
 
-def _like(given: Mapping[fx.Node, Layout], node: fx.Node) -> Layout:
+def _like(layouts: Mapping[fx.Node, Layout], node: fx.Node) -> Layout:
     """The layout of a tensor that a gradient is of."""
-    return given.get(node, whole(node.meta["val"].dim()))
+    return layouts.get(node, whole(node.meta["val"].dim()))

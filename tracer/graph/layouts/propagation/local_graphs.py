@@ -74,7 +74,7 @@ class Builder:
     def placeholder(self, version: Version) -> None:
         node = version.node
         name = node.name if node.name.isidentifier() else f"v_{node.name}"
-        if any(other.node is node for other in self._values):  # in another layout
+        if any(v.node is node for v in self._values):  # in another layout
             name = f"{name}_{len(self._values)}"
         new = self.graph.placeholder(name)
         layout, shape = unmerged(version.layout, tuple(node.meta["val"].shape))
@@ -108,16 +108,16 @@ class Builder:
 
     def value(self, version: Version) -> fx.Node:
         """The node of the rank's piece of a version; it is cut from another one where need be."""
-        found = self._values.get(version)
-        if found is None:
+        piece = self._values.get(version)
+        if piece is None:
             if version.node.op == "get_attr" and version.layout == self._layouts(version.node)[0]:
-                found = self.graph.node_copy(version.node)
+                piece = self.graph.node_copy(version.node)
             else:
                 before = self._before[version]
-                held, wanted = self.region(before), self.region(version)
-                found = self.piece(self.value(before), within(overlap(wanted, held), held))
-            self._values[version] = found
-        return found
+                held, region = self.region(before), self.region(version)
+                piece = self.piece(self.value(before), within(overlap(region, held), held))
+            self._values[version] = piece
+        return piece
 
     def add(self, node: fx.Node) -> None:
         """Add the rank's form of an op."""
@@ -131,32 +131,32 @@ class Builder:
             return
         op = RankOp(self, node)
         answer = self._propagation.answers[node]
-        layouts = [*answer.wanted, *(each for each in answer.results if each is not None)]
+        layouts = [*answer.wanted, *(layout for layout in answer.results if layout is not None)]
         if not any(cut for layout in layouts for cut in layout.cuts):
-            made: Any = op.run()
+            result: Any = op.run()
         elif answer.local is not None:
-            made = answer.local(op)
+            result = answer.local(op)
         else:
-            made = op.run(**{name: op.size(index) for name, index in answer.sizes.items()})
+            result = op.run(**{name: op.size(index) for name, index in answer.sizes.items()})
         if isinstance(node.meta["val"], torch.Tensor):
-            self._note(node, made)
+            self._note(node, result)
         else:
-            self._tuples[node] = made
+            self._tuples[node] = result
 
     def _layouts(self, node: fx.Node) -> Sequence[Layout | None]:
         return self._propagation.layouts[node]
 
     def _item(self, source: fx.Node, index: Any) -> fx.Node:
-        made = self._tuples[source]
-        if isinstance(made, tuple):
-            item = made[index]
+        results = self._tuples[source]
+        if isinstance(results, tuple):
+            item = results[index]
             assert isinstance(item, fx.Node)
             return item
-        return self.emit(operator.getitem, (made, index), {})
+        return self.emit(operator.getitem, (results, index), {})
 
-    def _note(self, node: fx.Node, made: fx.Node) -> None:
+    def _note(self, node: fx.Node, result: fx.Node) -> None:
         (layout,) = self._layouts(node)
-        fake = made.meta["val"]
+        fake = result.meta["val"]
         if not isinstance(fake, torch.Tensor):
             return
         assert layout is not None
@@ -165,8 +165,8 @@ class Builder:
         assert tuple(fake.shape) == shape, f"{node.format_node()}: {tuple(fake.shape)}, not {shape}"
         dtype = node.meta["val"].dtype
         if fake.dtype is not dtype:  # of a rule's own form
-            made = self.emit(_ATEN._to_copy.default, (made,), {"dtype": dtype})
-        self._values[version] = made
+            result = self.emit(_ATEN._to_copy.default, (result,), {"dtype": dtype})
+        self._values[version] = result
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """Add an op, and compute its fake."""
@@ -224,13 +224,15 @@ class RankOp:
     def arguments(self) -> Mapping[str, Any]:
         """All of them by name, with nodes of the rank's graph."""
         reads = iter(self.builder.reads(self.node))
-        found = {}
+        arguments = {}
         for index, argument in enumerate(self.target._schema.arguments):
             args, kwargs = self.node.args, self.node.kwargs
             default = argument.default_value
             value = args[index] if index < len(args) else kwargs.get(argument.name, default)
-            found[argument.name] = fx.node.map_arg(value, lambda _: self.builder.value(next(reads)))
-        return found
+            arguments[argument.name] = fx.node.map_arg(
+                value, lambda _: self.builder.value(next(reads))
+            )
+        return arguments
 
     @property
     def position(self) -> Position:
@@ -268,10 +270,12 @@ class RankOp:
 
     def run(self, /, **changed: Any) -> fx.Node:
         arguments = {**self.arguments, **changed}
-        given = len(self.node.args)
+        positional_count = len(self.node.args)
         names = [argument.name for argument in self.target._schema.arguments]
-        args = tuple(arguments[name] for name in names[:given])
-        kwargs = {n: arguments[n] for n in names[given:] if n in {*self.node.kwargs, *changed}}
+        args = tuple(arguments[name] for name in names[:positional_count])
+        kwargs = {
+            n: arguments[n] for n in names[positional_count:] if n in {*self.node.kwargs, *changed}
+        }
         return self.builder.emit(self.target, args, kwargs)
 
     def piece(self, node: fx.Node, region: Region) -> fx.Node:

@@ -149,10 +149,10 @@ class _Cutter:
         for node in self.ops:
             for version in self.reads(node):
                 self._open(version, following)
-            found = [
+            levels = [
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
-            self.level[node] = max([*found, writes.earliest(node)])
+            self.level[node] = max([*levels, writes.earliest(node)])
             if node.target is not operator.getitem:  # which is where its tuple is
                 self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):
@@ -271,17 +271,17 @@ class _Cutter:
             part = self._part(level, graphs)
             follow = [t for t, at in zip(exchanges, after, strict=True) if at == level]
             steps.append((part, tuple(follow)))
-        given = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
+        inputs = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
         for output in [*self.outputs, *self.wanted]:
             if output is not None and self._is_given(output):
-                given[output] = None
-        found = {level: tuple(transfers) for level, transfers in gathers.items()}
-        return Partition(tuple(steps), tuple(given), self.outputs, found)
+                inputs[output] = None
+        step_gathers = {level: tuple(transfers) for level, transfers in gathers.items()}
+        return Partition(tuple(steps), tuple(inputs), self.outputs, step_gathers)
 
     def _is_given(self, version: Version) -> bool:
         """True if a version is an input of the whole; each part has constants and state itself."""
-        made = version in self.transfers or self._is_computed(version)
-        return not made and not self._is_at_hand(version.node)
+        is_made = version in self.transfers or self._is_computed(version)
+        return not is_made and not self._is_at_hand(version.node)
 
     def _is_computed(self, version: Version) -> bool:
         """True if an op of these nodes gives a version, or what it is cut from."""
@@ -320,8 +320,8 @@ class _Cutter:
             if level is None:
                 self.needed.setdefault(at, {})[version] = None
             return
-        made = self._is_computed(version)
-        if (made or is_const) and (level is None or (level != at and made)):
+        is_computed = self._is_computed(version)
+        if (is_computed or is_const) and (level is None or (level != at and is_computed)):
             self.needed.setdefault(at, {})[version] = None
 
     def _part(self, level: int, graphs: dict[str, Graphs]) -> Part:
@@ -402,8 +402,8 @@ def _is_plain_view(node: fx.Node) -> bool:
 def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:
     """The nodes behind which all gradients of a bucket are there, while others' are not yet."""
     last = {buckets[node]: node for node in ops if node in buckets}
-    found = [node for node in ops if node in last.values()]
-    return set(found[:-1])
+    ends = [node for node in ops if node in last.values()]
+    return set(ends[:-1])
 
 
 def _is_op(node: fx.Node, propagation: Propagation) -> bool:

@@ -91,7 +91,7 @@ class _Run:
         self._copy(graph, names)
         without_writes(self.graph)
         self.given = {self.copies[node]: layout for node, layout in given.items()}
-        self.like = {self.copies[node]: self.copies[other] for node, other in like.items()}
+        self.like = {self.copies[node]: self.copies[source] for node, source in like.items()}
         self.pins = {self.copies[node]: layout for node, layout in pins.items()}
         self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
         self.layouts: dict[fx.Node, Results] = {}
@@ -186,10 +186,10 @@ class _Run:
     def _offer(self, node: fx.Node, layout: Layout) -> None:
         """Let all users of a value have it in a layout that was asked for by name."""
         pinned = self._version(node, layout, None, "", allowed=frozenset(Change))
-        found = self.versions[node]
-        if pinned in found:
-            found.remove(pinned)
-        found.append(pinned)
+        versions = self.versions[node]
+        if pinned in versions:
+            versions.remove(pinned)
+        versions.append(pinned)
 
     def _case(self, node: fx.Node) -> Case:
         target = node.target
@@ -198,7 +198,7 @@ class _Run:
             rule_of(target, loc)
             raise AssertionError("only operators have rules")
         asked = self.asked.get(node)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for index, argument in enumerate(target._schema.arguments):
             default = argument.default_value
             value = (
@@ -206,12 +206,12 @@ class _Run:
                 if index < len(node.args)
                 else node.kwargs.get(argument.name, default)
             )
-            given[argument.name] = fx.node.map_arg(value, self._operand)
-        operands = tuple(each for value in given.values() for each in tensors(value))
+            arguments[argument.name] = fx.node.map_arg(value, self._operand)
+        operands = tuple(operand for value in arguments.values() for operand in tensors(value))
         val = node.meta.setdefault("val", None)  # an op that only writes, or checks, gives nothing
         stays = target is _TO_COPY and self._stays_a_sum(node)
         dense = shapes(target, val, loc)
-        return Case(target, given, operands, dense, self.sizes, asked, loc, stays)
+        return Case(target, arguments, operands, dense, self.sizes, asked, loc, stays)
 
     def _stays_a_sum(self, node: fx.Node) -> bool:
         """True if a value is a term of gradients, and of nothing else: those may stay summands."""
@@ -234,9 +234,9 @@ class _Run:
 
     def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
         reads, allowed = [], frozenset(Change) if answer.is_asked else None
-        for index, (operand, wanted) in enumerate(zip(case.operands, answer.wanted, strict=True)):
+        for index, (operand, layout) in enumerate(zip(case.operands, answer.wanted, strict=True)):
             reason = answer.reasons.get(index, "")
-            reads.append(self._version(operand.node, wanted, node, reason, allowed))
+            reads.append(self._version(operand.node, layout, node, reason, allowed))
         self._check_in_place(case, answer)
         self.answers[node], self.reads[node] = answer, tuple(reads)
         self._lay_out(node, answer.results)
@@ -245,10 +245,10 @@ class _Run:
         """Refuse to write in place to a value that is transferred first: that would be lost."""
         if not case.target._schema.is_mutable:
             return
-        for operand, wanted in zip(case.operands, answer.wanted, strict=True):
+        for operand, layout in zip(case.operands, answer.wanted, strict=True):
             first = case.arguments[case.target._schema.arguments[0].name]
             if operand is first and (
-                wanted != operand.layout or len(self.versions[operand.node]) > 1
+                layout != operand.layout or len(self.versions[operand.node]) > 1
             ):
                 raise case.error(
                     f"it writes in place to %{operand.node.name}, which is not laid out as the op "
@@ -259,25 +259,25 @@ class _Run:
     def _version(
         self,
         node: fx.Node,
-        wanted: Layout,
+        layout: Layout,
         user: fx.Node | None,
         reason: str,
         allowed: frozenset[Change] | None = None,
     ) -> Version:
         """A value in a layout, by a transfer if it has another."""
-        target = Version(node, wanted)
+        target = Version(node, layout)
         if target in self.versions[node]:
             return target
         if target in self.made:
             return self.made[target]
-        before, change = self._cheapest(node, wanted)
+        before, change = self._cheapest(node, layout)
         if change not in (self.allowed if allowed is None else allowed):
             raise self._refusal(before, target, change, user, reason)
         instead = None
         if change is Change.SLICE:
-            instead = self._remade(before, wanted)
+            instead = self._remade(before, layout)
         elif change is Change.REDUCE:
-            instead = self._reduced_before(before, wanted)
+            instead = self._reduced_before(before, layout)
         if instead is None:
             self.transfers.append(Transfer(before, target, change, user))
         self.made[target] = instead or target
@@ -287,38 +287,38 @@ class _Run:
             self.versions[node].insert(0, target)
         return self.made[target]
 
-    def _cheapest(self, node: fx.Node, wanted: Layout) -> tuple[Version, Change]:
+    def _cheapest(self, node: fx.Node, layout: Layout) -> tuple[Version, Change]:
         shape = tuple(node.meta["val"].shape)
-        found = []
+        candidates = []
         for version in self.versions[node]:
-            if set(wanted.summands) <= set(version.layout.summands):
-                change = change_between(version.layout, wanted, shape, self.place)
-                found.append((version, change))
-        return min(found, key=lambda pair: ORDER.index(pair[1]))
+            if set(layout.summands) <= set(version.layout.summands):
+                change = change_between(version.layout, layout, shape, self.place)
+                candidates.append((version, change))
+        return min(candidates, key=lambda pair: ORDER.index(pair[1]))
 
-    def _remade(self, before: Version, wanted: Layout) -> Version | None:
+    def _remade(self, before: Version, layout: Layout) -> Version | None:
         """The value made in pieces at once, by a copy of its op, if the op can do so at no cost."""
         node = before.node
         answer = self.answers.get(node)
-        if answer is None or wanted.summands != before.layout.summands:
+        if answer is None or layout.summands != before.layout.summands:
             return None
-        changed = {d for d, cut in enumerate(wanted.cuts) if cut != before.layout.cuts[d]}
+        changed = {d for d, cut in enumerate(layout.cuts) if cut != before.layout.cuts[d]}
         if before.layout != answer.results[0] or not changed <= answer.free:
             return None
-        return self._again(node, self.reads[node], wanted, wanted.cuts)
+        return self._again(node, self.reads[node], layout, layout.cuts)
 
-    def _reduced_before(self, before: Version, wanted: Layout) -> Version | None:
+    def _reduced_before(self, before: Version, layout: Layout) -> Version | None:
         """A cheap linear op of a sum that has been reduced, so that several need one reduction."""
         node, read = before.node, self._sum(before)
-        if read is None or before.layout.cuts != wanted.cuts:
+        if read is None or before.layout.cuts != layout.cuts:
             return None
-        reduced = Version(read.node, read.layout.keeping(wanted.summands))
+        reduced = Version(read.node, read.layout.keeping(layout.summands))
         is_longer = read.node.meta["val"].numel() > node.meta["val"].numel()
         if is_longer and not self._is_there(reduced):
             return None
-        made = self._version(reduced.node, reduced.layout, node, "")
-        reads = tuple(made if each is read else each for each in self.reads[node])
-        return self._again(node, reads, wanted, None)
+        operand = self._version(reduced.node, reduced.layout, node, "")
+        reads = tuple(operand if version is read else version for version in self.reads[node])
+        return self._again(node, reads, layout, None)
 
     def _sum(self, version: Version) -> Version | None:
         """The one sum over ranks that a cheap linear op takes."""
@@ -342,7 +342,7 @@ class _Run:
         self,
         node: fx.Node,
         reads: tuple[Version, ...],
-        wanted: Layout,
+        layout: Layout,
         asked: tuple[Cut, ...] | None,
     ) -> Version | None:
         """A copy of an op that takes other versions and gives its result as it is wanted."""
@@ -355,7 +355,7 @@ class _Run:
         arguments = {name: swapped.get(id(value), value) for name, value in case.arguments.items()}
         again = replace(case, arguments=arguments, operands=operands, asked=asked)
         new = rule_of(node.target, case.loc)(again)
-        if isinstance(new, Expansion) or new.results[0] != wanted:
+        if isinstance(new, Expansion) or new.results[0] != layout:
             return None
         if new.wanted != tuple(operand.layout for operand in operands):
             return None
@@ -365,7 +365,7 @@ class _Run:
         self._lay_out(copy, new.results)
         if node in self.locations:
             self.locations[copy] = self.locations[node]
-        return Version(copy, wanted)
+        return Version(copy, layout)
 
     def _refusal(
         self, before: Version, after: Version, change: Change, user: fx.Node | None, reason: str
@@ -399,21 +399,21 @@ class _Run:
         sources = iter(case.operands)
         first: fx.Node | None = None
         with self.graph.inserting_before(node):
-            for each in inner.nodes:
-                if each.op == "placeholder":
-                    nodes[each] = next(sources).node
-                elif each.op != "output":
-                    copy = nodes[each] = self.graph.node_copy(each, nodes.__getitem__)
+            for inner_node in inner.nodes:
+                if inner_node.op == "placeholder":
+                    nodes[inner_node] = next(sources).node
+                elif inner_node.op != "output":
+                    copy = nodes[inner_node] = self.graph.node_copy(inner_node, nodes.__getitem__)
                     first = first or copy
-                    if each.target in expansion.asked:
-                        self.asked[copy] = expansion.asked[each.target]
+                    if inner_node.target in expansion.asked:
+                        self.asked[copy] = expansion.asked[inner_node.target]
                     if node in self.locations:
                         self.locations[copy] = self.locations[node]
         read_later(nodes.values(), node)
-        (made,) = inner.output_node().args
-        replaced = replace_by(node, fx.node.map_arg(made, nodes.__getitem__))
+        (results,) = inner.output_node().args
+        replaced = replace_by(node, fx.node.map_arg(results, nodes.__getitem__))
         self.copies = {old: replaced.get(new, new) for old, new in self.copies.items()}
-        self.like = {new: replaced.get(other, other) for new, other in self.like.items()}
+        self.like = {new: replaced.get(source, source) for new, source in self.like.items()}
         self.pins = {replaced.get(new, new): layout for new, layout in self.pins.items()}
         following = node.next
         self.graph.erase_node(node)
@@ -430,15 +430,15 @@ class _Run:
 
     def _end(self, node: fx.Node, end: End) -> Version:
         """An output in the layout that it ends in."""
-        wanted = self._final(node, end)
-        before, change = self._cheapest(node, wanted)
+        layout = self._final(node, end)
+        before, change = self._cheapest(node, layout)
         if end.path and change not in self.allowed:
-            raise self._gradient_refusal(end.path, before, Version(node, wanted), change)
-        return self._version(node, wanted, None, "", frozenset(Change) if end.is_asked else None)
+            raise self._gradient_refusal(end.path, before, Version(node, layout), change)
+        return self._version(node, layout, None, "", frozenset(Change) if end.is_asked else None)
 
     def _final(self, node: fx.Node, end: End) -> Layout:
         offered = self.versions[node][-1].layout
         cuts = offered.cuts if end.layout is None else end.layout.cuts
         used = {axis for cut in cuts for axis in cut.axes}
-        kept = [axis for axis in offered.summands if end.summands and axis not in used]
-        return replace(offered, cuts=cuts).keeping(kept)
+        summands = [axis for axis in offered.summands if end.summands and axis not in used]
+        return replace(offered, cuts=cuts).keeping(summands)

@@ -97,7 +97,10 @@ class _Basis:
             shaped |= dict.fromkeys(_results(propagation, node))
             answer = propagation.answers.get(node)
             if answer is not None and answer.local is not None:
-                layouts = (*answer.wanted, *(each for each in answer.results if each is not None))
+                layouts = (
+                    *answer.wanted,
+                    *(layout for layout in answer.results if layout is not None),
+                )
                 axes |= dict.fromkeys(axis for layout in layouts for axis in layout.axes)
         for layout, _ in shaped:
             merged = (cut for cut in layout.cuts if isinstance(cut, Product))

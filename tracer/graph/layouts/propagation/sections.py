@@ -132,8 +132,8 @@ class Cutter:
         self._refuse_products()
         self._input_grads = _versions(next(ends) for _ in joint.input_grads)
         # Behind them are ops that write to state without saying so.
-        found = _versions(next(ends) for _ in joint.state_grads)
-        gradients = zip(joint.state_grads, found, strict=True)
+        state_grads = _versions(next(ends) for _ in joint.state_grads)
+        gradients = zip(joint.state_grads, state_grads, strict=True)
         self._gradients = tuple((tensor, version) for (tensor, _), version in gradients)
         self._forward = [n for n in propagation.graph.nodes if n.name in self.joint.forward]
         self._state = dict(self.joint.state)
@@ -168,51 +168,67 @@ class Cutter:
         cut = Cut(joint, volatile, recomputed(joint, volatile, what))
         changing = {joint.state[index][0] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
-        made = self._exchanged(self._forward, self._outputs, self._state)
+        exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
         # What was gathered of state is not kept for the backward, which gathers it again.
-        given = [v for v in made if v.node not in state] if what is not Recompute.ALL else ()
+        transferred = (
+            [v for v in exchanged_versions if v.node not in state]
+            if what is not Recompute.ALL
+            else ()
+        )
         cotangents = self._cotangents()
-        found = self._inputs(cut, cut.body, self._input_grads, self._gradients, given, state)
-        saved = tuple(v for v in found if v not in cotangents)
+        inputs = self._inputs(cut, cut.body, self._input_grads, self._gradients, transferred, state)
+        saved = tuple(v for v in inputs if v not in cotangents)
         takes = (*saved, *cotangents)
         backward = self._section(
-            self._with_views(cut, cut.body), takes, self._input_grads, self._gradients, given, state
+            self._with_views(cut, cut.body),
+            takes,
+            self._input_grads,
+            self._gradients,
+            transferred,
+            state,
         )
         whole = Sections(self.forward(saved), backward, len(saved))
-        return self._halved(whole, cut, given, state)
+        return self._halved(whole, cut, transferred, state)
 
     def _halved(
         self,
         whole: Sections,
         cut: Cut,
-        given: Collection[Version],
+        transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> Sections:
         """The sections, with the halves of the backward where a part of it can be put off."""
         takes = whole.backward.takes
         if not self._input_grads:
-            kept = tuple(range(len(takes)))
-            return replace(whole, weight=whole.backward, kept=kept) if self._gradients else whole
-        found = sides(self.joint, cut)
-        if found is None or found[0] & found[1]:
+            kept_indices = tuple(range(len(takes)))
+            return (
+                replace(whole, weight=whole.backward, kept=kept_indices)
+                if self._gradients
+                else whole
+            )
+        halves = sides(self.joint, cut)
+        if halves is None or halves[0] & halves[1]:
             return whole
-        first, second = ([n for n in cut.body if n in side] for side in found)
-        early = tuple((t, v) for t, v in self._gradients if v.node not in found[1])
-        late = tuple((t, v) for t, v in self._gradients if v.node in found[1])
+        first, second = ([n for n in cut.body if n in side] for side in halves)
+        early = tuple((t, v) for t, v in self._gradients if v.node not in halves[1])
+        late = tuple((t, v) for t, v in self._gradients if v.node in halves[1])
         results = [*self._input_grads, *(version for _, version in early)]
-        made = {*given, *self._exchanged(self._with_views(cut, first), results, state)}
-        wanted = self._inputs(cut, second, (), late, made, state)
-        left = tuple(version for version in wanted if version not in takes)
-        kept = tuple(i for i, version in enumerate(takes) if version in wanted)
-        weight_takes = (*(takes[i] for i in kept), *left)
+        early_transferred = {
+            *transferred,
+            *self._exchanged(self._with_views(cut, first), results, state),
+        }
+        inputs = self._inputs(cut, second, (), late, early_transferred, state)
+        left = tuple(version for version in inputs if version not in takes)
+        kept_indices = tuple(i for i, version in enumerate(takes) if version in inputs)
+        weight_takes = (*(takes[i] for i in kept_indices), *left)
         input_nodes, weight_nodes = self._with_views(cut, first), self._with_views(cut, second)
         return replace(
             whole,
             input=self._section(
-                input_nodes, takes, (*self._input_grads, *left), early, given, state
+                input_nodes, takes, (*self._input_grads, *left), early, transferred, state
             ),
-            weight=self._section(weight_nodes, weight_takes, (), late, made, state),
-            kept=kept,
+            weight=self._section(weight_nodes, weight_takes, (), late, early_transferred, state),
+            kept=kept_indices,
         )
 
     def _cotangents(self) -> tuple[Version, ...]:
@@ -221,13 +237,13 @@ class Cutter:
 
     def _with_views(self, cut: Cut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Nodes of the backward, with the views of other values that it takes again."""
-        found = set(nodes)
+        all_nodes = set(nodes)
         sources = [s for node in nodes for s in node.all_input_nodes]
         for node in (*sources, *cut.results()):
-            while node not in found and (base := _viewed(cut, node)) is not None:
-                found.add(node)
+            while node not in all_nodes and (base := _viewed(cut, node)) is not None:
+                all_nodes.add(node)
                 node = base
-        return found
+        return all_nodes
 
     def _inputs(
         self,
@@ -235,13 +251,15 @@ class Cutter:
         nodes: Sequence[fx.Node],
         gives: Sequence[Version],
         gradients: Sequence[tuple[StateTensor, Version]],
-        given: Collection[Version],
+        transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> tuple[Version, ...]:
         """The versions that some nodes of the backward take of others."""
         outputs = [*gives, *(version for _, version in gradients)]
         chosen = self._with_views(cut, nodes)
-        return partition(self._propagation, chosen, outputs, given, state, (), self._stored).inputs
+        return partition(
+            self._propagation, chosen, outputs, transferred, state, (), self._stored
+        ).inputs
 
     def _exchanged(
         self,
@@ -257,13 +275,20 @@ class Cutter:
         takes: tuple[Version, ...],
         gives: tuple[Version, ...],
         gradients: tuple[tuple[StateTensor, Version], ...],
-        given: Collection[Version],
+        transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> Section:
         outputs = [*gives, *(version for _, version in gradients)]
         buckets = {v.node: self.buckets[t.path] for t, v in gradients if t.path in self.buckets}
         parts = partition(
-            self._propagation, nodes, outputs, given, state, self._ranks, self._stored, buckets
+            self._propagation,
+            nodes,
+            outputs,
+            transferred,
+            state,
+            self._ranks,
+            self._stored,
+            buckets,
         )
         missing = [version for version in parts.inputs if version not in takes]
         assert not missing, f"a section takes {missing} of nobody"
@@ -277,5 +302,5 @@ def _viewed(cut: Cut, node: fx.Node) -> fx.Node | None:
 
 
 def _versions(ends: Iterable[Version | None]) -> tuple[Version, ...]:
-    found = tuple(ends)
-    return tuple(version for version in found if version is not None)
+    versions = tuple(ends)
+    return tuple(version for version in versions if version is not None)

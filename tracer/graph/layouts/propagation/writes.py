@@ -38,9 +38,9 @@ class StateWrites:
         own = {memory_of(node) for node in state}
         self._written: dict[fx.Node, set[int | None]] = {}
         for node in nodes:
-            found = {memory_of(each) for each in _written_by(node)} & own
-            if found:
-                self._written[node] = found
+            memories = {memory_of(value) for value in _written_by(node)} & own
+            if memories:
+                self._written[node] = memories
         self._memory = set().union(*self._written.values())
         self._wrote: dict[int | None, int] = {}
         self._read: dict[int | None, int] = {}
@@ -89,17 +89,17 @@ class StateWrites:
         Raises:
             LayoutError: something does.
         """
-        for what, versions in (("is given", given), ("is transferred", transferred)):
+        for use, versions in (("is given", given), ("is transferred", transferred)):
             for version in versions:
                 if version is not None and memory_of(version.node) in self._memory:
-                    raise self._error(version.node, what)
+                    raise self._error(version.node, use)
 
     def _touched(self, node: fx.Node) -> set[int | None]:
-        return {memory_of(each) for each in node.all_input_nodes} & self._memory
+        return {memory_of(operand) for operand in node.all_input_nodes} & self._memory
 
-    def _error(self, node: fx.Node, what: str) -> LayoutError:
+    def _error(self, node: fx.Node, problem: str) -> LayoutError:
         return LayoutError(
-            f"%{node.name} {what}, and shares memory with state that is written in place",
+            f"%{node.name} {problem}, and shares memory with state that is written in place",
             loc=self._propagation.locations.get(node),
             remedy=_REMEDY,
         )
@@ -108,5 +108,5 @@ class StateWrites:
 def _written_by(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found = written_values(node.target, node.args, node.kwargs)
-    return [each for each in found if isinstance(each, fx.Node)]
+    values = written_values(node.target, node.args, node.kwargs)
+    return [value for value in values if isinstance(value, fx.Node)]

@@ -35,9 +35,9 @@ def _dims(case: Case, result: tuple[int, ...]) -> tuple[Dims, Dims, Dims, dict[s
     def pixels(prefix: str) -> Dims:
         return tuple((f"{prefix}{d}",) for d in range(2, len(image)))
 
-    given: Dims = (("n",), ("g", "i"), *pixels("p"))
+    image_dims: Dims = (("n",), ("g", "i"), *pixels("p"))
     outer, inner = (("g", "i"), ("o",)) if case["transposed"] else (("g", "o"), ("i",))
-    return given, (outer, inner, *pixels("k")), (("n",), ("g", "o"), *pixels("q")), sizes
+    return image_dims, (outer, inner, *pixels("k")), (("n",), ("g", "o"), *pixels("q")), sizes
 
 
 def _keep(sizes: Mapping[str, int]) -> dict[str, str]:
@@ -46,13 +46,13 @@ def _keep(sizes: Mapping[str, int]) -> dict[str, str]:
 
 def _convolution(case: Case) -> Answer | Expansion:
     """A bias is added once: where channels of the image are cut, to the sum."""
-    given, weight, result, sizes = _dims(case, case.shape())
+    image, weight, result, sizes = _dims(case, case.shape())
     has_bias = operand(case, "bias") is not None
-    operands = (given, weight, *([(("g", "o"),)] if has_bias else []))
+    operands = (image, weight, *([(("g", "o"),)] if has_bias else []))
     linear = () if has_bias else each(0, 1)
     answer = solve(case, Factors(operands, (result,), sizes, linear, _keep(sizes)), local=_local)
-    made = answer.results[0]
-    if has_bias and made is not None and made.summands:
+    layout = answer.results[0]
+    if has_bias and layout is not None and layout.summands:
         return Expansion(_with_bias)
     return answer
 
@@ -60,8 +60,8 @@ def _convolution(case: Case) -> Answer | Expansion:
 def _with_bias(
     *, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **others: Any
 ) -> torch.Tensor:
-    found: torch.Tensor = _ATEN.convolution(input, weight, None, **others)
-    return found + bias.view(-1, *(1 for _ in found.shape[2:]))
+    convolved: torch.Tensor = _ATEN.convolution(input, weight, None, **others)
+    return convolved + bias.view(-1, *(1 for _ in convolved.shape[2:]))
 
 
 def _local(op: LocalOp) -> Any:
@@ -77,24 +77,24 @@ def _local(op: LocalOp) -> Any:
 
 
 def _convolution_backward(case: Case) -> Answer:
-    given, weight, result, sizes = _dims(case, case["grad_output"].shape)
+    image, weight, result, sizes = _dims(case, case["grad_output"].shape)
     keep = _keep(sizes)
     if case["groups"] > 1:
         keep["g"] = "is a dimension of groups"
     mask = case["output_mask"]
     results = [
         dims if asked else None
-        for asked, dims in zip(mask, (given, weight, (("g", "o"),)), strict=True)
+        for asked, dims in zip(mask, (image, weight, (("g", "o"),)), strict=True)
     ]
-    factors = Factors((result, given, weight), tuple(results), sizes, each(0), keep)
+    factors = Factors((result, image, weight), tuple(results), sizes, each(0), keep)
     answer = solve(case, factors, local=_local_backward)
     bias = answer.results[2]
     if bias is None:
         return answer
     # The gradient of a bias does not depend on the image, so cut channels leave no summands of it.
     channels = set(answer.wanted[1].cuts[1].axes)
-    kept = tuple(axis for axis in bias.summands if axis not in channels)
-    return replace(answer, results=(*answer.results[:2], Layout(bias.cuts, kept)))
+    summands = tuple(axis for axis in bias.summands if axis not in channels)
+    return replace(answer, results=(*answer.results[:2], Layout(bias.cuts, summands)))
 
 
 def _local_backward(op: LocalOp) -> Any:
@@ -144,25 +144,25 @@ def _pooling(case: Case, pixels: int = 2) -> Answer:
 
 def _blocks(case: Case) -> Answer:
     """Blocks of pixels as columns: the rows of a batch are taken apart one by one."""
-    given, made = case.operands[0].shape, case.shape()
-    batch: Dims = (("n",),) if max(len(given), len(made)) == 4 else ()
-    sizes = {"n": given[0]}
+    operand_shape, result_shape = case.operands[0].shape, case.shape()
+    batch: Dims = (("n",),) if max(len(operand_shape), len(result_shape)) == 4 else ()
+    sizes = {"n": operand_shape[0]}
 
     def dims(prefix: str, shape: tuple[int, ...]) -> Dims:
         names = [f"{prefix}{d}" for d in range(len(batch), len(shape))]
         sizes.update(zip(names, shape[len(batch) :], strict=True))
         return (*batch, *((name,) for name in names))
 
-    operands, results = (dims("p", given),), (dims("q", made),)
+    operands, results = (dims("p", operand_shape),), (dims("q", result_shape),)
     keep = {factor: _PIXELS for factor in sizes if factor != "n"}
     return solve(case, Factors(operands, results, sizes, each(0), keep), local=_local_pooling)
 
 
 def _unfold(case: Case) -> Answer:
-    given = case.operands[0].shape
-    windows = _windows(given, dim_of(case["dimension"], len(given)))
-    dims = named(given)
-    keep = {dims[dim_of(case["dimension"], len(given))][0]: "has windows taken along it"}
+    shape = case.operands[0].shape
+    windows = _windows(shape, dim_of(case["dimension"], len(shape)))
+    dims = named(shape)
+    keep = {dims[dim_of(case["dimension"], len(shape))][0]: "has windows taken along it"}
     return moved(case, dims, windows, keep)
 
 
@@ -173,12 +173,12 @@ def _windows(shape: Shape, dim: int) -> Dims:
 
 
 def _unfold_backward(case: Case) -> Answer:
-    (grad,), made = case.operands, case.shape()
-    given = _windows(made, dim_of(case["dim"], len(made)))
-    sizes = {dim[0]: size for dim, size in zip(given, grad.shape, strict=True)}
-    sizes |= {f"d{i}": size for i, size in enumerate(made)}
+    (grad,), result_shape = case.operands, case.shape()
+    windows = _windows(result_shape, dim_of(case["dim"], len(result_shape)))
+    sizes = {dim[0]: size for dim, size in zip(windows, grad.shape, strict=True)}
+    sizes |= {f"d{i}": size for i, size in enumerate(result_shape)}
     keep = dict.fromkeys(("n", "w"), "is of windows")
-    factors = Factors((given,), (named(made),), sizes, each(0), keep)
+    factors = Factors((windows,), (named(result_shape),), sizes, each(0), keep)
     return solve(case, factors, sizes={"input_sizes": 0})
 
 

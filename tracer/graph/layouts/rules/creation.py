@@ -22,8 +22,8 @@ def made(case: Case, sizes: Mapping[str, int], local: Local | None = None) -> An
     if case.asked is not None:
         pairs = zip(case.asked, case.shape(), strict=True)
         result = Layout(tuple(canonical(cut, size, case.sizes) for cut, size in pairs))
-    wanted = tuple(operand.layout for operand in case.operands)
-    return Answer(wanted, (result,), sizes, local, frozenset(range(rank)))
+    operand_layouts = tuple(operand.layout for operand in case.operands)
+    return Answer(operand_layouts, (result,), sizes, local, frozenset(range(rank)))
 
 
 def counting(function: Callable[..., Any], cut: Cut) -> Expansion:
@@ -40,13 +40,13 @@ def whole_then_piece(op: LocalOp) -> Any:
 
 def zeros(op: LocalOp, like: fx.Node) -> Any:
     """Zeros for all results of an op, where kernels do not take an empty piece."""
-    found = tuple(
+    pieces = tuple(
         None
         if region is None
         else op.emit(_ATEN.new_zeros.default, like, list(shape_of(region)), dtype=fake.dtype)
         for region, fake in zip(op.results, op.fakes, strict=True)
     )
-    return found if len(found) > 1 else found[0]
+    return pieces if len(pieces) > 1 else pieces[0]
 
 
 def _filled(case: Case) -> Answer:

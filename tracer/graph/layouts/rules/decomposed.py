@@ -36,10 +36,10 @@ def rule(case: Case) -> Answer | Expansion:
         return Expansion(partial(_of_lists, case.target))
     if not any(cut for operand in case.operands for cut in operand.cuts):
         return _on_copies(case)
-    found = _decomposition(case.target)
-    if found is None:
+    decomposition = _decomposition(case.target)
+    if decomposition is None:
         raise no_rule(case)
-    return Expansion(partial(_decomposed, case, found))
+    return Expansion(partial(_decomposed, case, decomposition))
 
 
 def _is_of_lists(target: torch._ops.OpOverload) -> bool:
@@ -61,9 +61,9 @@ def no_rule(case: Case) -> LayoutError:
 
 def _on_copies(case: Case) -> Answer:
     """All ranks compute the same; what they draw at random is the same, too."""
-    wanted = tuple(whole(len(operand.shape)) for operand in case.operands)
+    operand_layouts = tuple(whole(len(operand.shape)) for operand in case.operands)
     results = tuple(None if shape is None else whole(len(shape)) for shape in case.shapes)
-    return Answer(wanted, results)
+    return Answer(operand_layouts, results)
 
 
 def _decomposition(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -73,22 +73,22 @@ def _decomposition(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
     return torch._decomp.decomposition_table.get(target)
 
 
-def _decomposed(case: Case, function: Callable[..., Any], **given: Any) -> Any:
+def _decomposed(case: Case, function: Callable[..., Any], **arguments: Any) -> Any:
     schema = case.target._schema.arguments
-    positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
-    named = {argument.name: given[argument.name] for argument in schema if argument.kwarg_only}
-    made = function(*positional, **named)
-    if made is NotImplemented:
+    positional = [arguments[argument.name] for argument in schema if not argument.kwarg_only]
+    named = {argument.name: arguments[argument.name] for argument in schema if argument.kwarg_only}
+    results = function(*positional, **named)
+    if results is NotImplemented:
         raise no_rule(case)
-    return tuple(made) if isinstance(made, tuple) else made  # some have named fields
+    return tuple(results) if isinstance(results, tuple) else results  # some have named fields
 
 
-def _of_lists(target: torch._ops.OpOverload, **given: Any) -> list[Any] | None:
+def _of_lists(target: torch._ops.OpOverload, **values: Any) -> list[Any] | None:
     """The op on each tensor of the lists that it takes."""
     op = _of_tensor(target)
-    arguments = [(argument, given[argument.name]) for argument in target._schema.arguments]
-    made = [_of_one(op, arguments, index) for index in range(len(arguments[0][1]))]
-    return None if target._schema.is_mutable else made
+    arguments = [(argument, values[argument.name]) for argument in target._schema.arguments]
+    results = [_of_one(op, arguments, index) for index in range(len(arguments[0][1]))]
+    return None if target._schema.is_mutable else results
 
 
 def _of_tensor(target: torch._ops.OpOverload) -> Any:

@@ -38,34 +38,36 @@ _DECLARED: dict[torch._ops.OpOverload, tuple[str, str]] = {}
 
 
 def _product(text: str, case: Case) -> Answer:
-    given, made = letters(text)
-    sizes = sizes_of(given, [operand.shape for operand in case.operands])
-    return solve(case, Factors(given, made, sizes, each(0, 1)))
+    operand_dims, result_dims = letters(text)
+    sizes = sizes_of(operand_dims, [operand.shape for operand in case.operands])
+    return solve(case, Factors(operand_dims, result_dims, sizes, each(0, 1)))
 
 
 def _sum_with_product(
     text: str, product: Any, names: tuple[str, str], case: Case
 ) -> Answer | Expansion:
     """A bias is added once: where the product gives summands, to their sum."""
-    one, other = (case[name] for name in names)
-    if _gives_summands(one, other, text):
+    left, right = (case[name] for name in names)
+    if _gives_summands(left, right, text):
         return Expansion(partial(_apart, product, names))
-    given, made = letters(text)
-    (result,) = made
+    operand_dims, result_dims = letters(text)
+    (result,) = result_dims
     (bias,), _ = broadcast([case["self"].shape], case.shape())
     renamed = {f"d{i}": dim for i, dim in enumerate(result)}
     dims = tuple(renamed[dim[0]] if dim else () for dim in bias)
-    shapes = [one.shape, other.shape]
+    shapes = [left.shape, right.shape]
     linear = (*jointly(0, 1), *jointly(0, 2))
-    return solve(case, Factors((dims, *given), made, sizes_of(given, shapes), linear))
+    return solve(
+        case, Factors((dims, *operand_dims), result_dims, sizes_of(operand_dims, shapes), linear)
+    )
 
 
-def _gives_summands(one: Operand, other: Operand, text: str) -> bool:
+def _gives_summands(left: Operand, right: Operand, text: str) -> bool:
     """True if a contracted dimension is cut, or a factor is a summand."""
-    if one.layout.summands or other.layout.summands:
+    if left.layout.summands or right.layout.summands:
         return True
     (first, second), (result,) = letters(text)
-    pairs = [*zip(first, one.cuts, strict=True), *zip(second, other.cuts, strict=True)]
+    pairs = [*zip(first, left.cuts, strict=True), *zip(second, right.cuts, strict=True)]
     return any(cut and dim not in result for dim, cut in pairs)
 
 
@@ -76,10 +78,10 @@ def _apart(
     self: torch.Tensor,
     beta: float,
     alpha: float,
-    **given: Any,
+    **factors: Any,
 ) -> torch.Tensor:
-    found: torch.Tensor = product(given[names[0]], given[names[1]])
-    scaled = found if alpha == 1 else found * alpha
+    result: torch.Tensor = product(factors[names[0]], factors[names[1]])
+    scaled = result if alpha == 1 else result * alpha
     return scaled + (self if beta == 1 else self * beta)
 
 
@@ -137,31 +139,33 @@ def declared_rule(op: torch._ops.OpOverload) -> Rule | None:
 
 
 def _check(op: torch._ops.OpOverload, dimensions: str, cut: str) -> None:
-    given, arrow, made = dimensions.partition("->")
-    words = [*given.split(","), *made.split(",")]
+    operand_words, arrow, result_words = dimensions.partition("->")
+    words = [*operand_words.split(","), *result_words.split(",")]
     wrong = [word for word in words if (word and not word.isalpha()) or len({*word}) < len(word)]
     if not arrow or wrong:
         raise ValueError(
             f"the layout rule of {op} is {dimensions!r}; it takes a word of letters, each once, "
             "for each tensor, as 'bhqw,bhkw,bhkw->bhqw'"
         )
-    missing = [letter for letter in cut if any(letter not in word for word in made.split(","))]
+    missing = [
+        letter for letter in cut if any(letter not in word for word in result_words.split(","))
+    ]
     if missing:
         raise ValueError(
             f"the layout rule of {op} may not cut {', '.join(missing)}, which is not in each of "
-            f"its results {made}: what would come out on a rank is no piece of them"
+            f"its results {result_words}: what would come out on a rank is no piece of them"
         )
 
 
 def _rule(dimensions: str, cut: str, case: Case) -> Answer:
-    given, made = letters(dimensions)
-    _match(case, given, made)
-    sizes = sizes_of(given, [operand.shape for operand in case.operands])
-    sizes |= sizes_of(made, [case.shape(index) for index in range(len(made))])
-    named = {dim[0] for dims in (*given, *made) for dim in dims}
+    operand_dims, result_dims = letters(dimensions)
+    _match(case, operand_dims, result_dims)
+    sizes = sizes_of(operand_dims, [operand.shape for operand in case.operands])
+    sizes |= sizes_of(result_dims, [case.shape(index) for index in range(len(result_dims))])
+    named = {dim[0] for dims in (*operand_dims, *result_dims) for dim in dims}
     reason = f"in {dimensions}, of which {cut or 'nothing'} may be cut"
     keep = {letter: f"is {letter!r} {reason}" for letter in sorted(named - {*cut})}
-    factors = Factors(given, made, sizes, keep=keep, reduce=None)
+    factors = Factors(operand_dims, result_dims, sizes, keep=keep, reduce=None)
     return solve(case, factors, local=_local)
 
 
@@ -173,21 +177,21 @@ def _local(op: LocalOp) -> Any:
     return op.run()
 
 
-def _match(case: Case, given: tuple[Dims, ...], made: tuple[Dims, ...]) -> None:
+def _match(case: Case, operand_dims: tuple[Dims, ...], result_dims: tuple[Dims, ...]) -> None:
     """Check that an op's tensors have the dimensions that its rule names.
 
     Raises:
         LayoutError: they have others.
     """
     taken = [operand.shape for operand in case.operands]
-    if not _fits(given, taken) or not _fits(made, case.shapes):
+    if not _fits(operand_dims, taken) or not _fits(result_dims, case.shapes):
         raise case.error(
-            f"its layout rule names {_spell(given)}->{_spell(made)}, but its tensors have "
-            f"{_count(taken)} -> {_count(case.shapes)} dimensions",
+            f"its layout rule names {_spell(operand_dims)}->{_spell(result_dims)}, "
+            f"but its tensors have {_count(taken)} -> {_count(case.shapes)} dimensions",
             "give the rule a word for each tensor, with a letter for each dimension",
         )
     sizes: dict[str, int] = {}
-    pairs = zip((*given, *made), (*taken, *case.shapes), strict=True)
+    pairs = zip((*operand_dims, *result_dims), (*taken, *case.shapes), strict=True)
     for dims, shape in pairs:
         for (letter,), size in zip(dims, shape or (), strict=True):
             if sizes.setdefault(letter, size) != size:
@@ -199,7 +203,9 @@ def _match(case: Case, given: tuple[Dims, ...], made: tuple[Dims, ...]) -> None:
 
 
 def _fits(dims: tuple[Dims, ...], shapes: Sequence[Shape | None]) -> bool:
-    return [len(word) for word in dims] == [None if each is None else len(each) for each in shapes]
+    return [len(word) for word in dims] == [
+        None if shape is None else len(shape) for shape in shapes
+    ]
 
 
 def _count(shapes: Sequence[Shape | None]) -> str:

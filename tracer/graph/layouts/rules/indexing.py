@@ -69,9 +69,9 @@ def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
     place = _first(op.operands[1])
     indices = op.emit(CHECKED_IDS, indices, vocabulary, None, "embedding", place)
     safe, inside = _within(op, indices, first, count)
-    found = op.emit(_ATEN.embedding.default, weight, safe)
+    rows = op.emit(_ATEN.embedding.default, weight, safe)
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
-    return op.emit(_ATEN.where.ScalarOther, mask, found, 0)
+    return op.emit(_ATEN.where.ScalarOther, mask, rows, 0)
 
 
 def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any]:
@@ -114,8 +114,8 @@ def _local_embedding_backward(op: LocalOp) -> Any:
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
     if op.arguments["scale_grad_by_freq"]:  # ids of others are counted in a row of their own
         others = op.emit(_ATEN.where.ScalarOther, inside, safe, count)
-        made = op.run(indices=others, num_weights=count + 1, padding_idx=count)
-        return op.piece(made, (((0, count),), *whole(shape[1:])))
+        extended = op.run(indices=others, num_weights=count + 1, padding_idx=count)
+        return op.piece(extended, (((0, count),), *whole(shape[1:])))
     own = op.emit(_ATEN.where.ScalarOther, mask, grad, 0)
     return op.run(grad_output=own, indices=safe, num_weights=count, padding_idx=-1)
 
@@ -142,32 +142,32 @@ class _Indexed:
 
 def _indexed(case: Case) -> _Indexed:
     shape = case["self"].shape
-    given = [(k, index) for k, index in enumerate(case["indices"]) if index is not None]
+    index_tensors = [(k, index) for k, index in enumerate(case["indices"]) if index is not None]
     common = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        *(index.shape for _, index in given)
+        *(index.shape for _, index in index_tensors)
     )
-    made: Dims = tuple((f"i{n}",) for n in range(len(common)))
+    index_dims: Dims = tuple((f"i{n}",) for n in range(len(common)))
     source: list[Dim] = list(named(shape))
     sizes = {f"d{n}": size for n, size in enumerate(shape)}
     sizes |= {f"i{n}": size for n, size in enumerate(common)}
     keep, counts = {}, set()
-    for place, (k, index) in enumerate(given):
+    for place, (k, index) in enumerate(index_tensors):
         if index.dtype in (torch.bool, torch.uint8):
             raise case.error(
                 "it selects entries by a mask, so the size of the result depends on values",
                 "use torch.where, which keeps all entries",
             )
         along = _counts(index, shape[k], len(common))
-        if along is not None and made[along] not in source:
-            source[k] = made[along]
+        if along is not None and index_dims[along] not in source:
+            source[k] = index_dims[along]
             counts.add(place)
         else:
             keep[f"d{k}"] = "is indexed by a tensor"
-    places = [k for k, _ in given]
+    places = [k for k, _ in index_tensors]
     rest = [dim for k, dim in enumerate(source) if k not in places]
     ahead = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
-    result = (*rest[:ahead], *made, *rest[ahead:])
-    indices = tuple(_aligned(index.shape, common) for _, index in given)
+    result = (*rest[:ahead], *index_dims, *rest[ahead:])
+    indices = tuple(_aligned(index.shape, common) for _, index in index_tensors)
     return _Indexed(tuple(source), result, indices, frozenset(counts), sizes, keep)
 
 
@@ -198,49 +198,55 @@ def _counts(index: Operand, size: int, rank: int) -> int | None:
 
 
 def _index(case: Case) -> Answer:
-    found = _indexed(case)
-    operands = (found.source, *found.indices)
-    passive = frozenset(1 + n for n in found.counts)
+    indexed = _indexed(case)
+    operands = (indexed.source, *indexed.indices)
+    passive = frozenset(1 + n for n in indexed.counts)
     factors = Factors(
-        operands, (found.result,), found.sizes, each(0), found.keep, moves=True, passive=passive
+        operands,
+        (indexed.result,),
+        indexed.sizes,
+        each(0),
+        indexed.keep,
+        moves=True,
+        passive=passive,
     )
-    return solve(case, factors, local=partial(_local_indices, found))
+    return solve(case, factors, local=partial(_local_indices, indexed))
 
 
 def _index_put(case: Case) -> Answer:
-    found = _indexed(case)
+    indexed = _indexed(case)
     values = case["values"].shape
-    result = [found.sizes[dim[0]] for dim in found.result]
+    result = [indexed.sizes[dim[0]] for dim in indexed.result]
     first = len(result) - len(values)
-    given = tuple(
-        found.result[first + n] if size == result[first + n] else ()
+    value_dims = tuple(
+        indexed.result[first + n] if size == result[first + n] else ()
         for n, size in enumerate(values)
     )
-    keep = dict(found.keep)
-    for dims in found.indices:
+    keep = dict(indexed.keep)
+    for dims in indexed.indices:
         for dim in dims:
-            if dim and dim not in found.source:
+            if dim and dim not in indexed.source:
                 keep[dim[0]] = "says where values go"
-    number = len(found.indices)
-    passive = frozenset(1 + n for n in found.counts)
+    number = len(indexed.indices)
+    passive = frozenset(1 + n for n in indexed.counts)
     factors = Factors(
-        (found.source, *found.indices, given),
-        (found.source,),
-        found.sizes,
+        (indexed.source, *indexed.indices, value_dims),
+        (indexed.source,),
+        indexed.sizes,
         jointly(0, number + 1),
         keep,
         passive=passive,
     )
-    return solve(case, factors, local=partial(_local_indices, found))
+    return solve(case, factors, local=partial(_local_indices, indexed))
 
 
-def _local_indices(found: _Indexed, op: LocalOp) -> Any:
+def _local_indices(indexed: _Indexed, op: LocalOp) -> Any:
     """Indices that count a dimension count the piece's entries."""
     indices = list(op.arguments["indices"])
     source = shape_of(op.operands[0])
     places = [k for k, index in enumerate(indices) if index is not None]
     for place, k in enumerate(places):
-        if place in found.counts:
+        if place in indexed.counts:
             like = indices[k].meta["val"]
             counted = {"dtype": like.dtype, "device": like.device}
             shape = [source[k] if size != 1 else 1 for size in like.shape]
@@ -257,15 +263,15 @@ def _gather(case: Case) -> Answer | Expansion:
     if source and case.has_cut(case["self"], dim) and others_agree:
         return counting(partial(_gathered, dim), case["self"].cuts[dim])
     dims, sizes, keep = _beside(source, index, dim)
-    given = tuple((f"d{n}",) for n in range(len(source)))
-    return solve(case, Factors((given, dims), (dims,), sizes, each(0), keep, moves=True))
+    source_dims = tuple((f"d{n}",) for n in range(len(source)))
+    return solve(case, Factors((source_dims, dims), (dims,), sizes, each(0), keep, moves=True))
 
 
 def _gathered(along: int, *, self: torch.Tensor, index: torch.Tensor, **_: Any) -> torch.Tensor:
     last = self.movedim(along, -1).unsqueeze(-2)
     index = CHECKED_IDS(index, self.shape[along], None, "gather")
-    wanted = index.movedim(along, -1).unsqueeze(-1)
-    chosen = wanted == torch.arange(self.shape[along], device=self.device)
+    positions = index.movedim(along, -1).unsqueeze(-1)
+    chosen = positions == torch.arange(self.shape[along], device=self.device)
     return torch.where(chosen, last, 0).sum(-1).movedim(-1, along)
 
 
@@ -288,14 +294,14 @@ def _scatter(case: Case) -> Answer:
     dim = dim_of(case["dim"], len(source))
     dims, sizes, keep = _beside(source, index, dim)
     keep[f"x{dim}"] = "says where values go"
-    given = tuple((f"d{n}",) for n in range(len(source)))
+    source_dims = tuple((f"d{n}",) for n in range(len(source)))
     values = case.arguments.get("src")
-    operands: tuple[Dims, ...] = (given, dims)
+    operands: tuple[Dims, ...] = (source_dims, dims)
     if values is not None:
         operands = (*operands, dims if values.shape == index else _own(values, sizes, keep))
     adds = values is not None and case.target is not _ATEN.scatter_reduce.two
     linear = jointly(0, 2) if adds else ()
-    return solve(case, Factors(operands, (given,), sizes, linear, keep))
+    return solve(case, Factors(operands, (source_dims,), sizes, linear, keep))
 
 
 def _own(values: Operand, sizes: dict[str, int], keep: dict[str, str]) -> Dims:
@@ -322,9 +328,9 @@ def _index_add(case: Case) -> Answer:
     dims = named(source)
     sizes = {f"d{n}": size for n, size in enumerate(source)}
     sizes["i"] = case["source"].shape[dim]
-    given = (*dims[:dim], ("i",), *dims[dim + 1 :])
+    added_dims = (*dims[:dim], ("i",), *dims[dim + 1 :])
     keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
-    factors = Factors((dims, (("i",),), given), (dims,), sizes, jointly(0, 2), keep)
+    factors = Factors((dims, (("i",),), added_dims), (dims,), sizes, jointly(0, 2), keep)
     return solve(case, factors)
 
 
@@ -335,14 +341,14 @@ def _index_fill(case: Case) -> Answer:
     dims = named(source)
     sizes = {f"d{n}": size for n, size in enumerate(source)} | {"i": case["index"].shape[0]}
     keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
-    given = [dims, (("i",),)]
+    operand_dims = [dims, (("i",),)]
     linear: Linear = ()
     if "source" in case.arguments:
-        given.append((*dims[:dim], ("i",), *dims[dim + 1 :]))
+        operand_dims.append((*dims[:dim], ("i",), *dims[dim + 1 :]))
         linear = jointly(0, 2)
     elif isinstance(case["value"], Operand):
-        given.append(())
-    return solve(case, Factors(tuple(given), (dims,), sizes, linear, keep))
+        operand_dims.append(())
+    return solve(case, Factors(tuple(operand_dims), (dims,), sizes, linear, keep))
 
 
 def _bucketize(case: Case) -> Answer:

@@ -18,8 +18,8 @@ _ATEN = torch.ops.aten
 
 def broadcast(shapes: Sequence[Shape], result: Shape) -> tuple[tuple[Dims, ...], Dims]:
     """The dimensions of operands that are broadcast to a result, and those of the result."""
-    made = tuple((f"d{i}",) for i in range(len(result)))
-    return tuple(_aligned(shape, result) for shape in shapes), made
+    result_dims = tuple((f"d{i}",) for i in range(len(result)))
+    return tuple(_aligned(shape, result) for shape in shapes), result_dims
 
 
 def _aligned(shape: Shape, result: Shape) -> Dims:
@@ -32,10 +32,10 @@ def _aligned(shape: Shape, result: Shape) -> Dims:
 def pointwise(case: Case, linear: Linear = NOT_LINEAR, moves: bool = False) -> Answer:
     """Cut as any operand is; the others are cut alike, which costs nothing where they are whole."""
     result = case.shape()
-    given, made = broadcast([operand.shape for operand in case.operands], result)
+    operand_dims, result_dims = broadcast([operand.shape for operand in case.operands], result)
     sizes = {f"d{i}": size for i, size in enumerate(result)}
-    results = tuple(None if shape is None else made for shape in case.shapes)
-    return solve(case, Factors(given, results, sizes, linear, moves=moves))
+    results = tuple(None if shape is None else result_dims for shape in case.shapes)
+    return solve(case, Factors(operand_dims, results, sizes, linear, moves=moves))
 
 
 def _sum_of_tensors(case: Case) -> Linear:

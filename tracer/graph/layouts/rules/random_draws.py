@@ -65,12 +65,12 @@ def _memory_as(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def _made_like(op: torch._ops.OpOverload, self: torch.Tensor, **given: Any) -> Any:
-    return op(_memory_as(self), **given)
+def _made_like(op: torch._ops.OpOverload, self: torch.Tensor, **arguments: Any) -> Any:
+    return op(_memory_as(self), **arguments)
 
 
-def _written(op: torch._ops.OpOverload, self: torch.Tensor, **given: Any) -> Any:
-    return self.copy_(op(_memory_as(self), **given))
+def _written(op: torch._ops.OpOverload, self: torch.Tensor, **arguments: Any) -> Any:
+    return self.copy_(op(_memory_as(self), **arguments))
 
 
 def _dropped(op: torch._ops.OpOverload, input: torch.Tensor, p: float, train: bool | None) -> Any:

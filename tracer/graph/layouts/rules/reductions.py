@@ -29,15 +29,15 @@ def reduced(
 ) -> Answer:
     """Reduce dimensions of the one operand; all results have the same shape."""
     shape = case.operands[0].shape
-    given = named(shape)
+    operand_dims = named(shape)
     keepdim = len(case.shape()) == len(shape)
-    made: Dims = tuple(
-        () if i in dims else dim for i, dim in enumerate(given) if keepdim or i not in dims
+    result_dims: Dims = tuple(
+        () if i in dims else dim for i, dim in enumerate(operand_dims) if keepdim or i not in dims
     )
-    keep = {given[i][0]: why for i in dims} if reduce is None else {}
+    keep = {operand_dims[i][0]: why for i in dims} if reduce is None else {}
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
-    results = (made,) * len(case.shapes)
-    return solve(case, Factors((given,), results, sizes, linear, keep, reduce))
+    results = (result_dims,) * len(case.shapes)
+    return solve(case, Factors((operand_dims,), results, sizes, linear, keep, reduce))
 
 
 def _dims(case: Case) -> tuple[int, ...]:
@@ -140,10 +140,10 @@ def _variance_of(
     mean = wide.sum(dims, keepdim=True) / count
     squares = _magnitude(wide - mean).square().sum(dims, keepdim=keep)
     variance = squares / max(count - (1 if correction is None else correction), 0)
-    found = variance.sqrt() if target in _DEVIATIONS else variance
+    result = variance.sqrt() if target in _DEVIATIONS else variance
     if target in _WITH_MEAN:
-        return found, mean if keep else mean.squeeze(dims)
-    return found
+        return result, mean if keep else mean.squeeze(dims)
+    return result
 
 
 def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,10 +213,14 @@ def _along(case: Case) -> Answer:
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
     keep = {f"d{dim}": "is needed whole, since the op works along it"}
     results = []
-    for number, made in enumerate(case.shapes):
-        assert made is not None
-        own = dims if made[dim : dim + 1] == shape[dim : dim + 1] else _other(dims, dim, number)
-        sizes[f"r{number}"] = made[dim] if made else 1
+    for number, result_shape in enumerate(case.shapes):
+        assert result_shape is not None
+        own = (
+            dims
+            if result_shape[dim : dim + 1] == shape[dim : dim + 1]
+            else _other(dims, dim, number)
+        )
+        sizes[f"r{number}"] = result_shape[dim] if result_shape else 1
         results.append(own)
     if not shape:
         results = [() for _ in case.shapes]
