@@ -1,4 +1,4 @@
-"""The layout that a method asks for by name, and the op that it asks with."""
+"""`cg.layout`: the op by which a method asks for a layout, and its rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cases import Answer, Case, LocalOp, Operand, Rule
 
 @torch.library.custom_op("cg::layout", mutates_args=())
 def asked_layout(value: torch.Tensor, cuts: str) -> torch.Tensor:
-    """A copy of a tensor; on a mesh, cut as `cuts` says, which `text_of_cuts` has written."""
+    """A copy of a tensor; on a mesh, it is cut by `cuts`, a text of `text_of_cuts`."""
     return value.clone()
 
 
@@ -30,7 +30,7 @@ asked_layout.register_autograd(_backward)
 
 
 def text_of_cuts(cuts: Sequence[tuple[int, Cut]]) -> str:
-    """Cuts by dimension as the op takes them: `0:dp.tp:1;-1:ep:3`."""
+    """The text for cuts of dimensions that the op takes, such as `0:dp.tp:1;-1:ep:3`."""
     return ";".join(f"{dim}:{'.'.join(cut.axes)}:{cut.blocks}" for dim, cut in cuts)
 
 
@@ -43,7 +43,7 @@ def _cuts_of(text: str) -> list[tuple[int, Cut]]:
 
 
 def _asked(case: Case) -> Answer:
-    """As it is asked for: any transfer may make it."""
+    """The layout that the method asks for: any transfer may make it."""
     operand = case["value"]
     assert isinstance(operand, Operand)
     rank = len(operand.shape)

@@ -1,4 +1,4 @@
-"""Lay out a joint graph: gradients end as what they are the gradients of."""
+"""Lay out a joint graph: each gradient ends in the layout of its tensor."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ def propagate_joint(
 ) -> Propagation:
     """Lay out a method and its derivative.
 
-    The cotangent of an output is laid out as the output; where that was a sum over ranks, it is a
-    copy on each of them. A gradient ends in the layout of its tensor. That of an input is
-    transferred to it as the input was, and where a part was taken of a copy, the gradients of the
-    parts are gathered. That of a parameter may be a sum over ranks along the axes that do not cut
-    it; it is not gathered, since the parameter can be cut as it is.
+    The cotangent of an output is cut as the output is; where the output was a sum over ranks, each
+    rank has a copy of the cotangent. A gradient ends in the layout of its tensor. The gradient of
+    an input gets there by any transfer: if ranks took slices of a copy, the gradients of the slices
+    are gathered. The gradient of a parameter may stay a sum over ranks, along the axes that do not
+    cut the parameter. It is not gathered, since the plan can cut the parameter as its gradient is.
 
     Args:
         joint: the graph.
         place: the ranks.
-        state: layouts of parameters and buffers by path; the others are copies.
-        inputs: of the values that the method takes; None: copies.
-        outputs: as `propagate` takes them, of the values that the method gives.
+        state: layouts of parameters and buffers, by path; those without one are copies.
+        inputs: layouts of the method's inputs; None: copies.
+        outputs: ends of the method's outputs, as `propagate` takes them.
         pins, allowed: as `propagate` takes them.
+
+    Returns:
+        The joint graph with a layout for each value.
 
     Raises:
         LayoutError: an op has no rule, or layouts contradict each other.
@@ -70,5 +73,5 @@ def propagate_joint(
 
 
 def _like(layouts: Mapping[fx.Node, Layout], node: fx.Node) -> Layout:
-    """The layout of a tensor that a gradient is of."""
+    """The layout of the tensor whose gradient is computed."""
     return layouts.get(node, whole(node.meta["val"].dim()))

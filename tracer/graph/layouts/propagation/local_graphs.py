@@ -1,7 +1,7 @@
-"""The graph that one rank runs for a part: its ops on the rank's pieces.
+"""The graph that one rank runs for a part: the part's ops on the rank's pieces.
 
-Sizes that occur in arguments become those of the pieces, and fakes of the pieces go along, so that
-an op whose pieces are not what its layouts say is found here, and not when it runs.
+Sizes in arguments become the sizes of the pieces. Fakes of the pieces are computed as well, so an
+op whose pieces are not what its layouts say fails here, and not when it runs.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ def build(
 ) -> fx.Graph:
     """The graph of some nodes for a rank.
 
+    A dimension that is a product of cut factors comes in and goes out as its factors (`unmerged`).
+
     Args:
-        propagation: what the nodes are of.
-        position: of the rank.
-        inputs: what the placeholders are, in order; their pieces are contiguous.
-        nodes: in the order of the graph.
-        outputs: what is returned, in order, as a tuple.
+        propagation: the graph that has the nodes, with its layouts.
+        position: the rank's coordinates on the mesh.
+        inputs: the values of the placeholders, in order; their pieces are contiguous.
+        nodes: the nodes, in the order of the graph.
+        outputs: the values that the graph returns as a tuple, in order.
 
-    Dimensions that are products of cut factors come in and go out as their factors (`unmerged`).
-
-    The user's line of an op is in `meta["loc"]` of the nodes that it becomes.
+    Returns:
+        The graph. `meta["loc"]` of its nodes is the user's line of the op that they stem from.
     """
     builder = Builder(propagation, position)
     for version in inputs:
@@ -85,7 +86,10 @@ class Builder:
         self._values[version] = self._shaped(new, shape_of(self.region(version)))
 
     def given_out(self, version: Version) -> fx.Node:
-        """The node of a version as other parts and ranks take it: no type has merged factors."""
+        """The node of a version in the shape that other parts and ranks take.
+
+        Its cut factors are separate dimensions, since no type has a product of them.
+        """
         layout, shape = unmerged(version.layout, tuple(version.node.meta["val"].shape))
         return self._shaped(self.value(version), shape_of(layout.region(shape, self.position)))
 
@@ -95,7 +99,7 @@ class Builder:
         return self.emit(_ATEN.view.default, (node, list(shape)), {})
 
     def region(self, version: Version) -> Region:
-        """The node of the rank's piece of a version."""
+        """The region of a version that the rank holds."""
         return version.layout.region(tuple(version.node.meta["val"].shape), self.position)
 
     def reads(self, node: fx.Node) -> tuple[Version, ...]:
@@ -107,7 +111,7 @@ class Builder:
         return self._propagation.answers[node]
 
     def value(self, version: Version) -> fx.Node:
-        """The node of the rank's piece of a version; it is cut from another one where need be."""
+        """The node of the rank's piece of a version; a slice of another version's where needed."""
         piece = self._values.get(version)
         if piece is None:
             if version.node.op == "get_attr" and version.layout == self._layouts(version.node)[0]:
@@ -164,7 +168,7 @@ class Builder:
         shape = shape_of(self.region(version))
         assert tuple(fake.shape) == shape, f"{node.format_node()}: {tuple(fake.shape)}, not {shape}"
         dtype = node.meta["val"].dtype
-        if fake.dtype is not dtype:  # of a rule's own form
+        if fake.dtype is not dtype:  # the local form of a rule may compute in another type
             result = self.emit(_ATEN._to_copy.default, (result,), {"dtype": dtype})
         self._values[version] = result
 
@@ -181,7 +185,7 @@ class Builder:
         return node
 
     def _is_viewable(self, node: fx.Node, shape: Sequence[int]) -> bool:
-        """True if a piece can be viewed so; its strides need not be as those of the whole are."""
+        """True if a piece can be viewed in a shape; its strides may differ from the whole's."""
         fake = node.meta["val"]
         with self._mode:
             return storage_key(fake.reshape(shape)) == storage_key(fake)
@@ -222,7 +226,7 @@ class RankOp:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """All of them by name, with nodes of the rank's graph."""
+        """All arguments of the op by name, with nodes of the rank's graph."""
         reads = iter(self.builder.reads(self.node))
         arguments = {}
         for index, argument in enumerate(self.target._schema.arguments):

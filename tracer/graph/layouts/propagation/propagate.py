@@ -1,8 +1,8 @@
-"""Give each value of a graph a layout, in the order in which they are computed.
+"""Give each value of a graph a layout, in the order in which values are computed.
 
-Inputs and pins have given layouts; what follows from them is decided by the rules of the ops.
-Where an op cannot take a value as it is, the value is transferred: summands are reduced, a copy is
-sliced. Anything more is an error, unless the caller allows it.
+The caller gives the layouts of inputs and pins; the rules of the ops decide all others. Where an op
+cannot take a value in its layout, the value is transferred: summands are reduced, a copy is sliced.
+Anything more is an error, unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ def propagate(
     """Lay out a graph of aten ops at logical shapes.
 
     Args:
-        graph: what is traced; nodes have fake tensors in `meta["val"]`. It stays as it is.
+        graph: the traced graph, with fake tensors in `meta["val"]` of its nodes. It is not changed.
         place: the ranks that compute it.
         given: layouts of placeholders, and of other nodes that stand for inputs, such as
-            cotangents. A placeholder that is not named is a copy on each rank.
-        ends: one for each output, flattened; an output without one is not left a sum over ranks.
-        like: nodes that stand for inputs, and are cut as another value is: cotangents.
-        pins: layouts that values have from where they are computed; any transfer may make them.
-        allowed: what transfers that no pin asks for may do.
+            cotangents. A placeholder without a layout is a copy on each rank.
+        ends: one for each output, flattened; an output without an end is reduced if it is a sum.
+        like: for nodes that stand for inputs, the value whose cuts they have: cotangents.
+        pins: layouts in which all users take a value; any transfer may make them.
+        allowed: the changes that transfers may make where no pin asks for more.
         locations: the user's line of nodes, by name.
 
+    Returns:
+        A copy of the graph with the layouts of its values, and the transfers between them.
+
     Raises:
-        LayoutError: an op has no rule, or layouts that contradict each other.
+        LayoutError: an op has no rule, or layouts contradict each other.
     """
     run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {}, ends)
     return run.all()
@@ -64,7 +67,7 @@ _TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
 """Ops that lead from a term of a parameter's gradient to the gradient."""
 
 _WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
-"""Changes that are refused, in words."""
+"""The changes that may be refused, in words."""
 
 
 class _Run:
@@ -99,9 +102,9 @@ class _Run:
         self.reads: dict[fx.Node, tuple[Version, ...]] = {}
         self.transfers: list[Transfer] = []
         self.versions: dict[fx.Node, list[Version]] = {}
-        """For each value, the versions that transfers start from, the one to offer last."""
+        """The versions of each value that transfers start from; rules see the last one."""
         self.made: dict[Version, Version] = {}
-        """For a version that was asked for, the one that it is read from."""
+        """For each version that was asked for, the version that is read in its place."""
 
     def _copy(self, graph: fx.Graph, names: Locations) -> None:
         for node in graph.nodes:
@@ -139,7 +142,7 @@ class _Run:
         )
 
     def _visit(self, node: fx.Node) -> fx.Node:
-        """Lay out a node; gives the next one, which is new if the node has been expanded."""
+        """Lay out a node; return the next one, which is new if the node has been expanded."""
         if node in self.like:
             self.given[node] = Layout(self.versions[self.like[node]][-1].layout.cuts)
         if node in self.given or node.op in ("placeholder", "get_attr"):
@@ -184,7 +187,7 @@ class _Run:
             self.versions[node] = [Version(node, layouts[0])]
 
     def _offer(self, node: fx.Node, layout: Layout) -> None:
-        """Let all users of a value have it in a layout that was asked for by name."""
+        """Let all users of a value take it in a layout that a pin asks for."""
         pinned = self._version(node, layout, None, "", allowed=frozenset(Change))
         versions = self.versions[node]
         if pinned in versions:
@@ -208,13 +211,13 @@ class _Run:
             )
             arguments[argument.name] = fx.node.map_arg(value, self._operand)
         operands = tuple(operand for value in arguments.values() for operand in tensors(value))
-        val = node.meta.setdefault("val", None)  # an op that only writes, or checks, gives nothing
+        val = node.meta.setdefault("val", None)  # an op that only writes or checks has no result
         stays = target is _TO_COPY and self._stays_a_sum(node)
         dense = shapes(target, val, loc)
         return Case(target, arguments, operands, dense, self.sizes, asked, loc, stays)
 
     def _stays_a_sum(self, node: fx.Node) -> bool:
-        """True if a value is a term of gradients, and of nothing else: those may stay summands."""
+        """True if a value is a term of gradients alone, which may stay summands."""
         for user in node.users:
             if user.op == "output":
                 flat: list[fx.Node] = []
@@ -242,7 +245,7 @@ class _Run:
         self._lay_out(node, answer.results)
 
     def _check_in_place(self, case: Case, answer: Answer) -> None:
-        """Refuse to write in place to a value that is transferred first: that would be lost."""
+        """Refuse a write in place to a value that is transferred first: it would be lost."""
         if not case.target._schema.is_mutable:
             return
         for operand, layout in zip(case.operands, answer.wanted, strict=True):
@@ -264,7 +267,7 @@ class _Run:
         reason: str,
         allowed: frozenset[Change] | None = None,
     ) -> Version:
-        """A value in a layout, by a transfer if it has another."""
+        """A value in a layout; by a transfer if it has another layout."""
         target = Version(node, layout)
         if target in self.versions[node]:
             return target
@@ -283,7 +286,7 @@ class _Run:
         self.made[target] = instead or target
         if change is Change.REDUCE:
             self.versions[node].append(self.made[target])
-        elif change.communicates:  # others still prefer what there was before
+        elif change.communicates:  # other users still prefer the versions that were there before
             self.versions[node].insert(0, target)
         return self.made[target]
 
@@ -297,7 +300,7 @@ class _Run:
         return min(candidates, key=lambda pair: ORDER.index(pair[1]))
 
     def _remade(self, before: Version, layout: Layout) -> Version | None:
-        """The value made in pieces at once, by a copy of its op, if the op can do so at no cost."""
+        """The value computed in pieces at once, by a copy of its op, if that costs nothing."""
         node = before.node
         answer = self.answers.get(node)
         if answer is None or layout.summands != before.layout.summands:
@@ -308,7 +311,10 @@ class _Run:
         return self._again(node, self.reads[node], layout, layout.cuts)
 
     def _reduced_before(self, before: Version, layout: Layout) -> Version | None:
-        """A cheap linear op of a sum that has been reduced, so that several need one reduction."""
+        """The value by a copy of its op that takes the reduced sum, if the op is cheap and linear.
+
+        Several such ops then need one reduction.
+        """
         node, read = before.node, self._sum(before)
         if read is None or before.layout.cuts != layout.cuts:
             return None
@@ -329,7 +335,7 @@ class _Run:
         return None
 
     def _is_there(self, version: Version) -> bool:
-        """True if a reduced value, or the one that it follows from, has been reduced already."""
+        """True if a reduced value is there, or follows from a sum that has been reduced."""
         node, layout = version.node, version.layout
         if version in self.made or version in self.versions[node]:
             return True
@@ -345,7 +351,7 @@ class _Run:
         layout: Layout,
         asked: tuple[Cut, ...] | None,
     ) -> Version | None:
-        """A copy of an op that takes other versions and gives its result as it is wanted."""
+        """The result of a copy of an op that takes other versions, if it has this layout."""
         case = self._case(node)
         operands = tuple(
             Operand(o.node, o.shape, o.dtype, version.layout)
@@ -383,7 +389,7 @@ class _Run:
     def _gradient_refusal(
         self, path: str, before: Version, after: Version, change: Change
     ) -> LayoutError:
-        """The error that a parameter is not cut as its gradient is, which a plan can do."""
+        """The error that a parameter is cut otherwise than its gradient; the plan can change it."""
         type_, cuts = text_of(after).partition(" ")[2], text_of_cuts(before.layout)
         return LayoutError(
             f"the backward makes the gradient of '{path}' as {text_of(before)}, but '{path}' is "
@@ -393,7 +399,7 @@ class _Run:
         )
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
-        """Put the ops of an expansion in the place of a node; gives the first of them."""
+        """Put the ops of an expansion in the place of a node; return the first of them."""
         inner = traced(case, expansion, node.meta["val"])
         nodes: dict[fx.Node, fx.Node] = {}
         sources = iter(case.operands)

@@ -1,8 +1,8 @@
 """Cut a joint graph that has layouts into forward, backward and its halves, each in parts.
 
-What belongs to which is decided as for a graph without layouts (`autodiff`): on the nodes of the
-logical graph. What goes from one to another are versions, that is values in one of their layouts;
-the backward takes what the forward has exchanged, and does not exchange it again.
+Which node belongs to which section is decided as for a graph without layouts (`autodiff`). Values
+go from section to section as versions, in one of their layouts. The backward takes what the forward
+has exchanged, and does not exchange it again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Section:
 
     Attributes:
         takes, gives: its inputs and outputs.
-        gradients: what it adds to `.grad` of the state.
+        gradients: the gradients that it adds to `.grad` of the state.
         partition: its parts, and the transfers between them.
-        state: as it is held, which parts read where it lives.
+        state: the tensors that parts read where they live, by their versions.
     """
 
     takes: tuple[Version, ...]
@@ -51,7 +51,7 @@ class Sections:
         backward: takes the saved values, then cotangents; gives cotangents of inputs.
         saved: the number of saved values.
         input, weight: the halves of the backward, as `SplitBackward` has them.
-        kept: indices of what the backward takes, and `weight` as well.
+        kept: indices of those inputs of the backward that `weight` takes as well.
     """
 
     forward: Section
@@ -63,7 +63,7 @@ class Sections:
 
 
 def relabelled(joint: Joint, propagation: Propagation) -> Joint:
-    """The joint graph in terms of the graph that has layouts."""
+    """The joint graph with nodes of the graph that has layouts."""
     of = propagation.copies
     forward: set[str] = set()
     behind = {of[n] for n in joint.graph.nodes if n in of and n.name not in joint.forward}
@@ -76,7 +76,7 @@ def relabelled(joint: Joint, propagation: Propagation) -> Joint:
     ends = iter(propagation.outputs)
 
     def end(node: fx.Node) -> fx.Node:
-        version = next(ends)  # of the node's copy, or of one that was made in another layout
+        version = next(ends)  # of the node's copy, or of a further copy in another layout
         return of[node] if version is None else version.node
 
     moved = _on_nodes(joint, propagation.graph, of, end)
@@ -89,7 +89,14 @@ def _on_nodes(
     of: Mapping[fx.Node, fx.Node],
     end: Callable[[fx.Node], fx.Node],
 ) -> Joint:
-    """The joint graph in terms of another one; `end` is called for each output, in order."""
+    """The joint graph with nodes of another graph.
+
+    Args:
+        joint: the joint graph.
+        graph: the other graph.
+        of: its nodes, by those of the joint graph.
+        end: gives the node of an output; it is called for each output, in order.
+    """
     return replace(
         joint,
         graph=graph,
@@ -109,12 +116,12 @@ class Cutter:
     Args:
         joint: the graph before it was laid out.
         propagation: its layouts.
-        ranks: those whose graphs are wanted.
+        ranks: the ranks whose graphs are made.
         stored: the layer of each parameter that is gathered for its use, by path.
 
     Attributes:
-        buckets: of the gradients of state, by path; a backward is cut where the last one of a
-            bucket is there.
+        buckets: the bucket of each gradient of state, by path; a backward is cut behind the last
+            gradient of a bucket.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class Cutter:
         self._outputs = _versions(next(ends) for _ in joint.outputs)
         self._refuse_products()
         self._input_grads = _versions(next(ends) for _ in joint.input_grads)
-        # Behind them are ops that write to state without saying so.
+        # Outputs behind these belong to ops that write to state in secret.
         state_grads = _versions(next(ends) for _ in joint.state_grads)
         gradients = zip(joint.state_grads, state_grads, strict=True)
         self._gradients = tuple((tensor, version) for (tensor, _), version in gradients)
@@ -142,12 +149,12 @@ class Cutter:
 
     @property
     def gradients(self) -> list[tuple[StateTensor, Version]]:
-        """What the backward adds to `.grad` of the state, in the order in which it is there."""
+        """The gradients of the state, in the order in which the backward computes them."""
         order = {node: index for index, node in enumerate(self._propagation.graph.nodes)}
         return sorted(self._gradients, key=lambda pair: order[pair[1].node])
 
     def _refuse_products(self) -> None:
-        """Refuse outputs of which several factors of a dimension are cut: no type says that."""
+        """Refuse outputs with a dimension that is a product of cut factors: no type has it."""
         for version in self._outputs:
             if any(isinstance(cut, Product) for cut in version.layout.cuts):
                 raise LayoutError(
@@ -158,18 +165,18 @@ class Cutter:
                 )
 
     def forward(self, saved: Sequence[Version] = ()) -> Section:
-        """The forward, with what is saved of it behind its outputs."""
+        """The forward, with the saved values behind its outputs."""
         takes = tuple(Version(node, self._propagation.layout(node)) for node in self.joint.inputs)
         return self._section(self._forward, takes, (*self._outputs, *saved), (), (), self._state)
 
     def sections(self, volatile: Collection[int], what: Recompute) -> Sections:
-        """All sections; arguments as those of `recomputed`."""
+        """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
         cut = Cut(joint, volatile, recomputed(joint, volatile, what))
         changing = {joint.state[index][0] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
         exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
-        # What was gathered of state is not kept for the backward, which gathers it again.
+        # Gathered state is not kept for the backward, which gathers it again.
         transferred = (
             [v for v in exchanged_versions if v.node not in state]
             if what is not Recompute.ALL
@@ -197,7 +204,7 @@ class Cutter:
         transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> Sections:
-        """The sections, with the halves of the backward where a part of it can be put off."""
+        """The sections, with the halves of the backward if a part of it can be put off."""
         takes = whole.backward.takes
         if not self._input_grads:
             kept_indices = tuple(range(len(takes)))
@@ -236,7 +243,7 @@ class Cutter:
         return tuple(Version(node, layout(node)) for node in self.joint.cotangents)
 
     def _with_views(self, cut: Cut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """Nodes of the backward, with the views of other values that it takes again."""
+        """Nodes of the backward, with the views of saved values that it takes again."""
         all_nodes = set(nodes)
         sources = [s for node in nodes for s in node.all_input_nodes]
         for node in (*sources, *cut.results()):
@@ -254,7 +261,7 @@ class Cutter:
         transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> tuple[Version, ...]:
-        """The versions that some nodes of the backward take of others."""
+        """The versions that some nodes of the backward take from elsewhere."""
         outputs = [*gives, *(version for _, version in gradients)]
         chosen = self._with_views(cut, nodes)
         return partition(
@@ -297,7 +304,7 @@ class Cutter:
 
 
 def _viewed(cut: Cut, node: fx.Node) -> fx.Node | None:
-    """The node that another is a view of; one that was written in place is a value by itself."""
+    """The base of a view; None for another node, or where the view was written in place."""
     return None if written_in_place(node) is not None else cut.base(node)
 
 
