@@ -120,7 +120,8 @@ def _is_own(node: fx.Node) -> bool:
     if target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        is_split = source.target is _ATEN.unsafe_split.Tensor  # each part is used as its own
+        # A caller of unsafe_split promises to treat its results as tensors of their own.
+        is_split = source.target is _ATEN.unsafe_split.Tensor
         return is_split and not any(_takes_view(user, node) for user in node.users)
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -25,7 +25,7 @@ _PIXELS = "has pixels, of which neighbours are needed"
 def _dims(case: Case, result: tuple[int, ...]) -> tuple[Dims, Dims, Dims, dict[str, int]]:
     """The dimensions of the image, the weight and the result, and the sizes of the factors.
 
-    A group `g` of channels has `i` of the image and `o` of the result.
+    There are `g` groups, each with `i` channels of the image and `o` channels of the result.
     """
     image, weight, groups = case["input"].shape, case["weight"].shape, case["groups"]
     sizes = {"n": image[0], "g": groups, "i": image[1] // groups, "o": result[1] // groups}
@@ -45,7 +45,7 @@ def _keep(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _convolution(case: Case) -> Answer | Expansion:
-    """A bias is added once: where channels of the image are cut, to the sum."""
+    """A bias is added once: if the image's channels are cut, it is added to the sum."""
     image, weight, result, sizes = _dims(case, case.shape())
     has_bias = operand(case, "bias") is not None
     operands = (image, weight, *([(("g", "o"),)] if has_bias else []))
@@ -65,7 +65,7 @@ def _with_bias(
 
 
 def _local(op: LocalOp) -> Any:
-    """Pieces of groups are fewer groups; an empty piece is not given to a kernel."""
+    """Run the op with the piece's number of groups; kernels take no empty piece."""
     weight, image = op.arguments["weight"].meta["val"].shape, shape_of(op.operands[0])
     if not math.prod(image) or not math.prod(weight):
         return zeros(op, op.arguments["input"])
@@ -91,7 +91,7 @@ def _convolution_backward(case: Case) -> Answer:
     bias = answer.results[2]
     if bias is None:
         return answer
-    # The gradient of a bias does not depend on the image, so cut channels leave no summands of it.
+    # The gradient of a bias does not depend on the image, whose cut channels leave no summands.
     channels = set(answer.wanted[1].cuts[1].axes)
     summands = tuple(axis for axis in bias.summands if axis not in channels)
     return replace(answer, results=(*answer.results[:2], Layout(bias.cuts, summands)))
@@ -106,7 +106,7 @@ def _local_backward(op: LocalOp) -> Any:
 
 
 def _empty_backward(op: LocalOp) -> Any:
-    """Without an image or a weight there is still the gradient of a bias."""
+    """The gradients if the image or the weight is empty: a bias still has one."""
     image, weight, bias = zeros(op, op.arguments["grad_output"])
     if bias is not None:
         grad = op.arguments["grad_output"]
@@ -126,7 +126,7 @@ def _local_pooling(op: LocalOp) -> Any:
 
 
 def _pooling(case: Case, pixels: int = 2) -> Answer:
-    """Rows and channels lie beside each other in all operands and results."""
+    """Rows and channels are the same in all operands and results; pixels have to be whole."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, shape: tuple[int, ...]) -> Dims:
@@ -143,7 +143,7 @@ def _pooling(case: Case, pixels: int = 2) -> Answer:
 
 
 def _blocks(case: Case) -> Answer:
-    """Blocks of pixels as columns: the rows of a batch are taken apart one by one."""
+    """Blocks of pixels become columns, or columns blocks, for each row of the batch by itself."""
     operand_shape, result_shape = case.operands[0].shape, case.shape()
     batch: Dims = (("n",),) if max(len(operand_shape), len(result_shape)) == 4 else ()
     sizes = {"n": operand_shape[0]}
@@ -167,7 +167,7 @@ def _unfold(case: Case) -> Answer:
 
 
 def _windows(shape: Shape, dim: int) -> Dims:
-    """The dimensions of windows along a dimension: their number there, and last their length."""
+    """The dimensions of windows: their number replaces dimension `dim`, their length is last."""
     dims = named(shape)
     return (*dims[:dim], ("n",), *dims[dim + 1 :], ("w",))
 

@@ -1,4 +1,4 @@
-"""Rules of ops that make a tensor from numbers: whole, or in pieces where that is asked for."""
+"""Rules of ops that make a tensor from numbers: copies, or pieces if a user asks for a cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ _ATEN = torch.ops.aten
 
 
 def made(case: Case, sizes: Mapping[str, int], local: Local | None = None) -> Answer:
-    """Any layout, if asked for; else copies. Operands, if any, only lend their type."""
+    """The answer of an op that makes a tensor: the cuts that are asked for, or else copies.
+
+    Args:
+        case: the op; its operands, if any, only give the element type.
+        sizes, local: as in `Answer`.
+    """
     rank = len(case.shape())
     result = whole(rank)
     if case.asked is not None:
@@ -27,7 +32,7 @@ def made(case: Case, sizes: Mapping[str, int], local: Local | None = None) -> An
 
 
 def counting(function: Callable[..., Any], cut: Cut) -> Expansion:
-    """An expansion that counts by `torch.arange`, each rank the entries of its piece alone."""
+    """An expansion that uses `torch.arange` with this cut, so each rank makes its piece alone."""
     return Expansion(function, {_ATEN.arange.default: (cut,)})
 
 
@@ -39,7 +44,12 @@ def whole_then_piece(op: LocalOp) -> Any:
 
 
 def zeros(op: LocalOp, like: fx.Node) -> Any:
-    """Zeros for all results of an op, where kernels do not take an empty piece."""
+    """Zeros for the rank's pieces of all results, for ops whose kernels take no empty piece.
+
+    Args:
+        op: the op.
+        like: a tensor on the device of the results.
+    """
     pieces = tuple(
         None
         if region is None
@@ -58,7 +68,7 @@ def _counted(case: Case) -> Answer:
 
 
 def _like(case: Case) -> Answer:
-    """Cut as the tensor that it is made like, whose values do not matter."""
+    """The result is cut as the operand, whose values do not matter."""
     (operand,) = case.operands
     return Answer((operand.layout,), (Layout(operand.cuts),))
 
@@ -68,7 +78,7 @@ def _filled_strided(case: Case) -> Answer:
 
 
 def _local_strided(op: LocalOp) -> Any:
-    """A piece needs no gaps between its rows."""
+    """A piece is contiguous: it needs no gaps between its rows."""
     (region,), (like,) = op.results, op.fakes
     assert region is not None
     return op.emit(

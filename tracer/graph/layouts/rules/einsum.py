@@ -1,6 +1,6 @@
-"""Rules in einsum's letters: products of matrices, and operators for which users declare them.
+"""Rules in einsum's letters: those of matrix products, and those that users declare.
 
-A contracted dimension of a product that is cut leaves summands.
+Where a contracted dimension of a product is cut, the result is left as summands.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUMS_WITH_PRODUCTS = {
 }
 
 _DECLARED: dict[torch._ops.OpOverload, tuple[str, str]] = {}
-"""Letters of each op, and those that may be cut; one for a process, as torch's operators are."""
+"""Letters of each op, and those that may be cut. One for a process, like torch's operators."""
 
 
 def _product(text: str, case: Case) -> Answer:
@@ -46,7 +46,7 @@ def _product(text: str, case: Case) -> Answer:
 def _sum_with_product(
     text: str, product: Any, names: tuple[str, str], case: Case
 ) -> Answer | Expansion:
-    """A bias is added once: where the product gives summands, to their sum."""
+    """A bias is added once: if the product gives summands, the bias is added to their sum."""
     left, right = (case[name] for name in names)
     if _gives_summands(left, right, text):
         return Expansion(partial(_apart, product, names))
@@ -63,7 +63,7 @@ def _sum_with_product(
 
 
 def _gives_summands(left: Operand, right: Operand, text: str) -> bool:
-    """True if a contracted dimension is cut, or a factor is a summand."""
+    """True if a product gives summands: a contracted dimension is cut, or a matrix is a sum."""
     if left.layout.summands or right.layout.summands:
         return True
     (first, second), (result,) = letters(text)
@@ -92,15 +92,15 @@ RULES: Mapping[object, Rule] = {
 
 
 def layout_rule(op: torch._ops.OpOverload, dimensions: str, *, cut: str) -> None:
-    """Declare what an operator of one's own does with tensors of which ranks hold pieces.
+    """Declare how an operator of your own works on pieces of tensors.
 
     Each dimension of the operator's tensors, and of its results, gets a letter, as in einsum;
     dimensions of one letter are cut alike. Where a letter is cut, each rank calls the operator with
-    its pieces, and that must give its pieces of the results. Nothing is summed: a letter that may
-    be cut stands in each result. Without a rule, an operator takes whole tensors only.
+    its pieces, and the call must give the rank's pieces of the results. Nothing is summed: a letter
+    that may be cut stands in each result. Without a rule, an operator takes whole tensors only.
 
-    A kernel of attention over heads `h`, of `query [batch, heads, queries, width]` and keys and
-    values `[batch, heads, keys, width]`, which may be cut by batch and by heads:
+    For example, an attention kernel takes a query `[batch, heads, queries, width]`, and keys and
+    values `[batch, heads, keys, width]`. It may be cut by batch and by heads:
 
         cg.layout_rule(torch.ops.mine.attend.default, "bhqw,bhkw,bhkw->bhqw", cut="bh")
 
@@ -108,15 +108,15 @@ def layout_rule(op: torch._ops.OpOverload, dimensions: str, *, cut: str) -> None
 
     Args:
         op: an overload of an operator, such as `torch.ops.mine.attend.default`.
-        dimensions: a word for each tensor that it takes, in the order of its arguments, `->`, and a
-            word for each tensor that it returns. Words have commas between them; that of a tensor
+        dimensions: a word for each tensor that it takes, in the order of its arguments; then `->`;
+            then a word for each tensor that it returns. Commas separate words. The word of a tensor
             without dimensions is empty.
         cut: the letters that may be cut. All others must be whole.
 
     Raises:
         TypeError: `op` is no overload of an operator.
-        ValueError: the text is no such list of words, a letter of `cut` is not in each result, or
-            the operator has another rule.
+        ValueError: `dimensions` is no such text, a result lacks a letter of `cut`, or the operator
+            has another rule already.
     """
     if not isinstance(op, torch._ops.OpOverload):
         raise TypeError(
@@ -133,7 +133,7 @@ def layout_rule(op: torch._ops.OpOverload, dimensions: str, *, cut: str) -> None
 
 
 def declared_rule(op: torch._ops.OpOverload) -> Rule | None:
-    """The rule that was declared for an op, if one was."""
+    """The rule that a user has declared for an op, or None."""
     declared = _DECLARED.get(op)
     return None if declared is None else partial(_rule, *declared)
 
@@ -170,7 +170,7 @@ def _rule(dimensions: str, cut: str, case: Case) -> Answer:
 
 
 def _local(op: LocalOp) -> Any:
-    """The op; of empty pieces, empty tensors, for kernels need not take them."""
+    """Run the op. If results are empty, give empty tensors: kernels may refuse empty pieces."""
     if all(region is not None and not volume(region) for region in op.results):
         like = next(value for value in op.arguments.values() if isinstance(value, fx.Node))
         return zeros(op, like)
@@ -181,7 +181,7 @@ def _match(case: Case, operand_dims: tuple[Dims, ...], result_dims: tuple[Dims, 
     """Check that an op's tensors have the dimensions that its rule names.
 
     Raises:
-        LayoutError: they have others.
+        LayoutError: they have other dimensions, or one letter stands for two sizes.
     """
     taken = [operand.shape for operand in case.operands]
     if not _fits(operand_dims, taken) or not _fits(result_dims, case.shapes):

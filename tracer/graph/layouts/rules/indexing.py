@@ -32,16 +32,16 @@ def _local_checked(op: LocalOp) -> Any:
 
 
 def _first(region: Region) -> list[int]:
-    """The place of a piece's first entry; empty if its entries lie apart."""
+    """The indices of a piece's first entry; empty if its entries lie apart."""
     if any(len(intervals) > 1 for intervals in region):
         return []
     return [intervals[0][0] if intervals else 0 for intervals in region]
 
 
 def _embedding(case: Case) -> Answer:
-    """Of a cut vocabulary, a rank has the rows that are its own, and zeros for the others.
+    """If the vocabulary is cut, a rank looks up its own rows, and takes zeros for the others.
 
-    So nobody has a row for an id beyond the vocabulary, which each rank looks for itself.
+    So an id beyond the vocabulary would get zeros on all ranks. Each rank checks ids itself.
     """
     inner = named(case["indices"].shape, "i")
     sizes = {"v": case["weight"].shape[0], "d": case["weight"].shape[1]}
@@ -75,7 +75,7 @@ def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
 
 
 def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any]:
-    """Indices into a rank's rows, 0 where they are of another's, and which are its own."""
+    """Indices into a rank's rows, with 0 for those of other ranks; and a mask of its own."""
     own = op.emit(_ATEN.sub.Tensor, indices, first)
     above = op.emit(_ATEN.ge.Scalar, own, 0)
     below = op.emit(_ATEN.lt.Scalar, own, count)
@@ -84,7 +84,7 @@ def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any
 
 
 def _embedding_backward(case: Case) -> Answer:
-    """Rows of the gradient; each rank makes those that are asked of it."""
+    """The gradient of the table: each rank computes the rows that are asked of it."""
     inner = named(case["indices"].shape, "i")
     sizes = {"v": case.shape()[0], "d": case.shape()[1]}
     sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
@@ -92,7 +92,7 @@ def _embedding_backward(case: Case) -> Answer:
     if case["scale_grad_by_freq"]:
         keep = {f"i{n}": "is counted" for n in range(len(inner))}
     operands = ((*inner, ("d",)), inner)
-    # Linear in the gradient, but rows of tokens are fewer to add up than those of a vocabulary.
+    # Not declared linear: summands have fewer rows before the op, of tokens, than behind it.
     factors = Factors(operands, ((("v",), ("d",)),), sizes, (), keep)
     return solve(case, factors, local=_local_embedding_backward, free={0: "v"})
 
@@ -125,11 +125,12 @@ class _Indexed:
     """The dimensions of an op that indexes some dimensions of a tensor.
 
     Attributes:
-        source: the tensor's.
-        result: those of what is taken.
-        indices: of each index that is given.
-        counts: indices that count all of a dimension: in a piece they count its entries.
-        sizes, keep: of the factors.
+        source: the dimensions of the tensor.
+        result: the dimensions of the indexed entries.
+        indices: the dimensions of each index tensor.
+        counts: index tensors, by number, that are `arange` of a dimension. On a rank, they become
+            `arange` of the piece.
+        sizes, keep: as in `Factors`.
     """
 
     source: Dims
@@ -179,7 +180,13 @@ def _aligned(shape: Shape, common: Shape) -> Dims:
 
 
 def _counts(index: Operand, size: int, rank: int) -> int | None:
-    """The dimension of `rank` along which an index is `arange(size)`, if it is that."""
+    """The dimension of the broadcast index along which it is `arange(size)`; None if it is not.
+
+    Args:
+        index: the index tensor.
+        size: the size of the dimension that it indexes.
+        rank: the number of dimensions of all indices, broadcast.
+    """
     if size < 2 or math.prod(index.shape) != size:
         return None
     node = index.node
@@ -241,7 +248,7 @@ def _index_put(case: Case) -> Answer:
 
 
 def _local_indices(indexed: _Indexed, op: LocalOp) -> Any:
-    """Indices that count a dimension count the piece's entries."""
+    """Run the op; indices that are `arange` of a dimension become `arange` of its piece."""
     indices = list(op.arguments["indices"])
     source = shape_of(op.operands[0])
     places = [k for k, index in enumerate(indices) if index is not None]
@@ -256,7 +263,7 @@ def _local_indices(indexed: _Indexed, op: LocalOp) -> Any:
 
 
 def _gather(case: Case) -> Answer | Expansion:
-    """Along a cut dimension: comparisons with all indices, which pieces add up to."""
+    """Along a cut dimension: compare with all indices, and sum, which leaves summands."""
     source, index = case["self"].shape, case["index"].shape
     dim = dim_of(case["dim"], len(source))
     others_agree = source[:dim] + source[dim + 1 :] == index[:dim] + index[dim + 1 :]
@@ -276,7 +283,10 @@ def _gathered(along: int, *, self: torch.Tensor, index: torch.Tensor, **_: Any) 
 
 
 def _beside(source: Shape, index: Shape, dim: int) -> tuple[Dims, dict[str, int], dict[str, str]]:
-    """The dimensions of an index into one dimension, which otherwise lies beside the tensor."""
+    """The dimensions of an index tensor for one dimension, with sizes and `keep` of all factors.
+
+    In other dimensions, the index is cut as the tensor if both have the same size.
+    """
     sizes = {f"d{n}": size for n, size in enumerate(source)}
     sizes |= {f"x{n}": size for n, size in enumerate(index)}
     keep = {f"d{dim}": "is indexed by a tensor"}
@@ -305,7 +315,7 @@ def _scatter(case: Case) -> Answer:
 
 
 def _own(values: Operand, sizes: dict[str, int], keep: dict[str, str]) -> Dims:
-    """Dimensions of a tensor of which the op takes a corner."""
+    """Dimensions of a tensor that is larger than the index: the op takes a corner of it."""
     for n, size in enumerate(values.shape):
         sizes[f"v{n}"], keep[f"v{n}"] = size, "is longer than the index"
     return named(values.shape, "v")
@@ -335,7 +345,7 @@ def _index_add(case: Case) -> Answer:
 
 
 def _index_fill(case: Case) -> Answer:
-    """Of a tensor's entries along a dimension, some are replaced: by a number, or by rows."""
+    """Some entries along a dimension are replaced, by a number or by rows of a tensor."""
     source = case["self"].shape
     dim = dim_of(case["dim"], len(source))
     dims = named(source)
@@ -352,7 +362,7 @@ def _index_fill(case: Case) -> Answer:
 
 
 def _bucketize(case: Case) -> Answer:
-    """The place of each entry among boundaries, which are whole."""
+    """The index of each entry among boundaries, which have to be whole."""
     dims = named(case.shape())
     sizes = {f"d{n}": size for n, size in enumerate(case.shape())}
     sizes["b"] = case["boundaries"].shape[0]

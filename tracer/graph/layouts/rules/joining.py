@@ -16,7 +16,7 @@ _ATEN = torch.ops.aten
 
 
 def _cat(case: Case) -> Answer:
-    """Tensors of equal lengths may be cut along the dimension: the result is packed."""
+    """Tensors of equal lengths may be cut along the dimension: the result is cut in blocks."""
     rank = len(case.shape())
     if any(len(operand.shape) != rank for operand in case.operands):
         raise case.error(
@@ -66,7 +66,7 @@ def _dim(case: Case) -> int:
 
 
 def _parts(case: Case, lengths: Sequence[int]) -> Answer:
-    """Parts of equal length may be cut, if each is a block, or several, of a packed dimension."""
+    """Parts of equal length may be cut, if each has one or more blocks of the dimension's cut."""
     dim, dims = _dim(case), named(case.operands[0].shape)
     sizes = {f"d{i}": size for i, size in enumerate(case.operands[0].shape)}
     if len(set(lengths)) > 1:
@@ -98,7 +98,7 @@ def _unbind(case: Case) -> Answer:
 
 
 def _gated(case: Case) -> Answer:
-    """Halves of a dimension, of which one gates the other: it may be cut as two blocks."""
+    """One half of the dimension gates the other: it may be cut as two blocks."""
     return _halves(case, (True,), False)
 
 
@@ -107,7 +107,13 @@ def _gated_backward(case: Case) -> Answer:
 
 
 def _halves(case: Case, both: Sequence[bool], result: bool) -> Answer:
-    """Operands and a result that have two halves, or are of one."""
+    """Lay out an op on halves of a dimension.
+
+    Args:
+        case: the op.
+        both: for each operand, whether it has both halves, or the size of one.
+        result: whether the result has both halves.
+    """
     shape = case.operands[-1].shape
     dim = dim_of(case["dim"], len(shape))
     dims = named(shape)

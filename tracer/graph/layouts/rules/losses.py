@@ -1,7 +1,7 @@
-"""Rules of losses: of batches that may be cut, and over classes that may be cut.
+"""Rules of losses: batches and classes may be cut.
 
-A loss of a cut batch is a sum over ranks; a mean divides it by the count of the whole. Where
-classes are cut, the entry of the target is found by comparisons, which ranks add up.
+The loss of a cut batch is a sum over ranks; a mean divides the sum by the count of the whole batch.
+If classes are cut, each rank compares its classes with the target and sums the matching entries.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _entries(case: Case) -> Answer | Expansion:
 
 
 def _is_rounded(operand: Operand) -> bool:
-    """True if sums of tensors of the type are added up in a wider one."""
+    """True if a sum of the tensor is computed in a wider type, and then rounded."""
     return accumulation_type(operand.dtype) is not operand.dtype
 
 
@@ -83,7 +83,7 @@ def _wide(value: Any) -> Any:
 
 
 def _nll_loss(case: Case) -> Answer | Expansion:
-    """Loss and weight of targets: over a cut batch both are summands, and a mean divides after."""
+    """Loss and total weight: over a cut batch both are summands, and a mean divides their sums."""
     log_probs: Operand = case["self"]
     classes = len(log_probs.shape) - 1
     cut_batch = (classes == 1 and case.has_cut(log_probs, 0)) or any(case["target"].cuts)
@@ -103,7 +103,7 @@ def _nll_loss(case: Case) -> Answer | Expansion:
 def _unreduced(
     case: Case, operands: tuple[Dims, ...], batch: Dims, sizes: Mapping[str, int]
 ) -> Answer:
-    """A loss for each row; the total weight is not computed, so the same on all ranks."""
+    """A loss for each row. The total weight is not computed, so it is the same on all ranks."""
     keep = {"c": "has the entry of the target"}
     answer = solve(case, Factors(operands, (batch, None), sizes, (), keep))
     return replace(answer, results=(answer.results[0], whole(0)))
@@ -134,7 +134,7 @@ def _summed(
 
 
 def _weights(weight: Any, *, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """What each target counts: 1 or the weight of its class; 0 where it is ignored."""
+    """The weight of each target: 1 or the weight of its class; 0 if the target is ignored."""
     counted = target != ignore_index
     if weight is None:
         return counted
@@ -150,8 +150,8 @@ def _nll_loss_of(
     reduction: int,
     ignore_index: int,
 ) -> Any:
-    """The loss by comparisons of classes with targets, which pieces of the classes add up to."""
-    # A target that no class has would have no loss.
+    """The loss by comparisons of classes with targets: sums over pieces of the classes."""
+    # Without a check, a target out of range would match no class, and have the loss 0.
     target = CHECKED_IDS(target, self.shape[-1], ignore_index, "nll_loss")
     chosen = _chosen(self, target, ignore_index)
     class_weights = self.new_ones(self.shape[-1:]) if not weighted else weight
@@ -205,7 +205,7 @@ def _nll_loss_backward_of(
 
 
 def _nll_loss_2d(case: Case) -> Answer | Expansion:
-    """As of rows, with classes in the second dimension."""
+    """As `_nll_loss`, with classes in the second dimension."""
     log_probs: Operand = case["self"]
     weight = operand(case, "weight")
     if case.has_cut(log_probs, 1) or case.has_cut(weight, 0):
@@ -221,7 +221,7 @@ def _nll_loss_2d(case: Case) -> Answer | Expansion:
 
 
 def _pixels(log_probs: Operand) -> tuple[Dims, Dims, dict[str, int]]:
-    """Dimensions of targets, and of the images of classes; their sizes."""
+    """The dimensions of the targets, and of the images of classes; the sizes of the factors."""
     batch: Dims = (("n",), ("h",), ("w",))
     image: Dims = (("n",), ("c",), ("h",), ("w",))
     return batch, image, dict(zip("nchw", log_probs.shape, strict=True))

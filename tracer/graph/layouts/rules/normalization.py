@@ -1,6 +1,6 @@
-"""Rules of normalizations: what is normalized is whole; gradients of scales are sums over rows.
+"""Rules of normalizations. Normalized dimensions are whole; gradients of scales are sums over rows.
 
-A batch norm is one over the whole batch, of which ranks add up what their rows have.
+A batch norm takes statistics of the whole batch: ranks add up the sums over their rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ _ATEN = torch.ops.aten
 def _dims(
     value: Operand, normalized: int
 ) -> tuple[Dims, Dims, Dims, dict[str, int], dict[str, str]]:
-    """Dimensions of the tensor, of its statistics and of scales; sizes; what is whole."""
+    """The dimensions of the tensor, of its statistics and of scales; `sizes` and `keep`.
+
+    Args:
+        value: the tensor.
+        normalized: the number of its last dimensions that are normalized.
+    """
     rank = len(value.shape)
     dims: Dims = tuple((f"d{i}",) for i in range(rank))
     batch, inner = dims[: rank - normalized], dims[rank - normalized :]
@@ -67,7 +72,7 @@ def _asked(mask: Sequence[bool], results: Sequence[Dims]) -> tuple[Dims | None, 
 
 
 def _group_norm(case: Case) -> Answer:
-    """Rows may be cut, and groups of channels; a piece has fewer."""
+    """Rows may be cut, and so may groups of channels: a piece has fewer groups."""
     dims, sizes, keep = _image(case["input"], case["group"])
     scales = [(dims[1],) for name in ("weight", "bias") if operand(case, name) is not None]
     statistics = (dims[0], ("g",))
@@ -101,7 +106,7 @@ def _local_groups(op: LocalOp) -> Any:
 
 
 def _batch_norm(case: Case) -> Answer | Expansion:
-    """By statistics of the whole batch, which are sums over ranks where a batch is cut."""
+    """In training, statistics are of the whole batch: sums over ranks if the batch is cut."""
     if not case["training"]:
         dims, sizes = _channels(case["input"])
         names = ("weight", "bias", "running_mean", "running_var")
@@ -117,7 +122,11 @@ def _batch_norm(case: Case) -> Answer | Expansion:
 
 
 def _check_statistics(case: Case) -> None:
-    """Running statistics are written where they are, so they are cut as the channels are."""
+    """Check that running statistics are cut as the channels are, since they are written in place.
+
+    Raises:
+        LayoutError: they are cut otherwise.
+    """
     channels = case["input"].cuts[1]
     for name in ("running_mean", "running_var"):
         running = operand(case, name)
@@ -162,7 +171,7 @@ def _batch_norm_of(
 
 
 def _aside(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Values of channels, for an image."""
+    """Values of channels in a shape that broadcasts with an image."""
     return channels.view(-1, *(1 for _ in like.shape[2:]))
 
 

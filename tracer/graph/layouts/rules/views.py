@@ -20,7 +20,7 @@ _SIZE = {"size": 0}
 
 
 def named(shape: Shape, prefix: str = "d") -> Dims:
-    """A factor for each dimension."""
+    """Dimensions with a factor for each: `d0`, `d1` and so on."""
     return tuple((f"{prefix}{i}",) for i in range(len(shape)))
 
 
@@ -33,7 +33,15 @@ def moved(
     local: Any = None,
     more: Mapping[str, int] | None = None,
 ) -> Answer:
-    """Lay out an op of one operand that moves entries; `more` has factors of products."""
+    """Lay out an op of one operand that only moves entries.
+
+    Args:
+        case: the op.
+        operand, result: the dimensions of the operand and of the result.
+        keep: factors that must be whole, with the reason.
+        sizes, local: as in `Answer`.
+        more: the sizes of factors that are no dimension by themselves.
+    """
     factor_sizes = dict(more or {})
     for dims, shape in ((operand, case.operands[0].shape), (result, case.shape())):
         for dim, size in zip(dims, shape, strict=True):
@@ -44,7 +52,7 @@ def moved(
 
 
 def view(case: Case) -> Answer:
-    """A reshape: the factors are the finest that both shapes consist of."""
+    """A reshape: both shapes are products of common factors."""
     operand_shape, result_shape = case.operands[0].shape, case.shape()
     operand, result, sizes, keep = common_factors(operand_shape, result_shape)
     factors = Factors((operand,), (result,), sizes, each(0), keep, moves=True)
@@ -55,7 +63,8 @@ def common_factors(given: Shape, made: Shape) -> tuple[Dims, Dims, dict[str, int
     """The dimensions of two shapes of one size as products of common factors.
 
     Returns:
-        The dimensions of both, the sizes of the factors, and those that cannot be cut, with why.
+        The dimensions of both shapes, the sizes of the factors, and the factors that cannot be cut,
+        with the reason.
     """
     sizes: dict[str, int] = {}
     keep: dict[str, str] = {}
@@ -155,7 +164,7 @@ def _squeeze(case: Case) -> Answer:
     keep = {dims[i][0]: "is squeezed out" for i in gone}
     left = tuple(d for i, d in enumerate(dims) if i not in gone)
 
-    def local(op: LocalOp) -> Any:  # a piece may have one index where the whole has several
+    def local(op: LocalOp) -> Any:  # a piece may have size 1 where the whole tensor has more
         return op.emit(_ATEN.squeeze.dims, op.arguments["self"], gone)
 
     return moved(case, dims, left, keep, local=local)
@@ -197,7 +206,7 @@ def _select_backward(case: Case) -> Answer:
 
 
 def _slice(case: Case) -> Answer:
-    """A slice: along a whole dimension; of all of one; or of whole blocks of a packed one."""
+    """A slice of a whole dimension, of all entries, or of whole blocks of a dimension's cut."""
     (operand,) = case.operands
     dims = named(operand.shape)
     dim = dim_of(case["dim"], len(dims))
@@ -233,7 +242,7 @@ def _packed_slice(case: Case, dim: int, block: int, start: int) -> Answer:
 
 
 def _slice_backward(case: Case) -> Answer:
-    """Zeros around a slice: along a whole dimension, or as one block of a packed one."""
+    """Zeros around a slice: it fills the dimension, or is made of whole blocks, or stays whole."""
     operand, result_shape = case.operands[0], case.shape()
     dim = dim_of(case["dim"], len(result_shape))
     size, total = operand.shape[dim], result_shape[dim]
@@ -287,7 +296,7 @@ def _flip(case: Case) -> Answer:
 def _roll(case: Case) -> Answer:
     dims = named(case.operands[0].shape)
     gone = dims_of(case["dims"], len(dims))
-    if not case["dims"]:  # of the flat index
+    if not case["dims"]:  # it rolls the flat tensor
         gone = tuple(range(len(dims)))
     return moved(case, dims, dims, {dims[i][0]: "has its indices moved" for i in gone})
 
@@ -307,7 +316,7 @@ def _pad(case: Case) -> Answer:
 
 
 def _triangle(case: Case) -> Answer:
-    """The entries above or below a diagonal, which is another one in a piece."""
+    """The entries above or below a diagonal, which has another offset in each piece."""
     dims = named(case.operands[0].shape)
     rows, columns = case.operands[0].cuts[-2:]
     packed = {
@@ -337,14 +346,17 @@ def _diagonal_backward(case: Case) -> Answer:
 
 
 def _diagonals(case: Case, shape: Shape) -> tuple[Dims, Dims, tuple[int, int]]:
-    """The dimensions of a tensor and of its diagonals, which are the last one; those of these."""
+    """The dimensions of a tensor and of its diagonals; and the two that a diagonal runs through.
+
+    The entries of a diagonal are the last dimension.
+    """
     gone = dim_of(case["dim1"], len(shape)), dim_of(case["dim2"], len(shape))
     dims = named(shape)
     return dims, (*(d for i, d in enumerate(dims) if i not in gone), ("n",)), gone
 
 
 def _strided(case: Case) -> Answer | Expansion:
-    """Strides of a tensor without gaps, in another order: a reshape and a permutation."""
+    """A permutation of a contiguous tensor, written as strides: a reshape and a permute."""
     (operand,) = case.operands
     fake = operand.node.meta["val"]
     size, stride = list(case["size"]), list(case["stride"])
@@ -406,4 +418,4 @@ SELECTING: frozenset[object] = frozenset(
         _ATEN.diagonal_backward.default,
     }
 )
-"""Those that leave entries out, or add some."""
+"""The views that leave entries out, or add some."""
