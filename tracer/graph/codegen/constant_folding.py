@@ -1,4 +1,4 @@
-"""Small tensors that a graph makes of nothing but numbers: made once, and not in each execution."""
+"""Fold constants: compute small tensors that depend on no input once, not in each execution."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ...values.operators import (
 from ..autodiff.subgraphs import memory_of, results
 
 SMALL = 1 << 16
-"""Bytes of a constant at most; larger ones would cost memory for as long as the step exists."""
+"""The most bytes of a constant; larger ones would cost memory as long as the step exists."""
 
 
 def fold_constants(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
     """Compute the nodes of a graph that depend on no input and no state.
 
-    Left out is what has another value each time or none (random numbers, `empty`), what is large,
-    what is not on the host, and what shares memory with what the graph writes to or gives.
+    Not computed are random numbers, `empty` tensors, large tensors, tensors that are not on the
+    host, and tensors that share memory with a value that the graph gives or writes to.
 
     Returns:
-        Their values.
+        The values of the nodes.
     """
     excluded = set(_memory_kept(graph))
     constants: dict[fx.Node, torch.Tensor] = {}
-    # As in an execution: without the modes under which graphs are made.
+    # As in an execution: without the modes under which graphs are traced.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -65,7 +65,7 @@ def _is_constant(node: fx.Node, constants: dict[fx.Node, torch.Tensor]) -> bool:
 
 
 def _memory_kept(graph: fx.Graph) -> Iterator[int | None]:
-    """The memory of what is given, is written to, or goes where nobody sees what becomes of it."""
+    """The memory of results, of values that are written to, and of operands of unknown effect."""
     for node in graph.nodes:
         nodes: Iterable[Any] = ()
         if node.op == "output":
