@@ -76,7 +76,7 @@ class Cut:
         return [*joint.input_grads, *(n for _, n in joint.state_grads)]
 
     def _needed(self) -> list[fx.Node]:
-        """The nodes that the results need, and those with an effect, less those of the forward."""
+        """The nodes that the backward runs: the results need them, or they have an effect."""
         outer_names = self._forward | {node.name for node in self._joint.cotangents}
         live = set(self.results())
         body = []

@@ -34,8 +34,8 @@ class Recompute(Enum):
 
     NOTHING = "nothing"
     CHEAP = "cheap"
-    """Operators that fused kernels compute on the way, if fewer bytes are kept then. Never one that
-    draws random numbers, writes in place, communicates or multiplies matrices."""
+    """Operators that fused kernels compute on the way, if fewer bytes are kept then. Operators that
+    draw random numbers, write in place, communicate or multiply matrices are not among them."""
     ALL = "all"
     """All operators: only inputs are kept."""
 
@@ -148,7 +148,7 @@ def _by_torch(joint: Joint, free: list[int], fixed: set[fx.Node]) -> set[fx.Node
 
 
 def _as_torch_has_it(joint: Joint, fixed: set[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of the joint graph in AOTAutograd's form, and its nodes by those of the joint graph.
+    """A copy of the joint graph in AOTAutograd's form, and the copy of each node.
 
     Placeholders are primals, then tangents. Equal views become one node, since the partitioner
     would count the bytes of each.

@@ -1,4 +1,4 @@
-"""Cut a backward in two: one half that an earlier stage waits for, and one that may be put off.
+"""Cut a backward in two: an earlier stage waits for one half; the other may be put off.
 
 The first half computes the cotangents of inputs. The second computes the gradients of parameters,
 and takes the values that both need from the first; nothing is computed twice. A convolution's
@@ -126,7 +126,7 @@ def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
 
 
 def _ancestors(roots: Iterable[fx.Node], body: set[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of `body` that `roots` need, without those of `stop`, but with masked operators."""
+    """The nodes of `body` that `roots` need, except those of `stop` that are not masked."""
     ancestors: set[fx.Node] = set()
     pending = [n for n in roots if n in body and n not in stop]
     while pending:

@@ -211,7 +211,7 @@ class Builder:
         return self._note(at, self.graph.call_function(target, args, kwargs))
 
     def _note(self, at: fx.Node, new: fx.Node) -> fx.Node:
-        """The new node; its line is noted as that of `at`."""
+        """Note the line of `at` as the line of a new node, and return the new node."""
         location = self._by_name.get(at.name)
         if location is not None:
             self.locations[new] = location

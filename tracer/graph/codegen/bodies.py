@@ -15,7 +15,7 @@ from ....ir.location import Location
 from ...values.interface import Bodies, Body, RankBodies
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""Computes a graph: takes a list of tensors, one for each placeholder; gives those of its output.
+"""Computes a graph: takes a list with a tensor for each placeholder; gives the output's tensors.
 
 It may empty the list, so that it can free tensors before it returns.
 """

@@ -29,7 +29,7 @@ _OF_STRIDES = frozenset(
 
 
 def compared(piece: Piece) -> dict[fx.Node, tuple[int, ...]]:
-    """The results of operators whose strides a piece depends on, with those of the trace."""
+    """The results whose strides a piece depends on, with their strides in the trace."""
     graph = piece.graph
     needed = {n for n in results(graph)[: piece.returned + len(piece.rebinds)] if n is not None}
     for node in reversed(graph.nodes):

@@ -78,7 +78,7 @@ def replace_by(node: fx.Node, made: Any) -> dict[fx.Node, fx.Node]:
 
     Args:
         node: the node; if it gives a tuple, its users are getitems, which are erased.
-        made: what stands for it.
+        made: the node, or tuple of nodes, that replaces it.
 
     Returns:
         The replacement of each node that is no longer used.

@@ -37,7 +37,7 @@ class Factors:
         sizes: the size of each factor.
         linear: the operands whose summands give summands of the result.
         keep: factors that must be whole, with the reason.
-        reduce: what combines the summands of a contracted factor; None if it must be whole.
+        reduce: the reduction of a contracted factor's summands; None if the factor must be whole.
         moves: whether the op only moves entries, so that summands of any kind go through.
         passive: operands that the op takes in any layout, and that cut no factor.
     """

@@ -133,7 +133,7 @@ def _is_own(node: fx.Node) -> bool:
 
 
 def _takes_view(user: fx.Node, node: fx.Node) -> bool:
-    """True if a user's result shares memory with what it takes, other than by writing to it."""
+    """True if a user gives a view of the node; an op that writes to it in place does not count."""
     target = user.target
     if not isinstance(target, torch._ops.OpOverload):
         return user.op != "output"

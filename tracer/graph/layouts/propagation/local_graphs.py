@@ -1,7 +1,7 @@
 """The graph that one rank runs for a part: the part's ops on the rank's pieces.
 
 Sizes in arguments become the sizes of the pieces. Fakes of the pieces are computed as well, so an
-op whose pieces are not what its layouts say fails here, and not when it runs.
+op whose pieces contradict its layouts fails here, and not when it runs.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class _Cutter:
                 latest[version.node] = min(latest.get(version.node, bound), bound)
 
     def _live(self) -> list[fx.Node]:
-        """The ops that an output needs, or that have an effect, with what they need."""
+        """The ops that an output needs or that have an effect, and the ops that these need."""
         live = {version.node for version in self.outputs if version is not None}
         ops = [node for node in self.nodes if _is_op(node, self.propagation)]
         for node in reversed(ops):
@@ -406,7 +406,7 @@ def _is_plain_view(node: fx.Node) -> bool:
 
 
 def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """The last node of each bucket, without that of the bucket that is complete last."""
+    """The last node of each bucket, but for the bucket that is complete last."""
     last = {buckets[node]: node for node in ops if node in buckets}
     ends = [node for node in ops if node in last.values()]
     return set(ends[:-1])

@@ -1,4 +1,4 @@
-"""Rules in einsum's letters: those of matrix products, and those that users declare.
+"""Rules in einsum's letters, for matrix products and for operators of users.
 
 Where a contracted dimension of a product is cut, the result is left as summands.
 """

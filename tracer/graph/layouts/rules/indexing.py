@@ -75,7 +75,7 @@ def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
 
 
 def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any]:
-    """Indices into a rank's rows, with 0 for those of other ranks; and a mask of its own."""
+    """Indices into a rank's rows, with 0 for rows of other ranks; and a mask of its own rows."""
     own = op.emit(_ATEN.sub.Tensor, indices, first)
     above = op.emit(_ATEN.ge.Scalar, own, 0)
     below = op.emit(_ATEN.lt.Scalar, own, count)

@@ -32,7 +32,7 @@ def reduced(
     Args:
         case: the op.
         dims: the dimensions that are reduced.
-        reduce: what combines the results of pieces; None if the dimensions must be whole.
+        reduce: the reduction of the pieces' results; None if the dimensions must be whole.
         linear: `each(0)` if the op is linear.
         why: for messages, why the dimensions must be whole.
     """
@@ -92,7 +92,7 @@ def _product_of(*, self: torch.Tensor, dtype: Any, **along: Any) -> torch.Tensor
 
 
 def _local_extreme(reduce: ReduceOp, op: LocalOp) -> Any:
-    """The extreme of a piece. That of an empty piece is the neutral element of the reduction."""
+    """The extreme of a piece; of an empty piece, the neutral element of the reduction."""
     region = op.results[0]
     assert region is not None
     if volume(op.operands[0]) or not volume(region):

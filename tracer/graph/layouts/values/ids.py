@@ -26,7 +26,7 @@ class Lookup:
 
     Attributes:
         op: the op in words.
-        size: the size of the dimension; ids are from 0, and below it.
+        size: the size of the dimension; ids are at least 0, and below it.
         shape: the shape of the rank's piece of the ids.
         first: the indices of the piece's first entry among all ids; empty if its entries lie apart.
     """
@@ -77,7 +77,7 @@ _notes: dict[str, _Notes] = {}
 def _checked(
     ids: Tensor, size: int, ignored: int | None, op: str, first: Sequence[int] | None = None
 ) -> Tensor:
-    """A copy of ids, each of which has to be from 0 and below `size`, or `ignored`.
+    """A copy of ids, after a check that each is at least 0 and below `size`, or is `ignored`.
 
     Raises:
         IndexError: an id is out of range, and in memory of the host.
