@@ -1,4 +1,4 @@
 """Cut joint graphs into forward and backward, and backwards into halves.
 
-In: a joint graph. Out: graphs of the parts, with the values saved between them.
+In: a joint graph. Out: the graphs of its pieces, with the values that are saved between them.
 """

@@ -1,9 +1,9 @@
-"""Take a backward, or a part of one, out of a joint graph, with what it takes from the forward.
+"""Take a backward, or a part of one, out of a joint graph, with the values that it needs.
 
-What the backward takes is saved, with three refinements. A result of an operator with several
-results stays with its operator, so no tuple is saved. A view is saved as its base, of which the
-backward takes the view again, so that no memory counts twice. A parameter or buffer is not saved
-but looked up again, unless it changes before the backward runs: then what it held is saved.
+Values that the backward takes from the forward are saved, with three refinements. A `getitem` stays
+with its operator, so no tuple is saved. Instead of a view, its base is saved, and the backward
+takes the view again, so that no memory counts twice. A parameter or buffer is not saved, but looked
+up again, unless it changes before the backward runs: then its old value is saved.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from .subgraphs import (
 
 
 class Cut:
-    """Nodes of the backward, and what they take from the forward.
+    """The nodes of the backward, and the values that they take from the forward.
 
     Args:
         joint: a joint graph that was traced with a derivative.
         volatile: indices of state that other calls change before the backward runs.
-        recomputed: operators of the forward that the backward computes again, where it needs
-            them, instead of taking what they give.
+        recomputed: operators of the forward that the backward computes again, if it needs them,
+            instead of taking their results.
 
     Attributes:
-        body: the nodes of the backward, in order; those that are computed again right before what
-            needs them first, where nothing is written in place.
-        saved: values to be saved.
+        body: the nodes of the backward, in order. If nothing is written in place, a node that is
+            computed again stands right before the node that needs it first.
+        saved: the values to be saved.
         looked_up: state that the backward reads where it lives.
     """
 
@@ -76,22 +76,22 @@ class Cut:
         return [*joint.input_grads, *(n for _, n in joint.state_grads)]
 
     def _needed(self) -> list[fx.Node]:
-        """What the results need, and all that has an effect, but for what the forward gives."""
-        given = self._forward | {node.name for node in self._joint.cotangents}
+        """The nodes that the backward runs: the results need them, or they have an effect."""
+        outer_names = self._forward | {node.name for node in self._joint.cotangents}
         live = set(self.results())
-        found = []
+        body = []
         for node in reversed(self._joint.graph.nodes):
-            is_own = node.op == "call_function" and node.name not in given
+            is_own = node.op == "call_function" and node.name not in outer_names
             if is_own and (node in live or has_effect(node)):
                 live.update(node.all_input_nodes)
-                found.append(node)
-        found.reverse()
-        if any(map(has_effect, found)):
-            return found
-        return _late(found, self._joint.forward)
+                body.append(node)
+        body.reverse()
+        if any(map(has_effect, body)):
+            return body
+        return _late(body, self._joint.forward)
 
     def base(self, node: fx.Node) -> fx.Node | None:
-        """Return what to save instead of a node, if the node is a view of that."""
+        """Return the node to save instead of a view: its base. None if a node is no view."""
         if not self._views or node.op != "call_function":
             return None
         written = written_in_place(node)
@@ -101,13 +101,13 @@ class Cut:
         return first if is_view(node) and isinstance(first, fx.Node) else None
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Return what a node is a view of, or the node itself."""
+        """Return the base of a node, through any number of views, or the node itself."""
         while (base := self.base(node)) is not None:
             node = base
         return node
 
     def _need(self, node: fx.Node) -> None:
-        """Note that the backward uses a node."""
+        """Note that the backward uses a node: it is saved, or looked up."""
         if node.op == "get_attr" or node.name not in self._forward:
             return
         node = self.origin(node)
@@ -119,7 +119,7 @@ class Cut:
             self.saved.add(node)
 
     def is_changed(self, node: fx.Node) -> bool:
-        """True if state is another by the time of the backward than the forward has seen."""
+        """True if state changes between the forward's use of it and the backward."""
         joint, index = self._joint, self._state[node]
         if index in self._volatile or id(joint.state[index][1]) in self._rebound:
             return True
@@ -127,7 +127,7 @@ class Cut:
 
 
 def _late(body: Sequence[fx.Node], forward: Collection[str]) -> list[fx.Node]:
-    """The body, in which each node of the forward stands right before what needs it first."""
+    """The body in an order in which nodes of the forward stand right before their first users."""
     position = {node: index for index, node in enumerate(body)}
     placed: dict[fx.Node, None] = {}
     for node in (*(n for n in body if n.name not in forward), *body):
@@ -144,15 +144,15 @@ def _late(body: Sequence[fx.Node], forward: Collection[str]) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Part:
-    """Contents of a piece of a backward. Nodes are those of the joint graph.
+    """The contents of a piece of a backward, as nodes of the joint graph.
 
     Attributes:
         nodes: the operators, in order.
-        inputs: what it takes: saved values, cotangents, values that another part leaves to it.
+        inputs: its inputs: saved values, cotangents, values that another part leaves to it.
         returns: whether it returns the cotangents of inputs.
         gradients: the gradients of state that it computes.
-        left: values that it returns for another part, after cotangents.
-        masks: for operators that compute only some of their results, which.
+        left: values that it returns for another part, behind the cotangents.
+        masks: for operators that compute some of their results only, a bool for each result.
     """
 
     nodes: Sequence[fx.Node]
@@ -164,7 +164,7 @@ class Part:
 
 
 def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
-    """Build a part of a backward."""
+    """Build the graph of a part of a backward."""
     results = joint.input_grads if part.returns else ()
     gradients = [n for _, n in part.gradients]
     used = {cut.origin(s) for node in part.nodes for s in node.all_input_nodes}
@@ -208,7 +208,7 @@ def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
 
 
 def _provide(builder: Builder, cut: Cut, node: fx.Node) -> None:
-    """Make a value of elsewhere available: a constant, or a view taken again."""
+    """Make a value available that the piece does not take or compute: a constant, or a view."""
     if builder.has(node):
         return
     base = cut.base(node)
@@ -227,7 +227,13 @@ def _gradients(
     results: Iterable[fx.Node],
     elsewhere: set[int | None],
 ) -> tuple[Gradient, ...]:
-    """The gradients of the state; those whose memory nobody else refers to are owned."""
+    """The gradients of the state. A gradient is owned if nothing else refers to its memory.
+
+    Args:
+        gradients: tensors of the state, with the nodes of their gradients.
+        results: all results of the piece.
+        elsewhere: memory of its inputs and of the state.
+    """
     uses = Counter(map(memory_of, results))
     return tuple(
         Gradient(

@@ -1,6 +1,7 @@
-"""Cut a joint graph: the forward alone, or forward and backward with saved values between.
+"""Cut a joint graph: into the forward alone, or into forward and backward with saved values.
 
-The forward is what existed before the backward began; `backward.py` says what is saved of it.
+The forward has the nodes that were traced before the backward began. `backward.py` says which of
+its values are saved.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Split:
         forward: gives the outputs, then the saved values.
         backward: takes the saved values, then cotangents; gives cotangents of inputs.
         saved: nodes of the joint graph whose values are saved.
-        halves: the backward once more, in two pieces; None if nothing of it can be put off.
+        halves: the backward again, in two pieces; None if nothing of it can be put off.
     """
 
     forward: Piece
@@ -37,7 +38,11 @@ class Split:
 def split(
     joint: Joint, volatile: Collection[int] = (), what: Recompute = Recompute.NOTHING
 ) -> Split:
-    """Cut a joint graph that was traced with a derivative; arguments as those of `recomputed`."""
+    """Cut a joint graph that was traced with a derivative.
+
+    Args:
+        joint, volatile, what: as those of `recomputed`.
+    """
     cut = Cut(joint, volatile, recomputed(joint, volatile, what))
     saved = tuple(n for n in joint.graph.nodes if n in cut.saved)
     whole = Part(cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads)
@@ -49,7 +54,13 @@ def split(
 def forward_piece(
     joint: Joint, saved: Sequence[fx.Node] = (), volatile: Collection[int] = ()
 ) -> Piece:
-    """The forward of a joint graph, with the values of `saved` after its outputs."""
+    """The forward of a joint graph, with the values of `saved` behind its outputs.
+
+    Args:
+        joint: the joint graph.
+        saved: nodes whose values are saved.
+        volatile: indices of state that other calls change before the backward runs.
+    """
     graph = joint.graph
     rebound = [node for _, node in joint.rebinds]
     live = live_nodes(graph, [*joint.outputs, *rebound, *saved])
@@ -82,14 +93,14 @@ def forward_piece(
 
 
 def _saved(builder: Builder, saved: Sequence[fx.Node], changing: set[int | None]) -> list[fx.Node]:
-    """Saved values; copies of what lies in memory that this call, or a later one, changes."""
+    """Saved values. A value is copied if this call, or a later one, changes its memory."""
     return [
         builder.clone(n, dense=False) if memory_of(n) in changing else builder.of(n) for n in saved
     ]
 
 
 def _rebound(builder: Builder, joint: Joint) -> list[fx.Node]:
-    """The new tensors of rebound slots: contiguous, each with memory of its own."""
+    """The new tensors of rebound slots, which are contiguous and share no memory."""
     return [
         builder.clone(node, dense=True)
         if rebind.shared or node.op == "get_attr" or not fake_of(node).is_contiguous()

@@ -1,8 +1,8 @@
 """Add gradients that are matrix products to `.grad` by the product itself.
 
-A product that is added to what is there needs no memory of its own, reads and writes that of the
-gradient once, and is rounded once instead of twice: in half precision the sum is nearer to the
-exact one than autograd's. In a model of matrices nearly all gradients are products.
+An `addmm_` to `.grad` needs no memory for the product, reads and writes `.grad` once, and rounds
+once instead of twice: in half precision the sum is nearer to the exact one than autograd's. In a
+model of matrices nearly all gradients are products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Product:
     """A gradient that is the product of two matrices, and that nothing else uses.
 
     Attributes:
-        nodes: what computes the product, then what transposes it; the last is the gradient.
+        nodes: the node of the product, then nodes that transpose it; the last is the gradient.
         factors: the matrices.
     """
 
@@ -42,12 +42,12 @@ def find_products(piece: Piece) -> dict[int, Product]:
     """The gradients of a piece that are products, by their index among its gradients."""
     every = results(piece.graph)
     first = piece.returned + len(piece.rebinds)
-    found = {}
+    product_of = {}
     for index, (value, gradient) in enumerate(zip(every[first:], piece.gradients, strict=True)):
         product = _product(value, gradient.tensor.tensor) if every.count(value) == 1 else None
         if product is not None:
-            found[index] = product
-    return found
+            product_of[index] = product
+    return product_of
 
 
 def _product(gradient: fx.Node, parameter: torch.Tensor) -> Product | None:
@@ -56,16 +56,16 @@ def _product(gradient: fx.Node, parameter: torch.Tensor) -> Product | None:
         nodes.insert(0, nodes[0].all_input_nodes[0])
     if nodes[0].target is not _ATEN.mm.default or len(nodes[0].users) != 1:
         return None
-    one, other = nodes[0].args
-    assert isinstance(one, fx.Node)
-    assert isinstance(other, fx.Node)
-    if parameter.is_sparse or any(fake_of(n).dtype != parameter.dtype for n in (one, other)):
+    left, right = nodes[0].args
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    if parameter.is_sparse or any(fake_of(n).dtype != parameter.dtype for n in (left, right)):
         return None
-    return Product(tuple(nodes), (one, other))
+    return Product(tuple(nodes), (left, right))
 
 
 def is_expanded_for_products(node: fx.Node) -> bool:
-    """True if a node expands a tensor that several products take, as the gradient of a sum is."""
+    """True if a node expands a tensor that several products take, such as the gradient of a sum."""
     if node.target is not _ATEN.expand.default:
         return False
     users = [user for user in node.users if user.target is not _ATEN.t.default]
@@ -83,10 +83,13 @@ def add_product(
 ) -> None:
     """Add `one @ other`, or its transpose, to `.grad` of a parameter.
 
-    A parameter without a gradient gets one with its strides.
+    A parameter without a gradient gets one with the parameter's strides.
 
     Args:
-        made: memory for parameters without one, by their id.
+        parameter: the parameter.
+        one, other: the matrices, `[m, k]` and `[k, n]`.
+        is_transposed: whether the gradient is the transpose of the product.
+        made: memory for gradients of parameters that have none, by the parameter's id.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -97,13 +100,13 @@ def add_product(
         parameter.grad = gradient
     elif gradient.dtype is one.dtype:
         (gradient.t() if is_transposed else gradient).addmm_(one, other)
-    else:  # `.grad` of a type of its own, by `Tensor.grad_dtype`; BLAS adds to none
+    else:  # `.grad` has another type, by `Tensor.grad_dtype`, and BLAS cannot add to it
         product = torch.mm(one, other)
         gradient.add_(product.t() if is_transposed else product)
 
 
 class _Sums(threading.local):
-    """What the compiled graph adds products to that this thread runs: see `adding_to`."""
+    """The parameters to which this thread's compiled graph adds products: see `adding_to`."""
 
     parameters: Sequence[Tensor] = ()
     made: Mapping[int, Tensor] = MappingProxyType({})
@@ -118,11 +121,16 @@ def adding_to(
     compute: Callable[[list[Tensor]], Sequence[Tensor]],
     values: list[Tensor],
 ) -> Sequence[Tensor]:
-    """Compute a graph in which `ADD_PRODUCT` adds to these parameters, each by its index.
+    """Compute a graph in which `ADD_PRODUCT` adds to parameters, by their index.
 
     Args:
+        parameters: the parameters.
         made: as for `add_product`.
-        values: of the graph's placeholders; `compute` empties the list.
+        compute: computes the graph.
+        values: the values of its placeholders; `compute` empties the list.
+
+    Returns:
+        The results of the graph.
     """
     before = _sums.parameters, _sums.made
     _sums.parameters, _sums.made = parameters, made
@@ -147,7 +155,7 @@ torch.library.register_fake(
 )
 
 ADD_PRODUCT = torch.ops.cg.add_product.default
-"""`add_product` as an operator, for graphs that are compiled: `adding_to` knows the parameters.
+"""`add_product` as an operator, for compiled graphs: `adding_to` knows the parameters.
 
-Its result is empty. It is a result of the graph, so that the operator is not left out.
+Its result is an empty tensor. The graph returns it, so that no compiler drops the operator.
 """

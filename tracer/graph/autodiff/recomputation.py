@@ -1,9 +1,9 @@
-"""Choose what a backward computes again of its forward, instead of taking it as a saved value.
+"""Choose the values of the forward that a backward computes again, instead of saving them.
 
-A fused kernel that reads a value can compute a cast or a product of it on the way, for nothing: to
-write such a result in the forward, to hold it and to read it costs more. Which of them to compute
-again is a minimum cut between what has to be kept and what the backward needs, weighed by bytes.
-torch's own partitioner makes it, with the rules that `torch.compile` goes by.
+A fused kernel that reads a value can compute a cast or a product of it on the way, for nothing. To
+write such a result in the forward, hold it and read it again costs more. The choice is a minimum
+cut between the values that have to be kept and those that the backward needs, weighed by bytes.
+torch's own partitioner makes the cut, with the rules of `torch.compile`.
 
 Source: He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware,
 MLSys 2023.
@@ -30,25 +30,26 @@ from .subgraphs import fake_of, has_effect, is_view, memory_of
 
 
 class Recompute(Enum):
-    """What a backward computes again of its forward."""
+    """The operators of the forward that a backward computes again."""
 
     NOTHING = "nothing"
     CHEAP = "cheap"
-    """What fused kernels compute on the way, where less is kept by it. Never what draws random
-    numbers, writes in place, exchanges something or multiplies matrices."""
+    """Operators that fused kernels compute on the way, if fewer bytes are kept then. Operators that
+    draw random numbers, write in place, communicate or multiply matrices are not among them."""
     ALL = "all"
-    """Everything: nothing but inputs is kept."""
+    """All operators: only inputs are kept."""
 
 
 def what_again(target: Target, fused: bool, between: Sequence[Write]) -> Recompute:
-    """What the backward of a call computes again.
+    """The operators that the backward of a call computes again.
 
-    Where a call in between may change the actor, the backward reads no more of it than it must.
+    If a call in between may change the actor, the backward reads no more state than it must, so it
+    computes nothing cheap again.
 
     Args:
-        target: what is called.
-        fused: whether kernels are fused, if it is a method.
-        between: the calls in between.
+        target: the target of the call.
+        fused: whether the kernels of methods are fused.
+        between: the calls between forward and backward that may change the actor.
     """
     if target.remat:
         return Recompute.ALL
@@ -57,10 +58,10 @@ def what_again(target: Target, fused: bool, between: Sequence[Write]) -> Recompu
 
 
 def refuse_twice(call: Call, joint: Joint) -> None:
-    """Refuse to compute all of a call again in the backward that is not the same then.
+    """Refuse to compute all of a call again if the second time would differ from the first.
 
     Raises:
-        TraceError: it draws random numbers, or changes its actor.
+        TraceError: the call draws random numbers, or changes its actor.
     """
     if joint.recorder.draws:
         does = "draws random numbers, which would not be the same again"
@@ -81,7 +82,7 @@ def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> froz
     Args:
         joint: a joint graph that was traced with a derivative.
         volatile: as for `Cut`.
-        what: which of them.
+        what: how much to compute again.
     """
     if what is Recompute.NOTHING or not joint.cotangents:
         return frozenset()
@@ -98,14 +99,15 @@ def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> froz
 
 
 def kept_bytes(cut: Cut) -> int:
-    """The bytes of what a forward keeps for its backward, but for state that lives anyway."""
+    """The bytes that a forward saves for its backward; state does not count, it lives anyway."""
     return sum(fake_of(node).nbytes for node in cut.saved)
 
 
 def _fixed(joint: Joint) -> set[fx.Node]:
-    """The operators that would not give the same again, or do something besides.
+    """The operators that must not be computed again.
 
-    What lies in memory that anything writes to may be another value by the time of the backward.
+    They have an effect, or read or give memory that some operator writes to: its contents may
+    differ by the time of the backward.
     """
     nodes = [n for n in joint.graph.nodes if n.op == "call_function"]
     written = {
@@ -118,21 +120,22 @@ def _fixed(joint: Joint) -> set[fx.Node]:
         node
         for node in nodes
         if has_effect(node)
-        or any(memory_of(each) in written for each in (node, *node.all_input_nodes))
+        or any(memory_of(operand) in written for operand in (node, *node.all_input_nodes))
     }
 
 
 def _by_torch(joint: Joint, free: list[int], fixed: set[fx.Node]) -> set[fx.Node]:
-    """The operators that torch's partitioner has the backward compute, of the whole joint graph.
+    """The operators of the joint graph that torch's partitioner puts into the backward.
 
     Args:
-        free: indices of state, which costs nothing to keep.
-        fixed: what must not be computed again.
+        joint: the joint graph.
+        free: indices of state that costs nothing to keep.
+        fixed: operators that must not be computed again.
     """
     functorch = importlib.import_module("functorch.compile")  # it takes a second to import
     graph, copies = _as_torch_has_it(joint, fixed)
     ahead = len(joint.outputs) + len(joint.rebinds)
-    # Nodes keep their names, and what a user has set for torch.compile changes no plan of cg's.
+    # Nodes keep their names, and a user's settings for torch.compile change no plan.
     with functorch.config.patch(cse=False, activation_memory_budget=1.0):
         _, backward = functorch.min_cut_rematerialization_partition(
             fx.GraphModule(joint.owner, graph),
@@ -145,9 +148,10 @@ def _by_torch(joint: Joint, free: list[int], fixed: set[fx.Node]) -> set[fx.Node
 
 
 def _as_torch_has_it(joint: Joint, fixed: set[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of the joint graph as AOTAutograd makes them, and its nodes by those of the graph.
+    """A copy of the joint graph in AOTAutograd's form, and the copy of each node.
 
-    Placeholders are primals, then tangents. Equal views are one, since each of them counts.
+    Placeholders are primals, then tangents. Equal views become one node, since the partitioner
+    would count the bytes of each.
     """
     graph = fx.Graph(joint.owner)
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,13 +1,13 @@
-"""Cut a backward in two: what an earlier stage waits for, and what may be put off.
+"""Cut a backward in two: an earlier stage waits for one half; the other may be put off.
 
-The first half holds whatever the cotangents of inputs need. The second holds the rest of what the
-gradients of parameters need, and takes what it has in common with the first from that; nothing is
-computed twice. A convolution's backward computes both kinds in one operator, by a mask that says
-which: it goes into both halves, each with its part of the mask. (A layer norm's could, too; but
-the gradients of its weights cost little, and putting them off would keep large values alive.)
+The first half computes the cotangents of inputs. The second computes the gradients of parameters,
+and takes the values that both need from the first; nothing is computed twice. A convolution's
+backward computes both kinds in one operator, whose mask says which results it computes: it goes
+into both halves, each with its part of the mask. (A layer norm's backward could, too. But the
+gradients of its weights cost little, and to put them off would keep large values alive.)
 
-Source: reordering a backward graph as torchtitan's GraphPP and Meta's autoparallel do; what the
-halves are for: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+Sources: torchtitan's GraphPP and Meta's autoparallel reorder a backward graph in this way. Qi et
+al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, use the halves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .subgraphs import (
 )
 
 _MASKED: frozenset[object] = frozenset({torch.ops.aten.convolution_backward.default})
-"""Operators that compute their results independently, by a mask that is their last argument."""
+"""Operators that compute each result by itself; their last argument is a mask of the results."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class SplitBackward:
     """A backward in two pieces.
 
     Attributes:
-        input: takes what the backward takes; gives its results, then what it leaves to `weight`.
-            None if the backward has no results: `weight` is then all of it.
-        weight: takes what is kept, then what is left to it; gives nothing.
-        kept: indices of inputs of the backward.
+        input: takes the inputs of the backward; gives its results, then the values that it leaves
+            to `weight`. None if the backward has no results: `weight` is then all of it.
+        weight: takes the inputs that are kept, then the values that are left to it; gives nothing.
+        kept: indices of the backward's inputs that `weight` takes.
         left: nodes of the joint graph whose values are left to `weight`.
     """
 
@@ -60,21 +60,21 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
     """Cut a backward in two; None if nothing of it can be put off.
 
     Args:
-        joint: the graph that it is part of.
-        cut: where that is cut.
-        whole: what the backward holds.
+        joint: the joint graph.
+        cut: the cut of the joint graph into forward and backward.
+        whole: the contents of the backward.
         backward: the backward.
     """
     if not joint.wanted_inputs:
-        kept = tuple(range(backward.inputs))
-        return SplitBackward(None, backward, kept, ()) if backward.gradients else None
-    found = sides(joint, cut)
-    if found is None:
+        kept_indices = tuple(range(backward.inputs))
+        return SplitBackward(None, backward, kept_indices, ()) if backward.gradients else None
+    halves = sides(joint, cut)
+    if halves is None:
         return None
-    first, second = found
+    first, second = halves
     sources = {s for node in second for s in node.all_input_nodes if s not in second}
     used = set(map(cut.origin, sources))
-    kept = tuple(i for i, node in enumerate(whole.inputs) if node in used)
+    kept_indices = tuple(i for i, node in enumerate(whole.inputs) if node in used)
     left = tuple(n for n in cut.body if n in first and n in used)
     early = Part(
         nodes=[n for n in cut.body if n in first],
@@ -86,22 +86,22 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
     )
     late = Part(
         nodes=[n for n in cut.body if n in second],
-        inputs=[*(whole.inputs[i] for i in kept), *left],
+        inputs=[*(whole.inputs[i] for i in kept_indices), *left],
         returns=False,
         gradients=[(t, n) for t, n in joint.state_grads if n in second],
         masks={n: _mask(n, second) for n in first & second},
     )
     return SplitBackward(
-        backward_piece(joint, cut, early), backward_piece(joint, cut, late), kept, left
+        backward_piece(joint, cut, early), backward_piece(joint, cut, late), kept_indices, left
     )
 
 
 def _mask(node: fx.Node, side: set[fx.Node]) -> list[bool]:
-    """Return the results of a masked operator that are used on a side."""
+    """Return the mask of a masked operator for a side: the results that nodes of the side use."""
     mask = node.args[-1]
     assert isinstance(mask, Sequence), "the last argument is the mask"
     used = {user.args[1] for user in node.users if user in side}
-    return [bool(wanted) and index in used for index, wanted in enumerate(mask)]
+    return [bool(flag) and index in used for index, flag in enumerate(mask)]
 
 
 def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
@@ -126,27 +126,27 @@ def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
 
 
 def _ancestors(roots: Iterable[fx.Node], body: set[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """Return what `roots` need of `body`, less `stop` but for masked operators."""
-    found: set[fx.Node] = set()
+    """The nodes of `body` that `roots` need, except those of `stop` that are not masked."""
+    ancestors: set[fx.Node] = set()
     pending = [n for n in roots if n in body and n not in stop]
     while pending:
         node = pending.pop()
-        if node in found:
+        if node in ancestors:
             continue
-        found.add(node)
+        ancestors.add(node)
         pending += [
             source
             for source in node.all_input_nodes
             if source in body and (source not in stop or source.target in _MASKED)
         ]
-    return found
+    return ancestors
 
 
 def _complete(body: Sequence[fx.Node], first: set[fx.Node], written: set[int | None]) -> None:
-    """Add to the first half what must not be parted from it.
+    """Add the nodes to the first half that must not be in the second, which runs later.
 
-    These are results of its operators, and what reads or writes the same memory before it is
-    written to for the last time: the second half runs later.
+    These are the `getitem` nodes of its operators. And if it touches memory that is written in
+    place, these are the nodes that read or write the memory up to the last write.
     """
     size = -1
     while size != len(first):
@@ -164,7 +164,7 @@ def _complete(body: Sequence[fx.Node], first: set[fx.Node], written: set[int | N
 
 
 def _mere_views(node: fx.Node, body: set[fx.Node], first: set[fx.Node]) -> list[fx.Node]:
-    """The views by which a gradient follows from the first half alone; none if it does not."""
+    """The views that give a gradient from a value of the first half; none if it takes more."""
     views = []
     while node in body and node not in first:
         base = node.args[0]
@@ -176,7 +176,10 @@ def _mere_views(node: fx.Node, body: set[fx.Node], first: set[fx.Node]) -> list[
 
 
 def _written_memory(body: Sequence[fx.Node]) -> set[int | None] | None:
-    """Return what the nodes write to in place; None if it is not all theirs, or they do more."""
+    """The memory that nodes write to in place.
+
+    None if some of it is not theirs, or if they have other effects.
+    """
     written: set[int | None] = set()
     own: set[int | None] = set()
     for node in body:

@@ -1,8 +1,8 @@
-"""Pieces of a joint graph: which nodes live, and copying them into a graph of their own.
+"""Pieces of a joint graph: the nodes that are needed, copied into a graph of their own.
 
-A piece takes state (looked up live) and inputs, and gives outputs, new tensors for rebound slots
-and gradients of the state. What it returns is contiguous and shares no memory with the state, so
-that a value of the step never changes under its reader.
+A piece takes state (read where it lives) and inputs, and gives outputs, new tensors for rebound
+slots and gradients of the state. The values that it returns are contiguous and share no memory with
+the state, so that a value of the step never changes under its reader.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Gradient:
     """A gradient of the state that a piece computes.
 
     Attributes:
-        tensor: what it is the gradient of.
-        owned: whether no one else refers to its memory, so that `.grad` may take it over.
+        tensor: the tensor of the state.
+        owned: whether nothing else refers to its memory, so that `.grad` may take it over.
     """
 
     tensor: StateTensor
@@ -42,18 +42,18 @@ class Gradient:
 class Piece:
     """A graph to run on its own.
 
-    Its placeholders are the state, then the inputs. Its output is a tuple: what is returned, then
-    a tensor for each rebind, then a tensor for each gradient.
+    Its placeholders are the state, then the inputs. Its output is a tuple: the returned values,
+    then a tensor for each rebind, then a tensor for each gradient.
 
     Attributes:
         graph: the graph.
         owner: holds the constants that `get_attr` nodes refer to.
-        state: what the first placeholders are.
-        inputs: number of placeholders after them.
-        dense: which of the inputs must be contiguous.
+        state: the tensors of the first placeholders.
+        inputs: number of placeholders behind these.
+        dense: for each input, whether it must be contiguous.
         returned: number of values that are returned.
-        rebinds: slots that are given a new tensor.
-        gradients: what is added to `.grad`.
+        rebinds: slots that get a new tensor.
+        gradients: the gradients that are added to `.grad`.
         aliases: pairs (returned value, input) that may share memory.
         state_outputs: returned values that were references to the state, and are copies now.
         locations: the user's line of each node.
@@ -77,36 +77,36 @@ def piece_on(piece: Piece, tensors: Sequence[StateTensor]) -> Piece:
     of = {slot.path: (tensor, slot) for tensor in tensors for slot in tensor.slots}
     return replace(
         piece,
-        state=tuple(of[each.path][0] for each in piece.state),
+        state=tuple(of[tensor.path][0] for tensor in piece.state),
         rebinds=tuple(of[slot.path][1] for slot in piece.rebinds),
         gradients=tuple(replace(g, tensor=of[g.tensor.path][0]) for g in piece.gradients),
     )
 
 
 def results(graph: fx.Graph) -> Sequence[fx.Node]:
-    """Return what a piece's graph gives."""
+    """Return the nodes that a piece's graph gives."""
     (values,) = graph.output_node().args
     assert isinstance(values, (tuple, list))
     return values  # type: ignore[return-value]
 
 
 def fake_of(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that a node has computed."""
+    """The fake tensor of a node."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Identifies the memory of a node's tensor; None if it is no tensor or has no storage."""
+    """A key for the memory of a node's tensor; None if it is no tensor or has no storage."""
     value = node.meta.get("val")
     return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if a node gives another view of its first argument, and nothing else goes in.
+    """True if a node gives a view of its first argument, and takes no other tensor.
 
-    A view that is one of several results (`split`) counts with its `getitem`.
+    For a view that is one of several results (as of `split`), its `getitem` is one as well.
     """
     if not node.args or not isinstance(node.args[0], fx.Node) or node.kwargs.get("out"):
         return False
@@ -138,7 +138,7 @@ def written_in_place(node: fx.Node) -> fx.Node | None:
 
 
 def live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that `roots` need, and all that have an effect, with what they need."""
+    """The nodes that `roots` need, and all nodes with an effect, with the nodes that these need."""
     live = set(roots)
     for node in reversed(graph.nodes):
         if node.op == "output":
@@ -179,7 +179,7 @@ class Builder:
         self._copies[node] = new
 
     def copy(self, node: fx.Node) -> None:
-        """Copy a node, whose arguments have been copied."""
+        """Copy a node whose arguments have been copied."""
         self._copies[node] = self._note(node, copy_node(self.graph, node, self._copies.__getitem__))
 
     def alias(self, node: fx.Node, by: fx.Node) -> None:
@@ -194,9 +194,10 @@ class Builder:
         return self._copies[node]
 
     def clone(self, node: fx.Node, *, dense: bool) -> fx.Node:
-        """A tensor of its own with the contents of (the copy of) a node.
+        """A copy of a node's tensor, with memory of its own.
 
         Args:
+            node: the node of the joint graph, which has been copied.
             dense: whether to make it contiguous; else it keeps its strides where it can.
         """
         layout = torch.contiguous_format if dense else torch.preserve_format
@@ -210,7 +211,7 @@ class Builder:
         return self._note(at, self.graph.call_function(target, args, kwargs))
 
     def _note(self, at: fx.Node, new: fx.Node) -> fx.Node:
-        """The new node, which stems from the line of `at`."""
+        """Note the line of `at` as the line of a new node, and return the new node."""
         location = self._by_name.get(at.name)
         if location is not None:
             self.locations[new] = location
@@ -230,7 +231,7 @@ def sharing(
 
 
 def state_references(values: Sequence[fx.Node], state: set[int | None]) -> tuple[int, ...]:
-    """The values that share memory with the state, which is given as its memory."""
+    """The indices of values that share memory with the state; `state` has the state's memory."""
     return tuple(i for i, node in enumerate(values) if memory_of(node) in state)
 
 

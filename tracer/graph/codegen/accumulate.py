@@ -1,4 +1,4 @@
-"""Add gradients to `.grad` of parameters, as autograd does: what bodies call at their end."""
+"""Add gradients to `.grad` of parameters, as autograd does. Bodies call this at their end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ def accumulate(
 ) -> None:
     """Add gradients to `.grad` of parameters, as autograd does.
 
-    A parameter without one takes over the gradient itself if nobody else refers to its memory
-    and it has the parameter's strides; else it gets a copy with those strides.
+    A parameter whose `.grad` is None takes over the gradient itself, if nothing else refers to its
+    memory and it has the parameter's strides; else it gets a copy with these strides.
 
     Args:
-        made: memory for parameters without one, by their id; the gradient is copied there.
+        params: the parameters.
+        gradients: a gradient for each parameter, of the parameter's shape.
+        owned: for each gradient, whether nothing else refers to its memory.
+        made: memory for `.grad` of parameters that have none, by the parameter's id; the gradient
+            is copied there.
     """
     held: list[torch.Tensor] = []
     new: list[torch.Tensor] = []

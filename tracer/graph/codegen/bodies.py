@@ -1,4 +1,4 @@
-"""The body of a traced function: what a rank runs, generated when something asks for it."""
+"""The body of a traced function: the code that a rank runs, generated when it is needed."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from ....ir.location import Location
 from ...values.interface import Bodies, Body, RankBodies
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""Computes a graph: takes a tensor for each of its placeholders, gives those of its output.
+"""Computes a graph: takes a list with a tensor for each placeholder; gives the output's tensors.
 
-It may empty the list, and does if it lets go of tensors before it returns.
+It may empty the list, so that it can free tensors before it returns.
 """
 
 Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
-"""Makes that of a graph, and of tensors like those that it will be given, which are fakes."""
+"""Makes a `Compute` of a graph, and of fakes of the tensors that it will take."""
 
 Run = Callable[..., Sequence[Any]]
 """Takes the inputs of a function, and returns all its outputs."""
 
 Locate = Callable[[TracebackType | None], Location | None]
-"""The user's line that stands behind a traceback, or None."""
+"""Gives the user's line for a traceback, or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class GraphBody:
-    """The body of a traced function. It can be called; who calls it often calls `run`.
+    """The body of a traced function. It can be called; frequent callers call `run`.
 
-    Its code is generated when something asks for `run` or `locate` first: a trace makes many bodies
-    that nothing runs, be it that another one takes their place or that another process does.
+    Its code is generated at the first use of `run` or `locate`: a trace makes many bodies that
+    never run here, since another body takes their place, or another process runs them.
 
     Attributes:
-        generate: gives what `run` and `locate` are.
+        generate: gives `run` and `locate`.
         graph: the graph that it runs.
-        locations: the user's line of its nodes, as far as they are known.
+        locations: the user's line of its nodes, where it is known.
         state: gives the parameters and buffers that it works on.
         trained: gives the parameters to whose `.grad` it adds.
-        new_gradients: memory for `.grad` of those that have none, by their id, while it has any.
-        rebinds: whether it puts new tensors in the place of buffers.
-        refit: gives a body that does the same, but adds gradients that are products by the
-            product itself (`products`); with its graph compiled as a whole if it gets a compiler.
+        new_gradients: memory for `.grad` of parameters that have none, by the parameter's id; empty
+            if there is no such memory.
+        rebinds: whether it replaces buffers by new tensors.
+        refit: gives a body that does the same, but adds gradients that are products by the product
+            itself (`autodiff/products.py`). If it gets a compiler, the graph is compiled as a
+            whole.
     """
 
     generate: Callable[[], tuple[Run, Locate]]
@@ -72,11 +74,11 @@ class GraphBody:
 
     @property
     def locate(self) -> Locate:
-        """Gives the user's line that stands behind a traceback through the body, or None."""
+        """Gives the user's line for a traceback through the body, or None."""
         return self._generated[1]
 
     def wrapped(self, wrap: Callable[[Body], Body]) -> GraphBody:
-        """The body with code around it, which stays when it is refitted."""
+        """The body with code around it, which a refitted body has as well."""
 
         def generate() -> tuple[Run, Locate]:
             return wrap(self.run), self.locate
@@ -96,8 +98,9 @@ class GraphBody:
 class FusedBody(GraphBody):
     """The body of a traced function whose graph is computed by a single call.
 
-    What is generated takes the inputs in a list. Code that is wrapped around it takes arguments,
-    which it holds until the call returns, so it makes a `GraphBody`.
+    Its generated code takes the inputs in a list, and can free them early. Code that is wrapped
+    around it takes them as arguments, and holds them until the call returns: `wrapped` gives a
+    `GraphBody`.
     """
 
     @functools.cached_property
@@ -108,19 +111,19 @@ class FusedBody(GraphBody):
 
     @property
     def run_boxed(self) -> Run:
-        """Takes the inputs in a list, which it empties, so that each goes after its last use."""
+        """Takes the inputs in a list, and empties it, so that each is freed after its last use."""
         return self._generated[0]
 
 
 def wrapped(body: Bodies, wrap: Callable[[Body], Body]) -> Bodies:
-    """The body with code around it: `wrap` takes what runs it, and returns what runs instead."""
-    return each_body(body, lambda each: _wrapped(each, wrap))
+    """The body with code around it: `wrap` takes a function, and returns the one to run instead."""
+    return each_body(body, lambda inner: _wrapped(inner, wrap))
 
 
 def each_body(body: Bodies, change: Callable[[Body], Body]) -> Bodies:
-    """Apply `change` to a body, or to that of each rank."""
+    """Apply `change` to a body, or to the body of each rank."""
     if isinstance(body, RankBodies):
-        return RankBodies({rank: change(each) for rank, each in body.of_rank.items()})
+        return RankBodies({rank: change(rank_body) for rank, rank_body in body.of_rank.items()})
     return change(body)
 
 

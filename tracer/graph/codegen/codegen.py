@@ -1,8 +1,8 @@
 """From a piece of a graph to the source of a Python function, and to that function.
 
-The source holds one line for each operator, calls operators without attribute look-ups, looks
-parameters up where they live, and drops each value after its last use. Each line knows the user's
-line that it stems from.
+The source has a line for each operator. It calls operators without attribute look-ups, looks
+parameters up where they live, and drops each value after its last use. The user's line is known for
+each line of the source.
 """
 
 from __future__ import annotations
@@ -39,26 +39,29 @@ from .strides import Comparison, compared, laid_out
 
 _serial = itertools.count()
 _FUNCTION = "BODY"
-"""What the generated function is called in its own source."""
+"""The name of the generated function in its own source."""
 
 LARGE = 1 << 20
-"""Bytes of a gradient that is added to `.grad` as soon as it is there, and not with all others."""
+"""From this number of bytes on, a gradient is added to `.grad` at once, and not at the end."""
 
 
 def make_body(piece: Piece, name: str, source: Callable[[], Source] | None = None) -> GraphBody:
-    """The body of a piece, whose code is generated when it is asked for.
+    """The body of a piece. Its code is generated when it is needed.
 
-    It takes the piece's inputs and returns a tuple: a unit where nothing is returned. It runs under
+    It takes the piece's inputs and returns a tuple: `(None,)` if nothing is returned. It runs under
     `torch.no_grad` and without autocast, whatever the caller's mode.
 
     Args:
-        source: gives that of a piece with the same graph, whatever actor it is for.
+        piece: the piece.
+        name: the name of the function, for tracebacks.
+        source: gives the source of a piece with the same graph, for any actor; None: the source is
+            written for this piece.
     """
     return _make(source_of(piece) if source is None else source, piece, name)
 
 
 def source_of(piece: Piece) -> Callable[[], Source]:
-    """Gives the source of a piece's body, which is written when it is asked for first."""
+    """A function that gives the source of a piece's body, and writes it when it is called first."""
     return functools.cache(lambda: _source(_Writer(piece, {})))
 
 
@@ -73,16 +76,16 @@ def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Generated code, whatever actor it runs for.
+    """Generated code, which can run for any actor with the same graph.
 
     Attributes:
         text: the source.
-        code: that of the function in it.
-        globals: what it refers to.
+        code: the code of the function in it.
+        globals: the globals of the function, by name.
         holders: names of globals that hold tensors, each with the number of a slot in `_slots`.
-        locations: the user's lines, by line.
-        settled: of code that compares strides: gives the source to run once it has, of the names of
-            the results that are to be laid out.
+        locations: the user's lines, by line of the source.
+        settled: for code that compares strides: takes the names of the results that differ, and
+            gives the source to run from then on. None for other code.
     """
 
     text: str
@@ -101,12 +104,12 @@ def _source(writer: _Writer) -> Source:
 
 
 def _written(writer: _Writer, names: frozenset[str] | None) -> Source:
-    """The source that lays out the results of these names; that compares all, if it is None."""
+    """The source that lays out the results of these names; None: it compares all results."""
     writer.differing = names
     lines = list(writer.lines())
     text = "\n".join(line for line, _ in lines) + "\n"
     module = compile(text, "<cg>", "exec")
-    (code,) = (each for each in module.co_consts if isinstance(each, CodeType))
+    (code,) = (constant for constant in module.co_consts if isinstance(constant, CodeType))
     holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     named = tuple((name, number) for name, number in holders.items() if name is not None)
@@ -114,7 +117,7 @@ def _written(writer: _Writer, names: frozenset[str] | None) -> Source:
 
 
 def _slots(piece: Piece) -> list[Slot]:
-    """Where a body finds what it looks up, replaces, or adds gradients to."""
+    """The slots of the tensors that a body looks up, adds gradients to, or replaces."""
     tensors = (*piece.state, *(gradient.tensor for gradient in piece.gradients))
     return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
 
@@ -122,27 +125,27 @@ def _slots(piece: Piece) -> list[Slot]:
 def _make(
     source: Callable[[], Source], piece: Piece, name: str, kind: type[GraphBody] = GraphBody
 ) -> GraphBody:
-    made: dict[int, torch.Tensor] = {}
+    new_gradients: dict[int, torch.Tensor] = {}
     return kind(
-        generate=lambda: _generate(source(), piece, name, made),
+        generate=lambda: _generate(source(), piece, name, new_gradients),
         graph=piece.graph,
         locations=piece.locations,
         state=_Held([tensor.slots[0] for tensor in piece.state]),
         trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
-        new_gradients=made,
+        new_gradients=new_gradients,
         rebinds=bool(piece.rebinds),
         refit=functools.partial(_refit, piece, name),
     )
 
 
 def _generate(
-    source: Source, piece: Piece, name: str, made: dict[int, torch.Tensor]
+    source: Source, piece: Piece, name: str, new_gradients: dict[int, torch.Tensor]
 ) -> tuple[Run, Locate]:
     file = f"<cg {name} #{next(_serial)}>"
     shown = "cg_" + re.sub(r"\W", "_", name)
     slots = _slots(piece)
-    # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
-    names = source.globals | {"__builtins__": builtins, "MADE": made}
+    # C code that imports something, such as a warning's filter, uses the caller's `__builtins__`.
+    names = source.globals | {"__builtins__": builtins, "MADE": new_gradients}
     names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
     run = names[_FUNCTION] = FunctionType(code, names, shown)
@@ -150,7 +153,7 @@ def _generate(
     weakref.finalize(run, linecache.cache.pop, file, None)
     locator = Locator(run.__code__, source.locations)
     if source.settled is not None:
-        # A cell, and not a closure over all of it: what is settled keeps nothing alive.
+        # `settle` empties this list, so that it does not keep the writer of the source alive.
         settled, function = [source.settled], weakref.ref(run)
 
         def settle(differing: frozenset[str]) -> None:
@@ -186,12 +189,13 @@ class _Writer:
     """Writes the source of one body; `globals` holds what the source refers to.
 
     Args:
-        products: gradients that are products, by index, to be added by the product itself.
-        compute: where the graph is computed by a single call: the call.
+        piece: the piece.
+        products: gradients that are products, by index; they are added by the product itself.
+        compute: computes the whole graph in a single call; None: a line for each operator.
 
     Attributes:
-        strides: of the results that are compared with those of the trace.
-        differing: names of those that are laid out; None to compare all.
+        strides: the strides of the trace, for the results whose strides matter.
+        differing: names of the results that are laid out; None: all are compared.
     """
 
     def __init__(
@@ -257,7 +261,7 @@ class _Writer:
                 yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
 
     def _layout(self, node: fx.Node) -> str:
-        """What lays a result out as it was in the trace, behind it."""
+        """The statement behind a result that gives it the strides of the trace, or none."""
         name, strides = node.name, self.strides.get(node)
         if strides is None:
             return ""
@@ -266,7 +270,7 @@ class _Writer:
         return f"; {name} = LAID_OUT({name}, {strides})" if name in self.differing else ""
 
     def _call(self) -> Iterator[str]:
-        """The call that computes the graph. Nothing but its list holds the inputs meanwhile."""
+        """The call that computes the graph. Only its list holds the inputs meanwhile."""
         yield f"    VALUES = [{self._names((*self._state, *self._inputs))}]"
         if self._inputs:
             yield f"    del {self._names(self._inputs)}"
@@ -286,9 +290,9 @@ class _Writer:
         return self._slot(self.piece.gradients[index].tensor.slots[0])
 
     def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
-        """Large gradients, by the node behind which nothing uses their memory any more.
+        """Large gradients, by the last node that uses their memory.
 
-        Added there, they do not have to wait for those of all other parameters.
+        They are added behind it, so that they are not held until all gradients are there.
         """
         piece = self.piece
         values = results(piece.graph)
@@ -309,10 +313,10 @@ class _Writer:
         return {
             at: [
                 (index, node)
-                for index, node in found
+                for index, node in gradients
                 if memory_of(node) not in shared and index not in self._products
             ]
-            for at, found in early.items()
+            for at, gradients in early.items()
         }
 
     def _accumulate(self, indices: Sequence[int], gradients: Sequence[str]) -> str:
@@ -356,7 +360,7 @@ class _Writer:
         args = [self._literal(a) for a in node.args]
         args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
         text = f"{self._global(call_of(node.target))}({', '.join(args)})"
-        # Each product would lay an expanded matrix out for itself.
+        # Otherwise each product would copy the expanded matrix for itself.
         return f"{text}.contiguous()" if is_expanded_for_products(node) else text
 
     def _epilogue(self) -> Iterator[str]:
@@ -366,7 +370,7 @@ class _Writer:
         for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
         gradients = rest[len(piece.rebinds) :]
-        early = {index for found in self._early.values() for index, _ in found}
+        early = {index for entries in self._early.values() for index, _ in entries}
         late = [i for i in range(len(gradients)) if i not in early and i not in self._products]
         if late:
             yield self._accumulate(late, [gradients[index] for index in late])
@@ -411,21 +415,21 @@ def _nbytes(node: fx.Node) -> int:
     return value.nbytes if isinstance(value, torch.Tensor) and not value.is_sparse else 0
 
 
-def _last_uses(graph: fx.Graph, kept: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nobody needs once it has run; but for those that are kept."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen = set(kept)
+def _last_uses(graph: fx.Graph, constants: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nothing uses once it has run, without constants."""
+    last_uses: dict[fx.Node, list[fx.Node]] = {}
+    seen = set(constants)
     for node in reversed(graph.nodes):
-        if node.op == "placeholder" or node in kept:
+        if node.op == "placeholder" or node in constants:
             continue
         for source in node.all_input_nodes:
             if source not in seen:
                 seen.add(source)
                 if node.op != "output":
-                    found.setdefault(node, []).append(source)
+                    last_uses.setdefault(node, []).append(source)
         if node not in seen and node.op != "output":  # run for its effect alone
-            found.setdefault(node, []).append(node)
-    return found
+            last_uses.setdefault(node, []).append(node)
+    return last_uses
 
 
 def _devices(graph: fx.Graph) -> set[str]:

@@ -1,4 +1,4 @@
-"""Small tensors that a graph makes of nothing but numbers: made once, and not in each execution."""
+"""Fold constants: compute small tensors that depend on no input once, not in each execution."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ...values.operators import (
 from ..autodiff.subgraphs import memory_of, results
 
 SMALL = 1 << 16
-"""Bytes of a constant at most; larger ones would cost memory for as long as the step exists."""
+"""The most bytes of a constant; larger ones would cost memory as long as the step exists."""
 
 
 def fold_constants(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
     """Compute the nodes of a graph that depend on no input and no state.
 
-    Left out is what has another value each time or none (random numbers, `empty`), what is large,
-    what is not on the host, and what shares memory with what the graph writes to or gives.
+    Not computed are random numbers, `empty` tensors, large tensors, tensors that are not on the
+    host, and tensors that share memory with a value that the graph gives or writes to.
 
     Returns:
-        Their values.
+        The values of the nodes.
     """
-    kept = set(_memory_kept(graph))
-    found: dict[fx.Node, torch.Tensor] = {}
-    # As in an execution: without the modes under which graphs are made.
+    excluded = set(_memory_kept(graph))
+    constants: dict[fx.Node, torch.Tensor] = {}
+    # As in an execution: without the modes under which graphs are traced.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -39,15 +39,15 @@ def fold_constants(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
         torch._C.DisableTorchFunction(),
     ):
         for node in graph.nodes:
-            if _is_constant(node, found) and memory_of(node) not in kept:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+            if _is_constant(node, constants) and memory_of(node) not in excluded:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), constants.__getitem__)
                 value, expected = node.target(*args, **kwargs), node.meta["val"]
                 if value.dtype is expected.dtype and value.stride() == expected.stride():
-                    found[node] = value
-    return found
+                    constants[node] = value
+    return constants
 
 
-def _is_constant(node: fx.Node, found: dict[fx.Node, torch.Tensor]) -> bool:
+def _is_constant(node: fx.Node, constants: dict[fx.Node, torch.Tensor]) -> bool:
     value, target = node.meta.get("val"), node.target
     return (
         node.op == "call_function"
@@ -60,12 +60,12 @@ def _is_constant(node: fx.Node, found: dict[fx.Node, torch.Tensor]) -> bool:
         and value.layout is torch.strided
         and value.device.type == "cpu"
         and value.untyped_storage().nbytes() <= SMALL
-        and all(each in found for each in node.all_input_nodes)
+        and all(operand in constants for operand in node.all_input_nodes)
     )
 
 
 def _memory_kept(graph: fx.Graph) -> Iterator[int | None]:
-    """The memory of what is given, is written to, or goes where nobody sees what becomes of it."""
+    """The memory of results, of values that are written to, and of operands of unknown effect."""
     for node in graph.nodes:
         nodes: Iterable[Any] = ()
         if node.op == "output":
@@ -74,4 +74,4 @@ def _memory_kept(graph: fx.Graph) -> Iterator[int | None]:
             nodes = written_values(node.target, node.args, node.kwargs)
         elif node.op == "call_function" and node.target is not operator.getitem:
             nodes = node.all_input_nodes
-        yield from (memory_of(each) for each in nodes if isinstance(each, fx.Node))
+        yield from (memory_of(n) for n in nodes if isinstance(n, fx.Node))

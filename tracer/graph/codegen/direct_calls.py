@@ -1,9 +1,9 @@
 """The functions that bodies call for operators: torch's own bindings where they do the same.
 
-An operator that is called as such converts its arguments by its schema, one by one. A binding
-parses them in generated code, which saves half a microsecond and more. Both look for
-`__torch_function__`. Operators are here that small graphs spend their time in, and whose binding
-takes the same arguments.
+A call of an operator converts its arguments by the operator's schema, one by one. A binding parses
+them in generated code, which saves half a microsecond and more. Both look for `__torch_function__`.
+The table has operators in which small graphs spend their time, and whose binding takes the same
+arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FUNCTIONS: Any = torch._C._VariableFunctions
 
 
 def _copy(value: torch.Tensor, cuts: str) -> torch.Tensor:
-    """What `cg.layout` is where ranks share nothing; on a mesh it has been replaced before."""
+    """`cg.layout` without a mesh. On a mesh, no body calls it: its rule has replaced it."""
     return value.clone()
 
 
@@ -43,7 +43,7 @@ BINDINGS: Mapping[object, Callable[..., Any]] = {
 
 
 def call_of(target: Any) -> Any:
-    """The function to call for a node's target: a binding, or what the operator wraps."""
+    """The function to call for a node's target: a binding, or the function in the operator."""
     if type(target) is torch._ops.OpOverload:
         return BINDINGS.get(target) or getattr(target, "_op", target)
     return target

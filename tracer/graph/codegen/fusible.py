@@ -1,7 +1,7 @@
-"""Make a piece of a graph fit to be compiled as a whole.
+"""Prepare a piece of a graph to be compiled as a whole.
 
-A gradient that is a matrix product is added to `.grad` where its factors are there, so that they
-need not be held until the graph has run; see `products`.
+A gradient that is a matrix product is added to `.grad` as soon as its factors are there, so that
+they need not be held until the graph has run; see `autodiff/products.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CLONE = torch.ops.aten.clone.default
 
 @dataclass(frozen=True)
 class Fusible:
-    """Input of a compiler for a piece.
+    """The input of a compiler for a piece.
 
     Attributes:
         module: the graph; its placeholders are the piece's.
-        examples: for each of them a fake tensor of the type and strides that it takes.
+        examples: for each placeholder a fake tensor, with the type and strides of its values.
     """
 
     module: fx.GraphModule
@@ -33,11 +33,12 @@ class Fusible:
 
 
 def make_fusible(piece: Piece, products: Mapping[int, Product]) -> Fusible:
-    """Copy the graph of a piece, in which gradients that are products are added to `.grad`.
+    """Copy the graph of a piece; in the copy, gradients that are products are added to `.grad`.
 
     Args:
-        products: of the piece, by the index of the gradient. Their operators number them in this
-            order, and give an empty tensor in the place of the gradient.
+        piece: the piece.
+        products: its gradients that are products, by their index. Each becomes an operator that
+            takes its number in this order, and gives an empty tensor in place of the gradient.
     """
     numbers = {product.nodes[0]: number for number, product in enumerate(products.values())}
     chosen = list(products.values())
@@ -51,7 +52,7 @@ def make_fusible(piece: Piece, products: Mapping[int, Product]) -> Fusible:
                 ADD_PRODUCT, (*factors, numbers[node], product.is_transposed)
             )
             copies.update(dict.fromkeys(product.nodes, added))
-        elif node.target is ASKED:  # a mesh has none any more
+        elif node.target is ASKED:  # only without a mesh: on a mesh, it has been replaced
             copies[node] = graph.call_function(CLONE, (copies[node.args[0]],))
         elif node not in copies and node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -1,4 +1,4 @@
-"""From lines of generated code to the user's lines that they stem from."""
+"""From lines of generated code to the user's lines."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from ....ir.location import Location
 
 
 def show(file: str, text: str) -> None:
-    """Let tracebacks show the lines of a source."""
+    """Let tracebacks show the lines of a source; `file` is its name in them."""
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
 
 class Locator:
-    """Maps a line of generated code to the user's line."""
+    """Maps lines of generated code to the user's lines; called with a traceback."""
 
     def __init__(self, code: CodeType, locations: dict[int, Location]) -> None:
         self._locations = [(code, locations)]
 
     def add(self, code: CodeType, locations: dict[int, Location]) -> None:
-        """Know the lines of other code as well."""
+        """Add the lines of further code."""
         self._locations.append((code, locations))
 
     def __call__(self, tb: TracebackType | None) -> Location | None:
-        found = None
+        location = None
         while tb is not None:
             for code, locations in self._locations:
                 if tb.tb_frame.f_code is code:
-                    found = locations.get(tb.tb_lineno, found)
+                    location = locations.get(tb.tb_lineno, location)
             tb = tb.tb_next
-        return found
+        return location

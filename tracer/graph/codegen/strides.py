@@ -1,9 +1,10 @@
-"""Lay out results whose real strides are not those of the trace, where that makes a difference.
+"""Give results the strides of the trace, where it matters that their real strides differ.
 
-A fake kernel guesses the strides of what an operator gives, and some guess wrong. A view that the
-trace took of such a result may not exist, and a body returns what is contiguous. So the first run
-of a body compares the results that views and returns depend on, and lays out those that differ. The
-code that runs from then on lays out the same ones, and compares nothing.
+A fake kernel guesses the strides of an operator's results, and some guess wrong. A view that the
+trace took of such a result may be impossible for the real one, and a body has to return contiguous
+tensors. So the first run of a body compares the results on which views and returns depend, and
+copies those that differ into the strides of the trace. After that, the body runs code that copies
+the same results, and compares nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _OF_STRIDES = frozenset(
         *(_ATEN.view_as_complex.default, _ATEN.view_as_real.default),
     }
 )
-"""Views that there are of some strides alone."""
+"""Views that are possible for some strides only."""
 
 
 def compared(piece: Piece) -> dict[fx.Node, tuple[int, ...]]:
-    """The results of operators whose strides a piece depends on, with those of the trace."""
+    """The results whose strides a piece depends on, with their strides in the trace."""
     graph = piece.graph
     needed = {n for n in results(graph)[: piece.returned + len(piece.rebinds)] if n is not None}
     for node in reversed(graph.nodes):
@@ -43,7 +44,7 @@ def compared(piece: Piece) -> dict[fx.Node, tuple[int, ...]]:
 
 
 def _is_laid_out(node: fx.Node) -> bool:
-    """True if a node is what an operator has made, and it can lie in memory in several ways."""
+    """True if an operator has computed a node as a new tensor that may have several strides."""
     value = node.meta.get("val")
     if node.op != "call_function" or is_view(node) or not isinstance(value, torch.Tensor):
         return False
@@ -54,7 +55,7 @@ def _is_laid_out(node: fx.Node) -> bool:
 
 
 def laid_out(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, or a copy of it, with these strides where they tell elements apart."""
+    """A tensor with these strides: `value`, or a copy. Strides of dimensions of 1 may differ."""
     if _agree(value, strides):
         return value
     copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
@@ -71,23 +72,23 @@ def _agree(value: torch.Tensor, strides: tuple[int, ...]) -> bool:
 
 @dataclass(eq=False)
 class Comparison:
-    """The results that a first run has compared.
+    """The comparison of results in the first run of a body.
 
     Attributes:
-        settle: takes the names of those that differ, when all have been compared.
-        differing: these names.
+        settle: takes the names of the results that differ, when all have been compared.
+        differing: these names, as far as results have been compared.
     """
 
     settle: Callable[[frozenset[str]], None]
     differing: set[str] = field(default_factory=set)
 
     def compare(self, name: str, value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-        """The result of this name, laid out as in the trace."""
+        """The result with the strides of the trace; its name is noted if it had others."""
         result = laid_out(value, strides)
         if result is not value:
             self.differing.add(name)
         return result
 
     def end(self) -> None:
-        """All have been compared."""
+        """End the comparison: all results have been compared."""
         self.settle(frozenset(self.differing))

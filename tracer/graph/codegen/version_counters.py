@@ -1,10 +1,10 @@
-"""Notice state that changes between a forward and its backward, where only the run can tell.
+"""Notice at run time if state changes between a forward and its backward.
 
 A backward looks parameters up where they live. A call of unknown effect in between, such as an
-optimizer's step, may have changed them; the gradient would then be one of nothing that was ever
-computed. Eager PyTorch compares version counters. So do the bodies here: the forward returns the
-counters as one more saved value, and the backward compares. Only derivatives with such a call in
-between are made so.
+optimizer's step, may have changed them. The gradient would then belong to no forward that ever ran.
+Eager PyTorch compares version counters for this, and so do the bodies here: the forward returns the
+counters as one more saved value, and the backward compares them. Only derivatives with such a call
+in between do this.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ def with_versions(
 
     Args:
         traced: the derivative.
-        state: what its backward looks up.
-        at: how many values it saves.
+        state: the tensors that its backward looks up.
+        at: the number of values that it saves.
         what: the method, in words.
         between: the calls that may have changed the state.
 
-    Its backward raises a RuntimeError when it runs if a tensor of the state is another one, or has
-    been written to.
+    Returns:
+        The derivative. Its backward raises a RuntimeError when it runs, if a tensor of the state
+        has been replaced or written to since the forward.
     """
-    # For each tensor its identity and its version.
+    # For each tensor its id and its version.
     type_ = TensorType(DType.I64, (len(state), 2))
 
     def noting(forward: Body) -> Body:
@@ -46,7 +47,7 @@ def with_versions(
         return body
 
     def checking(part: TracedPart, at: int) -> TracedPart:
-        """The part, which takes the versions as input `at`."""
+        """The part with the versions as a further input, at index `at`, which it compares."""
 
         def wrap(backward: Body) -> Body:
             def body(*inputs: Any) -> Sequence[Any]:
@@ -63,18 +64,20 @@ def with_versions(
         return TracedPart(taking, wrapped(part.only_body, wrap))
 
     vjp, first = traced.vjp, traced.first
-    kept = tuple(i for i in vjp.kept if i < at)
+    kept_before = tuple(i for i in vjp.kept if i < at)
     kept_after = tuple(i + 1 for i in vjp.kept if i >= at)
     places = {vjp.backward: at, vjp.input: at}
     outputs = (*first.declaration.outputs, type_)
     return replace(
         traced,
-        vjp=replace(vjp, kept=(*kept, at, *kept_after) if vjp.weight is not None else ()),
+        vjp=replace(vjp, kept=(*kept_before, at, *kept_after) if vjp.weight is not None else ()),
         first=TracedPart(
             replace(first.declaration, outputs=outputs), wrapped(first.only_body, noting)
         ),
         second=checking(traced.second, at),
-        halves=tuple(checking(h, places.get(h.declaration.name, len(kept))) for h in traced.halves),
+        halves=tuple(
+            checking(h, places.get(h.declaration.name, len(kept_before))) for h in traced.halves
+        ),
     )
 
 
@@ -84,11 +87,11 @@ def _versions(state: Sequence[StateTensor]) -> torch.Tensor:
 
 
 def _explain(
-    before: torch.Tensor, state: Sequence[StateTensor], what: str, between: Sequence[Write]
+    before: torch.Tensor, state: Sequence[StateTensor], method: str, between: Sequence[Write]
 ) -> str:
     same = (before == _versions(state)).all(dim=1)
-    paths = [f"'{t.path}'" for t, kept in zip(state, same.tolist(), strict=True) if not kept]
-    return f"{changed_between(what, paths, between)}; {CHANGE_AFTER}"
+    paths = [f"'{t.path}'" for t, is_same in zip(state, same.tolist(), strict=True) if not is_same]
+    return f"{changed_between(method, paths, between)}; {CHANGE_AFTER}"
 
 
 def changed_between(what: str, paths: Sequence[str], between: Sequence[Write]) -> str:

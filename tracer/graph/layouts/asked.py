@@ -1,4 +1,4 @@
-"""The layout that a method asks for by name, and the op that it asks with."""
+"""`cg.layout`: the op by which a method asks for a layout, and its rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cases import Answer, Case, LocalOp, Operand, Rule
 
 @torch.library.custom_op("cg::layout", mutates_args=())
 def asked_layout(value: torch.Tensor, cuts: str) -> torch.Tensor:
-    """A copy of a tensor; on a mesh, cut as `cuts` says, which `text_of_cuts` has written."""
+    """A copy of a tensor; on a mesh, it is cut by `cuts`, a text of `text_of_cuts`."""
     return value.clone()
 
 
@@ -30,24 +30,24 @@ asked_layout.register_autograd(_backward)
 
 
 def text_of_cuts(cuts: Sequence[tuple[int, Cut]]) -> str:
-    """Cuts by dimension as the op takes them: `0:dp.tp:1;-1:ep:3`."""
+    """The text for cuts of dimensions that the op takes, such as `0:dp.tp:1;-1:ep:3`."""
     return ";".join(f"{dim}:{'.'.join(cut.axes)}:{cut.blocks}" for dim, cut in cuts)
 
 
 def _cuts_of(text: str) -> list[tuple[int, Cut]]:
-    found = []
-    for each in text.split(";") if text else ():
-        dim, axes, blocks = each.split(":")
-        found.append((int(dim), Cut(tuple(axes.split(".")), int(blocks))))
-    return found
+    cuts = []
+    for part in text.split(";") if text else ():
+        dim, axes, blocks = part.split(":")
+        cuts.append((int(dim), Cut(tuple(axes.split(".")), int(blocks))))
+    return cuts
 
 
 def _asked(case: Case) -> Answer:
-    """As it is asked for: any transfer may make it."""
+    """The layout that the method asks for: any transfer may make it."""
     operand = case["value"]
     assert isinstance(operand, Operand)
     rank = len(operand.shape)
-    found, used = [WHOLE] * rank, set[str]()
+    dim_cuts, used = [WHOLE] * rank, set[str]()
     for dim, cut in _cuts_of(case["cuts"]):
         axes = tuple(axis for axis in cut.axes if case.sizes.get(axis) != 1)
         reason = None
@@ -57,16 +57,16 @@ def _asked(case: Case) -> Answer:
             reason = f"the mesh has no axis '{unknown[0]}', but {', '.join(case.sizes)}"
         elif used.intersection(axes) or len(set(axes)) < len(axes):
             reason = f"an axis of {', '.join(axes)} cuts %{operand.node.name} twice"
-        elif found[dim]:
+        elif dim_cuts[dim]:
             reason = f"dimension {dim} of %{operand.node.name} is to be cut twice"
         elif operand.shape[dim] % cut.blocks:
             reason = f"{operand.shape[dim]} entries are not {cut.blocks} blocks of equal size"
         if reason is not None:
             raise case.error(reason, "correct what cg.layout is given there")
         used.update(axes)
-        found[dim] = Cut(axes, cut.blocks) if axes else WHOLE
-    wanted = Layout(tuple(found))
-    return Answer((wanted,), (wanted,), local=_local, is_asked=True)
+        dim_cuts[dim] = Cut(axes, cut.blocks) if axes else WHOLE
+    layout = Layout(tuple(dim_cuts))
+    return Answer((layout,), (layout,), local=_local, is_asked=True)
 
 
 def _local(op: LocalOp) -> Any:

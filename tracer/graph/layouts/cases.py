@@ -1,4 +1,4 @@
-"""The input and the output of a layout rule: an op with the layouts of its operands, an answer."""
+"""The input of a layout rule, an op with the layouts of its operands; and its output, an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import TraceError
 Shape: TypeAlias = tuple[int, ...]
 
 Results: TypeAlias = tuple[Layout | None, ...]
-"""Layouts of an op's results; None for what is no tensor."""
+"""Layouts of an op's results; None for a result that is no tensor."""
 
 
 class LayoutError(TraceError):
@@ -30,10 +30,10 @@ class Operand:
     """A tensor that an op takes.
 
     Attributes:
-        node: which computes it.
-        shape: of the logical tensor.
-        dtype: of the elements.
-        layout: how it is laid out.
+        node: the node that computes it.
+        shape: the shape of the logical tensor.
+        dtype: the type of its elements.
+        layout: its layout.
     """
 
     node: fx.Node
@@ -52,15 +52,16 @@ class Operand:
 
 @dataclass(frozen=True)
 class Case:
-    """An op, and the layouts of what it takes.
+    """An op, and the layouts of its operands.
 
     Attributes:
         target: the op.
         arguments: all of its arguments by name, with an `Operand` for each tensor.
         operands: the tensors in the order of the arguments.
-        shapes: of the results; None for what is no tensor.
-        sizes: of the mesh's axes, in its order.
-        asked: cuts of the first result that its user asks for, where the answer left it free.
+        shapes: the shapes of the results; None for a result that is no tensor.
+        sizes: the sizes of the mesh's axes, in the order of the mesh.
+        asked: cuts that a user of the first result asks for, in dimensions that the answer left
+            free.
         loc: the user's line.
         stays_a_sum: whether the result is a term of gradients alone, which may be summands.
     """
@@ -83,7 +84,7 @@ class Case:
         return str(self.target).removesuffix(".default")
 
     def shape(self, index: int = 0) -> Shape:
-        """The shape of a result, which is a tensor."""
+        """The shape of a result that is a tensor."""
         shape = self.shapes[index]
         assert shape is not None
         return shape
@@ -97,16 +98,17 @@ class Case:
 
 
 class LocalOp(Protocol):
-    """An op as one rank runs it: what a rule's own local form is given.
+    """An op as one rank runs it; a rule's `Local` takes it.
 
     Attributes:
         target: the op.
-        arguments: by name, with a node of the rank's graph for each tensor.
-        position: of the rank.
-        operands: the regions of the operands that the rank has.
-        results: the regions of the results that the rank makes; None for what is no tensor.
-        shapes: of the whole results.
-        fakes: of the whole results.
+        arguments: its arguments by name, with a node of the rank's graph for each tensor.
+        position: the rank's coordinates on the mesh.
+        operands: the regions of the operands that the rank holds.
+        results: the regions of the results that the rank computes; None for a result that is no
+            tensor.
+        shapes: the shapes of the whole results.
+        fakes: the fakes of the whole results.
     """
 
     @property
@@ -133,27 +135,28 @@ class LocalOp(Protocol):
         ...
 
     def piece(self, node: fx.Node, region: Region) -> fx.Node:
-        """The part of a whole tensor in a region, with memory of its own."""
+        """A region of a whole tensor, with memory of its own."""
         ...
 
 
 Local: TypeAlias = Callable[[LocalOp], Any]
-"""Adds what a rank runs for an op; gives the node of its result, or of the tuple of its results, or
-a tuple of nodes."""
+"""Adds the nodes that a rank runs for an op. Gives the node of its result or of the tuple of its
+results, or a tuple of nodes."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The layouts that an op takes and makes, and the op that each rank runs.
+    """The layouts of an op's operands and results, and the op that each rank runs.
 
     Attributes:
-        wanted: for each operand the layout in which the op takes it.
+        wanted: the layout in which the op takes each operand.
         results: the layout of each result.
-        sizes: arguments that are the shape of a result, with its index: a rank's piece has another.
-        local: what a rank runs, if not the op itself.
-        free: dimensions of the first result that could be cut as well, at no cost, if asked for.
-        reasons: why some operands cannot be taken as they are, by index.
-        is_asked: whether the user has asked for what is wanted, so that any transfer may make it.
+        sizes: names of arguments that are the shape of a result, with the result's index; on a
+            rank, they become the shape of its piece.
+        local: what a rank runs instead of the op; None: the op.
+        free: dimensions of the first result that could be cut at no cost, if asked for.
+        reasons: why the op cannot take some operands in their layouts, by index.
+        is_asked: whether the user has asked for the layouts, so that any transfer may make them.
     """
 
     wanted: tuple[Layout, ...]
@@ -167,11 +170,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Expansion:
-    """An op is to be replaced by others at logical shapes, since its layouts need more than one.
+    """The replacement of an op by several others at logical shapes.
 
     Attributes:
         function: takes the op's arguments by name, and gives its result, or the tuple of them.
-        asked: by op, the cuts of what it is to make, so that nothing is made whole first.
+        asked: cuts for the results of some ops in it, so that no rank computes these whole.
     """
 
     function: Callable[..., Any]
@@ -182,39 +185,39 @@ Rule: TypeAlias = Callable[[Case], Answer | Expansion]
 
 
 def whole(rank: int) -> Layout:
-    """The layout of copies, with a cut for each of so many dimensions."""
+    """The layout of copies of a tensor with `rank` dimensions."""
     return Layout((WHOLE,) * rank)
 
 
 def tensors(value: Any) -> Iterator[Operand]:
-    """The operands in an argument, in order."""
+    """The operands in an argument, which may be a list of them, in order."""
     if isinstance(value, Operand):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors(each)
+        for item in value:
+            yield from tensors(item)
 
 
 def dim_of(dim: int, rank: int) -> int:
-    """A dimension as a number from 0."""
+    """A dimension, which may be negative, as a number from 0."""
     return dim % rank if rank else 0
 
 
 def dims_of(dims: int | list[int] | None, rank: int) -> tuple[int, ...]:
-    """Dimensions as numbers from 0; all where there are none."""
+    """Dimensions as numbers from 0, in order; all of them if `dims` is None or empty."""
     if dims is None or dims == []:
         return tuple(range(rank))
-    given = [dims] if isinstance(dims, int) else dims
-    return tuple(sorted(dim_of(dim, rank) for dim in given))
+    dim_list = [dims] if isinstance(dims, int) else dims
+    return tuple(sorted(dim_of(dim, rank) for dim in dim_list))
 
 
 def shapes(
     target: torch._ops.OpOverload, val: Any, loc: Location | None
 ) -> tuple[Shape | None, ...]:
-    """The shapes of an op's results, which are dense; None for what is no tensor.
+    """The shapes of an op's results; None for a result that is no tensor.
 
     Raises:
-        LayoutError: one is sparse.
+        LayoutError: a result is sparse.
     """
     results = val if isinstance(val, (tuple, list)) else (val,)
     if any(isinstance(v, torch.Tensor) and v.layout is not torch.strided for v in results):

@@ -1,4 +1,4 @@
-"""Classify changes of layout: by nothing, by a reduction of summands, or by more."""
+"""Classify changes of layout by the work that ranks have with them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .cases import Shape
 class Change(enum.Enum):
     """The work of ranks in a change of a tensor's layout.
 
-    NONE: nothing. SLICE: each takes a part of what it holds. REDUCE: summands are combined.
-    GATHER: ranks get parts that they do not hold. RESHARD: they lose some, too.
+    NONE: nothing. SLICE: each rank takes a part of its piece. REDUCE: summands are combined.
+    GATHER: ranks get parts that they do not hold. RESHARD: ranks get parts, and drop others.
     """
 
     NONE = "none"
@@ -30,10 +30,10 @@ class Change(enum.Enum):
 
 
 ORDER = tuple(Change)
-"""From the least to the most that has to be done."""
+"""From the least work to the most."""
 
 DEFAULT = frozenset({Change.NONE, Change.SLICE, Change.REDUCE})
-"""The changes that a graph may make without having been asked to."""
+"""The changes that a graph may make without being asked."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -41,17 +41,17 @@ def change_between(before: Layout, after: Layout, shape: Shape, place: Place) ->
     """The work that leads from one layout of a tensor to another.
 
     Raises:
-        ValueError: ranks would have to hold summands where they do not.
+        ValueError: `after` has summands along an axis along which `before` has none.
     """
     if before == after:
         return Change.NONE
     if not set(after.summands) <= set(before.summands):
         raise ValueError("no transfer makes summands")
     positions = [place.position(rank) for rank in place.ranks]
-    held = [before.region(shape, position) for position in positions]
-    wanted = [after.region(shape, position) for position in positions]
-    pairs = [*zip(held, wanted, strict=True)]
-    if all(overlap(mine, new) == new for mine, new in pairs):
+    held_regions = [before.region(shape, position) for position in positions]
+    new_regions = [after.region(shape, position) for position in positions]
+    pairs = [*zip(held_regions, new_regions, strict=True)]
+    if all(overlap(held, new) == new for held, new in pairs):
         return Change.SLICE if after.summands == before.summands else Change.REDUCE
-    grows = all(overlap(mine, new) == mine for mine, new in pairs)
+    grows = all(overlap(held, new) == held for held, new in pairs)
     return Change.GATHER if grows else Change.RESHARD

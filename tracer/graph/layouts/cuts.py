@@ -1,7 +1,8 @@
 """Cuts of dimensions that are products of factors: from a dimension to its factors, and back.
 
-A view regards rows and tokens as one dimension, or a dimension as heads and what each has. A cut of
-the product is a cut of one factor where its pieces are whole numbers of what lies below the factor.
+A view merges rows and tokens into one dimension, or splits a dimension into heads and their
+entries. A cut of the product is a cut of one factor if each piece is made of whole indices of that
+factor.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ....ir.layout import WHOLE, Cut, Intervals, Layout, Position, merge
 
 @dataclass(frozen=True, slots=True)
 class Product(Cut):
-    """The cut of a dimension of which several factors are cut, each by itself.
+    """The cut of a dimension with several factors that are cut, each by itself.
 
     Rows and heads, both cut and then viewed as one dimension, are such a product. No type has it:
     it lives between two views, and goes from part to part as its factors (`unmerged`).
 
     Attributes:
-        parts: the factors, the major one first, with their sizes.
+        parts: the sizes and cuts of the factors, the major one first.
     """
 
     parts: tuple[tuple[int, Cut], ...] = ()
@@ -31,16 +32,16 @@ class Product(Cut):
         indices, below = [0], size
         for length, cut in self.parts:
             below //= length
-            mine = [i for start, stop in cut.piece(length, position) for i in range(start, stop)]
-            indices = [index + below * i for index in indices for i in mine]
+            held = [i for start, stop in cut.piece(length, position) for i in range(start, stop)]
+            indices = [index + below * i for index in indices for i in held]
         return merge((index, index + 1) for index in indices)
 
 
 def unmerged(layout: Layout, shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
-    """A layout and a shape in which each product of factors is as many dimensions.
+    """A layout and a shape with a dimension for each factor of a product.
 
-    A rank's piece is the same run of numbers in both: it is row-major over its pieces of the
-    factors.
+    A rank's piece has the same numbers in the same order in both shapes: it is row-major over the
+    pieces of the factors.
     """
     dims: list[tuple[int, Cut]] = []
     for size, cut in zip(shape, layout.cuts, strict=True):
@@ -54,12 +55,12 @@ def is_interval(cut: Cut) -> bool:
 
 
 def count(cut: Cut, axes: Mapping[str, int]) -> int:
-    """The number of pieces."""
+    """The number of pieces of a cut; `axes` has the sizes of the mesh's axes."""
     return math.prod(axes[axis] for axis in cut.axes)
 
 
 def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
-    """The same cut of a dimension of `size`, in the one form in which cuts are compared."""
+    """The same cut of a dimension of `size`, in a form in which equal cuts are equal."""
     if not cut or isinstance(cut, Product):
         return cut
     units = size // cut.blocks // cut.unit
@@ -69,8 +70,13 @@ def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
 def spread(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut, ...] | None:
     """The cuts of the factors of a cut dimension, the major one first.
 
+    Args:
+        cut: the cut of the dimension.
+        sizes: the sizes of its factors.
+        axes: the sizes of the mesh's axes.
+
     Returns:
-        One for each of `sizes`; None if no factors have pieces that make those of the dimension.
+        A cut for each of `sizes`; None if cuts of the factors cannot give the same pieces.
     """
     if not cut:
         return (WHOLE,) * len(sizes)
@@ -101,7 +107,7 @@ def spread(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut
 
 
 def _by_axes(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut, ...] | None:
-    """The first axes cut the major factor to pieces of 1, the others the rest."""
+    """The cuts if the first axes cut the major factor to pieces of 1, and the others the rest."""
     for number in range(1, len(cut.axes)):
         first = Cut(cut.axes[:number], cut.blocks)
         if count(first, axes) == sizes[0] // cut.blocks:
@@ -113,31 +119,31 @@ def _by_axes(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[C
 def _spread_product(
     cut: Product, sizes: Sequence[int], axes: Mapping[str, int]
 ) -> tuple[Cut, ...] | None:
-    """Match runs of the product's factors with runs of other ones."""
-    parts, left, found = list(cut.parts), list(sizes), list[Cut]()
+    """The cuts of factors, by matching runs of the product's factors with runs of `sizes`."""
+    parts, left, spread_cuts = list(cut.parts), list(sizes), list[Cut]()
     while left:
-        some, mine = [left.pop(0)], [parts.pop(0)] if parts else []
-        while math.prod(some) != math.prod(size for size, _ in mine):
-            if math.prod(some) < math.prod(size for size, _ in mine) and left:
-                some.append(left.pop(0))
+        run_sizes, run = [left.pop(0)], [parts.pop(0)] if parts else []
+        while math.prod(run_sizes) != math.prod(size for size, _ in run):
+            if math.prod(run_sizes) < math.prod(size for size, _ in run) and left:
+                run_sizes.append(left.pop(0))
             elif parts:
-                mine.append(parts.pop(0))
+                run.append(parts.pop(0))
             else:
                 return None
-        if len(some) == 1:
-            found.append(join([each for _, each in mine], [size for size, _ in mine], axes))
-        elif len(mine) == 1:
-            inner = spread(mine[0][1], some, axes)
+        if len(run_sizes) == 1:
+            spread_cuts.append(join([c for _, c in run], [size for size, _ in run], axes))
+        elif len(run) == 1:
+            inner = spread(run[0][1], run_sizes, axes)
             if inner is None:
                 return None
-            found += inner
+            spread_cuts += inner
         else:
             return None
-    return tuple(found)
+    return tuple(spread_cuts)
 
 
 def join(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> Cut:
-    """The cut of a dimension whose factors are cut so."""
+    """The cut of a dimension whose factors have these cuts."""
     parts: list[tuple[int, Cut]] = []
     for cut, size in zip(cuts, sizes, strict=True):
         parts += cut.parts if isinstance(cut, Product) else [(size, cut)]
@@ -158,7 +164,7 @@ def join(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> 
 
 
 def _simple(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> Cut | None:
-    """The plain cut of a dimension whose factors are cut so; None if there is none."""
+    """The cut of a dimension whose factors have these cuts; None if it takes a `Product`."""
     factors = [(cut, size) for cut, size in zip(cuts, sizes, strict=True) if size != 1 or cut]
     blocks = 1
     while factors and not factors[0][0]:
@@ -166,8 +172,8 @@ def _simple(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) 
     if not factors:
         return WHOLE
     (cut, size), *rest = factors
-    minor = math.prod(each for _, each in rest)
-    inner = _simple([each for each, _ in rest], [each for _, each in rest], axes)
+    minor = math.prod(length for _, length in rest)
+    inner = _simple([c for c, _ in rest], [length for _, length in rest], axes)
     if inner is None:
         return None
     whole = blocks * size * minor

@@ -1,4 +1,4 @@
-"""Trace what an op is expanded to, and put it in the place of the op."""
+"""Trace the ops that an op is expanded to, and put them in its place."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .cases import Case, Expansion, Operand
 
 
 def constant_of(graph: fx.Graph, node: fx.Node) -> Any:
-    """The fake of a constant, for which make_fx keeps none."""
+    """The fake of a constant; make_fx keeps none."""
     assert isinstance(node.target, str)
     value = operator.attrgetter(node.target)(graph.owning_module)
-    mode = fake_mode_of(other.meta.get("val") for other in graph.nodes)
+    mode = fake_mode_of(n.meta.get("val") for n in graph.nodes)
     return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -30,9 +30,9 @@ def traced(case: Case, expansion: Expansion, results: Any) -> fx.Graph:
 
     Args:
         case: the op.
-        expansion: what it is replaced by.
-        results: fakes of what the op gives. What the expansion gives is cast to their types, so it
-            may compute in others.
+        expansion: the function that replaces it.
+        results: fakes of the op's results. The expansion may compute in other element types: its
+            results are cast to those of the fakes.
     """
     fakes = [operand.node.meta["val"] for operand in case.operands]
 
@@ -47,21 +47,21 @@ def traced(case: Case, expansion: Expansion, results: Any) -> fx.Graph:
     return graph
 
 
-def _cast(made: Any, results: Any) -> Any:
-    """Tensors in the element types of others."""
-    if isinstance(made, (list, tuple)):
-        return type(made)(_cast(*pair) for pair in zip(made, results, strict=True))
-    if isinstance(made, torch.Tensor) and isinstance(results, torch.Tensor):
-        return made.to(results.dtype)
-    return made
+def _cast(value: Any, results: Any) -> Any:
+    """A value with its tensors in the element types of `results`."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(*pair) for pair in zip(value, results, strict=True))
+    if isinstance(value, torch.Tensor) and isinstance(results, torch.Tensor):
+        return value.to(results.dtype)
+    return value
 
 
 def _given(argument: Any, values: Iterator[torch.Tensor]) -> Any:
-    """An argument with the next values in the place of its operands."""
+    """An argument whose operands are replaced by the next values."""
     if isinstance(argument, Operand):
         return next(values)
     if isinstance(argument, (list, tuple)):
-        return [_given(each, values) for each in argument]
+        return [_given(item, values) for item in argument]
     return argument
 
 
@@ -74,7 +74,15 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
 
 
 def replace_by(node: fx.Node, made: Any) -> dict[fx.Node, fx.Node]:
-    """Let the users of a node use what was made instead; gives what stands for what."""
+    """Let the users of a node use another node, or the items of a tuple of nodes.
+
+    Args:
+        node: the node; if it gives a tuple, its users are getitems, which are erased.
+        made: the node, or tuple of nodes, that replaces it.
+
+    Returns:
+        The replacement of each node that is no longer used.
+    """
     if isinstance(made, fx.Node):
         node.replace_all_uses_with(made)
         return {node: made}

@@ -1,8 +1,8 @@
-"""Rules in the letters of einsum: what an op does with layouts, given its dimensions as factors.
+"""Lay an op out by factors: its dimensions are written as products of letters, as in einsum.
 
-A dimension of an operand or a result is a product of factors; a factor that is cut in one operand
-is cut alike in all that have it. A factor that no result has is contracted: where it is cut, ranks
-get summands. As in Shardy's op sharding rules and einops.
+A dimension of an operand or a result is a product of factors. A factor that is cut in one operand
+is cut alike in all operands and results that have it. A factor that a result lacks is contracted:
+where it is cut, ranks get summands. Shardy's op sharding rules and einops do the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dim: TypeAlias = tuple[Factor, ...]
 Dims: TypeAlias = tuple[Dim, ...]
 
 Linear: TypeAlias = tuple[frozenset[int], ...]
-"""Sets of operands in which an op is linear, each set jointly while the others stay the same."""
+"""Sets of operands. The op is linear in each set jointly, while all other operands are fixed."""
 
 NOT_LINEAR: Linear = ()
 
@@ -32,14 +32,14 @@ class Factors:
     """The dimensions of an op's operands and results as factors.
 
     Attributes:
-        operands: the dimensions of each operand; `()` is a dimension of 1 that is repeated.
-        results: the dimensions of each result; None for what is no tensor.
-        sizes: of the factors.
-        linear: the operands whose summands give summands.
+        operands: the dimensions of each operand; `()` is a dimension of 1 that is broadcast.
+        results: the dimensions of each result; None for a result that is no tensor.
+        sizes: the size of each factor.
+        linear: the operands whose summands give summands of the result.
         keep: factors that must be whole, with the reason.
-        reduce: what combines the summands of a contracted factor; None if it must be whole.
-        moves: the op only moves entries, so summands of any kind go through.
-        passive: operands that nothing is claimed by and nothing is asked of: only a shape is read.
+        reduce: the reduction of a contracted factor's summands; None if the factor must be whole.
+        moves: whether the op only moves entries, so that summands of any kind go through.
+        passive: operands that the op takes in any layout, and that cut no factor.
     """
 
     operands: tuple[Dims, ...]
@@ -53,21 +53,21 @@ class Factors:
 
 
 def each(*operands: int) -> Linear:
-    """Linear in each of these operands by itself."""
+    """The op is linear in each of these operands by itself."""
     return tuple(frozenset({operand}) for operand in operands)
 
 
 def jointly(*operands: int) -> Linear:
-    """Linear in these operands together, as a sum is."""
+    """The op is linear in these operands together, as a sum is."""
     return (frozenset(operands),)
 
 
 def letters(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """Read dimensions of one factor each, as in `mk,kn->mn`."""
-    given, _, made = text.partition("->")
+    operand_words, _, result_words = text.partition("->")
     read = [
         tuple(tuple((letter,) for letter in word) for word in side.split(","))
-        for side in (given, made)
+        for side in (operand_words, result_words)
     ]
     return read[0], read[1]
 
@@ -92,13 +92,17 @@ def solve(
 ) -> Answer:
     """Lay an op out by its factors.
 
-    Where operands disagree, the larger one stays as it is, and the answer gives the reason.
+    Where operands disagree, the larger one keeps its layout, and the answer has the reason why the
+    other cannot.
 
     Args:
         case: the op.
         factors: its dimensions.
         sizes, local: as in `Answer`.
-        free: dimensions of the first result whose factor nothing contradicts if it is cut.
+        free: dimensions of the first result that could be cut at no cost, with their factors.
+
+    Returns:
+        The layouts in which the op takes its operands and gives its results.
     """
     solution = _Solution(case, factors)
     if case.asked is not None:
@@ -107,7 +111,7 @@ def solve(
 
 
 class _Solution:
-    """Cuts of factors: those that operands claim, as long as none contradicts another."""
+    """The cuts of the factors: operands claim them, unless a larger operand contradicts."""
 
     def __init__(self, case: Case, factors: Factors) -> None:
         self.case = case
@@ -125,18 +129,18 @@ class _Solution:
         self._claim()
         while self._refuses():
             self._claim()
-        wanted = tuple(
+        operand_layouts = tuple(
             self._wanted(index, self._joined(dims))
             for index, dims in enumerate(self.factors.operands)
         )
-        made = tuple(
+        result_layouts = tuple(
             None if dims is None else self._result(index, self._joined(dims))
             for index, dims in enumerate(self.factors.results)
         )
-        return Answer(wanted, made, sizes, local, free, self.reasons)
+        return Answer(operand_layouts, result_layouts, sizes, local, free, self.reasons)
 
     def _claim(self) -> None:
-        """Give each factor the cut that its largest operand has, if no axis has another task."""
+        """Give each factor the cut of its largest operand, if no axis cuts another factor."""
         self.cuts, self.by, self.reasons = dict(self._asked), {}, {}
         operands = [*enumerate(self.case.operands)]
         for index, operand in sorted(operands, key=lambda pair: self._rank(pair[1])):
@@ -144,7 +148,10 @@ class _Solution:
                 self._claim_operand(index, operand)
 
     def _rank(self, operand: Operand) -> tuple[int, int]:
-        """The larger operand first; of equal ones that of more pieces, for the other is sliced."""
+        """A key that sorts larger operands first; of equal ones, the one with more pieces.
+
+        The other can then be sliced.
+        """
         pieces = math.prod(count(cut, self.case.sizes) for cut in operand.cuts)
         return -math.prod(operand.shape), -pieces
 
@@ -154,14 +161,14 @@ class _Solution:
             if not cut:
                 continue
             sizes = [self.factors.sizes[factor] for factor in dim]
-            found = spread(cut, sizes, self.case.sizes)
-            if found is None:
+            factor_cuts = spread(cut, sizes, self.case.sizes)
+            if factor_cuts is None:
                 self._cannot(
                     index,
                     f"dimension {number} of {_name(operand)} is {_parts(operand, number, sizes)}",
                 )
                 continue
-            for factor, claimed, size in zip(dim, found, sizes, strict=True):
+            for factor, claimed, size in zip(dim, factor_cuts, sizes, strict=True):
                 if claimed:
                     self._claim_factor(
                         index, operand, number, factor, canonical(claimed, size, self.case.sizes)
@@ -177,14 +184,14 @@ class _Solution:
         if held == cut:
             return
         if held is not None:
-            other = _name(self.by[factor]) if factor in self.by else "its result"
+            holder = _name(self.by[factor]) if factor in self.by else "its result"
             self._cannot(
                 index,
                 f"dimension {number} of {_name(operand)} is cut along {cut}, but along {held} in "
-                f"{other}",
+                f"{holder}",
             )
             return
-        taken = {axis: f for f, other in self.cuts.items() for axis in other.axes}
+        taken = {axis: f for f, claimed in self.cuts.items() for axis in claimed.axes}
         twice = [axis for axis in cut.axes if axis in taken]
         if twice:
             owner = self.by.get(taken[twice[0]])
@@ -207,7 +214,7 @@ class _Solution:
         )
 
     def _refuses(self) -> bool:
-        """True if a factor has to be whole that was cut until now."""
+        """True if a factor that is cut has to be whole; it is noted in `keep`."""
         if self.factors.reduce is None:
             for factor in self.cuts:
                 if self._is_contracted(factor):
@@ -220,7 +227,7 @@ class _Solution:
         return any(dims is not None and not _has(dims, factor) for dims in results)
 
     def _passing(self) -> tuple[frozenset[int], set[str]]:
-        """The operands whose summands go through the op, and the axes of these."""
+        """The operands whose summands go through the op, and the axes of these summands."""
         used = {axis for cut in self.cuts.values() for axis in cut.axes}
         contracts = any(self._is_contracted(factor) for factor in self.cuts)
         having: dict[str, set[int]] = {}
@@ -228,14 +235,14 @@ class _Solution:
             for axis in operand.layout.summands:
                 if index not in self.factors.passive:
                     having.setdefault(axis, set()).add(index)
-        for group in self.factors.linear:  # what is no member of the group is reduced
+        for group in self.factors.linear:  # summands of other operands are reduced
             axes = {a for a, members in having.items() if members >= group and a not in used}
             if axes and self._is_one_sum(group, contracts):
                 return group, axes
         return frozenset(), set()
 
     def _is_one_sum(self, group: frozenset[int], contracts: bool) -> bool:
-        """True if what combines the operands' summands combines those of the result, too."""
+        """True if one kind of reduction combines the summands of the operands and the result."""
         kinds = {self.case.operands[index].layout.reduce for index in group}
         if contracts and kinds != {self.factors.reduce}:
             return False
@@ -246,9 +253,9 @@ class _Solution:
         if index in self.factors.passive:
             return operand.layout
         group, axes = self._passing()
-        kept = axes if index in group else set()
-        summands = tuple(axis for axis in operand.layout.summands if axis in kept)
-        if set(operand.layout.summands) - kept:
+        passing_axes = axes if index in group else set()
+        summands = tuple(axis for axis in operand.layout.summands if axis in passing_axes)
+        if set(operand.layout.summands) - passing_axes:
             self._cannot(
                 index,
                 f"{_name(operand)} is a sum over ranks along "

@@ -1,7 +1,8 @@
-"""Replace ops that write in place to values of their own by ops that make a new tensor.
+"""Replace ops that write in place by ops that make a new tensor.
 
-An op cannot write in place to a value that is transferred first. Nobody sees the difference where
-the value has been made by an op, and no view of it is taken. Writes to state stay.
+An op cannot write in place to a value that is transferred first. If an op has made the value, and
+no view of it is taken, nothing else sees the write, so the op can make a new tensor instead. Writes
+to state stay.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _ATEN = torch.ops.aten
 
 
 def without_writes(graph: fx.Graph) -> None:
-    """Replace them where there is another form, in place."""
+    """Replace the writes of a graph that can be replaced; the graph is changed in place."""
     state = {memory_of(node) for node in graph.nodes if node.op == "placeholder"}
     for node in list(graph.nodes):
         written = written_in_place(node)
         if written is not None and node.target not in _VIEWS and memory_of(node) in state:
-            node.replace_all_uses_with(written)  # it is the state itself, where it lives
+            node.replace_all_uses_with(written)  # the result is the state itself
             continue
         view = _VIEWS.get(node.target)
         form = view or other_form(node.target)
@@ -34,36 +35,42 @@ def without_writes(graph: fx.Graph) -> None:
         if view is None and not _is_own(first):
             continue
         node.target = form
-        made = node if view is not None else _as_written(node, first)
+        result = node if view is not None else _as_written(node, first)
         passed = False
         for user in list(graph.nodes):
             if passed and first in user.all_input_nodes:
-                user.replace_input_with(first, made)
-            passed = passed or user is made
+                user.replace_input_with(first, result)
+            passed = passed or user is result
 
 
 def _as_written(node: fx.Node, first: fx.Node) -> fx.Node:
-    """The result of an op with the element type that it would have had in place of its operand.
+    """The result of an op in the element type of the operand that it wrote to in place.
 
-    A product with float64 is one, and a comparison is of booleans, but in place neither is.
+    In place, an op keeps its operand's type. As a new tensor, a product with float64 is of float64,
+    and a comparison of booleans.
     """
     fake: torch.Tensor = first.meta["val"]
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     assert callable(node.target)
     with fake_mode_of([fake]):
-        made = node.target(*args, **kwargs)
-    if made.dtype == fake.dtype:
+        result = node.target(*args, **kwargs)
+    if result.dtype == fake.dtype:
         return node
     with node.graph.inserting_after(node):
         cast = node.graph.call_function(_ATEN._to_copy.default, (node,), {"dtype": fake.dtype})
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
     cast.meta.update(node.meta)
-    node.meta["val"] = made
+    node.meta["val"] = result
     return cast
 
 
 def read_later(made: Iterable[fx.Node], place: fx.Node) -> None:
-    """Let what follows a place read what ops before it have written, from the ops' results."""
+    """Let nodes behind a place read the results of mutable ops, instead of their operands.
+
+    Args:
+        made: nodes in front of the place, some of which write in place.
+        place: the node behind which others read the results.
+    """
     for node in made:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
@@ -81,11 +88,14 @@ _VIEWS: Mapping[object, torch._ops.OpOverload] = {
     _ATEN.squeeze_.dim: _ATEN.squeeze.dim,
     _ATEN.unsqueeze_.default: _ATEN.unsqueeze.default,
 }
-"""Forms of ops that write no memory in place: they change how a tensor regards its own."""
+"""The views that ops take in place: these write no memory, but change sizes and strides."""
 
 
 def other_form(target: object) -> torch._ops.OpOverload | None:
-    """The op that computes the same as one that writes in place, if that draws nothing."""
+    """The op that makes a new tensor as `target` would write it in place.
+
+    None if `target` writes nothing, or draws random numbers, or has no such form.
+    """
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None
     name = target._schema.name.removeprefix("aten::")
@@ -110,8 +120,9 @@ def _is_own(node: fx.Node) -> bool:
     if target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        made = source.target is _ATEN.unsafe_split.Tensor  # its caller is to write to no other
-        return made and not any(_takes_view(user, node) for user in node.users)
+        # A caller of unsafe_split promises to treat its results as tensors of their own.
+        is_split = source.target is _ATEN.unsafe_split.Tensor
+        return is_split and not any(_takes_view(user, node) for user in node.users)
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if any(returned.alias_info is not None for returned in target._schema.returns):
@@ -122,7 +133,7 @@ def _is_own(node: fx.Node) -> bool:
 
 
 def _takes_view(user: fx.Node, node: fx.Node) -> bool:
-    """True if a user's result shares memory with what it takes, other than by writing to it."""
+    """True if a user gives a view of the node; an op that writes to it in place does not count."""
     target = user.target
     if not isinstance(target, torch._ops.OpOverload):
         return user.op != "output"

@@ -1,4 +1,4 @@
-"""A graph with layouts: its values in their layouts, and the transfers between these."""
+"""A graph with layouts: the versions of its values, and the transfers between these."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Version:
     """A value in one of its layouts.
 
     Attributes:
-        node: computes the value.
-        layout: of this version.
+        node: the node that computes the value.
+        layout: the layout of this version.
     """
 
     node: fx.Node
@@ -35,9 +35,9 @@ class Transfer:
     """A change of a value's layout.
 
     Attributes:
-        before, after: the value as it is, and as it is wanted.
-        change: what it takes.
-        user: the op that wanted it first; None for an output of the graph, or a pin.
+        before, after: the value in its old layout, and in the new one.
+        change: the work that the transfer takes.
+        user: the op that needs it first; None for an output of the graph, or a pin.
     """
 
     before: Version
@@ -48,13 +48,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class End:
-    """The layout that an output of the graph is to have.
+    """The layout in which an output of the graph ends.
 
     Attributes:
-        layout: its cuts; None: as it comes.
+        layout: has its cuts; None: the cuts that propagation gives it.
         summands: whether it may stay a sum over ranks, along axes that do not cut it.
         is_asked: whether the user has asked for this layout, so that any transfer may make it.
-        path: of the parameter that it is the gradient of, for messages; empty where it is of none.
+        path: for the gradient of a parameter, the parameter's path, for messages; else empty.
     """
 
     layout: Layout | None = None
@@ -68,14 +68,14 @@ class Propagation:
     """A graph with a layout for each value.
 
     Attributes:
-        graph: a copy of the graph, with ops replaced by those that they were expanded to.
+        graph: a copy of the graph, with some ops replaced by their expansions.
         place: the ranks, and the axes of their mesh.
-        copies: the nodes that stand for those of the graph that was given.
-        layouts: of the results of each node.
-        answers: of the rules, for ops.
-        reads: the versions that an op takes, in the order of its tensors.
-        transfers: in the order in which they are wanted.
-        outputs: of the graph; None for what is no tensor.
+        copies: the nodes of the copy, by those of the original.
+        layouts: the layouts of each node's results.
+        answers: the answer of its rule for each op.
+        reads: the versions that each op takes, in the order of its tensors.
+        transfers: the transfers, in the order in which ops need them.
+        outputs: the outputs of the graph; None for an output that is no tensor.
         locations: the user's line of each node.
     """
 
@@ -105,13 +105,13 @@ def text_of(version: Version) -> str:
 
 
 def text_of_cuts(layout: Layout) -> str:
-    """The cuts of a layout as a plan has them, such as `cg.cut(0, "dp")`."""
-    found = []
+    """The cuts of a layout as a plan writes them, such as `cg.cut(0, "dp")`."""
+    texts = []
     for dim, cut in enumerate(layout.cuts):
         axes = "".join(f', "{axis}"' for axis in cut.axes)
         blocks = f", blocks={cut.blocks}" if cut.blocks > 1 else ""
-        found += [f"cg.cut({dim}{axes}{blocks})"] if cut else []
-    return " & ".join(found) or "cg.whole"
+        texts += [f"cg.cut({dim}{axes}{blocks})"] if cut else []
+    return " & ".join(texts) or "cg.whole"
 
 
 def rewire(
@@ -120,13 +120,13 @@ def rewire(
     output: fx.Node,
     outputs: Iterable[Version | None],
 ) -> None:
-    """Let nodes take the copies of others that they read, in place.
+    """Let each node take the nodes of the versions that it reads; the nodes are changed in place.
 
     Args:
-        reads: what ops read, in the order of their tensors.
-        values: nodes that have versions.
-        output: of the graph.
-        outputs: what it gives; None for what is no tensor.
+        reads: the versions that each op reads, in the order of its tensors.
+        values: the nodes that have versions.
+        output: the output node of the graph.
+        outputs: the versions that it gives; None for an output that is no tensor.
     """
 
     def taken(argument: Any, versions: Iterator[Version]) -> Any:

@@ -1,4 +1,4 @@
-"""Lay out a joint graph: gradients end as what they are the gradients of."""
+"""Lay out a joint graph: each gradient ends in the layout of its tensor."""
 
 from __future__ import annotations
 
@@ -27,40 +27,43 @@ def propagate_joint(
 ) -> Propagation:
     """Lay out a method and its derivative.
 
-    The cotangent of an output is laid out as the output; where that was a sum over ranks, it is a
-    copy on each of them. A gradient ends in the layout of its tensor. That of an input is
-    transferred to it as the input was, and where a part was taken of a copy, the gradients of the
-    parts are gathered. That of a parameter may be a sum over ranks along the axes that do not cut
-    it; it is not gathered, since the parameter can be cut as it is.
+    The cotangent of an output is cut as the output is; where the output was a sum over ranks, each
+    rank has a copy of the cotangent. A gradient ends in the layout of its tensor. The gradient of
+    an input gets there by any transfer: if ranks took slices of a copy, the gradients of the slices
+    are gathered. The gradient of a parameter may stay a sum over ranks, along the axes that do not
+    cut the parameter. It is not gathered, since the plan can cut the parameter as its gradient is.
 
     Args:
         joint: the graph.
         place: the ranks.
-        state: layouts of parameters and buffers by path; the others are copies.
-        inputs: of the values that the method takes; None: copies.
-        outputs: as `propagate` takes them, of the values that the method gives.
+        state: layouts of parameters and buffers, by path; those without one are copies.
+        inputs: layouts of the method's inputs; None: copies.
+        outputs: ends of the method's outputs, as `propagate` takes them.
         pins, allowed: as `propagate` takes them.
+
+    Returns:
+        The joint graph with a layout for each value.
 
     Raises:
         LayoutError: an op has no rule, or layouts contradict each other.
     """
-    given = {node: state[tensor.path] for node, tensor in joint.state if tensor.path in state}
+    layouts = {node: state[tensor.path] for node, tensor in joint.state if tensor.path in state}
     pairs = zip(joint.inputs, inputs, strict=True)
-    given |= {node: layout for node, layout in pairs if layout is not None}
-    chosen = [joint.outputs[i] for i in joint.wanted_outputs] if joint.cotangents else []
-    like = dict(zip(joint.cotangents, chosen, strict=True))
+    layouts |= {node: layout for node, layout in pairs if layout is not None}
+    differentiated = [joint.outputs[i] for i in joint.wanted_outputs] if joint.cotangents else []
+    like = dict(zip(joint.cotangents, differentiated, strict=True))
     ends = [outputs[i] if i < len(outputs) else End() for i in range(len(joint.outputs))]
     ends += [End() for _ in joint.rebinds]
     sources = [joint.inputs[i] for i in joint.wanted_inputs]
-    ends += [End(_like(given, node), is_asked=True) for node in sources]
+    ends += [End(_like(layouts, node), is_asked=True) for node in sources]
     by_path = {tensor.path: node for node, tensor in joint.state}
     paths = [tensor.path for tensor, _ in joint.state_grads]
-    ends += [End(_like(given, by_path[path]), summands=True, path=path) for path in paths]
+    ends += [End(_like(layouts, by_path[path]), summands=True, path=path) for path in paths]
     locations = joint.recorder.locations
     return propagate(
         joint.graph,
         place,
-        given,
+        layouts,
         ends=ends,
         like=like,
         pins=pins,
@@ -69,6 +72,6 @@ def propagate_joint(
     )
 
 
-def _like(given: Mapping[fx.Node, Layout], node: fx.Node) -> Layout:
-    """The layout of a tensor that a gradient is of."""
-    return given.get(node, whole(node.meta["val"].dim()))
+def _like(layouts: Mapping[fx.Node, Layout], node: fx.Node) -> Layout:
+    """The layout of the tensor whose gradient is computed."""
+    return layouts.get(node, whole(node.meta["val"].dim()))

@@ -1,7 +1,7 @@
-"""The graph that one rank runs for a part: its ops on the rank's pieces.
+"""The graph that one rank runs for a part: the part's ops on the rank's pieces.
 
-Sizes that occur in arguments become those of the pieces, and fakes of the pieces go along, so that
-an op whose pieces are not what its layouts say is found here, and not when it runs.
+Sizes in arguments become the sizes of the pieces. Fakes of the pieces are computed as well, so an
+op whose pieces contradict its layouts fails here, and not when it runs.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ def build(
 ) -> fx.Graph:
     """The graph of some nodes for a rank.
 
+    A dimension that is a product of cut factors comes in and goes out as its factors (`unmerged`).
+
     Args:
-        propagation: what the nodes are of.
-        position: of the rank.
-        inputs: what the placeholders are, in order; their pieces are contiguous.
-        nodes: in the order of the graph.
-        outputs: what is returned, in order, as a tuple.
+        propagation: the graph that has the nodes, with its layouts.
+        position: the rank's coordinates on the mesh.
+        inputs: the values of the placeholders, in order; their pieces are contiguous.
+        nodes: the nodes, in the order of the graph.
+        outputs: the values that the graph returns as a tuple, in order.
 
-    Dimensions that are products of cut factors come in and go out as their factors (`unmerged`).
-
-    The user's line of an op is in `meta["loc"]` of the nodes that it becomes.
+    Returns:
+        The graph. `meta["loc"]` of its nodes is the user's line of the op that they stem from.
     """
     builder = Builder(propagation, position)
     for version in inputs:
@@ -74,7 +75,7 @@ class Builder:
     def placeholder(self, version: Version) -> None:
         node = version.node
         name = node.name if node.name.isidentifier() else f"v_{node.name}"
-        if any(other.node is node for other in self._values):  # in another layout
+        if any(v.node is node for v in self._values):  # in another layout
             name = f"{name}_{len(self._values)}"
         new = self.graph.placeholder(name)
         layout, shape = unmerged(version.layout, tuple(node.meta["val"].shape))
@@ -85,7 +86,10 @@ class Builder:
         self._values[version] = self._shaped(new, shape_of(self.region(version)))
 
     def given_out(self, version: Version) -> fx.Node:
-        """The node of a version as other parts and ranks take it: no type has merged factors."""
+        """The node of a version in the shape that other parts and ranks take.
+
+        Its cut factors are separate dimensions, since no type has a product of them.
+        """
         layout, shape = unmerged(version.layout, tuple(version.node.meta["val"].shape))
         return self._shaped(self.value(version), shape_of(layout.region(shape, self.position)))
 
@@ -95,7 +99,7 @@ class Builder:
         return self.emit(_ATEN.view.default, (node, list(shape)), {})
 
     def region(self, version: Version) -> Region:
-        """The node of the rank's piece of a version."""
+        """The region of a version that the rank holds."""
         return version.layout.region(tuple(version.node.meta["val"].shape), self.position)
 
     def reads(self, node: fx.Node) -> tuple[Version, ...]:
@@ -107,17 +111,17 @@ class Builder:
         return self._propagation.answers[node]
 
     def value(self, version: Version) -> fx.Node:
-        """The node of the rank's piece of a version; it is cut from another one where need be."""
-        found = self._values.get(version)
-        if found is None:
+        """The node of the rank's piece of a version; a slice of another version's where needed."""
+        piece = self._values.get(version)
+        if piece is None:
             if version.node.op == "get_attr" and version.layout == self._layouts(version.node)[0]:
-                found = self.graph.node_copy(version.node)
+                piece = self.graph.node_copy(version.node)
             else:
                 before = self._before[version]
-                held, wanted = self.region(before), self.region(version)
-                found = self.piece(self.value(before), within(overlap(wanted, held), held))
-            self._values[version] = found
-        return found
+                held, region = self.region(before), self.region(version)
+                piece = self.piece(self.value(before), within(overlap(region, held), held))
+            self._values[version] = piece
+        return piece
 
     def add(self, node: fx.Node) -> None:
         """Add the rank's form of an op."""
@@ -131,32 +135,32 @@ class Builder:
             return
         op = RankOp(self, node)
         answer = self._propagation.answers[node]
-        layouts = [*answer.wanted, *(each for each in answer.results if each is not None)]
+        layouts = [*answer.wanted, *(layout for layout in answer.results if layout is not None)]
         if not any(cut for layout in layouts for cut in layout.cuts):
-            made: Any = op.run()
+            result: Any = op.run()
         elif answer.local is not None:
-            made = answer.local(op)
+            result = answer.local(op)
         else:
-            made = op.run(**{name: op.size(index) for name, index in answer.sizes.items()})
+            result = op.run(**{name: op.size(index) for name, index in answer.sizes.items()})
         if isinstance(node.meta["val"], torch.Tensor):
-            self._note(node, made)
+            self._note(node, result)
         else:
-            self._tuples[node] = made
+            self._tuples[node] = result
 
     def _layouts(self, node: fx.Node) -> Sequence[Layout | None]:
         return self._propagation.layouts[node]
 
     def _item(self, source: fx.Node, index: Any) -> fx.Node:
-        made = self._tuples[source]
-        if isinstance(made, tuple):
-            item = made[index]
+        results = self._tuples[source]
+        if isinstance(results, tuple):
+            item = results[index]
             assert isinstance(item, fx.Node)
             return item
-        return self.emit(operator.getitem, (made, index), {})
+        return self.emit(operator.getitem, (results, index), {})
 
-    def _note(self, node: fx.Node, made: fx.Node) -> None:
+    def _note(self, node: fx.Node, result: fx.Node) -> None:
         (layout,) = self._layouts(node)
-        fake = made.meta["val"]
+        fake = result.meta["val"]
         if not isinstance(fake, torch.Tensor):
             return
         assert layout is not None
@@ -164,9 +168,9 @@ class Builder:
         shape = shape_of(self.region(version))
         assert tuple(fake.shape) == shape, f"{node.format_node()}: {tuple(fake.shape)}, not {shape}"
         dtype = node.meta["val"].dtype
-        if fake.dtype is not dtype:  # of a rule's own form
-            made = self.emit(_ATEN._to_copy.default, (made,), {"dtype": dtype})
-        self._values[version] = made
+        if fake.dtype is not dtype:  # the local form of a rule may compute in another type
+            result = self.emit(_ATEN._to_copy.default, (result,), {"dtype": dtype})
+        self._values[version] = result
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """Add an op, and compute its fake."""
@@ -181,7 +185,7 @@ class Builder:
         return node
 
     def _is_viewable(self, node: fx.Node, shape: Sequence[int]) -> bool:
-        """True if a piece can be viewed so; its strides need not be as those of the whole are."""
+        """True if a piece can be viewed in a shape; its strides may differ from the whole's."""
         fake = node.meta["val"]
         with self._mode:
             return storage_key(fake.reshape(shape)) == storage_key(fake)
@@ -222,15 +226,17 @@ class RankOp:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """All of them by name, with nodes of the rank's graph."""
+        """All arguments of the op by name, with nodes of the rank's graph."""
         reads = iter(self.builder.reads(self.node))
-        found = {}
+        arguments = {}
         for index, argument in enumerate(self.target._schema.arguments):
             args, kwargs = self.node.args, self.node.kwargs
             default = argument.default_value
             value = args[index] if index < len(args) else kwargs.get(argument.name, default)
-            found[argument.name] = fx.node.map_arg(value, lambda _: self.builder.value(next(reads)))
-        return found
+            arguments[argument.name] = fx.node.map_arg(
+                value, lambda _: self.builder.value(next(reads))
+            )
+        return arguments
 
     @property
     def position(self) -> Position:
@@ -268,10 +274,12 @@ class RankOp:
 
     def run(self, /, **changed: Any) -> fx.Node:
         arguments = {**self.arguments, **changed}
-        given = len(self.node.args)
+        positional_count = len(self.node.args)
         names = [argument.name for argument in self.target._schema.arguments]
-        args = tuple(arguments[name] for name in names[:given])
-        kwargs = {n: arguments[n] for n in names[given:] if n in {*self.node.kwargs, *changed}}
+        args = tuple(arguments[name] for name in names[:positional_count])
+        kwargs = {
+            n: arguments[n] for n in names[positional_count:] if n in {*self.node.kwargs, *changed}
+        }
         return self.builder.emit(self.target, args, kwargs)
 
     def piece(self, node: fx.Node, region: Region) -> fx.Node:

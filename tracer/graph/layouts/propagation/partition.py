@@ -1,7 +1,7 @@
 """Cut a graph wherever ranks exchange something, into parts that each rank runs by itself.
 
-A part has all ops that can run after the same number of exchanges in a row. Parts of equal
-structure, such as those of equal layers, share their graphs.
+A part has all ops that can run after the same number of exchanges. Parts of equal structure, such
+as those of equal layers, share their graphs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Part:
     """Ops between two exchanges.
 
     Attributes:
-        nodes: of the graph that is partitioned.
-        inputs: what the part takes, contiguous.
-        outputs: what it gives.
-        key: a hash of its structure; parts with the same one have the same `bodies`.
+        nodes: its nodes of the graph that is partitioned.
+        inputs: the values that it takes, contiguous.
+        outputs: the values that it gives.
+        key: a hash of its structure; parts with the same key have the same `bodies`.
         bodies: the graphs of the ranks.
     """
 
@@ -50,10 +50,11 @@ class Partition:
     """A graph as parts and transfers.
 
     Attributes:
-        steps: parts, each followed by the transfers of what it and those before it give.
-        inputs: what the first parts take.
-        outputs: what the graph gives; None for what is no tensor.
-        gathers: of stored state, by the index of the step that needs it first.
+        steps: the parts, each with the transfers that follow it.
+        inputs: the values that the graph takes.
+        outputs: the values that the graph gives; None for an output that is no tensor.
+        gathers: the transfers that gather stored state, by the index of the step that needs it
+            first.
     """
 
     steps: tuple[tuple[Part, tuple[Transfer, ...]], ...]
@@ -80,16 +81,20 @@ def partition(
 
     Args:
         propagation: the graph.
-        nodes: those to partition, such as the ones of a forward; what they take of others are
-            inputs. None: all.
-        outputs: what is to be given; None: the outputs of the graph.
+        nodes: the nodes to partition, such as those of a forward; values of other nodes that they
+            read are inputs. None: all nodes.
+        outputs: the values that the partition gives; None: the outputs of the graph.
         given: versions that a transfer outside of `nodes` makes; these are inputs as well.
-        state: placeholders that each part reads where they live, and that are not handed on.
-        ranks: those whose graphs are made; None: all.
+        state: placeholders that each part reads where they live; no part hands them on.
+        ranks: the ranks whose graphs are made; None: all.
         stored: the layer of each placeholder of state that is gathered for its use. A part begins
             where a layer is used first.
-        buckets: of gradients, by what gives them. A part ends where the last one of a bucket is
-            there, if others follow.
+        buckets: the bucket of each gradient, by the node that computes the gradient. A part ends
+            behind the last gradient of a bucket, unless the bucket is the last one.
+
+    Raises:
+        LayoutError: parts would draw random numbers, or write to state and read it, in another
+            order than the graph.
     """
     chosen = propagation.place.ranks if ranks is None else tuple(ranks)
     return _Cutter(
@@ -104,9 +109,9 @@ def exchanged(
     state: Collection[fx.Node],
     stored: Mapping[fx.Node, str],
 ) -> frozenset[Version]:
-    """The versions that are there because some nodes, or what they give, need an exchange.
+    """The versions that ranks exchange because some nodes read them or `outputs` has them.
 
-    Not those of stored state, which is gathered again wherever it is used.
+    Stored state is not among them: it is gathered again wherever it is used.
     """
     cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored, {})
     return frozenset(transfer.after for transfer in cutter.exchanges())
@@ -149,11 +154,11 @@ class _Cutter:
         for node in self.ops:
             for version in self.reads(node):
                 self._open(version, following)
-            found = [
+            levels = [
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
-            self.level[node] = max([*found, writes.earliest(node)])
-            if node.target is not operator.getitem:  # which is where its tuple is
+            self.level[node] = max([*levels, writes.earliest(node)])
+            if node.target is not operator.getitem:  # a getitem stays with its tuple
                 self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):
                 if drawn is not None and self.level[node] > drawn:
@@ -168,7 +173,7 @@ class _Cutter:
         writes.check(self.outputs, (t.before for t in self.transfers.values()))
 
     def _draws_late(self, node: fx.Node) -> LayoutError:
-        """The error that ops of two parts draw, since one key seeds all draws of a call."""
+        """The error that two parts draw random numbers: one key seeds all draws of a call."""
         return LayoutError(
             f"{node.target} draws random numbers behind an exchange, where others have been drawn "
             "before it; so it would not draw what one rank draws",
@@ -178,7 +183,7 @@ class _Cutter:
         )
 
     def _open(self, version: Version, level: int) -> None:
-        """Note the level from which on a layer's state is gathered, where it is used first."""
+        """Note the level at which a layer is used first: from there on its state is gathered."""
         transfer = self.transfers.get(version)
         if transfer is None:
             return
@@ -188,16 +193,17 @@ class _Cutter:
             self._open(transfer.before, level)
 
     def is_gather(self, transfer: Transfer) -> bool:
-        """Whether a transfer gathers stored state, from how it rests."""
+        """True if a transfer gathers stored state from the pieces in which it rests."""
         node = transfer.before.node
         if node not in self.stored or not transfer.change.communicates:
             return False
         return transfer.before not in self.transfers
 
     def _put_off(self, writes: StateWrites) -> None:
-        """Compute values that go to no other part, since no type says so, where they are read.
+        """Move two kinds of values to the parts that read them.
 
-        So are views that nobody exchanges: one that goes to another part is copied.
+        These are values whose layout no type has, so that they can go to no other part; and views
+        that are not exchanged, since a view that goes to another part would be copied.
         """
         latest: dict[fx.Node, int] = {}
         exchanged: set[fx.Node] = set()
@@ -217,7 +223,7 @@ class _Cutter:
                 latest[version.node] = min(latest.get(version.node, bound), bound)
 
     def _live(self) -> list[fx.Node]:
-        """The ops that an output needs, or that have an effect, with what they need."""
+        """The ops that an output needs or that have an effect, and the ops that these need."""
         live = {version.node for version in self.outputs if version is not None}
         ops = [node for node in self.nodes if _is_op(node, self.propagation)]
         for node in reversed(ops):
@@ -247,7 +253,7 @@ class _Cutter:
         return self.available(transfer.before) + transfer.change.communicates
 
     def exchanges(self) -> list[Transfer]:
-        """The transfers that ranks exchange something for."""
+        """The transfers in which ranks exchange something, without gathers of stored state."""
         self._demand()
         return [t for t in self._wanted_exchanges() if not self.is_gather(t)]
 
@@ -271,28 +277,28 @@ class _Cutter:
             part = self._part(level, graphs)
             follow = [t for t, at in zip(exchanges, after, strict=True) if at == level]
             steps.append((part, tuple(follow)))
-        given = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
+        inputs = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
         for output in [*self.outputs, *self.wanted]:
             if output is not None and self._is_given(output):
-                given[output] = None
-        found = {level: tuple(transfers) for level, transfers in gathers.items()}
-        return Partition(tuple(steps), tuple(given), self.outputs, found)
+                inputs[output] = None
+        step_gathers = {level: tuple(transfers) for level, transfers in gathers.items()}
+        return Partition(tuple(steps), tuple(inputs), self.outputs, step_gathers)
 
     def _is_given(self, version: Version) -> bool:
-        """True if a version is an input of the whole; each part has constants and state itself."""
-        made = version in self.transfers or self._is_computed(version)
-        return not made and not self._is_at_hand(version.node)
+        """True if a version is an input of the partition; constants and state are none."""
+        is_made = version in self.transfers or self._is_computed(version)
+        return not is_made and not self._is_at_hand(version.node)
 
     def _is_computed(self, version: Version) -> bool:
-        """True if an op of these nodes gives a version, or what it is cut from."""
+        """True if one of these ops computes a version's value."""
         return version.node in self.level and version not in self.given
 
     def _is_at_hand(self, node: fx.Node) -> bool:
-        """True if any part can have a value without being given it."""
+        """True if each part has a value itself: a constant or state."""
         return node.op == "get_attr" or node in self.state
 
     def _demand(self) -> None:
-        """Find what goes from part to part, into transfers, and out."""
+        """Find the values that go from part to part, into transfers, and out."""
         self.wanted: dict[Version, None] = {}
         for node in self.ops:
             if node.target is not operator.getitem:
@@ -308,20 +314,20 @@ class _Cutter:
         transfer = self.transfers.get(version)
         at = self.available(version)
         if transfer is not None and self.is_gather(transfer):
-            if level is None:  # it is given out, or is to be exchanged further
+            if level is None:  # it is an output, or goes into another exchange
                 self.needed.setdefault(at, {})[version] = None
             return
         if transfer is not None and transfer.change.communicates:
             self._want(transfer.before, None)
             return
         is_const = self._is_at_hand(version.node)
-        if transfer is not None:  # made where it is read; a value that is given out, at once
+        if transfer is not None:  # a slice: made where it is read; of an output, at once
             self._want(transfer.before, at if level is None else level)
             if level is None:
                 self.needed.setdefault(at, {})[version] = None
             return
-        made = self._is_computed(version)
-        if (made or is_const) and (level is None or (level != at and made)):
+        is_computed = self._is_computed(version)
+        if (is_computed or is_const) and (level is None or (level != at and is_computed)):
             self.needed.setdefault(at, {})[version] = None
 
     def _part(self, level: int, graphs: dict[str, Graphs]) -> Part:
@@ -337,7 +343,7 @@ class _Cutter:
     def _inputs(
         self, level: int, nodes: Sequence[fx.Node], outputs: Iterable[Version]
     ) -> Iterator[Version]:
-        """The versions that come from outside of a part, each once."""
+        """The versions that a part takes from elsewhere, each once."""
         read = [
             version
             for node in nodes
@@ -354,7 +360,7 @@ class _Cutter:
                 yield source
 
     def _source(self, version: Version) -> Version:
-        """The version that a slice, or a slice of one, is taken of."""
+        """The version that a slice is taken of, through any number of slices."""
         transfer = self.transfers.get(version)
         while transfer is not None and not transfer.change.communicates:
             version = transfer.before
@@ -380,7 +386,7 @@ class _Cutter:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def _version(self, version: Version, names: Mapping[fx.Node, str]) -> str:
-        """A version, and what it is cut from, in words that do not depend on names."""
+        """A version, and the version that it is a slice of, in words that depend on no name."""
         transfer = self.transfers.get(version)
         name = names.get(version.node, version.node.name)
         text = f"{name} {version.layout} {kind(version.node)}"
@@ -393,17 +399,17 @@ _NO_LAYOUT: Any = None
 
 
 def _is_plain_view(node: fx.Node) -> bool:
-    """True if a node is a view, and neither one of several that an op gives nor that op."""
+    """True if a node is a view, and its op gives no other result."""
     if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     return is_view(node)
 
 
 def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """The nodes behind which all gradients of a bucket are there, while others' are not yet."""
+    """The last node of each bucket, but for the bucket that is complete last."""
     last = {buckets[node]: node for node in ops if node in buckets}
-    found = [node for node in ops if node in last.values()]
-    return set(found[:-1])
+    ends = [node for node in ops if node in last.values()]
+    return set(ends[:-1])
 
 
 def _is_op(node: fx.Node, propagation: Propagation) -> bool:
@@ -411,7 +417,7 @@ def _is_op(node: fx.Node, propagation: Propagation) -> bool:
 
 
 def _is_product(node: fx.Node, propagation: Propagation) -> bool:
-    """True if a dimension of a result is cut as its factors are, which no type says."""
+    """True if a dimension of a result is a product of cut factors, which no type has."""
     layouts = (layout for layout in propagation.layouts[node] if layout is not None)
     return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
 

@@ -1,8 +1,8 @@
-"""Give each value of a graph a layout, in the order in which they are computed.
+"""Give each value of a graph a layout, in the order in which values are computed.
 
-Inputs and pins have given layouts; what follows from them is decided by the rules of the ops.
-Where an op cannot take a value as it is, the value is transferred: summands are reduced, a copy is
-sliced. Anything more is an error, unless the caller allows it.
+The caller gives the layouts of inputs and pins; the rules of the ops decide all others. Where an op
+cannot take a value in its layout, the value is transferred: summands are reduced, a copy is sliced.
+Anything more is an error, unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ def propagate(
     """Lay out a graph of aten ops at logical shapes.
 
     Args:
-        graph: what is traced; nodes have fake tensors in `meta["val"]`. It stays as it is.
+        graph: the traced graph, with fake tensors in `meta["val"]` of its nodes. It is not changed.
         place: the ranks that compute it.
         given: layouts of placeholders, and of other nodes that stand for inputs, such as
-            cotangents. A placeholder that is not named is a copy on each rank.
-        ends: one for each output, flattened; an output without one is not left a sum over ranks.
-        like: nodes that stand for inputs, and are cut as another value is: cotangents.
-        pins: layouts that values have from where they are computed; any transfer may make them.
-        allowed: what transfers that no pin asks for may do.
+            cotangents. A placeholder without a layout is a copy on each rank.
+        ends: one for each output, flattened; an output without an end is reduced if it is a sum.
+        like: for nodes that stand for inputs, the value whose cuts they have: cotangents.
+        pins: layouts in which all users take a value; any transfer may make them.
+        allowed: the changes that transfers may make where no pin asks for more.
         locations: the user's line of nodes, by name.
 
+    Returns:
+        A copy of the graph with the layouts of its values, and the transfers between them.
+
     Raises:
-        LayoutError: an op has no rule, or layouts that contradict each other.
+        LayoutError: an op has no rule, or layouts contradict each other.
     """
     run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {}, ends)
     return run.all()
@@ -64,7 +67,7 @@ _TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
 """Ops that lead from a term of a parameter's gradient to the gradient."""
 
 _WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
-"""Changes that are refused, in words."""
+"""The changes that may be refused, in words."""
 
 
 class _Run:
@@ -91,7 +94,7 @@ class _Run:
         self._copy(graph, names)
         without_writes(self.graph)
         self.given = {self.copies[node]: layout for node, layout in given.items()}
-        self.like = {self.copies[node]: self.copies[other] for node, other in like.items()}
+        self.like = {self.copies[node]: self.copies[source] for node, source in like.items()}
         self.pins = {self.copies[node]: layout for node, layout in pins.items()}
         self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
         self.layouts: dict[fx.Node, Results] = {}
@@ -99,9 +102,9 @@ class _Run:
         self.reads: dict[fx.Node, tuple[Version, ...]] = {}
         self.transfers: list[Transfer] = []
         self.versions: dict[fx.Node, list[Version]] = {}
-        """For each value, the versions that transfers start from, the one to offer last."""
+        """The versions of each value that transfers start from; rules see the last one."""
         self.made: dict[Version, Version] = {}
-        """For a version that was asked for, the one that it is read from."""
+        """For each version that was asked for, the version that is read in its place."""
 
     def _copy(self, graph: fx.Graph, names: Locations) -> None:
         for node in graph.nodes:
@@ -139,7 +142,7 @@ class _Run:
         )
 
     def _visit(self, node: fx.Node) -> fx.Node:
-        """Lay out a node; gives the next one, which is new if the node has been expanded."""
+        """Lay out a node; return the next one, which is new if the node has been expanded."""
         if node in self.like:
             self.given[node] = Layout(self.versions[self.like[node]][-1].layout.cuts)
         if node in self.given or node.op in ("placeholder", "get_attr"):
@@ -184,12 +187,12 @@ class _Run:
             self.versions[node] = [Version(node, layouts[0])]
 
     def _offer(self, node: fx.Node, layout: Layout) -> None:
-        """Let all users of a value have it in a layout that was asked for by name."""
+        """Let all users of a value take it in a layout that a pin asks for."""
         pinned = self._version(node, layout, None, "", allowed=frozenset(Change))
-        found = self.versions[node]
-        if pinned in found:
-            found.remove(pinned)
-        found.append(pinned)
+        versions = self.versions[node]
+        if pinned in versions:
+            versions.remove(pinned)
+        versions.append(pinned)
 
     def _case(self, node: fx.Node) -> Case:
         target = node.target
@@ -198,7 +201,7 @@ class _Run:
             rule_of(target, loc)
             raise AssertionError("only operators have rules")
         asked = self.asked.get(node)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for index, argument in enumerate(target._schema.arguments):
             default = argument.default_value
             value = (
@@ -206,15 +209,15 @@ class _Run:
                 if index < len(node.args)
                 else node.kwargs.get(argument.name, default)
             )
-            given[argument.name] = fx.node.map_arg(value, self._operand)
-        operands = tuple(each for value in given.values() for each in tensors(value))
-        val = node.meta.setdefault("val", None)  # an op that only writes, or checks, gives nothing
+            arguments[argument.name] = fx.node.map_arg(value, self._operand)
+        operands = tuple(operand for value in arguments.values() for operand in tensors(value))
+        val = node.meta.setdefault("val", None)  # an op that only writes or checks has no result
         stays = target is _TO_COPY and self._stays_a_sum(node)
         dense = shapes(target, val, loc)
-        return Case(target, given, operands, dense, self.sizes, asked, loc, stays)
+        return Case(target, arguments, operands, dense, self.sizes, asked, loc, stays)
 
     def _stays_a_sum(self, node: fx.Node) -> bool:
-        """True if a value is a term of gradients, and of nothing else: those may stay summands."""
+        """True if a value is a term of gradients alone, which may stay summands."""
         for user in node.users:
             if user.op == "output":
                 flat: list[fx.Node] = []
@@ -234,21 +237,21 @@ class _Run:
 
     def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
         reads, allowed = [], frozenset(Change) if answer.is_asked else None
-        for index, (operand, wanted) in enumerate(zip(case.operands, answer.wanted, strict=True)):
+        for index, (operand, layout) in enumerate(zip(case.operands, answer.wanted, strict=True)):
             reason = answer.reasons.get(index, "")
-            reads.append(self._version(operand.node, wanted, node, reason, allowed))
+            reads.append(self._version(operand.node, layout, node, reason, allowed))
         self._check_in_place(case, answer)
         self.answers[node], self.reads[node] = answer, tuple(reads)
         self._lay_out(node, answer.results)
 
     def _check_in_place(self, case: Case, answer: Answer) -> None:
-        """Refuse to write in place to a value that is transferred first: that would be lost."""
+        """Refuse a write in place to a value that is transferred first: it would be lost."""
         if not case.target._schema.is_mutable:
             return
-        for operand, wanted in zip(case.operands, answer.wanted, strict=True):
+        for operand, layout in zip(case.operands, answer.wanted, strict=True):
             first = case.arguments[case.target._schema.arguments[0].name]
             if operand is first and (
-                wanted != operand.layout or len(self.versions[operand.node]) > 1
+                layout != operand.layout or len(self.versions[operand.node]) > 1
             ):
                 raise case.error(
                     f"it writes in place to %{operand.node.name}, which is not laid out as the op "
@@ -259,66 +262,69 @@ class _Run:
     def _version(
         self,
         node: fx.Node,
-        wanted: Layout,
+        layout: Layout,
         user: fx.Node | None,
         reason: str,
         allowed: frozenset[Change] | None = None,
     ) -> Version:
-        """A value in a layout, by a transfer if it has another."""
-        target = Version(node, wanted)
+        """A value in a layout; by a transfer if it has another layout."""
+        target = Version(node, layout)
         if target in self.versions[node]:
             return target
         if target in self.made:
             return self.made[target]
-        before, change = self._cheapest(node, wanted)
+        before, change = self._cheapest(node, layout)
         if change not in (self.allowed if allowed is None else allowed):
             raise self._refusal(before, target, change, user, reason)
         instead = None
         if change is Change.SLICE:
-            instead = self._remade(before, wanted)
+            instead = self._remade(before, layout)
         elif change is Change.REDUCE:
-            instead = self._reduced_before(before, wanted)
+            instead = self._reduced_before(before, layout)
         if instead is None:
             self.transfers.append(Transfer(before, target, change, user))
         self.made[target] = instead or target
         if change is Change.REDUCE:
             self.versions[node].append(self.made[target])
-        elif change.communicates:  # others still prefer what there was before
+        elif change.communicates:  # other users still prefer the versions that were there before
             self.versions[node].insert(0, target)
         return self.made[target]
 
-    def _cheapest(self, node: fx.Node, wanted: Layout) -> tuple[Version, Change]:
+    def _cheapest(self, node: fx.Node, layout: Layout) -> tuple[Version, Change]:
         shape = tuple(node.meta["val"].shape)
-        found = []
+        candidates = []
         for version in self.versions[node]:
-            if set(wanted.summands) <= set(version.layout.summands):
-                change = change_between(version.layout, wanted, shape, self.place)
-                found.append((version, change))
-        return min(found, key=lambda pair: ORDER.index(pair[1]))
+            if set(layout.summands) <= set(version.layout.summands):
+                change = change_between(version.layout, layout, shape, self.place)
+                candidates.append((version, change))
+        return min(candidates, key=lambda pair: ORDER.index(pair[1]))
 
-    def _remade(self, before: Version, wanted: Layout) -> Version | None:
-        """The value made in pieces at once, by a copy of its op, if the op can do so at no cost."""
+    def _remade(self, before: Version, layout: Layout) -> Version | None:
+        """The value computed in pieces at once, by a copy of its op, if that costs nothing."""
         node = before.node
         answer = self.answers.get(node)
-        if answer is None or wanted.summands != before.layout.summands:
+        if answer is None or layout.summands != before.layout.summands:
             return None
-        changed = {d for d, cut in enumerate(wanted.cuts) if cut != before.layout.cuts[d]}
+        changed = {d for d, cut in enumerate(layout.cuts) if cut != before.layout.cuts[d]}
         if before.layout != answer.results[0] or not changed <= answer.free:
             return None
-        return self._again(node, self.reads[node], wanted, wanted.cuts)
+        return self._again(node, self.reads[node], layout, layout.cuts)
 
-    def _reduced_before(self, before: Version, wanted: Layout) -> Version | None:
-        """A cheap linear op of a sum that has been reduced, so that several need one reduction."""
+    def _reduced_before(self, before: Version, layout: Layout) -> Version | None:
+        """The value by a copy of its op that takes the reduced sum, if the op is cheap and linear.
+
+        Several such ops then need one reduction.
+        """
         node, read = before.node, self._sum(before)
-        if read is None or before.layout.cuts != wanted.cuts:
+        if read is None or before.layout.cuts != layout.cuts:
             return None
-        reduced = Version(read.node, read.layout.keeping(wanted.summands))
+        reduced = Version(read.node, read.layout.keeping(layout.summands))
         is_longer = read.node.meta["val"].numel() > node.meta["val"].numel()
         if is_longer and not self._is_there(reduced):
             return None
-        made = self._version(reduced.node, reduced.layout, node, "")
-        reads = tuple(made if each is read else each for each in self.reads[node])
-        return self._again(node, reads, wanted, None)
+        operand = self._version(reduced.node, reduced.layout, node, "")
+        reads = tuple(operand if version is read else version for version in self.reads[node])
+        return self._again(node, reads, layout, None)
 
     def _sum(self, version: Version) -> Version | None:
         """The one sum over ranks that a cheap linear op takes."""
@@ -329,7 +335,7 @@ class _Run:
         return None
 
     def _is_there(self, version: Version) -> bool:
-        """True if a reduced value, or the one that it follows from, has been reduced already."""
+        """True if a reduced value is there, or follows from a sum that has been reduced."""
         node, layout = version.node, version.layout
         if version in self.made or version in self.versions[node]:
             return True
@@ -342,10 +348,10 @@ class _Run:
         self,
         node: fx.Node,
         reads: tuple[Version, ...],
-        wanted: Layout,
+        layout: Layout,
         asked: tuple[Cut, ...] | None,
     ) -> Version | None:
-        """A copy of an op that takes other versions and gives its result as it is wanted."""
+        """The result of a copy of an op that takes other versions, if it has this layout."""
         case = self._case(node)
         operands = tuple(
             Operand(o.node, o.shape, o.dtype, version.layout)
@@ -355,7 +361,7 @@ class _Run:
         arguments = {name: swapped.get(id(value), value) for name, value in case.arguments.items()}
         again = replace(case, arguments=arguments, operands=operands, asked=asked)
         new = rule_of(node.target, case.loc)(again)
-        if isinstance(new, Expansion) or new.results[0] != wanted:
+        if isinstance(new, Expansion) or new.results[0] != layout:
             return None
         if new.wanted != tuple(operand.layout for operand in operands):
             return None
@@ -365,7 +371,7 @@ class _Run:
         self._lay_out(copy, new.results)
         if node in self.locations:
             self.locations[copy] = self.locations[node]
-        return Version(copy, wanted)
+        return Version(copy, layout)
 
     def _refusal(
         self, before: Version, after: Version, change: Change, user: fx.Node | None, reason: str
@@ -383,7 +389,7 @@ class _Run:
     def _gradient_refusal(
         self, path: str, before: Version, after: Version, change: Change
     ) -> LayoutError:
-        """The error that a parameter is not cut as its gradient is, which a plan can do."""
+        """The error that a parameter is cut otherwise than its gradient; the plan can change it."""
         type_, cuts = text_of(after).partition(" ")[2], text_of_cuts(before.layout)
         return LayoutError(
             f"the backward makes the gradient of '{path}' as {text_of(before)}, but '{path}' is "
@@ -393,27 +399,27 @@ class _Run:
         )
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
-        """Put the ops of an expansion in the place of a node; gives the first of them."""
+        """Put the ops of an expansion in the place of a node; return the first of them."""
         inner = traced(case, expansion, node.meta["val"])
         nodes: dict[fx.Node, fx.Node] = {}
         sources = iter(case.operands)
         first: fx.Node | None = None
         with self.graph.inserting_before(node):
-            for each in inner.nodes:
-                if each.op == "placeholder":
-                    nodes[each] = next(sources).node
-                elif each.op != "output":
-                    copy = nodes[each] = self.graph.node_copy(each, nodes.__getitem__)
+            for inner_node in inner.nodes:
+                if inner_node.op == "placeholder":
+                    nodes[inner_node] = next(sources).node
+                elif inner_node.op != "output":
+                    copy = nodes[inner_node] = self.graph.node_copy(inner_node, nodes.__getitem__)
                     first = first or copy
-                    if each.target in expansion.asked:
-                        self.asked[copy] = expansion.asked[each.target]
+                    if inner_node.target in expansion.asked:
+                        self.asked[copy] = expansion.asked[inner_node.target]
                     if node in self.locations:
                         self.locations[copy] = self.locations[node]
         read_later(nodes.values(), node)
-        (made,) = inner.output_node().args
-        replaced = replace_by(node, fx.node.map_arg(made, nodes.__getitem__))
+        (results,) = inner.output_node().args
+        replaced = replace_by(node, fx.node.map_arg(results, nodes.__getitem__))
         self.copies = {old: replaced.get(new, new) for old, new in self.copies.items()}
-        self.like = {new: replaced.get(other, other) for new, other in self.like.items()}
+        self.like = {new: replaced.get(source, source) for new, source in self.like.items()}
         self.pins = {replaced.get(new, new): layout for new, layout in self.pins.items()}
         following = node.next
         self.graph.erase_node(node)
@@ -430,15 +436,15 @@ class _Run:
 
     def _end(self, node: fx.Node, end: End) -> Version:
         """An output in the layout that it ends in."""
-        wanted = self._final(node, end)
-        before, change = self._cheapest(node, wanted)
+        layout = self._final(node, end)
+        before, change = self._cheapest(node, layout)
         if end.path and change not in self.allowed:
-            raise self._gradient_refusal(end.path, before, Version(node, wanted), change)
-        return self._version(node, wanted, None, "", frozenset(Change) if end.is_asked else None)
+            raise self._gradient_refusal(end.path, before, Version(node, layout), change)
+        return self._version(node, layout, None, "", frozenset(Change) if end.is_asked else None)
 
     def _final(self, node: fx.Node, end: End) -> Layout:
         offered = self.versions[node][-1].layout
         cuts = offered.cuts if end.layout is None else end.layout.cuts
         used = {axis for cut in cuts for axis in cut.axes}
-        kept = [axis for axis in offered.summands if end.summands and axis not in used]
-        return replace(offered, cuts=cuts).keeping(kept)
+        summands = [axis for axis in offered.summands if end.summands and axis not in used]
+        return replace(offered, cuts=cuts).keeping(summands)

@@ -1,4 +1,4 @@
-"""The graphs that ranks run for a part: one for all ranks that run the same."""
+"""The graphs that ranks run for a part. Ranks with equal graphs share one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Graphs:
     """The graphs of a part, for all ranks.
 
     Attributes:
-        graphs: those that differ. Placeholders are the part's inputs; the output is a tuple.
+        graphs: the distinct graphs. Placeholders are the part's inputs; the output is a tuple.
         of_rank: the index of each rank's graph.
     """
 
@@ -40,7 +40,7 @@ def build_all(
     nodes: Sequence[fx.Node],
     outputs: Sequence[Version],
 ) -> Graphs:
-    """The graphs of some nodes for some ranks; arguments as those of `build`."""
+    """The graphs of some nodes for some ranks; the other arguments are those of `build`."""
     basis = _Basis.of(propagation, inputs, nodes, outputs)
     by_key: dict[Hashable, int] = {}
     by_text: dict[str, int] = {}
@@ -60,15 +60,15 @@ def build_all(
 
 @dataclass(frozen=True)
 class _Basis:
-    """What a rank's graph depends on.
+    """The facts that a rank's graph depends on.
 
-    Ops run on pieces, whose shapes matter and nothing else. It matters where a piece lies if it is
-    cut out of what the rank holds, or is taken or made by an op that has a form of its own for each
+    Most ops depend on the shapes of their pieces alone. The rank's position matters as well where a
+    piece is a slice of another piece, and for ops with a local form, which may differ from rank to
     rank.
 
     Attributes:
-        shaped: layouts, and shapes of logical tensors, whose pieces' shapes matter.
-        axes: along which a rank's position matters.
+        shaped: layouts, with shapes of logical tensors, whose pieces' shapes matter.
+        axes: the axes along which a rank's position matters.
     """
 
     shaped: tuple[tuple[Layout, Shape], ...]
@@ -81,7 +81,7 @@ class _Basis:
         nodes: Sequence[fx.Node],
         outputs: Sequence[Version],
     ) -> _Basis:
-        """The basis of some nodes; arguments as those of `build`."""
+        """The basis of some nodes; the arguments are those of `build`."""
         before = {t.after: t.before for t in propagation.transfers if not t.change.communicates}
         shaped: dict[tuple[Layout, Shape], None] = {}
         axes: dict[str, None] = {}
@@ -97,7 +97,10 @@ class _Basis:
             shaped |= dict.fromkeys(_results(propagation, node))
             answer = propagation.answers.get(node)
             if answer is not None and answer.local is not None:
-                layouts = (*answer.wanted, *(each for each in answer.results if each is not None))
+                layouts = (
+                    *answer.wanted,
+                    *(layout for layout in answer.results if layout is not None),
+                )
                 axes |= dict.fromkeys(axis for layout in layouts for axis in layout.axes)
         for layout, _ in shaped:
             merged = (cut for cut in layout.cuts if isinstance(cut, Product))
@@ -106,13 +109,13 @@ class _Basis:
         return _Basis(cut, tuple(axes))
 
     def key(self, position: Position) -> Hashable:
-        """Equal for positions with the same graph."""
+        """A key that is equal for positions with the same graph."""
         shapes = [shape_of(layout.region(shape, position)) for layout, shape in self.shaped]
         return tuple(shapes), tuple([position[axis] for axis in self.axes])
 
 
 def _results(propagation: Propagation, node: fx.Node) -> Iterator[tuple[Layout, Shape]]:
-    """The layouts and shapes of what a node makes."""
+    """The layouts and shapes of a node's results."""
     val = node.meta.get("val")
     values = val if isinstance(val, (tuple, list)) else (val,)
     for layout, value in zip(propagation.layouts[node], values, strict=True):
@@ -121,7 +124,7 @@ def _results(propagation: Propagation, node: fx.Node) -> Iterator[tuple[Layout, 
 
 
 def kind(node: fx.Node) -> str:
-    """What a node computes, in words: element type, shape and strides of each tensor."""
+    """A node's results in words: element type, shape and strides of each tensor."""
     val = node.meta.get("val")
     values = val if isinstance(val, (tuple, list)) else (val,)
     return ", ".join(
@@ -131,14 +134,14 @@ def kind(node: fx.Node) -> str:
 
 
 class Name(str):
-    """Stands for a node in a text."""
+    """The name of a node in a text, without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def _text(graph: fx.Graph) -> str:
-    """A graph in words that are the same for equal graphs."""
+    """A graph in words; equal graphs have the same."""
     names: dict[fx.Node, Any] = {node: Name(f"%{i}") for i, node in enumerate(graph.nodes)}
     return "\n".join(
         f"{node.op} {node.target if node.op != 'placeholder' else ''} "

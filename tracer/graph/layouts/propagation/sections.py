@@ -1,8 +1,8 @@
 """Cut a joint graph that has layouts into forward, backward and its halves, each in parts.
 
-What belongs to which is decided as for a graph without layouts (`autodiff`): on the nodes of the
-logical graph. What goes from one to another are versions, that is values in one of their layouts;
-the backward takes what the forward has exchanged, and does not exchange it again.
+Which node belongs to which section is decided as for a graph without layouts (`autodiff`). Values
+go from section to section as versions, in one of their layouts. The backward takes what the forward
+has exchanged, and does not exchange it again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Section:
 
     Attributes:
         takes, gives: its inputs and outputs.
-        gradients: what it adds to `.grad` of the state.
+        gradients: the gradients that it adds to `.grad` of the state.
         partition: its parts, and the transfers between them.
-        state: as it is held, which parts read where it lives.
+        state: the tensors that parts read where they live, by their versions.
     """
 
     takes: tuple[Version, ...]
@@ -51,7 +51,7 @@ class Sections:
         backward: takes the saved values, then cotangents; gives cotangents of inputs.
         saved: the number of saved values.
         input, weight: the halves of the backward, as `SplitBackward` has them.
-        kept: indices of what the backward takes, and `weight` as well.
+        kept: indices of those inputs of the backward that `weight` takes as well.
     """
 
     forward: Section
@@ -63,7 +63,7 @@ class Sections:
 
 
 def relabelled(joint: Joint, propagation: Propagation) -> Joint:
-    """The joint graph in terms of the graph that has layouts."""
+    """The joint graph with nodes of the graph that has layouts."""
     of = propagation.copies
     forward: set[str] = set()
     behind = {of[n] for n in joint.graph.nodes if n in of and n.name not in joint.forward}
@@ -76,7 +76,7 @@ def relabelled(joint: Joint, propagation: Propagation) -> Joint:
     ends = iter(propagation.outputs)
 
     def end(node: fx.Node) -> fx.Node:
-        version = next(ends)  # of the node's copy, or of one that was made in another layout
+        version = next(ends)  # of the node's copy, or of a further copy in another layout
         return of[node] if version is None else version.node
 
     moved = _on_nodes(joint, propagation.graph, of, end)
@@ -89,7 +89,14 @@ def _on_nodes(
     of: Mapping[fx.Node, fx.Node],
     end: Callable[[fx.Node], fx.Node],
 ) -> Joint:
-    """The joint graph in terms of another one; `end` is called for each output, in order."""
+    """The joint graph with nodes of another graph.
+
+    Args:
+        joint: the joint graph.
+        graph: the other graph.
+        of: its nodes, by those of the joint graph.
+        end: gives the node of an output; it is called for each output, in order.
+    """
     return replace(
         joint,
         graph=graph,
@@ -109,12 +116,12 @@ class Cutter:
     Args:
         joint: the graph before it was laid out.
         propagation: its layouts.
-        ranks: those whose graphs are wanted.
+        ranks: the ranks whose graphs are made.
         stored: the layer of each parameter that is gathered for its use, by path.
 
     Attributes:
-        buckets: of the gradients of state, by path; a backward is cut where the last one of a
-            bucket is there.
+        buckets: the bucket of each gradient of state, by path; a backward is cut behind the last
+            gradient of a bucket.
     """
 
     def __init__(
@@ -131,9 +138,9 @@ class Cutter:
         self._outputs = _versions(next(ends) for _ in joint.outputs)
         self._refuse_products()
         self._input_grads = _versions(next(ends) for _ in joint.input_grads)
-        # Behind them are ops that write to state without saying so.
-        found = _versions(next(ends) for _ in joint.state_grads)
-        gradients = zip(joint.state_grads, found, strict=True)
+        # Outputs behind these belong to ops that write to state in secret.
+        state_grads = _versions(next(ends) for _ in joint.state_grads)
+        gradients = zip(joint.state_grads, state_grads, strict=True)
         self._gradients = tuple((tensor, version) for (tensor, _), version in gradients)
         self._forward = [n for n in propagation.graph.nodes if n.name in self.joint.forward]
         self._state = dict(self.joint.state)
@@ -142,12 +149,12 @@ class Cutter:
 
     @property
     def gradients(self) -> list[tuple[StateTensor, Version]]:
-        """What the backward adds to `.grad` of the state, in the order in which it is there."""
+        """The gradients of the state, in the order in which the backward computes them."""
         order = {node: index for index, node in enumerate(self._propagation.graph.nodes)}
         return sorted(self._gradients, key=lambda pair: order[pair[1].node])
 
     def _refuse_products(self) -> None:
-        """Refuse outputs of which several factors of a dimension are cut: no type says that."""
+        """Refuse outputs with a dimension that is a product of cut factors: no type has it."""
         for version in self._outputs:
             if any(isinstance(cut, Product) for cut in version.layout.cuts):
                 raise LayoutError(
@@ -158,61 +165,77 @@ class Cutter:
                 )
 
     def forward(self, saved: Sequence[Version] = ()) -> Section:
-        """The forward, with what is saved of it behind its outputs."""
+        """The forward, with the saved values behind its outputs."""
         takes = tuple(Version(node, self._propagation.layout(node)) for node in self.joint.inputs)
         return self._section(self._forward, takes, (*self._outputs, *saved), (), (), self._state)
 
     def sections(self, volatile: Collection[int], what: Recompute) -> Sections:
-        """All sections; arguments as those of `recomputed`."""
+        """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
         cut = Cut(joint, volatile, recomputed(joint, volatile, what))
         changing = {joint.state[index][0] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
-        made = self._exchanged(self._forward, self._outputs, self._state)
-        # What was gathered of state is not kept for the backward, which gathers it again.
-        given = [v for v in made if v.node not in state] if what is not Recompute.ALL else ()
+        exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
+        # Gathered state is not kept for the backward, which gathers it again.
+        transferred = (
+            [v for v in exchanged_versions if v.node not in state]
+            if what is not Recompute.ALL
+            else ()
+        )
         cotangents = self._cotangents()
-        found = self._inputs(cut, cut.body, self._input_grads, self._gradients, given, state)
-        saved = tuple(v for v in found if v not in cotangents)
+        inputs = self._inputs(cut, cut.body, self._input_grads, self._gradients, transferred, state)
+        saved = tuple(v for v in inputs if v not in cotangents)
         takes = (*saved, *cotangents)
         backward = self._section(
-            self._with_views(cut, cut.body), takes, self._input_grads, self._gradients, given, state
+            self._with_views(cut, cut.body),
+            takes,
+            self._input_grads,
+            self._gradients,
+            transferred,
+            state,
         )
         whole = Sections(self.forward(saved), backward, len(saved))
-        return self._halved(whole, cut, given, state)
+        return self._halved(whole, cut, transferred, state)
 
     def _halved(
         self,
         whole: Sections,
         cut: Cut,
-        given: Collection[Version],
+        transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> Sections:
-        """The sections, with the halves of the backward where a part of it can be put off."""
+        """The sections, with the halves of the backward if a part of it can be put off."""
         takes = whole.backward.takes
         if not self._input_grads:
-            kept = tuple(range(len(takes)))
-            return replace(whole, weight=whole.backward, kept=kept) if self._gradients else whole
-        found = sides(self.joint, cut)
-        if found is None or found[0] & found[1]:
+            kept_indices = tuple(range(len(takes)))
+            return (
+                replace(whole, weight=whole.backward, kept=kept_indices)
+                if self._gradients
+                else whole
+            )
+        halves = sides(self.joint, cut)
+        if halves is None or halves[0] & halves[1]:
             return whole
-        first, second = ([n for n in cut.body if n in side] for side in found)
-        early = tuple((t, v) for t, v in self._gradients if v.node not in found[1])
-        late = tuple((t, v) for t, v in self._gradients if v.node in found[1])
+        first, second = ([n for n in cut.body if n in side] for side in halves)
+        early = tuple((t, v) for t, v in self._gradients if v.node not in halves[1])
+        late = tuple((t, v) for t, v in self._gradients if v.node in halves[1])
         results = [*self._input_grads, *(version for _, version in early)]
-        made = {*given, *self._exchanged(self._with_views(cut, first), results, state)}
-        wanted = self._inputs(cut, second, (), late, made, state)
-        left = tuple(version for version in wanted if version not in takes)
-        kept = tuple(i for i, version in enumerate(takes) if version in wanted)
-        weight_takes = (*(takes[i] for i in kept), *left)
+        early_transferred = {
+            *transferred,
+            *self._exchanged(self._with_views(cut, first), results, state),
+        }
+        inputs = self._inputs(cut, second, (), late, early_transferred, state)
+        left = tuple(version for version in inputs if version not in takes)
+        kept_indices = tuple(i for i, version in enumerate(takes) if version in inputs)
+        weight_takes = (*(takes[i] for i in kept_indices), *left)
         input_nodes, weight_nodes = self._with_views(cut, first), self._with_views(cut, second)
         return replace(
             whole,
             input=self._section(
-                input_nodes, takes, (*self._input_grads, *left), early, given, state
+                input_nodes, takes, (*self._input_grads, *left), early, transferred, state
             ),
-            weight=self._section(weight_nodes, weight_takes, (), late, made, state),
-            kept=kept,
+            weight=self._section(weight_nodes, weight_takes, (), late, early_transferred, state),
+            kept=kept_indices,
         )
 
     def _cotangents(self) -> tuple[Version, ...]:
@@ -220,14 +243,14 @@ class Cutter:
         return tuple(Version(node, layout(node)) for node in self.joint.cotangents)
 
     def _with_views(self, cut: Cut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """Nodes of the backward, with the views of other values that it takes again."""
-        found = set(nodes)
+        """Nodes of the backward, with the views of saved values that it takes again."""
+        all_nodes = set(nodes)
         sources = [s for node in nodes for s in node.all_input_nodes]
         for node in (*sources, *cut.results()):
-            while node not in found and (base := _viewed(cut, node)) is not None:
-                found.add(node)
+            while node not in all_nodes and (base := _viewed(cut, node)) is not None:
+                all_nodes.add(node)
                 node = base
-        return found
+        return all_nodes
 
     def _inputs(
         self,
@@ -235,13 +258,15 @@ class Cutter:
         nodes: Sequence[fx.Node],
         gives: Sequence[Version],
         gradients: Sequence[tuple[StateTensor, Version]],
-        given: Collection[Version],
+        transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> tuple[Version, ...]:
-        """The versions that some nodes of the backward take of others."""
+        """The versions that some nodes of the backward take from elsewhere."""
         outputs = [*gives, *(version for _, version in gradients)]
         chosen = self._with_views(cut, nodes)
-        return partition(self._propagation, chosen, outputs, given, state, (), self._stored).inputs
+        return partition(
+            self._propagation, chosen, outputs, transferred, state, (), self._stored
+        ).inputs
 
     def _exchanged(
         self,
@@ -257,13 +282,20 @@ class Cutter:
         takes: tuple[Version, ...],
         gives: tuple[Version, ...],
         gradients: tuple[tuple[StateTensor, Version], ...],
-        given: Collection[Version],
+        transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> Section:
         outputs = [*gives, *(version for _, version in gradients)]
         buckets = {v.node: self.buckets[t.path] for t, v in gradients if t.path in self.buckets}
         parts = partition(
-            self._propagation, nodes, outputs, given, state, self._ranks, self._stored, buckets
+            self._propagation,
+            nodes,
+            outputs,
+            transferred,
+            state,
+            self._ranks,
+            self._stored,
+            buckets,
         )
         missing = [version for version in parts.inputs if version not in takes]
         assert not missing, f"a section takes {missing} of nobody"
@@ -272,10 +304,10 @@ class Cutter:
 
 
 def _viewed(cut: Cut, node: fx.Node) -> fx.Node | None:
-    """The node that another is a view of; one that was written in place is a value by itself."""
+    """The base of a view; None for another node, or where the view was written in place."""
     return None if written_in_place(node) is not None else cut.base(node)
 
 
 def _versions(ends: Iterable[Version | None]) -> tuple[Version, ...]:
-    found = tuple(ends)
-    return tuple(version for version in found if version is not None)
+    versions = tuple(ends)
+    return tuple(version for version in versions if version is not None)

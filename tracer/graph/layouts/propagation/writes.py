@@ -1,8 +1,9 @@
-"""In which part of a graph state is written in place and read: in the order of the graph.
+"""The parts in which state is written in place and read, so that both keep the graph's order.
 
-A part has what can run after so many exchanges, and what it takes of other parts says when that
-is. Memory says it of state that is written: reads and writes of it keep their order. Views of such
-state are taken where they are used, since what goes from part to part has memory of its own.
+A node runs in the first part that has its operands. That is too early for a node that reads state
+behind a write in place, or writes behind a read: they share memory, and no operand says so. So
+reads and writes of one memory keep their order here. Views of written state are taken in the part
+that uses them, since a value that goes from part to part has memory of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class StateWrites:
 
     Args:
         propagation: the graph.
-        nodes: those of it that run.
+        nodes: its nodes that run.
         state: placeholders of the state.
     """
 
@@ -38,9 +39,9 @@ class StateWrites:
         own = {memory_of(node) for node in state}
         self._written: dict[fx.Node, set[int | None]] = {}
         for node in nodes:
-            found = {memory_of(each) for each in _written_by(node)} & own
-            if found:
-                self._written[node] = found
+            memories = {memory_of(value) for value in _written_by(node)} & own
+            if memories:
+                self._written[node] = memories
         self._memory = set().union(*self._written.values())
         self._wrote: dict[int | None, int] = {}
         self._read: dict[int | None, int] = {}
@@ -50,7 +51,7 @@ class StateWrites:
         return memory_of(node) in self._memory or bool(self._touched(node))
 
     def earliest(self, node: fx.Node) -> int:
-        """The part in which a node can run at the earliest; nodes come in the graph's order."""
+        """The first part in which a node can run; to be asked in the order of the graph."""
         written = self._written.get(node, set())
         return max(
             (
@@ -61,17 +62,17 @@ class StateWrites:
         )
 
     def note(self, node: fx.Node, part: int) -> None:
-        """A node runs in a part."""
+        """Note that a node runs in a part."""
         written = self._written.get(node, set())
         for memory in self._touched(node):
             latest = self._wrote if memory in written else self._read
             latest[memory] = max(part, latest.get(memory, 0))
 
     def move_views(self, parts: dict[fx.Node, int]) -> None:
-        """Move views of state that is written to where they are used.
+        """Move views of written state to the parts that use them; `parts` is changed in place.
 
         Raises:
-            LayoutError: one is used in several parts.
+            LayoutError: several parts use one.
         """
         for node in reversed(parts):
             if memory_of(node) not in self._memory:
@@ -84,22 +85,22 @@ class StateWrites:
             parts[node] = min(used, default=parts[node])
 
     def check(self, given: Iterable[Version | None], transferred: Iterable[Version]) -> None:
-        """Refuse to give or to transfer what shares memory with state that is written.
+        """Refuse to give or to transfer a value that shares memory with written state.
 
         Raises:
-            LayoutError: something does.
+            LayoutError: a value does.
         """
-        for what, versions in (("is given", given), ("is transferred", transferred)):
+        for use, versions in (("is given", given), ("is transferred", transferred)):
             for version in versions:
                 if version is not None and memory_of(version.node) in self._memory:
-                    raise self._error(version.node, what)
+                    raise self._error(version.node, use)
 
     def _touched(self, node: fx.Node) -> set[int | None]:
-        return {memory_of(each) for each in node.all_input_nodes} & self._memory
+        return {memory_of(operand) for operand in node.all_input_nodes} & self._memory
 
-    def _error(self, node: fx.Node, what: str) -> LayoutError:
+    def _error(self, node: fx.Node, problem: str) -> LayoutError:
         return LayoutError(
-            f"%{node.name} {what}, and shares memory with state that is written in place",
+            f"%{node.name} {problem}, and shares memory with state that is written in place",
             loc=self._propagation.locations.get(node),
             remedy=_REMEDY,
         )
@@ -108,5 +109,5 @@ class StateWrites:
 def _written_by(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found = written_values(node.target, node.args, node.kwargs)
-    return [each for each in found if isinstance(each, fx.Node)]
+    values = written_values(node.target, node.args, node.kwargs)
+    return [value for value in values if isinstance(value, fx.Node)]

@@ -1,7 +1,7 @@
 """Rules of fused attention, forward and backward: batch and heads may be cut.
 
-With fewer heads of keys than of queries, a head of keys serves a group of queries' heads, and
-groups may be cut.
+If there are fewer heads of keys than of queries, each head of keys serves a group of query heads,
+and the groups may be cut.
 """
 
 from __future__ import annotations
@@ -54,7 +54,14 @@ def _solved(
     others: tuple[Shape | None, ...],
     linear: bool = False,
 ) -> Answer:
-    """Lay attention out; `others` are results that are the same on all ranks, or not used."""
+    """Lay attention out.
+
+    Args:
+        case: the op.
+        results: the dimensions of its first results.
+        others: the shapes of its other results, which are equal on all ranks, or not used.
+        linear: whether the op is linear in its first operand, the gradient.
+    """
     sizes = _sizes(case)
     names: dict[str, int] = {}
     operands = tuple(_operands(case, names))
@@ -72,7 +79,7 @@ def _solved(
 
 
 def _local(op: LocalOp) -> Any:
-    """The op; of an empty piece, empty tensors, since kernels divide by the number of heads."""
+    """Run the op. For an empty piece give zeros, since kernels divide by the number of heads."""
     return op.run() if volume(op.operands[0]) else zeros(op, op.arguments["query"])
 
 
@@ -84,7 +91,7 @@ def _sizes(case: Case) -> dict[str, int]:
 
 
 def _operands(case: Case, names: dict[str, int]) -> Iterator[Dims]:
-    """The dimensions of each operand; factors that are of no other are added to `names`."""
+    """The dimensions of each operand; factors that only one operand has are added to `names`."""
     for name, value in case.arguments.items():
         if not isinstance(value, Operand):
             continue
@@ -101,7 +108,7 @@ def _operands(case: Case, names: dict[str, int]) -> Iterator[Dims]:
 
 
 def _statistics(shape: Shape) -> Dims:
-    """Of rows, padded in some kernels."""
+    """The dimensions of the statistics of rows, whose number some kernels pad."""
     return (("b",), _HEADS, *((f"l{i}",) for i in range(len(shape) - 2)))
 
 

@@ -25,7 +25,7 @@ _PIXELS = "has pixels, of which neighbours are needed"
 def _dims(case: Case, result: tuple[int, ...]) -> tuple[Dims, Dims, Dims, dict[str, int]]:
     """The dimensions of the image, the weight and the result, and the sizes of the factors.
 
-    A group `g` of channels has `i` of the image and `o` of the result.
+    There are `g` groups, each with `i` channels of the image and `o` channels of the result.
     """
     image, weight, groups = case["input"].shape, case["weight"].shape, case["groups"]
     sizes = {"n": image[0], "g": groups, "i": image[1] // groups, "o": result[1] // groups}
@@ -35,9 +35,9 @@ def _dims(case: Case, result: tuple[int, ...]) -> tuple[Dims, Dims, Dims, dict[s
     def pixels(prefix: str) -> Dims:
         return tuple((f"{prefix}{d}",) for d in range(2, len(image)))
 
-    given: Dims = (("n",), ("g", "i"), *pixels("p"))
+    image_dims: Dims = (("n",), ("g", "i"), *pixels("p"))
     outer, inner = (("g", "i"), ("o",)) if case["transposed"] else (("g", "o"), ("i",))
-    return given, (outer, inner, *pixels("k")), (("n",), ("g", "o"), *pixels("q")), sizes
+    return image_dims, (outer, inner, *pixels("k")), (("n",), ("g", "o"), *pixels("q")), sizes
 
 
 def _keep(sizes: Mapping[str, int]) -> dict[str, str]:
@@ -45,14 +45,14 @@ def _keep(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _convolution(case: Case) -> Answer | Expansion:
-    """A bias is added once: where channels of the image are cut, to the sum."""
-    given, weight, result, sizes = _dims(case, case.shape())
+    """A bias is added once: if the image's channels are cut, it is added to the sum."""
+    image, weight, result, sizes = _dims(case, case.shape())
     has_bias = operand(case, "bias") is not None
-    operands = (given, weight, *([(("g", "o"),)] if has_bias else []))
+    operands = (image, weight, *([(("g", "o"),)] if has_bias else []))
     linear = () if has_bias else each(0, 1)
     answer = solve(case, Factors(operands, (result,), sizes, linear, _keep(sizes)), local=_local)
-    made = answer.results[0]
-    if has_bias and made is not None and made.summands:
+    layout = answer.results[0]
+    if has_bias and layout is not None and layout.summands:
         return Expansion(_with_bias)
     return answer
 
@@ -60,12 +60,12 @@ def _convolution(case: Case) -> Answer | Expansion:
 def _with_bias(
     *, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **others: Any
 ) -> torch.Tensor:
-    found: torch.Tensor = _ATEN.convolution(input, weight, None, **others)
-    return found + bias.view(-1, *(1 for _ in found.shape[2:]))
+    convolved: torch.Tensor = _ATEN.convolution(input, weight, None, **others)
+    return convolved + bias.view(-1, *(1 for _ in convolved.shape[2:]))
 
 
 def _local(op: LocalOp) -> Any:
-    """Pieces of groups are fewer groups; an empty piece is not given to a kernel."""
+    """Run the op with the piece's number of groups; kernels take no empty piece."""
     weight, image = op.arguments["weight"].meta["val"].shape, shape_of(op.operands[0])
     if not math.prod(image) or not math.prod(weight):
         return zeros(op, op.arguments["input"])
@@ -77,24 +77,24 @@ def _local(op: LocalOp) -> Any:
 
 
 def _convolution_backward(case: Case) -> Answer:
-    given, weight, result, sizes = _dims(case, case["grad_output"].shape)
+    image, weight, result, sizes = _dims(case, case["grad_output"].shape)
     keep = _keep(sizes)
     if case["groups"] > 1:
         keep["g"] = "is a dimension of groups"
     mask = case["output_mask"]
     results = [
         dims if asked else None
-        for asked, dims in zip(mask, (given, weight, (("g", "o"),)), strict=True)
+        for asked, dims in zip(mask, (image, weight, (("g", "o"),)), strict=True)
     ]
-    factors = Factors((result, given, weight), tuple(results), sizes, each(0), keep)
+    factors = Factors((result, image, weight), tuple(results), sizes, each(0), keep)
     answer = solve(case, factors, local=_local_backward)
     bias = answer.results[2]
     if bias is None:
         return answer
-    # The gradient of a bias does not depend on the image, so cut channels leave no summands of it.
+    # The gradient of a bias does not depend on the image, whose cut channels leave no summands.
     channels = set(answer.wanted[1].cuts[1].axes)
-    kept = tuple(axis for axis in bias.summands if axis not in channels)
-    return replace(answer, results=(*answer.results[:2], Layout(bias.cuts, kept)))
+    summands = tuple(axis for axis in bias.summands if axis not in channels)
+    return replace(answer, results=(*answer.results[:2], Layout(bias.cuts, summands)))
 
 
 def _local_backward(op: LocalOp) -> Any:
@@ -106,7 +106,7 @@ def _local_backward(op: LocalOp) -> Any:
 
 
 def _empty_backward(op: LocalOp) -> Any:
-    """Without an image or a weight there is still the gradient of a bias."""
+    """The gradients if the image or the weight is empty: a bias still has one."""
     image, weight, bias = zeros(op, op.arguments["grad_output"])
     if bias is not None:
         grad = op.arguments["grad_output"]
@@ -126,7 +126,7 @@ def _local_pooling(op: LocalOp) -> Any:
 
 
 def _pooling(case: Case, pixels: int = 2) -> Answer:
-    """Rows and channels lie beside each other in all operands and results."""
+    """Rows and channels are the same in all operands and results; pixels have to be whole."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, shape: tuple[int, ...]) -> Dims:
@@ -143,42 +143,42 @@ def _pooling(case: Case, pixels: int = 2) -> Answer:
 
 
 def _blocks(case: Case) -> Answer:
-    """Blocks of pixels as columns: the rows of a batch are taken apart one by one."""
-    given, made = case.operands[0].shape, case.shape()
-    batch: Dims = (("n",),) if max(len(given), len(made)) == 4 else ()
-    sizes = {"n": given[0]}
+    """Blocks of pixels become columns, or columns blocks, for each row of the batch by itself."""
+    operand_shape, result_shape = case.operands[0].shape, case.shape()
+    batch: Dims = (("n",),) if max(len(operand_shape), len(result_shape)) == 4 else ()
+    sizes = {"n": operand_shape[0]}
 
     def dims(prefix: str, shape: tuple[int, ...]) -> Dims:
         names = [f"{prefix}{d}" for d in range(len(batch), len(shape))]
         sizes.update(zip(names, shape[len(batch) :], strict=True))
         return (*batch, *((name,) for name in names))
 
-    operands, results = (dims("p", given),), (dims("q", made),)
+    operands, results = (dims("p", operand_shape),), (dims("q", result_shape),)
     keep = {factor: _PIXELS for factor in sizes if factor != "n"}
     return solve(case, Factors(operands, results, sizes, each(0), keep), local=_local_pooling)
 
 
 def _unfold(case: Case) -> Answer:
-    given = case.operands[0].shape
-    windows = _windows(given, dim_of(case["dimension"], len(given)))
-    dims = named(given)
-    keep = {dims[dim_of(case["dimension"], len(given))][0]: "has windows taken along it"}
+    shape = case.operands[0].shape
+    windows = _windows(shape, dim_of(case["dimension"], len(shape)))
+    dims = named(shape)
+    keep = {dims[dim_of(case["dimension"], len(shape))][0]: "has windows taken along it"}
     return moved(case, dims, windows, keep)
 
 
 def _windows(shape: Shape, dim: int) -> Dims:
-    """The dimensions of windows along a dimension: their number there, and last their length."""
+    """The dimensions of windows: their number replaces dimension `dim`, their length is last."""
     dims = named(shape)
     return (*dims[:dim], ("n",), *dims[dim + 1 :], ("w",))
 
 
 def _unfold_backward(case: Case) -> Answer:
-    (grad,), made = case.operands, case.shape()
-    given = _windows(made, dim_of(case["dim"], len(made)))
-    sizes = {dim[0]: size for dim, size in zip(given, grad.shape, strict=True)}
-    sizes |= {f"d{i}": size for i, size in enumerate(made)}
+    (grad,), result_shape = case.operands, case.shape()
+    windows = _windows(result_shape, dim_of(case["dim"], len(result_shape)))
+    sizes = {dim[0]: size for dim, size in zip(windows, grad.shape, strict=True)}
+    sizes |= {f"d{i}": size for i, size in enumerate(result_shape)}
     keep = dict.fromkeys(("n", "w"), "is of windows")
-    factors = Factors((given,), (named(made),), sizes, each(0), keep)
+    factors = Factors((windows,), (named(result_shape),), sizes, each(0), keep)
     return solve(case, factors, sizes={"input_sizes": 0})
 
 

@@ -1,4 +1,4 @@
-"""Rules of ops that make a tensor from numbers: whole, or in pieces where that is asked for."""
+"""Rules of ops that make a tensor from numbers: copies, or pieces if a user asks for a cut."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ _ATEN = torch.ops.aten
 
 
 def made(case: Case, sizes: Mapping[str, int], local: Local | None = None) -> Answer:
-    """Any layout, if asked for; else copies. Operands, if any, only lend their type."""
+    """The answer of an op that makes a tensor: the cuts that are asked for, or else copies.
+
+    Args:
+        case: the op; its operands, if any, only give the element type.
+        sizes, local: as in `Answer`.
+    """
     rank = len(case.shape())
     result = whole(rank)
     if case.asked is not None:
         pairs = zip(case.asked, case.shape(), strict=True)
         result = Layout(tuple(canonical(cut, size, case.sizes) for cut, size in pairs))
-    wanted = tuple(operand.layout for operand in case.operands)
-    return Answer(wanted, (result,), sizes, local, frozenset(range(rank)))
+    operand_layouts = tuple(operand.layout for operand in case.operands)
+    return Answer(operand_layouts, (result,), sizes, local, frozenset(range(rank)))
 
 
 def counting(function: Callable[..., Any], cut: Cut) -> Expansion:
-    """An expansion that counts by `torch.arange`, each rank the entries of its piece alone."""
+    """An expansion that uses `torch.arange` with this cut, so each rank makes its piece alone."""
     return Expansion(function, {_ATEN.arange.default: (cut,)})
 
 
@@ -39,14 +44,19 @@ def whole_then_piece(op: LocalOp) -> Any:
 
 
 def zeros(op: LocalOp, like: fx.Node) -> Any:
-    """Zeros for all results of an op, where kernels do not take an empty piece."""
-    found = tuple(
+    """Zeros for the rank's pieces of all results, for ops whose kernels take no empty piece.
+
+    Args:
+        op: the op.
+        like: a tensor on the device of the results.
+    """
+    pieces = tuple(
         None
         if region is None
         else op.emit(_ATEN.new_zeros.default, like, list(shape_of(region)), dtype=fake.dtype)
         for region, fake in zip(op.results, op.fakes, strict=True)
     )
-    return found if len(found) > 1 else found[0]
+    return pieces if len(pieces) > 1 else pieces[0]
 
 
 def _filled(case: Case) -> Answer:
@@ -58,7 +68,7 @@ def _counted(case: Case) -> Answer:
 
 
 def _like(case: Case) -> Answer:
-    """Cut as the tensor that it is made like, whose values do not matter."""
+    """The result is cut as the operand, whose values do not matter."""
     (operand,) = case.operands
     return Answer((operand.layout,), (Layout(operand.cuts),))
 
@@ -68,7 +78,7 @@ def _filled_strided(case: Case) -> Answer:
 
 
 def _local_strided(op: LocalOp) -> Any:
-    """A piece needs no gaps between its rows."""
+    """A piece is contiguous: it needs no gaps between its rows."""
     (region,), (like,) = op.results, op.fakes
     assert region is not None
     return op.emit(

@@ -1,7 +1,7 @@
-"""Rules of ops that no family has: taken apart into others, or run on whole tensors.
+"""Rules of ops that belong to no family: they are decomposed, or run on whole tensors.
 
-An op on lists of tensors is that op on each of them. What torch knows to decompose into other ops
-is decomposed where a tensor is cut. An op whose operands are all whole runs as it is.
+An op on lists of tensors becomes one op for each tensor. An op whose operands are all whole runs
+unchanged. If an operand is cut, torch's decomposition of the op replaces it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _EACH = frozenset(
         *("sub", "zero"),
     }
 )
-"""Ops on lists of tensors, by the name of the op on each of them."""
+"""Ops on lists of tensors, by the name of the op on one tensor."""
 
 
 def rule(case: Case) -> Answer | Expansion:
-    """The rule of ops without one of their own.
+    """The rule of ops that have no rule of their own.
 
     Raises:
-        LayoutError: a tensor is cut, and torch has no decomposition.
+        LayoutError: an operand is cut, and torch has no decomposition of the op.
     """
     if _is_of_lists(case.target):
         return Expansion(partial(_of_lists, case.target))
     if not any(cut for operand in case.operands for cut in operand.cuts):
         return _on_copies(case)
-    found = _decomposition(case.target)
-    if found is None:
+    decomposition = _decomposition(case.target)
+    if decomposition is None:
         raise no_rule(case)
-    return Expansion(partial(_decomposed, case, found))
+    return Expansion(partial(_decomposed, case, decomposition))
 
 
 def _is_of_lists(target: torch._ops.OpOverload) -> bool:
@@ -49,7 +49,7 @@ def _is_of_lists(target: torch._ops.OpOverload) -> bool:
 
 
 def no_rule(case: Case) -> LayoutError:
-    """The error that nothing says what an op does with tensors that are cut."""
+    """The error that an op has no rule for tensors that are cut."""
     return LayoutError(
         f"{case.name} has no rule that says what it does with tensors that are cut",
         loc=case.loc,
@@ -60,35 +60,38 @@ def no_rule(case: Case) -> LayoutError:
 
 
 def _on_copies(case: Case) -> Answer:
-    """All ranks compute the same; what they draw at random is the same, too."""
-    wanted = tuple(whole(len(operand.shape)) for operand in case.operands)
+    """All ranks compute the same. Random numbers are the same on all ranks, too."""
+    operand_layouts = tuple(whole(len(operand.shape)) for operand in case.operands)
     results = tuple(None if shape is None else whole(len(shape)) for shape in case.shapes)
-    return Answer(wanted, results)
+    return Answer(operand_layouts, results)
 
 
 def _decomposition(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """Torch's own, of an op that neither draws random numbers nor writes to what it takes."""
+    """Torch's decomposition of an op.
+
+    None if torch has none, or if the op draws random numbers or writes to its operands.
+    """
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return None
     return torch._decomp.decomposition_table.get(target)
 
 
-def _decomposed(case: Case, function: Callable[..., Any], **given: Any) -> Any:
+def _decomposed(case: Case, function: Callable[..., Any], **arguments: Any) -> Any:
     schema = case.target._schema.arguments
-    positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
-    named = {argument.name: given[argument.name] for argument in schema if argument.kwarg_only}
-    made = function(*positional, **named)
-    if made is NotImplemented:
+    positional = [arguments[argument.name] for argument in schema if not argument.kwarg_only]
+    named = {argument.name: arguments[argument.name] for argument in schema if argument.kwarg_only}
+    results = function(*positional, **named)
+    if results is NotImplemented:
         raise no_rule(case)
-    return tuple(made) if isinstance(made, tuple) else made  # some have named fields
+    return tuple(results) if isinstance(results, tuple) else results  # some have named fields
 
 
-def _of_lists(target: torch._ops.OpOverload, **given: Any) -> list[Any] | None:
-    """The op on each tensor of the lists that it takes."""
+def _of_lists(target: torch._ops.OpOverload, **values: Any) -> list[Any] | None:
+    """Call the op of one tensor for each tensor of the lists."""
     op = _of_tensor(target)
-    arguments = [(argument, given[argument.name]) for argument in target._schema.arguments]
-    made = [_of_one(op, arguments, index) for index in range(len(arguments[0][1]))]
-    return None if target._schema.is_mutable else made
+    arguments = [(argument, values[argument.name]) for argument in target._schema.arguments]
+    results = [_of_one(op, arguments, index) for index in range(len(arguments[0][1]))]
+    return None if target._schema.is_mutable else results
 
 
 def _of_tensor(target: torch._ops.OpOverload) -> Any:
@@ -97,7 +100,10 @@ def _of_tensor(target: torch._ops.OpOverload) -> Any:
 
 
 def _of_one(op: Any, arguments: Sequence[tuple[Any, Any]], index: int) -> Any:
-    """One call; factors of products that are added have a name in the op on a tensor."""
+    """Call the op for the tensors at one index of the lists.
+
+    The factor of the product in `addcmul` and `addcdiv` is the argument `value` there.
+    """
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for argument, value in arguments:

@@ -1,6 +1,6 @@
-"""Rules in einsum's letters: products of matrices, and operators for which users declare them.
+"""Rules in einsum's letters, for matrix products and for operators of users.
 
-A contracted dimension of a product that is cut leaves summands.
+Where a contracted dimension of a product is cut, the result is left as summands.
 """
 
 from __future__ import annotations
@@ -34,38 +34,40 @@ _SUMS_WITH_PRODUCTS = {
 }
 
 _DECLARED: dict[torch._ops.OpOverload, tuple[str, str]] = {}
-"""Letters of each op, and those that may be cut; one for a process, as torch's operators are."""
+"""Letters of each op, and those that may be cut. One for a process, like torch's operators."""
 
 
 def _product(text: str, case: Case) -> Answer:
-    given, made = letters(text)
-    sizes = sizes_of(given, [operand.shape for operand in case.operands])
-    return solve(case, Factors(given, made, sizes, each(0, 1)))
+    operand_dims, result_dims = letters(text)
+    sizes = sizes_of(operand_dims, [operand.shape for operand in case.operands])
+    return solve(case, Factors(operand_dims, result_dims, sizes, each(0, 1)))
 
 
 def _sum_with_product(
     text: str, product: Any, names: tuple[str, str], case: Case
 ) -> Answer | Expansion:
-    """A bias is added once: where the product gives summands, to their sum."""
-    one, other = (case[name] for name in names)
-    if _gives_summands(one, other, text):
+    """A bias is added once: if the product gives summands, the bias is added to their sum."""
+    left, right = (case[name] for name in names)
+    if _gives_summands(left, right, text):
         return Expansion(partial(_apart, product, names))
-    given, made = letters(text)
-    (result,) = made
+    operand_dims, result_dims = letters(text)
+    (result,) = result_dims
     (bias,), _ = broadcast([case["self"].shape], case.shape())
     renamed = {f"d{i}": dim for i, dim in enumerate(result)}
     dims = tuple(renamed[dim[0]] if dim else () for dim in bias)
-    shapes = [one.shape, other.shape]
+    shapes = [left.shape, right.shape]
     linear = (*jointly(0, 1), *jointly(0, 2))
-    return solve(case, Factors((dims, *given), made, sizes_of(given, shapes), linear))
+    return solve(
+        case, Factors((dims, *operand_dims), result_dims, sizes_of(operand_dims, shapes), linear)
+    )
 
 
-def _gives_summands(one: Operand, other: Operand, text: str) -> bool:
-    """True if a contracted dimension is cut, or a factor is a summand."""
-    if one.layout.summands or other.layout.summands:
+def _gives_summands(left: Operand, right: Operand, text: str) -> bool:
+    """True if a product gives summands: a contracted dimension is cut, or a matrix is a sum."""
+    if left.layout.summands or right.layout.summands:
         return True
     (first, second), (result,) = letters(text)
-    pairs = [*zip(first, one.cuts, strict=True), *zip(second, other.cuts, strict=True)]
+    pairs = [*zip(first, left.cuts, strict=True), *zip(second, right.cuts, strict=True)]
     return any(cut and dim not in result for dim, cut in pairs)
 
 
@@ -76,10 +78,10 @@ def _apart(
     self: torch.Tensor,
     beta: float,
     alpha: float,
-    **given: Any,
+    **factors: Any,
 ) -> torch.Tensor:
-    found: torch.Tensor = product(given[names[0]], given[names[1]])
-    scaled = found if alpha == 1 else found * alpha
+    result: torch.Tensor = product(factors[names[0]], factors[names[1]])
+    scaled = result if alpha == 1 else result * alpha
     return scaled + (self if beta == 1 else self * beta)
 
 
@@ -90,15 +92,15 @@ RULES: Mapping[object, Rule] = {
 
 
 def layout_rule(op: torch._ops.OpOverload, dimensions: str, *, cut: str) -> None:
-    """Declare what an operator of one's own does with tensors of which ranks hold pieces.
+    """Declare how an operator of your own works on pieces of tensors.
 
     Each dimension of the operator's tensors, and of its results, gets a letter, as in einsum;
     dimensions of one letter are cut alike. Where a letter is cut, each rank calls the operator with
-    its pieces, and that must give its pieces of the results. Nothing is summed: a letter that may
-    be cut stands in each result. Without a rule, an operator takes whole tensors only.
+    its pieces, and the call must give the rank's pieces of the results. Nothing is summed: a letter
+    that may be cut stands in each result. Without a rule, an operator takes whole tensors only.
 
-    A kernel of attention over heads `h`, of `query [batch, heads, queries, width]` and keys and
-    values `[batch, heads, keys, width]`, which may be cut by batch and by heads:
+    For example, an attention kernel takes a query `[batch, heads, queries, width]`, and keys and
+    values `[batch, heads, keys, width]`. It may be cut by batch and by heads:
 
         cg.layout_rule(torch.ops.mine.attend.default, "bhqw,bhkw,bhkw->bhqw", cut="bh")
 
@@ -106,15 +108,15 @@ def layout_rule(op: torch._ops.OpOverload, dimensions: str, *, cut: str) -> None
 
     Args:
         op: an overload of an operator, such as `torch.ops.mine.attend.default`.
-        dimensions: a word for each tensor that it takes, in the order of its arguments, `->`, and a
-            word for each tensor that it returns. Words have commas between them; that of a tensor
+        dimensions: a word for each tensor that it takes, in the order of its arguments; then `->`;
+            then a word for each tensor that it returns. Commas separate words. The word of a tensor
             without dimensions is empty.
         cut: the letters that may be cut. All others must be whole.
 
     Raises:
         TypeError: `op` is no overload of an operator.
-        ValueError: the text is no such list of words, a letter of `cut` is not in each result, or
-            the operator has another rule.
+        ValueError: `dimensions` is no such text, a result lacks a letter of `cut`, or the operator
+            has another rule already.
     """
     if not isinstance(op, torch._ops.OpOverload):
         raise TypeError(
@@ -131,63 +133,65 @@ def layout_rule(op: torch._ops.OpOverload, dimensions: str, *, cut: str) -> None
 
 
 def declared_rule(op: torch._ops.OpOverload) -> Rule | None:
-    """The rule that was declared for an op, if one was."""
+    """The rule that a user has declared for an op, or None."""
     declared = _DECLARED.get(op)
     return None if declared is None else partial(_rule, *declared)
 
 
 def _check(op: torch._ops.OpOverload, dimensions: str, cut: str) -> None:
-    given, arrow, made = dimensions.partition("->")
-    words = [*given.split(","), *made.split(",")]
+    operand_words, arrow, result_words = dimensions.partition("->")
+    words = [*operand_words.split(","), *result_words.split(",")]
     wrong = [word for word in words if (word and not word.isalpha()) or len({*word}) < len(word)]
     if not arrow or wrong:
         raise ValueError(
             f"the layout rule of {op} is {dimensions!r}; it takes a word of letters, each once, "
             "for each tensor, as 'bhqw,bhkw,bhkw->bhqw'"
         )
-    missing = [letter for letter in cut if any(letter not in word for word in made.split(","))]
+    missing = [
+        letter for letter in cut if any(letter not in word for word in result_words.split(","))
+    ]
     if missing:
         raise ValueError(
             f"the layout rule of {op} may not cut {', '.join(missing)}, which is not in each of "
-            f"its results {made}: what would come out on a rank is no piece of them"
+            f"its results {result_words}: what would come out on a rank is no piece of them"
         )
 
 
 def _rule(dimensions: str, cut: str, case: Case) -> Answer:
-    given, made = letters(dimensions)
-    _match(case, given, made)
-    sizes = sizes_of(given, [operand.shape for operand in case.operands])
-    sizes |= sizes_of(made, [case.shape(index) for index in range(len(made))])
-    named = {dim[0] for dims in (*given, *made) for dim in dims}
+    operand_dims, result_dims = letters(dimensions)
+    _match(case, operand_dims, result_dims)
+    sizes = sizes_of(operand_dims, [operand.shape for operand in case.operands])
+    sizes |= sizes_of(result_dims, [case.shape(index) for index in range(len(result_dims))])
+    named = {dim[0] for dims in (*operand_dims, *result_dims) for dim in dims}
     reason = f"in {dimensions}, of which {cut or 'nothing'} may be cut"
     keep = {letter: f"is {letter!r} {reason}" for letter in sorted(named - {*cut})}
-    factors = Factors(given, made, sizes, keep=keep, reduce=None)
+    factors = Factors(operand_dims, result_dims, sizes, keep=keep, reduce=None)
     return solve(case, factors, local=_local)
 
 
 def _local(op: LocalOp) -> Any:
-    """The op; of empty pieces, empty tensors, for kernels need not take them."""
+    """Run the op. If results are empty, give empty tensors: kernels may refuse empty pieces."""
     if all(region is not None and not volume(region) for region in op.results):
         like = next(value for value in op.arguments.values() if isinstance(value, fx.Node))
         return zeros(op, like)
     return op.run()
 
 
-def _match(case: Case, given: tuple[Dims, ...], made: tuple[Dims, ...]) -> None:
+def _match(case: Case, operand_dims: tuple[Dims, ...], result_dims: tuple[Dims, ...]) -> None:
     """Check that an op's tensors have the dimensions that its rule names.
 
     Raises:
-        LayoutError: they have others.
+        LayoutError: they have other dimensions, or one letter stands for two sizes.
     """
     taken = [operand.shape for operand in case.operands]
-    if not _fits(given, taken) or not _fits(made, case.shapes):
+    if not _fits(operand_dims, taken) or not _fits(result_dims, case.shapes):
         raise case.error(
-            f"its layout rule names {_spell(given)}->{_spell(made)}, but its tensors have "
-            f"{_count(taken)} -> {_count(case.shapes)} dimensions",
+            f"its layout rule names {_spell(operand_dims)}->{_spell(result_dims)}, "
+            f"but its tensors have {_count(taken)} -> {_count(case.shapes)} dimensions",
             "give the rule a word for each tensor, with a letter for each dimension",
         )
     sizes: dict[str, int] = {}
-    pairs = zip((*given, *made), (*taken, *case.shapes), strict=True)
+    pairs = zip((*operand_dims, *result_dims), (*taken, *case.shapes), strict=True)
     for dims, shape in pairs:
         for (letter,), size in zip(dims, shape or (), strict=True):
             if sizes.setdefault(letter, size) != size:
@@ -199,7 +203,9 @@ def _match(case: Case, given: tuple[Dims, ...], made: tuple[Dims, ...]) -> None:
 
 
 def _fits(dims: tuple[Dims, ...], shapes: Sequence[Shape | None]) -> bool:
-    return [len(word) for word in dims] == [None if each is None else len(each) for each in shapes]
+    return [len(word) for word in dims] == [
+        None if shape is None else len(shape) for shape in shapes
+    ]
 
 
 def _count(shapes: Sequence[Shape | None]) -> str:

@@ -32,16 +32,16 @@ def _local_checked(op: LocalOp) -> Any:
 
 
 def _first(region: Region) -> list[int]:
-    """The place of a piece's first entry; empty if its entries lie apart."""
+    """The indices of a piece's first entry; empty if its entries lie apart."""
     if any(len(intervals) > 1 for intervals in region):
         return []
     return [intervals[0][0] if intervals else 0 for intervals in region]
 
 
 def _embedding(case: Case) -> Answer:
-    """Of a cut vocabulary, a rank has the rows that are its own, and zeros for the others.
+    """If the vocabulary is cut, a rank looks up its own rows, and takes zeros for the others.
 
-    So nobody has a row for an id beyond the vocabulary, which each rank looks for itself.
+    So an id beyond the vocabulary would get zeros on all ranks. Each rank checks ids itself.
     """
     inner = named(case["indices"].shape, "i")
     sizes = {"v": case["weight"].shape[0], "d": case["weight"].shape[1]}
@@ -69,13 +69,13 @@ def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
     place = _first(op.operands[1])
     indices = op.emit(CHECKED_IDS, indices, vocabulary, None, "embedding", place)
     safe, inside = _within(op, indices, first, count)
-    found = op.emit(_ATEN.embedding.default, weight, safe)
+    rows = op.emit(_ATEN.embedding.default, weight, safe)
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
-    return op.emit(_ATEN.where.ScalarOther, mask, found, 0)
+    return op.emit(_ATEN.where.ScalarOther, mask, rows, 0)
 
 
 def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any]:
-    """Indices into a rank's rows, 0 where they are of another's, and which are its own."""
+    """Indices into a rank's rows, with 0 for rows of other ranks; and a mask of its own rows."""
     own = op.emit(_ATEN.sub.Tensor, indices, first)
     above = op.emit(_ATEN.ge.Scalar, own, 0)
     below = op.emit(_ATEN.lt.Scalar, own, count)
@@ -84,7 +84,7 @@ def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any
 
 
 def _embedding_backward(case: Case) -> Answer:
-    """Rows of the gradient; each rank makes those that are asked of it."""
+    """The gradient of the table: each rank computes the rows that are asked of it."""
     inner = named(case["indices"].shape, "i")
     sizes = {"v": case.shape()[0], "d": case.shape()[1]}
     sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
@@ -92,7 +92,7 @@ def _embedding_backward(case: Case) -> Answer:
     if case["scale_grad_by_freq"]:
         keep = {f"i{n}": "is counted" for n in range(len(inner))}
     operands = ((*inner, ("d",)), inner)
-    # Linear in the gradient, but rows of tokens are fewer to add up than those of a vocabulary.
+    # Not declared linear: summands have fewer rows before the op, of tokens, than behind it.
     factors = Factors(operands, ((("v",), ("d",)),), sizes, (), keep)
     return solve(case, factors, local=_local_embedding_backward, free={0: "v"})
 
@@ -114,8 +114,8 @@ def _local_embedding_backward(op: LocalOp) -> Any:
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
     if op.arguments["scale_grad_by_freq"]:  # ids of others are counted in a row of their own
         others = op.emit(_ATEN.where.ScalarOther, inside, safe, count)
-        made = op.run(indices=others, num_weights=count + 1, padding_idx=count)
-        return op.piece(made, (((0, count),), *whole(shape[1:])))
+        extended = op.run(indices=others, num_weights=count + 1, padding_idx=count)
+        return op.piece(extended, (((0, count),), *whole(shape[1:])))
     own = op.emit(_ATEN.where.ScalarOther, mask, grad, 0)
     return op.run(grad_output=own, indices=safe, num_weights=count, padding_idx=-1)
 
@@ -125,11 +125,12 @@ class _Indexed:
     """The dimensions of an op that indexes some dimensions of a tensor.
 
     Attributes:
-        source: the tensor's.
-        result: those of what is taken.
-        indices: of each index that is given.
-        counts: indices that count all of a dimension: in a piece they count its entries.
-        sizes, keep: of the factors.
+        source: the dimensions of the tensor.
+        result: the dimensions of the indexed entries.
+        indices: the dimensions of each index tensor.
+        counts: index tensors, by number, that are `arange` of a dimension. On a rank, they become
+            `arange` of the piece.
+        sizes, keep: as in `Factors`.
     """
 
     source: Dims
@@ -142,32 +143,32 @@ class _Indexed:
 
 def _indexed(case: Case) -> _Indexed:
     shape = case["self"].shape
-    given = [(k, index) for k, index in enumerate(case["indices"]) if index is not None]
+    index_tensors = [(k, index) for k, index in enumerate(case["indices"]) if index is not None]
     common = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        *(index.shape for _, index in given)
+        *(index.shape for _, index in index_tensors)
     )
-    made: Dims = tuple((f"i{n}",) for n in range(len(common)))
+    index_dims: Dims = tuple((f"i{n}",) for n in range(len(common)))
     source: list[Dim] = list(named(shape))
     sizes = {f"d{n}": size for n, size in enumerate(shape)}
     sizes |= {f"i{n}": size for n, size in enumerate(common)}
     keep, counts = {}, set()
-    for place, (k, index) in enumerate(given):
+    for place, (k, index) in enumerate(index_tensors):
         if index.dtype in (torch.bool, torch.uint8):
             raise case.error(
                 "it selects entries by a mask, so the size of the result depends on values",
                 "use torch.where, which keeps all entries",
             )
         along = _counts(index, shape[k], len(common))
-        if along is not None and made[along] not in source:
-            source[k] = made[along]
+        if along is not None and index_dims[along] not in source:
+            source[k] = index_dims[along]
             counts.add(place)
         else:
             keep[f"d{k}"] = "is indexed by a tensor"
-    places = [k for k, _ in given]
+    places = [k for k, _ in index_tensors]
     rest = [dim for k, dim in enumerate(source) if k not in places]
     ahead = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
-    result = (*rest[:ahead], *made, *rest[ahead:])
-    indices = tuple(_aligned(index.shape, common) for _, index in given)
+    result = (*rest[:ahead], *index_dims, *rest[ahead:])
+    indices = tuple(_aligned(index.shape, common) for _, index in index_tensors)
     return _Indexed(tuple(source), result, indices, frozenset(counts), sizes, keep)
 
 
@@ -179,7 +180,13 @@ def _aligned(shape: Shape, common: Shape) -> Dims:
 
 
 def _counts(index: Operand, size: int, rank: int) -> int | None:
-    """The dimension of `rank` along which an index is `arange(size)`, if it is that."""
+    """The dimension of the broadcast index along which it is `arange(size)`; None if it is not.
+
+    Args:
+        index: the index tensor.
+        size: the size of the dimension that it indexes.
+        rank: the number of dimensions of all indices, broadcast.
+    """
     if size < 2 or math.prod(index.shape) != size:
         return None
     node = index.node
@@ -198,49 +205,55 @@ def _counts(index: Operand, size: int, rank: int) -> int | None:
 
 
 def _index(case: Case) -> Answer:
-    found = _indexed(case)
-    operands = (found.source, *found.indices)
-    passive = frozenset(1 + n for n in found.counts)
+    indexed = _indexed(case)
+    operands = (indexed.source, *indexed.indices)
+    passive = frozenset(1 + n for n in indexed.counts)
     factors = Factors(
-        operands, (found.result,), found.sizes, each(0), found.keep, moves=True, passive=passive
+        operands,
+        (indexed.result,),
+        indexed.sizes,
+        each(0),
+        indexed.keep,
+        moves=True,
+        passive=passive,
     )
-    return solve(case, factors, local=partial(_local_indices, found))
+    return solve(case, factors, local=partial(_local_indices, indexed))
 
 
 def _index_put(case: Case) -> Answer:
-    found = _indexed(case)
+    indexed = _indexed(case)
     values = case["values"].shape
-    result = [found.sizes[dim[0]] for dim in found.result]
+    result = [indexed.sizes[dim[0]] for dim in indexed.result]
     first = len(result) - len(values)
-    given = tuple(
-        found.result[first + n] if size == result[first + n] else ()
+    value_dims = tuple(
+        indexed.result[first + n] if size == result[first + n] else ()
         for n, size in enumerate(values)
     )
-    keep = dict(found.keep)
-    for dims in found.indices:
+    keep = dict(indexed.keep)
+    for dims in indexed.indices:
         for dim in dims:
-            if dim and dim not in found.source:
+            if dim and dim not in indexed.source:
                 keep[dim[0]] = "says where values go"
-    number = len(found.indices)
-    passive = frozenset(1 + n for n in found.counts)
+    number = len(indexed.indices)
+    passive = frozenset(1 + n for n in indexed.counts)
     factors = Factors(
-        (found.source, *found.indices, given),
-        (found.source,),
-        found.sizes,
+        (indexed.source, *indexed.indices, value_dims),
+        (indexed.source,),
+        indexed.sizes,
         jointly(0, number + 1),
         keep,
         passive=passive,
     )
-    return solve(case, factors, local=partial(_local_indices, found))
+    return solve(case, factors, local=partial(_local_indices, indexed))
 
 
-def _local_indices(found: _Indexed, op: LocalOp) -> Any:
-    """Indices that count a dimension count the piece's entries."""
+def _local_indices(indexed: _Indexed, op: LocalOp) -> Any:
+    """Run the op; indices that are `arange` of a dimension become `arange` of its piece."""
     indices = list(op.arguments["indices"])
     source = shape_of(op.operands[0])
     places = [k for k, index in enumerate(indices) if index is not None]
     for place, k in enumerate(places):
-        if place in found.counts:
+        if place in indexed.counts:
             like = indices[k].meta["val"]
             counted = {"dtype": like.dtype, "device": like.device}
             shape = [source[k] if size != 1 else 1 for size in like.shape]
@@ -250,27 +263,30 @@ def _local_indices(found: _Indexed, op: LocalOp) -> Any:
 
 
 def _gather(case: Case) -> Answer | Expansion:
-    """Along a cut dimension: comparisons with all indices, which pieces add up to."""
+    """Along a cut dimension: compare with all indices, and sum, which leaves summands."""
     source, index = case["self"].shape, case["index"].shape
     dim = dim_of(case["dim"], len(source))
     others_agree = source[:dim] + source[dim + 1 :] == index[:dim] + index[dim + 1 :]
     if source and case.has_cut(case["self"], dim) and others_agree:
         return counting(partial(_gathered, dim), case["self"].cuts[dim])
     dims, sizes, keep = _beside(source, index, dim)
-    given = tuple((f"d{n}",) for n in range(len(source)))
-    return solve(case, Factors((given, dims), (dims,), sizes, each(0), keep, moves=True))
+    source_dims = tuple((f"d{n}",) for n in range(len(source)))
+    return solve(case, Factors((source_dims, dims), (dims,), sizes, each(0), keep, moves=True))
 
 
 def _gathered(along: int, *, self: torch.Tensor, index: torch.Tensor, **_: Any) -> torch.Tensor:
     last = self.movedim(along, -1).unsqueeze(-2)
     index = CHECKED_IDS(index, self.shape[along], None, "gather")
-    wanted = index.movedim(along, -1).unsqueeze(-1)
-    chosen = wanted == torch.arange(self.shape[along], device=self.device)
+    positions = index.movedim(along, -1).unsqueeze(-1)
+    chosen = positions == torch.arange(self.shape[along], device=self.device)
     return torch.where(chosen, last, 0).sum(-1).movedim(-1, along)
 
 
 def _beside(source: Shape, index: Shape, dim: int) -> tuple[Dims, dict[str, int], dict[str, str]]:
-    """The dimensions of an index into one dimension, which otherwise lies beside the tensor."""
+    """The dimensions of an index tensor for one dimension, with sizes and `keep` of all factors.
+
+    In other dimensions, the index is cut as the tensor if both have the same size.
+    """
     sizes = {f"d{n}": size for n, size in enumerate(source)}
     sizes |= {f"x{n}": size for n, size in enumerate(index)}
     keep = {f"d{dim}": "is indexed by a tensor"}
@@ -288,18 +304,18 @@ def _scatter(case: Case) -> Answer:
     dim = dim_of(case["dim"], len(source))
     dims, sizes, keep = _beside(source, index, dim)
     keep[f"x{dim}"] = "says where values go"
-    given = tuple((f"d{n}",) for n in range(len(source)))
+    source_dims = tuple((f"d{n}",) for n in range(len(source)))
     values = case.arguments.get("src")
-    operands: tuple[Dims, ...] = (given, dims)
+    operands: tuple[Dims, ...] = (source_dims, dims)
     if values is not None:
         operands = (*operands, dims if values.shape == index else _own(values, sizes, keep))
     adds = values is not None and case.target is not _ATEN.scatter_reduce.two
     linear = jointly(0, 2) if adds else ()
-    return solve(case, Factors(operands, (given,), sizes, linear, keep))
+    return solve(case, Factors(operands, (source_dims,), sizes, linear, keep))
 
 
 def _own(values: Operand, sizes: dict[str, int], keep: dict[str, str]) -> Dims:
-    """Dimensions of a tensor of which the op takes a corner."""
+    """Dimensions of a tensor that is larger than the index: the op takes a corner of it."""
     for n, size in enumerate(values.shape):
         sizes[f"v{n}"], keep[f"v{n}"] = size, "is longer than the index"
     return named(values.shape, "v")
@@ -322,31 +338,31 @@ def _index_add(case: Case) -> Answer:
     dims = named(source)
     sizes = {f"d{n}": size for n, size in enumerate(source)}
     sizes["i"] = case["source"].shape[dim]
-    given = (*dims[:dim], ("i",), *dims[dim + 1 :])
+    added_dims = (*dims[:dim], ("i",), *dims[dim + 1 :])
     keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
-    factors = Factors((dims, (("i",),), given), (dims,), sizes, jointly(0, 2), keep)
+    factors = Factors((dims, (("i",),), added_dims), (dims,), sizes, jointly(0, 2), keep)
     return solve(case, factors)
 
 
 def _index_fill(case: Case) -> Answer:
-    """Of a tensor's entries along a dimension, some are replaced: by a number, or by rows."""
+    """Some entries along a dimension are replaced, by a number or by rows of a tensor."""
     source = case["self"].shape
     dim = dim_of(case["dim"], len(source))
     dims = named(source)
     sizes = {f"d{n}": size for n, size in enumerate(source)} | {"i": case["index"].shape[0]}
     keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
-    given = [dims, (("i",),)]
+    operand_dims = [dims, (("i",),)]
     linear: Linear = ()
     if "source" in case.arguments:
-        given.append((*dims[:dim], ("i",), *dims[dim + 1 :]))
+        operand_dims.append((*dims[:dim], ("i",), *dims[dim + 1 :]))
         linear = jointly(0, 2)
     elif isinstance(case["value"], Operand):
-        given.append(())
-    return solve(case, Factors(tuple(given), (dims,), sizes, linear, keep))
+        operand_dims.append(())
+    return solve(case, Factors(tuple(operand_dims), (dims,), sizes, linear, keep))
 
 
 def _bucketize(case: Case) -> Answer:
-    """The place of each entry among boundaries, which are whole."""
+    """The index of each entry among boundaries, which have to be whole."""
     dims = named(case.shape())
     sizes = {f"d{n}": size for n, size in enumerate(case.shape())}
     sizes["b"] = case["boundaries"].shape[0]

@@ -16,7 +16,7 @@ _ATEN = torch.ops.aten
 
 
 def _cat(case: Case) -> Answer:
-    """Tensors of equal lengths may be cut along the dimension: the result is packed."""
+    """Tensors of equal lengths may be cut along the dimension: the result is cut in blocks."""
     rank = len(case.shape())
     if any(len(operand.shape) != rank for operand in case.operands):
         raise case.error(
@@ -28,27 +28,29 @@ def _cat(case: Case) -> Answer:
     sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
     several = len(set(lengths)) > 1
     keep = {f"c{i}": "is joined with others of another length" for i in range(len(lengths))}
-    given = []
+    operand_dims = []
     for i, length in enumerate(lengths):
         own = f"c{i}" if several else "b"
         sizes[own] = length
-        given.append((*dims[:dim], (own,), *dims[dim + 1 :]))
+        operand_dims.append((*dims[:dim], (own,), *dims[dim + 1 :]))
     sizes["n"] = len(lengths)
     joined = (dims[dim] if several else ("n", "b"),)
     result = (*dims[:dim], *joined, *dims[dim + 1 :])
     linear = jointly(*range(len(lengths)))
-    factors = Factors(tuple(given), (result,), sizes, linear, keep if several else {}, moves=True)
+    factors = Factors(
+        tuple(operand_dims), (result,), sizes, linear, keep if several else {}, moves=True
+    )
     return solve(case, factors)
 
 
 def _stack(case: Case) -> Answer:
     result = named(case.shape())
     dim = dim_of(case["dim"], len(result))
-    given = (*result[:dim], *result[dim + 1 :])
+    operand_dims = (*result[:dim], *result[dim + 1 :])
     count = len(case.operands)
     sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
     linear = jointly(*range(count))
-    return solve(case, Factors((given,) * count, (result,), sizes, linear, moves=True))
+    return solve(case, Factors((operand_dims,) * count, (result,), sizes, linear, moves=True))
 
 
 def _split(case: Case) -> Answer:
@@ -64,7 +66,7 @@ def _dim(case: Case) -> int:
 
 
 def _parts(case: Case, lengths: Sequence[int]) -> Answer:
-    """Parts of equal length may be cut, if each is a block, or several, of a packed dimension."""
+    """Parts of equal length may be cut, if each has one or more blocks of the dimension's cut."""
     dim, dims = _dim(case), named(case.operands[0].shape)
     sizes = {f"d{i}": size for i, size in enumerate(case.operands[0].shape)}
     if len(set(lengths)) > 1:
@@ -73,7 +75,7 @@ def _parts(case: Case, lengths: Sequence[int]) -> Answer:
         keep = {f"d{dim}": f"is split into parts of {', '.join(map(str, lengths))}"}
         return solve(case, Factors((dims,), tuple(results), sizes, each(0), keep, moves=True))
     sizes |= {"n": len(lengths), "b": lengths[0]}
-    given: Dims = (*dims[:dim], ("n", "b"), *dims[dim + 1 :])
+    operand_dims: Dims = (*dims[:dim], ("n", "b"), *dims[dim + 1 :])
     result: Dims = (*dims[:dim], ("b",), *dims[dim + 1 :])
     keep = {"n": f"is split into {len(lengths)} parts"}
 
@@ -82,7 +84,7 @@ def _parts(case: Case, lengths: Sequence[int]) -> Answer:
         tensor = op.arguments["self"]
         return op.emit(_ATEN.split_with_sizes.default, tensor, [own] * len(lengths), dim)
 
-    factors = Factors((given,), (result,) * len(lengths), sizes, each(0), keep, moves=True)
+    factors = Factors((operand_dims,), (result,) * len(lengths), sizes, each(0), keep, moves=True)
     return solve(case, factors, local=local)
 
 
@@ -96,7 +98,7 @@ def _unbind(case: Case) -> Answer:
 
 
 def _gated(case: Case) -> Answer:
-    """Halves of a dimension, of which one gates the other: it may be cut as two blocks."""
+    """One half of the dimension gates the other: it may be cut as two blocks."""
     return _halves(case, (True,), False)
 
 
@@ -105,7 +107,13 @@ def _gated_backward(case: Case) -> Answer:
 
 
 def _halves(case: Case, both: Sequence[bool], result: bool) -> Answer:
-    """Operands and a result that have two halves, or are of one."""
+    """Lay out an op on halves of a dimension.
+
+    Args:
+        case: the op.
+        both: for each operand, whether it has both halves, or the size of one.
+        result: whether the result has both halves.
+    """
     shape = case.operands[-1].shape
     dim = dim_of(case["dim"], len(shape))
     dims = named(shape)
@@ -115,17 +123,17 @@ def _halves(case: Case, both: Sequence[bool], result: bool) -> Answer:
     }
     sizes = {f"d{i}": size for i, size in enumerate(shape)} | {"n": 2, "b": shape[dim] // 2}
     linear = each(0) if result else ()
-    given = tuple(forms[each_] for each_ in both)
+    operand_dims = tuple(forms[has_both] for has_both in both)
     keep = {"n": "is two halves"}
-    return solve(case, Factors(given, (forms[result],), sizes, linear, keep))
+    return solve(case, Factors(operand_dims, (forms[result],), sizes, linear, keep))
 
 
 def _select_scatter(case: Case) -> Answer:
     dims, dim = named(case.shape()), dim_of(case["dim"], len(case.shape()))
     sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
     keep = {dims[dim][0]: "has one index replaced"}
-    given = (dims, (*dims[:dim], *dims[dim + 1 :]))
-    return solve(case, Factors(given, (dims,), sizes, jointly(0, 1), keep, moves=True))
+    operand_dims = (dims, (*dims[:dim], *dims[dim + 1 :]))
+    return solve(case, Factors(operand_dims, (dims,), sizes, jointly(0, 1), keep, moves=True))
 
 
 def _slice_scatter(case: Case) -> Answer:
@@ -133,8 +141,8 @@ def _slice_scatter(case: Case) -> Answer:
     sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
     sizes["s"] = case["src"].shape[dim]
     keep = dict.fromkeys((dims[dim][0], "s"), "has a slice replaced")
-    given = (dims, (*dims[:dim], ("s",), *dims[dim + 1 :]))
-    return solve(case, Factors(given, (dims,), sizes, jointly(0, 1), keep, moves=True))
+    operand_dims = (dims, (*dims[:dim], ("s",), *dims[dim + 1 :]))
+    return solve(case, Factors(operand_dims, (dims,), sizes, jointly(0, 1), keep, moves=True))
 
 
 RULES: Mapping[object, Rule] = {

@@ -1,7 +1,7 @@
-"""Rules of losses: of batches that may be cut, and over classes that may be cut.
+"""Rules of losses: batches and classes may be cut.
 
-A loss of a cut batch is a sum over ranks; a mean divides it by the count of the whole. Where
-classes are cut, the entry of the target is found by comparisons, which ranks add up.
+The loss of a cut batch is a sum over ranks; a mean divides the sum by the count of the whole batch.
+If classes are cut, each rank compares its classes with the target and sums the matching entries.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def _entries(case: Case) -> Answer | Expansion:
         return Expansion(partial(_sum_of, case.target))
     shapes = [operand.shape for operand in case.operands]
     full = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    given, made = broadcast(shapes, tuple(full))
+    operand_dims, result_dims = broadcast(shapes, tuple(full))
     sizes = {f"d{i}": size for i, size in enumerate(full)}
-    result = made if case["reduction"] == _NONE else ()
-    return solve(case, Factors(given, (result,), sizes, (), {}, ReduceOp.SUM))
+    result = result_dims if case["reduction"] == _NONE else ()
+    return solve(case, Factors(operand_dims, (result,), sizes, (), {}, ReduceOp.SUM))
 
 
 def _is_rounded(operand: Operand) -> bool:
-    """True if sums of tensors of the type are added up in a wider one."""
+    """True if a sum of the tensor is computed in a wider type, and then rounded."""
     return accumulation_type(operand.dtype) is not operand.dtype
 
 
-def _mean_of(op: Any, /, *, reduction: int, **given: Any) -> torch.Tensor:
-    losses: torch.Tensor = op(**given, reduction=_NONE)
+def _mean_of(op: Any, /, *, reduction: int, **arguments: Any) -> torch.Tensor:
+    losses: torch.Tensor = op(**arguments, reduction=_NONE)
     return accumulated(losses).sum() / losses.numel()
 
 
-def _sum_of(op: Any, /, *, reduction: int, **given: Any) -> torch.Tensor:
-    losses: torch.Tensor = op(**given, reduction=_NONE)
+def _sum_of(op: Any, /, *, reduction: int, **arguments: Any) -> torch.Tensor:
+    losses: torch.Tensor = op(**arguments, reduction=_NONE)
     return accumulated(losses).sum()
 
 
@@ -64,18 +64,18 @@ def _entries_backward(case: Case) -> Answer | Expansion:
         return Expansion(partial(_mean_backward_of, case.target))
     shapes = [operand.shape for operand in case.operands]
     full = case.shape()
-    given, made = broadcast(shapes, full)
+    operand_dims, result_dims = broadcast(shapes, full)
     sizes = {f"d{i}": size for i, size in enumerate(full)}
-    return solve(case, Factors(given, (made,), sizes, each(0)))
+    return solve(case, Factors(operand_dims, (result_dims,), sizes, each(0)))
 
 
 def _mean_backward_of(
-    op: Any, /, *, grad_output: torch.Tensor, self: torch.Tensor, reduction: int, **given: Any
+    op: Any, /, *, grad_output: torch.Tensor, self: torch.Tensor, reduction: int, **arguments: Any
 ) -> torch.Tensor:
     shared = accumulated(grad_output) / self.numel()
-    wide = {name: _wide(value) for name, value in given.items()}
-    found: torch.Tensor = op(grad_output=shared, self=accumulated(self), **wide, reduction=_SUM)
-    return found
+    wide = {name: _wide(value) for name, value in arguments.items()}
+    gradient: torch.Tensor = op(grad_output=shared, self=accumulated(self), **wide, reduction=_SUM)
+    return gradient
 
 
 def _wide(value: Any) -> Any:
@@ -83,16 +83,16 @@ def _wide(value: Any) -> Any:
 
 
 def _nll_loss(case: Case) -> Answer | Expansion:
-    """Loss and weight of targets: over a cut batch both are summands, and a mean divides after."""
-    given: Operand = case["self"]
-    classes = len(given.shape) - 1
-    cut_batch = (classes == 1 and case.has_cut(given, 0)) or any(case["target"].cuts)
+    """Loss and total weight: over a cut batch both are summands, and a mean divides their sums."""
+    log_probs: Operand = case["self"]
+    classes = len(log_probs.shape) - 1
+    cut_batch = (classes == 1 and case.has_cut(log_probs, 0)) or any(case["target"].cuts)
     weight = operand(case, "weight")
-    if case.has_cut(given, classes) or case.has_cut(weight, 0):
-        return counting(partial(_nll_loss_of, weight is not None), given.cuts[classes])
+    if case.has_cut(log_probs, classes) or case.has_cut(weight, 0):
+        return counting(partial(_nll_loss_of, weight is not None), log_probs.cuts[classes])
     if cut_batch and (case["reduction"] == _MEAN or _adds_rounded(case)):
         return Expansion(partial(_summed, case.target))
-    batch, sizes = _batch(given)
+    batch, sizes = _batch(log_probs)
     operands = [(*batch, ("c",)), batch, *([(("c",),)] if weight is not None else [])]
     if case["reduction"] == _NONE:
         return _unreduced(case, tuple(operands), batch, sizes)
@@ -103,36 +103,38 @@ def _nll_loss(case: Case) -> Answer | Expansion:
 def _unreduced(
     case: Case, operands: tuple[Dims, ...], batch: Dims, sizes: Mapping[str, int]
 ) -> Answer:
-    """A loss for each row; the total weight is not computed, so the same on all ranks."""
+    """A loss for each row. The total weight is not computed, so it is the same on all ranks."""
     keep = {"c": "has the entry of the target"}
     answer = solve(case, Factors(operands, (batch, None), sizes, (), keep))
     return replace(answer, results=(answer.results[0], whole(0)))
 
 
-def _batch(given: Operand) -> tuple[Dims, dict[str, int]]:
-    sizes = {"c": given.shape[-1]}
-    if len(given.shape) == 1:
+def _batch(log_probs: Operand) -> tuple[Dims, dict[str, int]]:
+    sizes = {"c": log_probs.shape[-1]}
+    if len(log_probs.shape) == 1:
         return (), sizes
-    return (("n",),), sizes | {"n": given.shape[0]}
+    return (("n",),), sizes | {"n": log_probs.shape[0]}
 
 
 def _adds_rounded(case: Case) -> bool:
     return case["reduction"] == _SUM and _is_rounded(case["self"])
 
 
-def _summed(op: Any, /, *, self: torch.Tensor, weight: Any, reduction: int, **given: Any) -> Any:
+def _summed(
+    op: Any, /, *, self: torch.Tensor, weight: Any, reduction: int, **arguments: Any
+) -> Any:
     """The loss of a cut batch: sums of losses and of weights, each in the accumulation type."""
     if accumulation_type(self.dtype) is self.dtype:
-        total, count = op(self=self, weight=weight, **given, reduction=_SUM)
+        total, count = op(self=self, weight=weight, **arguments, reduction=_SUM)
     else:
-        losses, _ = op(self=self, weight=weight, **given, reduction=_NONE)
+        losses, _ = op(self=self, weight=weight, **arguments, reduction=_NONE)
         total = accumulated(losses).sum()
-        count = _weights(weight, **given).sum(dtype=total.dtype)
+        count = _weights(weight, **arguments).sum(dtype=total.dtype)
     return (total / count if reduction == _MEAN else total), count
 
 
 def _weights(weight: Any, *, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """What each target counts: 1 or the weight of its class; 0 where it is ignored."""
+    """The weight of each target: 1 or the weight of its class; 0 if the target is ignored."""
     counted = target != ignore_index
     if weight is None:
         return counted
@@ -148,13 +150,13 @@ def _nll_loss_of(
     reduction: int,
     ignore_index: int,
 ) -> Any:
-    """The loss by comparisons of classes with targets, which pieces of the classes add up to."""
-    # A target that no class has would have no loss.
+    """The loss by comparisons of classes with targets: sums over pieces of the classes."""
+    # Without a check, a target out of range would match no class, and have the loss 0.
     target = CHECKED_IDS(target, self.shape[-1], ignore_index, "nll_loss")
     chosen = _chosen(self, target, ignore_index)
-    one = self.new_ones(self.shape[-1:]) if not weighted else weight
+    class_weights = self.new_ones(self.shape[-1:]) if not weighted else weight
     wide = accumulation_type(self.dtype)
-    weights = torch.where(chosen, one, 0).sum(-1, dtype=wide)
+    weights = torch.where(chosen, class_weights, 0).sum(-1, dtype=wide)
     picked = torch.where(chosen, self, 0).sum(-1, dtype=wide)
     losses = -picked * weights
     if reduction == _NONE:
@@ -163,19 +165,19 @@ def _nll_loss_of(
     return (total / count if reduction == _MEAN else total), count
 
 
-def _chosen(given: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    classes = torch.arange(given.shape[-1], device=given.device)
+def _chosen(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    classes = torch.arange(log_probs.shape[-1], device=log_probs.device)
     counted = (target != ignore_index).unsqueeze(-1)
     return (target.unsqueeze(-1) == classes) & counted
 
 
 def _nll_loss_backward(case: Case) -> Answer | Expansion:
-    given: Operand = case["self"]
+    log_probs: Operand = case["self"]
     weight = operand(case, "weight")
-    if case.has_cut(given, len(given.shape) - 1) or case.has_cut(weight, 0):
-        cut = given.cuts[-1]
+    if case.has_cut(log_probs, len(log_probs.shape) - 1) or case.has_cut(weight, 0):
+        cut = log_probs.cuts[-1]
         return counting(partial(_nll_loss_backward_of, weight is not None), cut)
-    batch, sizes = _batch(given)
+    batch, sizes = _batch(log_probs)
     gradient = batch if case["reduction"] == _NONE else ()
     operands = [gradient, (*batch, ("c",)), batch]
     operands += [(("c",),)] if weight is not None else []
@@ -197,20 +199,20 @@ def _nll_loss_backward_of(
 ) -> torch.Tensor:
     wide = accumulated(grad_output)
     scaled = wide / total_weight if reduction == _MEAN else wide
-    one = self.new_ones(self.shape[-1:]) if not weighted else weight
+    class_weights = self.new_ones(self.shape[-1:]) if not weighted else weight
     spread = scaled.unsqueeze(-1) if reduction == _NONE else scaled
-    return torch.where(_chosen(self, target, ignore_index), -spread * one, 0)
+    return torch.where(_chosen(self, target, ignore_index), -spread * class_weights, 0)
 
 
 def _nll_loss_2d(case: Case) -> Answer | Expansion:
-    """As of rows, with classes in the second dimension."""
-    given: Operand = case["self"]
+    """As `_nll_loss`, with classes in the second dimension."""
+    log_probs: Operand = case["self"]
     weight = operand(case, "weight")
-    if case.has_cut(given, 1) or case.has_cut(weight, 0):
-        return counting(partial(_nll_loss_2d_of, weight is not None), given.cuts[1])
+    if case.has_cut(log_probs, 1) or case.has_cut(weight, 0):
+        return counting(partial(_nll_loss_2d_of, weight is not None), log_probs.cuts[1])
     if _is_cut(case) and (case["reduction"] == _MEAN or _adds_rounded(case)):
         return Expansion(partial(_summed, case.target))
-    batch, image, sizes = _pixels(given)
+    batch, image, sizes = _pixels(log_probs)
     operands = (image, batch, *([(("c",),)] if weight is not None else []))
     if case["reduction"] == _NONE:
         return _unreduced(case, operands, batch, sizes)
@@ -218,31 +220,33 @@ def _nll_loss_2d(case: Case) -> Answer | Expansion:
     return solve(case, Factors(operands, ((), ()), sizes, (), keep))
 
 
-def _pixels(given: Operand) -> tuple[Dims, Dims, dict[str, int]]:
-    """Dimensions of targets, and of the images of classes; their sizes."""
+def _pixels(log_probs: Operand) -> tuple[Dims, Dims, dict[str, int]]:
+    """The dimensions of the targets, and of the images of classes; the sizes of the factors."""
     batch: Dims = (("n",), ("h",), ("w",))
     image: Dims = (("n",), ("c",), ("h",), ("w",))
-    return batch, image, dict(zip("nchw", given.shape, strict=True))
+    return batch, image, dict(zip("nchw", log_probs.shape, strict=True))
 
 
-def _nll_loss_2d_of(weighted: bool, *, self: torch.Tensor, **given: Any) -> Any:
-    return _nll_loss_of(weighted, self=self.movedim(1, -1), **given)
+def _nll_loss_2d_of(weighted: bool, *, self: torch.Tensor, **arguments: Any) -> Any:
+    return _nll_loss_of(weighted, self=self.movedim(1, -1), **arguments)
 
 
 def _nll_loss_2d_backward(case: Case) -> Answer | Expansion:
-    given: Operand = case["self"]
+    log_probs: Operand = case["self"]
     weight = operand(case, "weight")
-    if case.has_cut(given, 1) or case.has_cut(weight, 0):
-        return counting(partial(_nll_loss_2d_backward_of, weight is not None), given.cuts[1])
-    batch, image, sizes = _pixels(given)
+    if case.has_cut(log_probs, 1) or case.has_cut(weight, 0):
+        return counting(partial(_nll_loss_2d_backward_of, weight is not None), log_probs.cuts[1])
+    batch, image, sizes = _pixels(log_probs)
     gradient = batch if case["reduction"] == _NONE else ()
     operands = [gradient, image, batch, *([(("c",),)] if weight is not None else []), ()]
     keep = {"c": "has the entry of the target"}
     return solve(case, Factors(tuple(operands), (image,), sizes, each(0), keep))
 
 
-def _nll_loss_2d_backward_of(weighted: bool, *, self: torch.Tensor, **given: Any) -> torch.Tensor:
-    return _nll_loss_backward_of(weighted, self=self.movedim(1, -1), **given).movedim(-1, 1)
+def _nll_loss_2d_backward_of(
+    weighted: bool, *, self: torch.Tensor, **arguments: Any
+) -> torch.Tensor:
+    return _nll_loss_backward_of(weighted, self=self.movedim(1, -1), **arguments).movedim(-1, 1)
 
 
 RULES: Mapping[object, Rule] = {

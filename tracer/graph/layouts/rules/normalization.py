@@ -1,6 +1,6 @@
-"""Rules of normalizations: what is normalized is whole; gradients of scales are sums over rows.
+"""Rules of normalizations. Normalized dimensions are whole; gradients of scales are sums over rows.
 
-A batch norm is one over the whole batch, of which ranks add up what their rows have.
+A batch norm takes statistics of the whole batch: ranks add up the sums over their rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ _ATEN = torch.ops.aten
 
 
 def _dims(
-    given: Operand, normalized: int
+    value: Operand, normalized: int
 ) -> tuple[Dims, Dims, Dims, dict[str, int], dict[str, str]]:
-    """Dimensions of the tensor, of its statistics and of scales; sizes; what is whole."""
-    rank = len(given.shape)
+    """The dimensions of the tensor, of its statistics and of scales; `sizes` and `keep`.
+
+    Args:
+        value: the tensor.
+        normalized: the number of its last dimensions that are normalized.
+    """
+    rank = len(value.shape)
     dims: Dims = tuple((f"d{i}",) for i in range(rank))
     batch, inner = dims[: rank - normalized], dims[rank - normalized :]
     statistics = (*batch, *((),) * normalized)
-    sizes = {f"d{i}": size for i, size in enumerate(given.shape)}
+    sizes = {f"d{i}": size for i, size in enumerate(value.shape)}
     keep = {dim[0]: "is normalized" for dim in inner}
     return dims, statistics, inner, sizes, keep
 
@@ -67,7 +72,7 @@ def _asked(mask: Sequence[bool], results: Sequence[Dims]) -> tuple[Dims | None, 
 
 
 def _group_norm(case: Case) -> Answer:
-    """Rows may be cut, and groups of channels; a piece has fewer."""
+    """Rows may be cut, and so may groups of channels: a piece has fewer groups."""
     dims, sizes, keep = _image(case["input"], case["group"])
     scales = [(dims[1],) for name in ("weight", "bias") if operand(case, name) is not None]
     statistics = (dims[0], ("g",))
@@ -84,10 +89,10 @@ def _group_norm_backward(case: Case) -> Answer:
     return solve(case, Factors(operands, results, sizes, each(0), keep), local=_local_groups)
 
 
-def _image(given: Operand, groups: int) -> tuple[Dims, dict[str, int], dict[str, str]]:
-    sizes = {f"d{i}": size for i, size in enumerate(given.shape)}
-    sizes |= {"g": groups, "k": given.shape[1] // groups}
-    pixels: Dims = tuple((f"d{i}",) for i in range(2, len(given.shape)))
+def _image(image: Operand, groups: int) -> tuple[Dims, dict[str, int], dict[str, str]]:
+    sizes = {f"d{i}": size for i, size in enumerate(image.shape)}
+    sizes |= {"g": groups, "k": image.shape[1] // groups}
+    pixels: Dims = tuple((f"d{i}",) for i in range(2, len(image.shape)))
     keep = dict.fromkeys(("k", *(dim[0] for dim in pixels)), "is normalized")
     return (("d0",), ("g", "k"), *pixels), sizes, keep
 
@@ -101,7 +106,7 @@ def _local_groups(op: LocalOp) -> Any:
 
 
 def _batch_norm(case: Case) -> Answer | Expansion:
-    """By statistics of the whole batch, which are sums over ranks where a batch is cut."""
+    """In training, statistics are of the whole batch: sums over ranks if the batch is cut."""
     if not case["training"]:
         dims, sizes = _channels(case["input"])
         names = ("weight", "bias", "running_mean", "running_var")
@@ -117,7 +122,11 @@ def _batch_norm(case: Case) -> Answer | Expansion:
 
 
 def _check_statistics(case: Case) -> None:
-    """Running statistics are written where they are, so they are cut as the channels are."""
+    """Check that running statistics are cut as the channels are, since they are written in place.
+
+    Raises:
+        LayoutError: they are cut otherwise.
+    """
     channels = case["input"].cuts[1]
     for name in ("running_mean", "running_var"):
         running = operand(case, name)
@@ -129,9 +138,9 @@ def _check_statistics(case: Case) -> None:
             )
 
 
-def _channels(given: Operand) -> tuple[Dims, dict[str, int]]:
-    dims: Dims = tuple((f"d{i}",) for i in range(len(given.shape)))
-    return dims, {f"d{i}": size for i, size in enumerate(given.shape)}
+def _channels(image: Operand) -> tuple[Dims, dict[str, int]]:
+    dims: Dims = tuple((f"d{i}",) for i in range(len(image.shape)))
+    return dims, {f"d{i}": size for i, size in enumerate(image.shape)}
 
 
 def _batch_norm_of(
@@ -156,13 +165,13 @@ def _batch_norm_of(
         unbiased = variance * (count / max(count - 1, 1))
         running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
         running_var.copy_(running_var * (1 - momentum) + unbiased * momentum)
-    made = centred * _aside(scale, input)
-    made = made if weight is None else made * _aside(weight, input)
-    return made if bias is None else made + _aside(bias, input), mean, scale
+    result = centred * _aside(scale, input)
+    result = result if weight is None else result * _aside(weight, input)
+    return result if bias is None else result + _aside(bias, input), mean, scale
 
 
 def _aside(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Values of channels, for an image."""
+    """Values of channels in a shape that broadcasts with an image."""
     return channels.view(-1, *(1 for _ in like.shape[2:]))
 
 
@@ -196,8 +205,8 @@ def _batch_norm_backward_of(
     if train:
         grad = grad - _aside(total / count, input) - normed * _aside(along / count, input)
     grad = grad * _aside(scale if weight is None else scale * weight, input)
-    made = (grad, along, total)
-    return tuple(v if asked else None for v, asked in zip(made, output_mask, strict=True))
+    gradients = (grad, along, total)
+    return tuple(v if asked else None for v, asked in zip(gradients, output_mask, strict=True))
 
 
 RULES: Mapping[object, Rule] = {

@@ -1,6 +1,6 @@
 """Rules of ops that work entry by entry, with broadcasting.
 
-All ops that torch tags as pointwise have the one rule; the table says which of them are linear.
+All ops that torch tags as pointwise share one rule; a table says which of them are linear.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ _ATEN = torch.ops.aten
 
 
 def broadcast(shapes: Sequence[Shape], result: Shape) -> tuple[tuple[Dims, ...], Dims]:
-    """The dimensions of operands that are broadcast to a result, and those of the result."""
-    made = tuple((f"d{i}",) for i in range(len(result)))
-    return tuple(_aligned(shape, result) for shape in shapes), made
+    """The dimensions of operands that are broadcast to a result, and those of the result.
+
+    Args:
+        shapes: the shapes of the operands.
+        result: the shape of the result.
+    """
+    result_dims = tuple((f"d{i}",) for i in range(len(result)))
+    return tuple(_aligned(shape, result) for shape in shapes), result_dims
 
 
 def _aligned(shape: Shape, result: Shape) -> Dims:
@@ -30,12 +35,18 @@ def _aligned(shape: Shape, result: Shape) -> Dims:
 
 
 def pointwise(case: Case, linear: Linear = NOT_LINEAR, moves: bool = False) -> Answer:
-    """Cut as any operand is; the others are cut alike, which costs nothing where they are whole."""
+    """Lay an op out by the cuts of its operands: all are cut alike; copies are sliced for that.
+
+    Args:
+        case: the op.
+        linear: the operands in which it is linear.
+        moves: whether it only moves entries.
+    """
     result = case.shape()
-    given, made = broadcast([operand.shape for operand in case.operands], result)
+    operand_dims, result_dims = broadcast([operand.shape for operand in case.operands], result)
     sizes = {f"d{i}": size for i, size in enumerate(result)}
-    results = tuple(None if shape is None else made for shape in case.shapes)
-    return solve(case, Factors(given, results, sizes, linear, moves=moves))
+    results = tuple(None if shape is None else result_dims for shape in case.shapes)
+    return solve(case, Factors(operand_dims, results, sizes, linear, moves=moves))
 
 
 def _sum_of_tensors(case: Case) -> Linear:
@@ -73,8 +84,9 @@ def _masked(case: Case) -> Linear:
 def _cast(case: Case) -> Linear:
     """A cast between floating types.
 
-    To a narrower one the sum is cast, and not its summands, which might be too large for it. Those
-    of a parameter's gradient are: they are added up in its type, over all microbatches.
+    A cast to a narrower type is of the sum, and not of its summands, which might be too large for
+    the type. The summands of a parameter's gradient are cast: they are added up in the parameter's
+    type, over all microbatches.
     """
     (operand,) = case.operands
     to: torch.dtype = case["dtype"] or operand.dtype
@@ -144,7 +156,7 @@ _UNTAGGED = (
     *(_ATEN._prelu_kernel_backward.default, _ATEN.fill_.Tensor, _ATEN.masked_fill_.Scalar),
     *(_ATEN.masked_fill_.Tensor, _ATEN.copy.default),
 )
-"""Ops that work entry by entry, but have no such tag."""
+"""Ops that work entry by entry, but that torch does not tag as pointwise."""
 
 
 def rule(case: Case) -> Answer:
@@ -157,7 +169,7 @@ def rule(case: Case) -> Answer:
 def is_pointwise(target: torch._ops.OpOverload) -> bool:
     """True if torch says that an op works entry by entry, and it draws no random numbers."""
     tags = target.tags
-    if target is _ATEN.equal.default:  # torch's tag is wrong: it gives one answer for all entries
+    if target is _ATEN.equal.default:  # torch's tag is wrong: the op gives one bool for all entries
         return False
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
@@ -165,12 +177,12 @@ def is_pointwise(target: torch._ops.OpOverload) -> bool:
 RULES: Mapping[object, Rule] = dict.fromkeys(_UNTAGGED, rule)
 
 _OF_TWO_KINDS = frozenset({"max", "min", "where"})
-"""Ops with overloads that work entry by entry, and others that do not."""
+"""Ops that work entry by entry in some overloads only."""
 
 
 @functools.cache
 def is_entrywise(target: torch._ops.OpOverload) -> bool:
-    """True if an op works entry by entry: of whichever form, in place, say, or on lists."""
+    """True if an op works entry by entry, in any form: also in place, or on lists."""
     if is_pointwise(target) or target in RULES:
         return True
     space, _, name = target._schema.name.partition("::")
@@ -184,6 +196,6 @@ def is_entrywise(target: torch._ops.OpOverload) -> bool:
 
 
 def operand(case: Case, name: str) -> Operand | None:
-    """An argument that is a tensor, if it is given."""
+    """An argument that is a tensor; None if the op is called without it."""
     value = case.arguments[name]
     return value if isinstance(value, Operand) else None

@@ -1,8 +1,8 @@
 """Rules of ops that draw random numbers.
 
-A rank draws those of the logical tensor, and keeps its piece, so a layout changes no number. Ranks
-draw from one state, in the order of the graph, before anything is exchanged: an op that takes a
-tensor whose values do not matter draws into memory without values, which follows from no exchange.
+A rank draws the numbers of the whole tensor, and keeps its piece, so a layout changes no number.
+Ranks draw from one state, in the order of the graph. No draw may wait for an exchange: an op that
+takes a tensor, but not its values, draws into empty memory instead, which depends on no exchange.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def _drawn(case: Case) -> Answer:
 
 
 def _by(function: Callable[..., Any]) -> Rule:
-    """The rule of an op that draws for each entry of its first operand, whatever its value is.
+    """The rule of an op that draws for each entry of its first operand, whatever the entry is.
 
     Args:
-        function: the op by others, of which one draws into memory. It takes the op, and the op's
-            arguments by name.
+        function: computes the op by other ops, one of which draws into empty memory. It takes the
+            op, and the op's arguments by name.
     """
 
     def rule(case: Case) -> Answer | Expansion:
@@ -61,20 +61,20 @@ def _local(whole: torch.Tensor, op: LocalOp) -> Any:
 
 
 def _memory_as(like: torch.Tensor) -> torch.Tensor:
-    """Memory without values. Kernels draw in the order in which it lies, so strides count."""
+    """Empty memory with the strides of a tensor: kernels draw in the order of the memory."""
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def _made_like(op: torch._ops.OpOverload, self: torch.Tensor, **given: Any) -> Any:
-    return op(_memory_as(self), **given)
+def _made_like(op: torch._ops.OpOverload, self: torch.Tensor, **arguments: Any) -> Any:
+    return op(_memory_as(self), **arguments)
 
 
-def _written(op: torch._ops.OpOverload, self: torch.Tensor, **given: Any) -> Any:
-    return self.copy_(op(_memory_as(self), **given))
+def _written(op: torch._ops.OpOverload, self: torch.Tensor, **arguments: Any) -> Any:
+    return self.copy_(op(_memory_as(self), **arguments))
 
 
 def _dropped(op: torch._ops.OpOverload, input: torch.Tensor, p: float, train: bool | None) -> Any:
-    """A product with a mask that has been drawn."""
+    """Dropout as a product with a mask that has been drawn."""
     _, mask = op(_memory_as(input), p, train)
     return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 

@@ -1,4 +1,4 @@
-"""Rules of reductions: over a dimension that is cut, a sum leaves summands, a maximum maxima."""
+"""Rules of reductions. Over a cut dimension, a sum leaves summands, and a maximum leaves maxima."""
 
 from __future__ import annotations
 
@@ -27,17 +27,25 @@ def reduced(
     linear: Linear = NOT_LINEAR,
     why: str = "is reduced",
 ) -> Answer:
-    """Reduce dimensions of the one operand; all results have the same shape."""
+    """Lay out a reduction of the one operand; all results have the same shape.
+
+    Args:
+        case: the op.
+        dims: the dimensions that are reduced.
+        reduce: the reduction of the pieces' results; None if the dimensions must be whole.
+        linear: `each(0)` if the op is linear.
+        why: for messages, why the dimensions must be whole.
+    """
     shape = case.operands[0].shape
-    given = named(shape)
+    operand_dims = named(shape)
     keepdim = len(case.shape()) == len(shape)
-    made: Dims = tuple(
-        () if i in dims else dim for i, dim in enumerate(given) if keepdim or i not in dims
+    result_dims: Dims = tuple(
+        () if i in dims else dim for i, dim in enumerate(operand_dims) if keepdim or i not in dims
     )
-    keep = {given[i][0]: why for i in dims} if reduce is None else {}
+    keep = {operand_dims[i][0]: why for i in dims} if reduce is None else {}
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
-    results = (made,) * len(case.shapes)
-    return solve(case, Factors((given,), results, sizes, linear, keep, reduce))
+    results = (result_dims,) * len(case.shapes)
+    return solve(case, Factors((operand_dims,), results, sizes, linear, keep, reduce))
 
 
 def _dims(case: Case) -> tuple[int, ...]:
@@ -56,7 +64,7 @@ def _keepdim(case: Case) -> bool:
 
 
 def _is_rounded(case: Case, dims: tuple[int, ...]) -> bool:
-    """True if ranks reduce what each would round: in the accumulation type they are not."""
+    """True if ranks would round their summands: they have to sum in a wider type first."""
     (operand,) = case.operands
     dtype = case["dtype"] or operand.dtype
     return case.has_cut(operand, *dims) and accumulation_type(dtype) is not dtype
@@ -84,7 +92,7 @@ def _product_of(*, self: torch.Tensor, dtype: Any, **along: Any) -> torch.Tensor
 
 
 def _local_extreme(reduce: ReduceOp, op: LocalOp) -> Any:
-    """Of an empty piece: what changes nothing in the extreme of all pieces."""
+    """The extreme of a piece; of an empty piece, the neutral element of the reduction."""
     region = op.results[0]
     assert region is not None
     if volume(op.operands[0]) or not volume(region):
@@ -108,7 +116,7 @@ def _greatest(dtype: torch.dtype) -> float | int:
 
 
 def _mean(case: Case) -> Answer | Expansion:
-    """Over a cut dimension: the sum, divided by the count of the whole."""
+    """Over a cut dimension: the sum, divided by the count of all entries."""
     dims = _dims(case)
     (operand,) = case.operands
     if case.has_cut(operand, *dims):
@@ -124,7 +132,7 @@ def _mean_of(
 
 
 def _variance(case: Case) -> Answer | Expansion:
-    """Over a cut dimension: two passes, over the mean and over the squares."""
+    """Over a cut dimension: two passes, for the mean and for the sum of squares."""
     dims = _dims(case)
     (operand,) = case.operands
     if case.has_cut(operand, *dims):
@@ -140,14 +148,14 @@ def _variance_of(
     mean = wide.sum(dims, keepdim=True) / count
     squares = _magnitude(wide - mean).square().sum(dims, keepdim=keep)
     variance = squares / max(count - (1 if correction is None else correction), 0)
-    found = variance.sqrt() if target in _DEVIATIONS else variance
+    result = variance.sqrt() if target in _DEVIATIONS else variance
     if target in _WITH_MEAN:
-        return found, mean if keep else mean.squeeze(dims)
-    return found
+        return result, mean if keep else mean.squeeze(dims)
+    return result
 
 
 def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """What squares are taken of: of complex numbers, their absolute values."""
+    """The real numbers to square: absolute values of complex numbers, else the numbers."""
     return tensor.abs() if tensor.is_complex() else tensor
 
 
@@ -198,14 +206,14 @@ def _logsumexp_of(
 ) -> torch.Tensor:
     wide = accumulated(self) if self.is_floating_point() else self.to(torch.get_default_dtype())
     highest = wide.amax(dims, keepdim=True)
-    # An infinite entry less itself is no number; exponentials of the row are 0 or infinite anyway.
+    # Infinity minus infinity is NaN. Exponentials of such a row are 0 or infinite without a shift.
     shift = torch.where(highest.isinf(), 0, highest)
     total = (wide - shift).exp().sum(dims, keepdim=True).log() + shift
     return total if keep else total.squeeze(dims)
 
 
 def _along(case: Case) -> Answer:
-    """An op whose results depend on the order of, or on all, entries along a dimension."""
+    """An op that needs all entries along a dimension, in their order."""
     shape = case.operands[0].shape
     dims = named(shape)
     dim = dim_of(case["dim"], len(shape))
@@ -213,10 +221,14 @@ def _along(case: Case) -> Answer:
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
     keep = {f"d{dim}": "is needed whole, since the op works along it"}
     results = []
-    for number, made in enumerate(case.shapes):
-        assert made is not None
-        own = dims if made[dim : dim + 1] == shape[dim : dim + 1] else _other(dims, dim, number)
-        sizes[f"r{number}"] = made[dim] if made else 1
+    for number, result_shape in enumerate(case.shapes):
+        assert result_shape is not None
+        own = (
+            dims
+            if result_shape[dim : dim + 1] == shape[dim : dim + 1]
+            else _other(dims, dim, number)
+        )
+        sizes[f"r{number}"] = result_shape[dim] if result_shape else 1
         results.append(own)
     if not shape:
         results = [() for _ in case.shapes]
@@ -228,7 +240,7 @@ def _other(dims: Dims, dim: int, number: int) -> Dims:
 
 
 def _chosen(case: Case) -> Answer:
-    """An extreme and where it is: the dimension is needed whole."""
+    """An op that gives the index of an entry: the dimension has to be whole."""
     return reduced(case, _dims(case), None, why="is needed whole, to find the index in it")
 
 

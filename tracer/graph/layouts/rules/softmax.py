@@ -1,8 +1,8 @@
 """Rules of softmax, along a dimension that may be cut.
 
-Where it is, an op is expanded to a maximum, a sum of exponentials and what lies between them; each
-becomes a reduction over ranks, in the accumulation type. As in Megatron-LM's vocabulary-parallel
-cross entropy.
+Along a cut dimension, an op is expanded to a maximum, a sum of exponentials and pointwise ops. The
+maximum and the sum become reductions over ranks, in the accumulation type. Megatron-LM's
+vocabulary-parallel cross entropy does the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATEN = torch.ops.aten
 
 
 def _along(case: Case, expanded: Any) -> Answer | Expansion:
-    """An op along a dimension; over a cut one, it is expanded."""
+    """An op along a dimension; if the dimension is cut, `expanded` replaces the op."""
     first = case.operands[0]
     dim = dim_of(case["dim"], len(first.shape))
     if any(case.has_cut(operand, dim) for operand in case.operands if operand.shape):

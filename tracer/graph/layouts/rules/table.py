@@ -1,4 +1,4 @@
-"""The rule of each op: ours, one that a user has declared, or what torch decomposes it to."""
+"""The rule of each op: one of ours, one that a user has declared, or torch's decomposition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RULES: Mapping[object, Rule] = {
 }
 
 VIEWS = frozenset(views.RULES) - views.SELECTING
-"""Ops that give all entries of their operand, and nothing else."""
+"""Ops that give all entries of their operand, and no others."""
 
 LINEAR: frozenset[object] = VIEWS | {
     torch.ops.aten.mul.Tensor,
@@ -57,14 +57,18 @@ LINEAR: frozenset[object] = VIEWS | {
     torch.ops.aten.neg.default,
     torch.ops.aten.sum.dim_IntList,
 }
-"""Ops that cost little, and are linear in each tensor that may be a sum over ranks."""
+"""Cheap ops that are linear in each operand that may be a sum over ranks."""
 
 
 def rule_of(target: object, loc: Location | None) -> Rule:
     """The rule of an op.
 
+    Args:
+        target: the target of a node.
+        loc: the user's line, for the error.
+
     Raises:
-        LayoutError: what is called is no op.
+        LayoutError: the target is no operator of torch.
     """
     rule = RULES.get(target)
     if rule is not None:
@@ -73,7 +77,7 @@ def rule_of(target: object, loc: Location | None) -> Rule:
         declared = einsum.declared_rule(target)
         if declared is not None:
             return declared
-        form = other_form(target)  # what writes in place is laid out as what makes a new tensor
+        form = other_form(target)  # an op in place has the rule of its form that makes a new tensor
         if form in RULES:
             return RULES[form]
         return pointwise.rule if pointwise.is_pointwise(target) else decomposed.rule

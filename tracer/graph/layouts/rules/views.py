@@ -20,7 +20,7 @@ _SIZE = {"size": 0}
 
 
 def named(shape: Shape, prefix: str = "d") -> Dims:
-    """A factor for each dimension."""
+    """Dimensions with a factor for each: `d0`, `d1` and so on."""
     return tuple((f"{prefix}{i}",) for i in range(len(shape)))
 
 
@@ -33,20 +33,28 @@ def moved(
     local: Any = None,
     more: Mapping[str, int] | None = None,
 ) -> Answer:
-    """Lay out an op of one operand that moves entries; `more` has factors of products."""
-    found = dict(more or {})
+    """Lay out an op of one operand that only moves entries.
+
+    Args:
+        case: the op.
+        operand, result: the dimensions of the operand and of the result.
+        keep: factors that must be whole, with the reason.
+        sizes, local: as in `Answer`.
+        more: the sizes of factors that are no dimension by themselves.
+    """
+    factor_sizes = dict(more or {})
     for dims, shape in ((operand, case.operands[0].shape), (result, case.shape())):
         for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1:
-                found[dim[0]] = size
-    factors = Factors((operand,), (result,), found, each(0), keep or {}, moves=True)
+                factor_sizes[dim[0]] = size
+    factors = Factors((operand,), (result,), factor_sizes, each(0), keep or {}, moves=True)
     return solve(case, factors, sizes=sizes, local=local)
 
 
 def view(case: Case) -> Answer:
-    """A reshape: the factors are the finest that both shapes consist of."""
-    given, made = case.operands[0].shape, case.shape()
-    operand, result, sizes, keep = common_factors(given, made)
+    """A reshape: both shapes are products of common factors."""
+    operand_shape, result_shape = case.operands[0].shape, case.shape()
+    operand, result, sizes, keep = common_factors(operand_shape, result_shape)
     factors = Factors((operand,), (result,), sizes, each(0), keep, moves=True)
     return solve(case, factors, sizes=_SIZE)
 
@@ -55,50 +63,51 @@ def common_factors(given: Shape, made: Shape) -> tuple[Dims, Dims, dict[str, int
     """The dimensions of two shapes of one size as products of common factors.
 
     Returns:
-        The dimensions of both, the sizes of the factors, and those that cannot be cut, with why.
+        The dimensions of both shapes, the sizes of the factors, and the factors that cannot be cut,
+        with the reason.
     """
     sizes: dict[str, int] = {}
     keep: dict[str, str] = {}
     both: tuple[list[Dim], list[Dim]] = ([], [])
-    for mine, theirs in _groups(given, made):
-        bounds = sorted({*_bounds(mine), *_bounds(theirs)}, reverse=True)
+    for given_run, made_run in _groups(given, made):
+        bounds = sorted({*_bounds(given_run), *_bounds(made_run)}, reverse=True)
         if all(low and high % low == 0 for high, low in itertools.pairwise(bounds)):
             names = {}
             for high, low in itertools.pairwise(bounds):
                 names[low] = f"f{len(sizes)}"
                 sizes[names[low]] = high // low
-            both[0].extend(_dims(mine, names))
-            both[1].extend(_dims(theirs, names))
+            both[0].extend(_dims(given_run, names))
+            both[1].extend(_dims(made_run, names))
             continue
-        for shape, dims in ((mine, both[0]), (theirs, both[1])):
+        for shape, dims in ((given_run, both[0]), (made_run, both[1])):
             for size in shape:
                 name = f"f{len(sizes)}"
                 sizes[name] = size
                 keep[name] = (
-                    f"is viewed as {_text(theirs)}, which has no factor in common with "
-                    f"{_text(mine)}"
+                    f"is viewed as {_text(made_run)}, which has no factor in common with "
+                    f"{_text(given_run)}"
                 )
                 dims.append((name,))
     return tuple(both[0]), tuple(both[1]), sizes, keep
 
 
-def _groups(given: Shape, made: Shape) -> list[tuple[Shape, Shape]]:
+def _groups(before: Shape, after: Shape) -> list[tuple[Shape, Shape]]:
     """The shortest runs of dimensions of both shapes that have the same number of entries."""
     groups, i, j = [], 0, 0
-    while i < len(given) or j < len(made):
+    while i < len(before) or j < len(after):
         first, second = i, j
-        i, j = min(i + 1, len(given)), min(j + 1, len(made))
-        while math.prod(given[first:i]) != math.prod(made[second:j]):
-            if i < len(given) and (
-                j == len(made) or math.prod(given[first:i]) < math.prod(made[second:j])
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while math.prod(before[first:i]) != math.prod(after[second:j]):
+            if i < len(before) and (
+                j == len(after) or math.prod(before[first:i]) < math.prod(after[second:j])
             ):
                 i += 1
-            elif j < len(made):
+            elif j < len(after):
                 j += 1
             else:  # a dimension of 0: nothing is known of the rest
-                i, j = len(given), len(made)
+                i, j = len(before), len(after)
                 break
-        groups.append((given[first:i], made[second:j]))
+        groups.append((before[first:i], after[second:j]))
     return groups
 
 
@@ -132,8 +141,8 @@ def _transpose(case: Case) -> Answer:
     rank = len(case.operands[0].shape)
     order = list(range(rank))
     if rank:
-        one, other = dim_of(case["dim0"], rank), dim_of(case["dim1"], rank)
-        order[one], order[other] = other, one
+        first, second = dim_of(case["dim0"], rank), dim_of(case["dim1"], rank)
+        order[first], order[second] = second, first
     return _permuted(case, order)
 
 
@@ -155,27 +164,30 @@ def _squeeze(case: Case) -> Answer:
     keep = {dims[i][0]: "is squeezed out" for i in gone}
     left = tuple(d for i, d in enumerate(dims) if i not in gone)
 
-    def local(op: LocalOp) -> Any:  # a piece may have one index where the whole has several
+    def local(op: LocalOp) -> Any:  # a piece may have size 1 where the whole tensor has more
         return op.emit(_ATEN.squeeze.dims, op.arguments["self"], gone)
 
     return moved(case, dims, left, keep, local=local)
 
 
 def _expand(case: Case) -> Answer:
-    given, made = case.operands[0].shape, case.shape()
-    first = len(made) - len(given)
-    result = named(made)
+    operand_shape, result_shape = case.operands[0].shape, case.shape()
+    first = len(result_shape) - len(operand_shape)
+    result = named(result_shape)
     operand = tuple(
-        result[first + i] if size == made[first + i] else () for i, size in enumerate(given)
+        result[first + i] if size == result_shape[first + i] else ()
+        for i, size in enumerate(operand_shape)
     )
     return moved(case, operand, result, sizes=_SIZE)
 
 
 def _repeat(case: Case) -> Answer:
-    given, made = case.operands[0].shape, case.shape()
-    first = len(made) - len(given)
-    operand = named(given)
-    result = tuple((f"r{i}", *(operand[i - first] if i >= first else ())) for i in range(len(made)))
+    operand_shape, result_shape = case.operands[0].shape, case.shape()
+    first = len(result_shape) - len(operand_shape)
+    operand = named(operand_shape)
+    result = tuple(
+        (f"r{i}", *(operand[i - first] if i >= first else ())) for i in range(len(result_shape))
+    )
     counts = {f"r{i}": times for i, times in enumerate(case["repeats"])}
     return moved(case, operand, result, more=counts)
 
@@ -194,18 +206,18 @@ def _select_backward(case: Case) -> Answer:
 
 
 def _slice(case: Case) -> Answer:
-    """A slice: along a whole dimension; of all of one; or of whole blocks of a packed one."""
+    """A slice of a whole dimension, of all entries, or of whole blocks of a dimension's cut."""
     (operand,) = case.operands
     dims = named(operand.shape)
     dim = dim_of(case["dim"], len(dims))
-    size, made = operand.shape[dim], case.shape()[dim]
-    if size == made:
+    size, length = operand.shape[dim], case.shape()[dim]
+    if size == length:
         return moved(case, dims, dims, local=_whole_slice)
     start = slice(case["start"], case["end"], case["step"]).indices(size)[0]
     block = size // operand.cuts[dim].blocks
-    if operand.cuts[dim] and case["step"] == 1 and start % block == made % block == 0:
+    if operand.cuts[dim] and case["step"] == 1 and start % block == length % block == 0:
         return _packed_slice(case, dim, block, start)
-    keep = {dims[dim][0]: f"is sliced to {made} of {size}"}
+    keep = {dims[dim][0]: f"is sliced to {length} of {size}"}
     return moved(case, dims, (*dims[:dim], ("s",), *dims[dim + 1 :]), keep)
 
 
@@ -214,27 +226,27 @@ def _whole_slice(op: LocalOp) -> Any:
 
 
 def _packed_slice(case: Case, dim: int, block: int, start: int) -> Answer:
-    operand, made = case.operands[0], case.shape()
+    operand, result_shape = case.operands[0], case.shape()
     dims = named(operand.shape)
-    given = (*dims[:dim], ("q", "b"), *dims[dim + 1 :])
+    operand_dims = (*dims[:dim], ("q", "b"), *dims[dim + 1 :])
     result = (*dims[:dim], ("s", "b"), *dims[dim + 1 :])
-    number, chosen = operand.shape[dim] // block, made[dim] // block
+    number, chosen = operand.shape[dim] // block, result_shape[dim] // block
     more = {"q": number, "s": chosen, "b": block}
 
     def local(op: LocalOp) -> Any:
-        each_ = shape_of(op.operands[0])[dim] // number
-        first = start // block * each_
-        return op.run(start=first, end=first + chosen * each_)
+        piece_block = shape_of(op.operands[0])[dim] // number
+        first = start // block * piece_block
+        return op.run(start=first, end=first + chosen * piece_block)
 
-    return moved(case, given, result, {"q": "is sliced"}, local=local, more=more)
+    return moved(case, operand_dims, result, {"q": "is sliced"}, local=local, more=more)
 
 
 def _slice_backward(case: Case) -> Answer:
-    """Zeros around a slice: along a whole dimension, or as one block of a packed one."""
-    operand, made = case.operands[0], case.shape()
-    dim = dim_of(case["dim"], len(made))
-    size, total = operand.shape[dim], made[dim]
-    result = named(made)
+    """Zeros around a slice: it fills the dimension, or is made of whole blocks, or stays whole."""
+    operand, result_shape = case.operands[0], case.shape()
+    dim = dim_of(case["dim"], len(result_shape))
+    size, total = operand.shape[dim], result_shape[dim]
+    result = named(result_shape)
     if size == total:
         return moved(case, result, result, sizes={"input_sizes": 0}, local=_whole_slice_backward)
     start = slice(case["start"], case["end"], case["step"]).indices(total)[0]
@@ -242,8 +254,10 @@ def _slice_backward(case: Case) -> Answer:
     block = size // cut.blocks
     if cut and case["step"] == 1 and block and start % block == total % block == 0:
         return _packed_slice_backward(case, dim, block, start)
-    given = (*result[:dim], ("s",), *result[dim + 1 :])
-    return moved(case, given, result, {"s": f"is put into {total}"}, sizes={"input_sizes": 0})
+    operand_dims = (*result[:dim], ("s",), *result[dim + 1 :])
+    return moved(
+        case, operand_dims, result, {"s": f"is put into {total}"}, sizes={"input_sizes": 0}
+    )
 
 
 def _whole_slice_backward(op: LocalOp) -> Any:
@@ -253,11 +267,11 @@ def _whole_slice_backward(op: LocalOp) -> Any:
 
 
 def _packed_slice_backward(case: Case, dim: int, block: int, start: int) -> Answer:
-    operand, made = case.operands[0], case.shape()
-    dims = named(made)
-    given = (*dims[:dim], ("s", "b"), *dims[dim + 1 :])
+    operand, result_shape = case.operands[0], case.shape()
+    dims = named(result_shape)
+    operand_dims = (*dims[:dim], ("s", "b"), *dims[dim + 1 :])
     result = (*dims[:dim], ("q", "b"), *dims[dim + 1 :])
-    number, chosen = made[dim] // block, operand.shape[dim] // block
+    number, chosen = result_shape[dim] // block, operand.shape[dim] // block
     more = {"q": number, "s": chosen, "b": block}
 
     def local(op: LocalOp) -> Any:
@@ -268,7 +282,9 @@ def _packed_slice_backward(case: Case, dim: int, block: int, start: int) -> Answ
         end = first + chosen * (shape[dim] // number)
         return op.run(input_sizes=list(shape), start=first, end=end)
 
-    return moved(case, given, result, {"s": "is put into a larger one"}, local=local, more=more)
+    return moved(
+        case, operand_dims, result, {"s": "is put into a larger one"}, local=local, more=more
+    )
 
 
 def _flip(case: Case) -> Answer:
@@ -280,25 +296,27 @@ def _flip(case: Case) -> Answer:
 def _roll(case: Case) -> Answer:
     dims = named(case.operands[0].shape)
     gone = dims_of(case["dims"], len(dims))
-    if not case["dims"]:  # of the flat index
+    if not case["dims"]:  # it rolls the flat tensor
         gone = tuple(range(len(dims)))
     return moved(case, dims, dims, {dims[i][0]: "has its indices moved" for i in gone})
 
 
 def _pad(case: Case) -> Answer:
-    given, made = case.operands[0].shape, case.shape()
+    operand_shape, result_shape = case.operands[0].shape, case.shape()
     padded = case["pad"]
-    dims = named(given)
-    changed = {len(given) - 1 - i // 2 for i, amount in enumerate(padded) if amount}
+    dims = named(operand_shape)
+    changed = {len(operand_shape) - 1 - i // 2 for i, amount in enumerate(padded) if amount}
     result = tuple((f"p{i}",) if i in changed else dim for i, dim in enumerate(dims))
-    sizes = {f"p{i}": made[i] for i in changed} | {f"d{i}": n for i, n in enumerate(given)}
+    sizes = {f"p{i}": result_shape[i] for i in changed} | {
+        f"d{i}": n for i, n in enumerate(operand_shape)
+    }
     keep = {dims[i][0]: "is padded" for i in changed}
     linear = each(0) if case["value"] == 0 else ()
     return solve(case, Factors((dims,), (result,), sizes, linear, keep))
 
 
 def _triangle(case: Case) -> Answer:
-    """The entries above or below a diagonal, which is another one in a piece."""
+    """The entries above or below a diagonal, which has another offset in each piece."""
     dims = named(case.operands[0].shape)
     rows, columns = case.operands[0].cuts[-2:]
     packed = {
@@ -316,8 +334,8 @@ def _local_triangle(op: LocalOp) -> Any:
 
 
 def _diagonal(case: Case) -> Answer:
-    given = case.operands[0].shape
-    dims, diagonal, gone = _diagonals(case, given)
+    shape = case.operands[0].shape
+    dims, diagonal, gone = _diagonals(case, shape)
     keep = {dims[i][0]: "has its diagonal taken" for i in gone}
     return moved(case, dims, diagonal, keep)
 
@@ -328,22 +346,25 @@ def _diagonal_backward(case: Case) -> Answer:
 
 
 def _diagonals(case: Case, shape: Shape) -> tuple[Dims, Dims, tuple[int, int]]:
-    """The dimensions of a tensor and of its diagonals, which are the last one; those of these."""
+    """The dimensions of a tensor and of its diagonals; and the two that a diagonal runs through.
+
+    The entries of a diagonal are the last dimension.
+    """
     gone = dim_of(case["dim1"], len(shape)), dim_of(case["dim2"], len(shape))
     dims = named(shape)
     return dims, (*(d for i, d in enumerate(dims) if i not in gone), ("n",)), gone
 
 
 def _strided(case: Case) -> Answer | Expansion:
-    """Strides of a tensor without gaps, in another order: a reshape and a permutation."""
+    """A permutation of a contiguous tensor, written as strides: a reshape and a permute."""
     (operand,) = case.operands
-    given = operand.node.meta["val"]
+    fake = operand.node.meta["val"]
     size, stride = list(case["size"]), list(case["stride"])
     order = sorted(range(len(size)), key=lambda i: (-stride[i], -size[i]))
     dense = [math.prod(size[j] for j in order[n + 1 :]) for n in range(len(order))]
     fits = all(size[i] == 1 or stride[i] == dense[n] for n, i in enumerate(order))
     offset = case["storage_offset"]
-    if not given.is_contiguous() or offset or math.prod(size) != given.numel() or not fits:
+    if not fake.is_contiguous() or offset or math.prod(size) != fake.numel() or not fits:
         raise case.error(
             f"it takes strides {stride} of memory, of which ranks hold pieces",
             "use view, permute or slices, which say what they take in indices",
@@ -397,4 +418,4 @@ SELECTING: frozenset[object] = frozenset(
         _ATEN.diagonal_backward.default,
     }
 )
-"""Those that leave entries out, or add some."""
+"""The views that leave entries out, or add some."""

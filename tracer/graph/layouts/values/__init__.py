@@ -1,1 +1,1 @@
-"""What ranks compute of pieces beside the ops of torch: types of sums, checks of ids."""
+"""Computations on pieces beside the ops of torch: types of sums, checks of ids."""

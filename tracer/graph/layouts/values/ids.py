@@ -1,7 +1,9 @@
-"""A check of ids that a masked lookup would give zeros for, since they are of no rank's rows.
+"""A check that ids are in range, for lookups in a table whose rows are cut over ranks.
 
-On a host it raises. A device's host does not wait for it, so there the check is part of the graph:
-it leaves a note in memory of the host, which is read when the next execution begins.
+A rank looks up the ids of its own rows, and takes zeros for the others. So no rank would notice an
+id that is out of range. On a host, the check raises. A host does not wait for its device, so there
+the check is part of the graph: it leaves a note in memory of the host, which is read when the next
+execution begins.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Lookup:
-    """What ids are looked up in.
+    """A lookup of ids in a dimension.
 
     Attributes:
-        op: in words.
-        size: of the dimension: ids are from 0, and below it.
-        shape: of the ids that a rank has.
-        first: the place of the first of them among the ids of all ranks; empty if they lie apart.
+        op: the op in words.
+        size: the size of the dimension; ids are at least 0, and below it.
+        shape: the shape of the rank's piece of the ids.
+        first: the indices of the piece's first entry among all ids; empty if its entries lie apart.
     """
 
     op: str
@@ -35,7 +37,7 @@ class Lookup:
     first: tuple[int, ...]
 
     def describe(self, id_: int, at: int) -> str:
-        """The error that an id is out of range; `at` is its place in the flattened ids."""
+        """The error that an id is out of range; `at` is its index in the flattened piece."""
         place: list[int] = []
         for size in reversed(self.shape):
             at, index = divmod(at, size)
@@ -53,11 +55,11 @@ class Lookup:
 
 @dataclass
 class _Notes:
-    """What a device has found: whether there is an error, the id, its place, the lookup.
+    """The note of a device: whether there is an error, the id, its index, the lookup's number.
 
     Attributes:
-        there, here: in memory of the device, and of its host.
-        lookups: by number.
+        there, here: int64 `[4]`, in memory of the device, and of its host.
+        lookups: the lookups, by number.
     """
 
     there: Tensor
@@ -69,16 +71,16 @@ _AWAITED = ("cpu",)
 """Types of devices that the host waits for anyway."""
 
 _notes: dict[str, _Notes] = {}
-"""By the type of the device, of which a process has one; graphs of all steps write to its notes."""
+"""By type of device. A process has one device of a type; graphs of all steps share its notes."""
 
 
 def _checked(
     ids: Tensor, size: int, ignored: int | None, op: str, first: Sequence[int] | None = None
 ) -> Tensor:
-    """A copy of ids, which are from 0 and below `size`, or `ignored`.
+    """A copy of ids, after a check that each is at least 0 and below `size`, or is `ignored`.
 
     Raises:
-        IndexError: one is not, and is in memory of the host.
+        IndexError: an id is out of range, and in memory of the host.
     """
     if ids.numel():
         outside = ids.clamp(0, size - 1) != ids
@@ -95,7 +97,7 @@ def _checked(
 
 
 def _note(ids: Tensor, outside: Tensor, lookup: Lookup) -> None:
-    """Put a note of the first error of a device on its way to the host, which does not wait."""
+    """Note the first error on a device, and start its copy to the host, which does not wait."""
     notes = _notes.get(ids.device.type)
     if notes is None:
         there = torch.zeros(4, dtype=torch.int64, device=ids.device)
@@ -112,7 +114,7 @@ def _note(ids: Tensor, outside: Tensor, lookup: Lookup) -> None:
 
 
 def noted(device: torch.device) -> str | None:
-    """The error that executions on a device have noted so far; the host waits for nothing."""
+    """The error that executions on a device have noted so far, or None. Does not wait."""
     notes = _notes.get(device.type)
     if notes is None or not int(notes.here[0]):
         return None
@@ -139,4 +141,4 @@ torch.library.register_fake(
 )
 
 CHECKED_IDS = torch.ops.cg.checked_ids.default
-"""`_checked` as an operator, for graphs; what a rank has a piece of is given with its place."""
+"""`_checked` as an operator, for graphs; a rank gives the indices of its piece's first entry."""
