@@ -1,4 +1,4 @@
-"""Check the English of the pages: `python docs/style.py`, which `make lint` runs.
+"""Check the English of pages and docstrings: `python docs/style.py`, which `make lint` runs.
 
 The rules are those of CONTRIBUTING.md. Words that are no longer used, and what to say for them,
 stand in the glossary.
@@ -6,6 +6,7 @@ stand in the glossary.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -20,6 +21,9 @@ PAGES = (
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "design"),
     *sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")),
 )
+
+CODE = ("ir", "tracer", "passes", "backends", "launch", "examples")
+"""The folders whose docstrings are read as well."""
 
 EMPTY = r"""(?ix)\b(simply|obviously|of\ course|basically|clearly|easily|trivially|effortless(ly)?
 |seamless(ly)?|leverag(e|es|ing)|utili[sz](e|es|ing)|in\ order\ to|note\ that|blazing(ly)?)\b"""
@@ -79,15 +83,36 @@ def prose(page: Path) -> str:
     return text.partition("## Retired")[0] if page == GLOSSARY else text
 
 
+def docstrings(file: Path) -> str:
+    """The docstrings of a module, each on the lines on which it stands; nothing between them."""
+    source = file.read_text(encoding="utf-8")
+    lines = [""] * (source.count("\n") + 2)
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        text = ast.get_docstring(node)
+        if text is not None:
+            for number, line in enumerate(text.splitlines(), node.body[0].lineno - 1):
+                lines[number] = _ARGUMENT.sub("", line)
+    return "\n".join(lines)
+
+
+_ARGUMENT = re.compile(r"^ {4}[*\w, ]+: ")
+"""The name in front of what a docstring says of an argument."""
+
+
 def main() -> int:
     """Print what should read otherwise; 1 if there is something."""
     banned = retired(GLOSSARY.read_text(encoding="utf-8"))
-    found = 0
-    for page in PAGES:
-        for number, why in problems(prose(page), banned):
-            print(f"{page.relative_to(ROOT)}:{number}: {why}")
-            found += 1
-    return 1 if found else 0
+    modules = sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
+    texts = [(page, prose(page)) for page in PAGES] + [(file, docstrings(file)) for file in modules]
+    complaints = [
+        f"{file.relative_to(ROOT)}:{number}: {why}"
+        for file, text in texts
+        for number, why in problems(text, banned)
+    ]
+    print(*complaints, sep="\n", end="\n" if complaints else "")
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":
