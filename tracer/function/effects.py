@@ -15,9 +15,7 @@ from ...ir.attributes import Effect
 from ..method.joint import Joint
 from ..values.actor_state import StateTensor
 from ..values.interface import Write
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 
 
 class Effects:
@@ -74,7 +72,7 @@ class Effects:
             return Effect.WRITE
         if not state and not graded:
             return Effect.PURE
-        memory = memory_of(each.tensor for each in state)
+        memory = memory_of(state_tensor.tensor for state_tensor in state)
         self._read_by_backwards |= memory
         return Effect.WRITE if memory & self._updated else Effect.ACCUMULATE
 

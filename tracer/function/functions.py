@@ -44,9 +44,7 @@ from ..values.interface import (
     given_objects,
 )
 from ..values.opaque import OpaqueMark, opaque_mark
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 from ..values.sharing import shares_of
 from ..values.specs import ObjectSpec, Tree, ir_dtype
 from .effects import Effects, memory_of, replaced_state, written_state
@@ -136,21 +134,21 @@ class Functions:
     ) -> TracedFunction:
         """A function that ranks call together, each on its pieces."""
         methods = self._methods(target, group, call)
-        made = methods.forward(joint, name)
+        function = methods.forward(joint, name)
         guard = None
         if isinstance(target, MethodTarget):
             who, state = type(target.instance).__qualname__, methods.read(joint)
             guard = build_guard(call, joint.reads, state, who, target.method)
         memory = {memory_of_node(node) for node, _ in joint.state}
         return TracedFunction(
-            made.declaration,
+            function.declaration,
             joint.results,
             state_references(joint.outputs, memory),
             None,
             guard,
             views=sharing(joint.outputs, joint.inputs),
-            program=made.program,
-            parts=made.parts,
+            program=function.program,
+            parts=function.parts,
             reaching=joint.reaching,
         )
 
@@ -188,11 +186,11 @@ class Functions:
         if target.remat:
             refuse_twice(call, joint)
         effects = self._effects_on(target)
-        what = what_again(target, self._fused, between)
+        recompute = what_again(target, self._fused, between)
         if target.group is not None and target.group.has_layouts:
             methods = self._methods(target, target.group, call)
-            return methods.derivative(joint, name, between, what)
-        parts = self._pieces.split(joint, effects.volatile(joint, between), what)
+            return methods.derivative(joint, name, between, recompute)
+        parts = self._pieces.split(joint, effects.volatile(joint, between), recompute)
         _refuse_history(call, parts.forward.state)
         _refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
@@ -233,7 +231,7 @@ class Functions:
         return GroupMethods(target, group, call, self._effects_on(target), buckets)
 
     def _joint(
-        self, target: Target, call: Call, wanted: Wanted | None = None
+        self, target: Target, call: Call, derivative: Wanted | None = None
     ) -> tuple[Call, Joint]:
         """Trace a call, or use the trace of one that is alike.
 
@@ -241,25 +239,27 @@ class Functions:
             TraceError, UsesGradients: as `settled` and `refuse_hidden_state` say.
         """
         if not isinstance(target, MethodTarget):
-            return settled(call, wanted)
-        found = self._traces.find(call, wanted)
-        if found is not None:
-            return call, found
-        call, joint = self._traces.make(call, wanted)
-        self._traces.add(call, wanted, joint)
+            return settled(call, derivative)
+        cached_joint = self._traces.find(call, derivative)
+        if cached_joint is not None:
+            return call, cached_joint
+        call, joint = self._traces.make(call, derivative)
+        self._traces.add(call, derivative, joint)
         return call, joint
 
     def _with_state(self, target: Target, call: Call) -> Call:
         """The call, with the state of its actor as it is now."""
-        given = given_objects(call.signature) if isinstance(target, MethodTarget) else ()
-        state = collect(target.instance, given) if isinstance(target, MethodTarget) else call.state
+        objects = given_objects(call.signature) if isinstance(target, MethodTarget) else ()
+        state = (
+            collect(target.instance, objects) if isinstance(target, MethodTarget) else call.state
+        )
         if target.group is not None and target.group.actor is not None:
             actor = target.group.actor
             state.tensors = actor.whole(state.tensors, actor.first)
         device = self.device
         if device is None:
             device = state.tensors[0].tensor.device if state.tensors else call.device
-        return replace(call, state=state, given=given, device=device)
+        return replace(call, state=state, given=objects, device=device)
 
     def _declare(
         self,
@@ -296,11 +296,11 @@ class Functions:
         """The vjp with the halves of its backward, and these."""
         if halves.input is None:
             return replace(vjp, weight=backward.name, kept=halves.kept), ()
-        left = tuple(map(_type, halves.left))
+        left_types = tuple(map(_type, halves.left))
         input_ = replace(
             backward,
             name=f"{vjp.name}.input",
-            outputs=backward.outputs + left,
+            outputs=backward.outputs + left_types,
             effect=_of_backward(effects, joint, halves.input),
             aliases=halves.input.aliases,
             flops=self._pieces.flops(halves.input),
@@ -308,17 +308,17 @@ class Functions:
         weight = replace(
             backward,
             name=f"{vjp.name}.weight",
-            inputs=tuple(backward.inputs[i] for i in halves.kept) + left,
+            inputs=tuple(backward.inputs[i] for i in halves.kept) + left_types,
             outputs=(),
             effect=_of_backward(effects, joint, halves.weight),
             aliases=(),
             flops=self._pieces.flops(halves.weight),
         )
         pieces = ((input_, halves.input), (weight, halves.weight))
-        made = tuple(
+        parts = tuple(
             self._part(target, _with_shares(f, target, piece), piece) for f, piece in pieces
         )
-        return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
+        return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), parts
 
     def _part(self, target: Target, function: Function, piece: Piece) -> TracedPart:
         return TracedPart(function, self._pieces.bodies(piece, function.name, target.group))
@@ -343,7 +343,7 @@ class Functions:
             effect=Effect.WRITE,
             actor=target.actor,
             loc=call.error_loc,
-            shares=Shares.of({each.other: Effect.WRITE for each in target.shared}),
+            shares=Shares.of({shared.other: Effect.WRITE for shared in target.shared}),
         )
         calls = calls_of_ranks(target, call)
         body = RankBodies.of({rank: opaque_body(c, mark, results) for rank, c in calls.items()})
@@ -402,7 +402,7 @@ def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
 
 
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:
-    return memory_of(each.tensor for each in state)
+    return memory_of(state_tensor.tensor for state_tensor in state)
 
 
 def _no_derivative(call: Call) -> TraceError:

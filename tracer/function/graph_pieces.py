@@ -43,15 +43,15 @@ class Pieces:
         key = joint.graph, volatile, what
         if key not in self._splits:
             self._splits[key] = joint, split(joint, volatile, what)
-        first, found = self._splits[key]
-        halves = found.halves
+        first, parts = self._splits[key]
+        halves = parts.halves
         if halves is not None:
             early = None if halves.input is None else _moved(halves.input, first, joint)
             halves = replace(halves, input=early, weight=_moved(halves.weight, first, joint))
         return replace(
-            found,
-            forward=_moved(found.forward, first, joint),
-            backward=_moved(found.backward, first, joint),
+            parts,
+            forward=_moved(parts.forward, first, joint),
+            backward=_moved(parts.backward, first, joint),
             halves=halves,
         )
 

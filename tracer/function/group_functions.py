@@ -31,9 +31,7 @@ from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import buckets_of
 from ..values.interface import Body, RankBodies, TracedPart
-from ..values.operators import (
-    is_random,
-)
+from ..values.operators import is_random
 from ..values.specs import ir_dtype
 from .groups.stored import GradientReduction, ParameterGather, Stored
 
@@ -95,10 +93,12 @@ class Maker:
         """The function."""
         reductions = self._reductions()
         plans = list(self._plans(reductions))
-        made = [self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)]
+        plan_parts = [
+            self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)
+        ]
         writer = _Writer(self.section.takes, self.loc)
-        program = self._program(writer, plans, made, reductions)
-        parts = (*(part for part in made if part is not None), *writer.called.values())
+        program = self._program(writer, plans, plan_parts, reductions)
+        parts = (*(part for part in plan_parts if part is not None), *writer.called.values())
         functions = [part.declaration for part in parts]
         effects = {function.effect for function in functions}
         declaration = Function(
@@ -116,7 +116,7 @@ class Maker:
 
     def _reductions(self) -> dict[Transfer, GradientReduction]:
         """The transfers that reduce gradients to the pieces that are stored."""
-        found: dict[Transfer, GradientReduction] = {}
+        reduction_of: dict[Transfer, GradientReduction] = {}
         paths = {version: t.path for t, version in self.section.gradients}
         read = {v for part in self.section.partition.parts for v in part.inputs}
         for transfer in _transfers(self.section.partition):
@@ -126,26 +126,28 @@ class Maker:
             if transfer.after in read:
                 continue
             before, after = transfer.before.layout, transfer.after.layout
-            if (made := self.stored.reduces(path, before, after)) is not None:
-                found[transfer] = made
-        return found
+            if (reduction := self.stored.reduces(path, before, after)) is not None:
+                reduction_of[transfer] = reduction
+        return reduction_of
 
     def _plans(self, reductions: Collection[Transfer]) -> Iterator[_PartPlan]:
         """The parts that do something, each with what it returns and accumulates."""
         section = self.section
         reduced = {transfer.after for transfer in reductions}
-        left = [pair for pair in section.gradients if pair[1] not in reduced]
-        wanted = set(section.gives) | {t.before for t in _transfers(section.partition)}
-        wanted |= {v for part in section.partition.parts for v in part.inputs}
+        pending = [pair for pair in section.gradients if pair[1] not in reduced]
+        used = set(section.gives) | {t.before for t in _transfers(section.partition)}
+        used |= {v for part in section.partition.parts for v in part.inputs}
         for part, _ in section.partition.steps:
-            gradients = [pair for pair in left if pair[1] in part.outputs]
-            left = [pair for pair in left if pair not in gradients]
-            returned = tuple(version for version in part.outputs if version in wanted)
+            gradients = [pair for pair in pending if pair[1] in part.outputs]
+            pending = [pair for pair in pending if pair not in gradients]
+            returned = tuple(version for version in part.outputs if version in used)
             yield _PartPlan(part, returned, gradients)
         parts = section.partition.parts
         is_idle = not (section.gives or section.gradients or any(part.nodes for part in parts))
-        if left or is_idle:  # gradients that are exchanged, or values of others; or nothing at all
-            yield _PartPlan(None, (), left)
+        # A last part adds the gradients that no part computes: exchanged ones, or inputs. A section
+        # without any work also needs a part.
+        if pending or is_idle:
+            yield _PartPlan(None, (), pending)
 
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
@@ -250,15 +252,15 @@ class _PartPlan:
         reads, inputs = self.reads(state), self.inputs(state)
         if self.part is not None:
             source = self.part.bodies.at(rank)
-            given = dict(zip(self.versions, _placeholders(source), strict=True))
-            made = dict(zip(self.part.outputs, _returned(source), strict=True))
-            builder.copy(source, [given[version] for version in (*reads, *inputs)])
+            placeholder_of = dict(zip(self.versions, _placeholders(source), strict=True))
+            node_of = dict(zip(self.part.outputs, _returned(source), strict=True))
+            builder.copy(source, [placeholder_of[version] for version in (*reads, *inputs)])
         else:
-            made = {version: version.node for version in inputs}
-            builder.copy(None, list(made.values()))
+            node_of = {version: version.node for version in inputs}
+            builder.copy(None, list(node_of.values()))
         builder.end(
-            [made[version] for version in self.returned],
-            [made[version] for _, version in self.gradients],
+            [node_of[version] for version in self.returned],
+            [node_of[version] for _, version in self.gradients],
         )
         return Piece(
             graph=builder.graph,
@@ -316,12 +318,12 @@ class _PieceBuilder:
     def end(self, returned: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> None:
         """Return values and gradients: values are contiguous, and share memory with nothing."""
         graded = [self._copies[node] for node in gradients]
-        given = {memory_of(node) for node in map(self._copies.__getitem__, returned)}
+        returned_memory = {memory_of(node) for node in map(self._copies.__getitem__, returned)}
         memory = [memory_of(node) for node in graded]
         self.owned = tuple(
             node.op == "call_function"
             and memory.count(key) == 1
-            and key not in given
+            and key not in returned_memory
             and key not in self._taken
             for node, key in zip(graded, memory, strict=True)
         )

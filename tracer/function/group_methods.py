@@ -21,9 +21,7 @@ from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import Buckets, GradientLayout, numel_at_rank
 from ..values.group import Group
 from ..values.interface import Call, Target, TracedVjp, Write
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 from .effects import Effects
 from .group_functions import GroupFunction, Maker
 from .groups.stored import Stored
@@ -76,11 +74,11 @@ class GroupMethods:
         cutter = self._cutter(joint)
         self.buckets.enter(self._sums(cutter.gradients))
         cutter.buckets = self.buckets.of
-        found = cutter.sections(volatile, what)
-        self._refuse_between(between, found.backward)
-        effect = self.effects.of_forward(joint, [*found.forward.state.values()], name)
-        forward = self._make(f"{name}.forward", found.forward, joint, effect)
-        backward = self._backward(f"{name}.backward", found.backward, joint)
+        sections = cutter.sections(volatile, what)
+        self._refuse_between(between, sections.backward)
+        effect = self.effects.of_forward(joint, [*sections.forward.state.values()], name)
+        forward = self._make(f"{name}.forward", sections.forward, joint, effect)
+        backward = self._backward(f"{name}.backward", sections.backward, joint)
         grad_outputs, grad_inputs = joint.wanted_outputs, joint.wanted_inputs
         vjp = Vjp(
             name,
@@ -88,26 +86,26 @@ class GroupMethods:
             backward.declaration.name,
             grad_outputs,
             grad_inputs,
-            kept=found.kept,
+            kept=sections.kept,
         )
         halves: list[GroupFunction] = []
-        if found.input is not None and found.weight is not None:
+        if sections.input is not None and sections.weight is not None:
             halves = [
-                self._backward(f"{name}.input", found.input, joint),
-                self._backward(f"{name}.weight", found.weight, joint),
+                self._backward(f"{name}.input", sections.input, joint),
+                self._backward(f"{name}.weight", sections.weight, joint),
             ]
             vjp = replace(vjp, input=halves[0].declaration.name, weight=halves[1].declaration.name)
-        elif found.weight is not None:
+        elif sections.weight is not None:
             vjp = replace(vjp, weight=backward.declaration.name)
         return TracedVjp(
             vjp,
             forward.part,
             backward.part,
             tuple(half.part for half in halves),
-            called=tuple(p for made in (forward, backward, *halves) for p in made.parts),
+            called=tuple(p for function in (forward, backward, *halves) for p in function.parts),
             gradients={
                 t.path: GradientLayout(version.layout, self.buckets.of.get(t.path, 0))
-                for t, version in found.backward.gradients
+                for t, version in sections.backward.gradients
             },
         )
 
@@ -166,7 +164,7 @@ class GroupMethods:
         if actor is not None:
             for rank in self._ranks:
                 tensors = actor.state(rank).tensors
-                state[rank] = {slot.path: each for each in tensors for slot in each.slots}
+                state[rank] = {slot.path: tensor for tensor in tensors for slot in tensor.slots}
         return Maker(
             name,
             self.target.actor,
@@ -182,8 +180,8 @@ class GroupMethods:
 
     def _note(self, read: Sequence[StateTensor], graded: Sequence[StateTensor], name: str) -> None:
         if self.target.use is not None:
-            reads = {storage_key(each.tensor) for each in read}
-            self.target.use.note(reads, {storage_key(each.tensor) for each in graded}, name)
+            reads = {storage_key(state.tensor) for state in read}
+            self.target.use.note(reads, {storage_key(state.tensor) for state in graded}, name)
 
     def _refuse_changes(self, changed: Sequence[str]) -> None:
         """Refuse changes of state, by its paths."""

@@ -122,7 +122,7 @@ def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
         TypeError: the function returns something else than its mark says.
     """
     function, is_flat, fill = call.function, _is_flat(call.signature), filler(call.signature)
-    what = call.what if call.home is None else f"{call.what} ({call.home})"
+    shown = call.what if call.home is None else f"{call.what} ({call.home})"
     is_grad_enabled = torch.is_grad_enabled
 
     def run(*inputs: Any) -> Any:
@@ -140,13 +140,13 @@ def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
         result = run(*inputs)
         if not isinstance(result, (tuple, list)) or len(result) != mark.returns:
             raise TypeError(
-                f"{what} is marked @cg.opaque(returns={mark.returns}), but it returned "
+                f"{shown} is marked @cg.opaque(returns={mark.returns}), but it returned "
                 f"{_words(result)}"
             )
         return tuple(result) or (None,)
 
     def typed(*inputs: Any) -> Sequence[Any]:
-        return _checked(run(*inputs), results, what) or (None,)
+        return _checked(run(*inputs), results, shown) or (None,)
 
     return typed if mark.fake is not None else one if mark.returns is None else several
 
@@ -164,18 +164,18 @@ def _is_flat(signature: Tree) -> bool:
     return flat and len(signature.values) == len(signature.leaves)
 
 
-def _checked(result: Any, results: Tree, what: str) -> Sequence[Any]:
+def _checked(result: Any, results: Tree, shown: str) -> Sequence[Any]:
     """The leaves of a result, which are as the fake has promised."""
     leaves, spec = pytree.tree_flatten(result)
     if spec != results.spec or not all(map(_is_promised, leaves, results.leaves)):
         returned = pytree.tree_map(_outline, result)
         promised = pytree.tree_unflatten(map(_promise, results.leaves), results.spec)
         raise TypeError(
-            f"{what} returned {returned!r}, but its fake promised {promised!r}. Types are fixed "
+            f"{shown} returned {returned!r}, but its fake promised {promised!r}. Types are fixed "
             "when a step is compiled: return on every call what the fake says, or correct the fake"
         )
     return tuple(
-        _plain(value, what) if isinstance(leaf, TensorSpec) else value
+        _plain(value, shown) if isinstance(leaf, TensorSpec) else value
         for value, leaf in zip(leaves, results.leaves, strict=True)
     )
 
@@ -202,18 +202,18 @@ def _promise(leaf: Leaf) -> Verbatim:
     return Verbatim("object")
 
 
-def _plain(value: torch.Tensor, what: str) -> torch.Tensor:
+def _plain(value: torch.Tensor, shown: str) -> torch.Tensor:
     """A tensor as it travels."""
     if value.layout is not torch.strided:
         raise TypeError(
-            f"{what} returned a tensor of layout {value.layout}, but its fake promised a dense "
+            f"{shown} returned a tensor of layout {value.layout}, but its fake promised a dense "
             "one: return x.to_dense(), or mark the method @cg.opaque without a fake, and its "
             "result travels as an object"
         )
     if value.is_meta:
         raise TypeError(
-            f"{what} returned a tensor on 'meta', which has no elements: return one that has; only "
-            "a fake returns types alone"
+            f"{shown} returned a tensor on 'meta', which has no elements: return one that has; "
+            "only a fake returns types alone"
         )
     plain = value.detach().contiguous()
     return plain.resolve_conj() if plain.dtype.is_complex else plain

@@ -27,8 +27,8 @@ class ActorNames:
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        found = ((name, _actors(name.value(), DEPTH)) for name in variables_of(fn))
-        self._held = [_Held(name, actors) for name, actors in found if actors]
+        named_actors = ((name, _actors(name.value(), DEPTH)) for name in variables_of(fn))
+        self._held = [_Held(name, actors) for name, actors in named_actors if actors]
 
     def have_moved(self) -> bool:
         """True if one of them holds other actors than then, or in another order."""
@@ -46,8 +46,8 @@ class _Held:
         now, then = self.name.value(), self.actors
         if type(now) is list and len(now) == len(then) and all(map(is_, now, then)):
             return False  # as mostly, and in less time
-        found = (now,) if type(now) is ActorHandle else _actors(now, DEPTH)
-        return len(found) != len(then) or not all(map(is_, found, then))
+        actors = (now,) if type(now) is ActorHandle else _actors(now, DEPTH)
+        return len(actors) != len(then) or not all(map(is_, actors, then))
 
 
 def _actors(value: Any, depth: int) -> Sequence[ActorHandle]:

@@ -177,8 +177,8 @@ def _writes_in_place(call: TorchCall) -> bool:
     position = _inplace_position(call.func)
     if position is None:
         return False
-    given = call.args[position:]
-    return bool(given[0] if given else call.kwargs.get("inplace", False))
+    args_from_flag = call.args[position:]
+    return bool(args_from_flag[0] if args_from_flag else call.kwargs.get("inplace", False))
 
 
 @cache

@@ -184,14 +184,14 @@ class _Check:
         return session, None
 
     def _raised(self, error: Exception) -> TraceError:
-        made = TraceError(
+        failure = TraceError(
             f"step {self.name} is traced twice, and raised {type(error).__name__} the second time: "
             f"{error}. Its Python uses something up, or depends on what it has changed",
             loc=traceback_location(error.__traceback__) or self.loc,
             remedy=_REMEDY,
         )
-        made.__cause__ = error
-        return made
+        failure.__cause__ = error
+        return failure
 
     def effects(self, changes: Sequence[Change]) -> None:
         """Refuse a step for what it changes outside of itself, also the second time."""
@@ -211,15 +211,17 @@ class _Check:
         """Refuse a step that is another one the second time."""
         first = self.session
         one, other = first.module.program, second.module.program
-        found = program_difference(one, other)
+        difference = program_difference(one, other)
         loc = self.loc
-        if found is not None:
+        if difference is not None:
             loc = _first_difference(one, other) or loc
-            raise different(self.name, found, loc)
+            raise different(self.name, difference, loc)
         for ref, constant in second.constants.items():
             if not same_bits(first.constants[ref], constant):
-                made = (op for op in other.ops if isinstance(op, Constant) and op.ref is not None)
-                where = next(op.loc for op in made if op.ref == Symbol(ref))
+                constant_ops = (
+                    op for op in other.ops if isinstance(op, Constant) and op.ref is not None
+                )
+                where = next(op.loc for op in constant_ops if op.ref == Symbol(ref))
                 raise different(self.name, f"@{ref} has other elements", where or loc)
         for before, after in zip(first.results.leaves, second.results.leaves, strict=True):
             if before != after:

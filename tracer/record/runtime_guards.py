@@ -38,7 +38,7 @@ def recheck(session: Session) -> None:
         if actor is None:
             continue
         if function.kind is FunctionKind.OPAQUE:
-            shaken.update((actor, *(other for other, _ in function.shares.effects)))
+            shaken.update((actor, *(sharing_actor for sharing_actor, _ in function.shares.effects)))
             continue
         guard = session.guards.get(function.name)
         if guard is None or actor not in shaken:
@@ -74,19 +74,19 @@ def _leaving(body: Body, indices: Sequence[int], name: str) -> Body:
     Versions tell, except of what goes past them, such as a write to `x.data` or `x.numpy()`. So the
     first executions compare copies.
     """
-    left = itertools.chain(range(_COMPARED, 0, -1), itertools.repeat(0))
+    comparisons_left = itertools.chain(range(_COMPARED, 0, -1), itertools.repeat(0))
 
     @functools.wraps(body)
     def run(*inputs: Any) -> Sequence[Any]:
-        look = _version if next(left) == 0 else _copy
+        look = _version if next(comparisons_left) == 0 else _copy
         before = [look(inputs[index]) for index in indices]
         results = body(*inputs)
         for index, version in zip(indices, before, strict=True):
-            given = inputs[index]
-            if not _same(version, look(given)):
+            tensor = inputs[index]
+            if not _same(version, look(tensor)):
                 raise RuntimeError(
                     f"the opaque method @{name} has written to a tensor that it was given, "
-                    f"{show_type(given.dtype, given.shape)}, and which others use as well: they "
+                    f"{show_type(tensor.dtype, tensor.shape)}, and which others use as well: they "
                     "may have a copy of it. Write to x.clone(), and return it"
                 )
         return results

@@ -165,13 +165,13 @@ def _symbol(name: str) -> str:
     return re.sub(r"[^\w.]", "_", name)
 
 
-def _place(session: Session, place: Place | None, what: str, name: str) -> Place:
+def _place(session: Session, place: Place | None, role: str, name: str) -> Place:
     if place is None:
         return session.everywhere
     lacking = [rank for rank in place.ranks if not 0 <= rank < session.peers.size]
     if lacking:
         raise TraceError(
-            f"{what} of step {name} at rank {lacking[0]}, but the world has ranks "
+            f"{role} of step {name} at rank {lacking[0]}, but the world has ranks "
             f"0..{session.peers.size - 1}",
             remedy="start more ranks, or name existing ones",
         )
@@ -205,7 +205,7 @@ def describe_inputs(
 
 def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | ObjectValue]:
     """Make the parameters of the program; what the step's Python gets for them."""
-    held = []
+    parameters = []
     for index in spec.tree.values:
         leaf, name = spec.tree.leaves[index], spec.names[index]
         assert not isinstance(leaf, Static)
@@ -215,11 +215,11 @@ def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | Object
             raise InputError(f"argument {name} of {spec.step}(): {error}") from None
         value = session.new_value(_symbol(name), type_)
         session.module.program.params.append(value)
-        given = session.hold(value, leaf)
-        if isinstance(given, TracedTensor):
-            storage_of(given).pinned = "it is an input of the step, which the caller holds"
-        held.append(given)
-    return held
+        parameter = session.hold(value, leaf)
+        if isinstance(parameter, TracedTensor):
+            storage_of(parameter).pinned = "it is an input of the step, which the caller holds"
+        parameters.append(parameter)
+    return parameters
 
 
 def _separate(result: Any) -> Any:

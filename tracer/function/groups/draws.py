@@ -14,9 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ....ir.layout import Layout
-from ...values.operators import (
-    written_values,
-)
+from ...values.operators import written_values
 from ...values.piece_memory import memory_key
 
 GENERATOR_REMEDY = (
@@ -36,9 +34,9 @@ def takes_own_generator(args: Any, kwargs: Any) -> bool:
     """True if a random operator is given a generator that is not one of the process's own."""
     # An operator is given another object of Python for the generator that its caller has named.
     process = (torch.default_generator, *torch.cuda.default_generators)
-    known = {each._cdata for each in process}  # type: ignore[attr-defined]
-    given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-    return any(each._cdata not in known for each in given)  # type: ignore[attr-defined]
+    known = {generator._cdata for generator in process}  # type: ignore[attr-defined]
+    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+    return any(generator._cdata not in known for generator in generators)  # type: ignore[attr-defined]
 
 
 class Drawn:
@@ -58,16 +56,16 @@ class Drawn:
         """Take note of what is made by an operator that draws."""
         for tensor in tree_leaves(value):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-                self._held[_key(tensor)] = held
+                reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                self._held[_key(tensor)] = reference
 
     def follow(self, func: object, args: Any, kwargs: Any, result: object) -> None:
         """Take note of what an operator makes of drawn tensors: as many entries as they have."""
         if not self._held:
             return
         sizes = {value.numel() for value in tree_leaves((args, kwargs)) if value in self}
-        made = tree_leaves((result, [*written_values(func, args, kwargs)]))
-        self.note([v for v in made if isinstance(v, torch.Tensor) and v.numel() in sizes])
+        leaves = tree_leaves((result, [*written_values(func, args, kwargs)]))
+        self.note([v for v in leaves if isinstance(v, torch.Tensor) and v.numel() in sizes])
 
     def differ(self, value: object, layout: Layout) -> bool:
         """True if a tensor was drawn, and ranks need other entries of it for their pieces."""

@@ -74,13 +74,17 @@ def fill_from(
     """
     state = collect(instance)
     _refuse_kept(state, name)
-    wanted = {s.path: s.tensor for s in state.tensors if s.tensor.is_meta}
-    names = source.names(wanted, name)
-    for path, tensor in wanted.items():
-        kept = logical.get(path)
+    meta_tensors = {s.path: s.tensor for s in state.tensors if s.tensor.is_meta}
+    names = source.names(meta_tensors, name)
+    for path, tensor in meta_tensors.items():
+        logical_tensor = logical.get(path)
         region = whole(tuple(tensor.shape))
-        if kept is not None and kept.layout is not None and position is not None:
-            region = kept.layout.region(kept.shape, position)
+        if (
+            logical_tensor is not None
+            and logical_tensor.layout is not None
+            and position is not None
+        ):
+            region = logical_tensor.layout.region(logical_tensor.shape, position)
         value = source.read(names[path], region, tensor.dtype)
         if isinstance(tensor, torch.nn.Parameter):
             value = torch.nn.Parameter(value, tensor.requires_grad)
@@ -103,8 +107,8 @@ def fill(
     path_of = {id(t.tensor): t.path for t in state.tensors}
     done: set[int] = set()
     for module in instance.modules() if isinstance(instance, torch.nn.Module) else ():
-        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        own = [t for t in held if t.is_meta and id(t) not in done]
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        own = [t for t in tensors if t.is_meta and id(t) not in done]
         if not own:
             continue
         paths = [path_of[id(tensor)] for tensor in own]
@@ -113,7 +117,7 @@ def fill(
                 f"{name} begins on the meta device, and {type(module).__name__} has no "
                 f"reset_parameters() that says what '{paths[0]}' holds; write one"
             )
-        if len(own) < len(held):
+        if len(own) < len(tensors):
             raise ValueError(
                 f"{name} begins on the meta device, and {type(module).__name__} shares a tensor "
                 f"with another module beside '{paths[0]}'; make the actor without init='meta'"
@@ -122,27 +126,28 @@ def fill(
             torch.utils.swap_tensors(tensor, _empty(tensor))  # type: ignore[no-untyped-call]
         module.reset_parameters()
         for tensor, path in zip(own, paths, strict=True):
-            kept = logical[path]
+            logical_tensor = logical[path]
             done.add(id(tensor))
-            if kept.layout is not None:
-                region = kept.layout.region(kept.shape, mesh.position(rank))
+            if logical_tensor.layout is not None:
+                region = logical_tensor.layout.region(logical_tensor.shape, mesh.position(rank))
                 tensor.data = piece(tensor.data, region)
-    for left in collect(instance).tensors:
-        if left.tensor.is_meta:
+    for state_tensor in collect(instance).tensors:
+        if state_tensor.tensor.is_meta:
             raise ValueError(
-                f"{name} begins on the meta device, and nothing says what '{left.path}' holds; "
-                "make it a parameter or buffer of a module with reset_parameters()"
+                f"{name} begins on the meta device, and nothing says what '{state_tensor.path}' "
+                "holds; make it a parameter or buffer of a module with reset_parameters()"
             )
 
 
 def _refuse_kept(state: ActorState, name: str) -> None:
     """Refuse an optimizer that has made its state on the meta device, where it has no numbers."""
-    for kept in kept_by_optimizers(state):
-        if kept.tensor.is_meta:
+    for optimizer_tensor in kept_by_optimizers(state):
+        if optimizer_tensor.tensor.is_meta:
             raise ValueError(
-                f"{name} begins on the meta device, and {type(kept.optimizer).__name__} has made "
-                "its state there, in its constructor; take an optimizer that makes it in its first "
-                "step, such as AdamW, or make the actor without init='meta'"
+                f"{name} begins on the meta device, and "
+                f"{type(optimizer_tensor.optimizer).__name__} has made its state there, in its "
+                "constructor; take an optimizer that makes it in its first step, such as AdamW, "
+                "or make the actor without init='meta'"
             )
 
 

@@ -31,9 +31,7 @@ from ...sampled import until_next
 from ...values.actor_state import collect
 from ...values.group import Group, GroupActor
 from ...values.interface import Bodies, Body, RankBodies
-from ...values.operators import (
-    is_random,
-)
+from ...values.operators import is_random
 from ...values.optimizer_state import kept_by_optimizers
 from ...values.piece_memory import PieceMemory
 from .draws import GENERATOR_REMEDY, PIECE_REMEDY, Drawn, takes_own_generator
@@ -170,9 +168,9 @@ class _Watched:
                 if tensor.grad is not None:
                     memory.note(tensor.grad, layout)
         layouts = self.actor.layouts
-        for kept in kept_by_optimizers(collect(self.actor.instances[self.rank])):
-            if kept.parameter.path in layouts:
-                memory.note(kept.tensor, layouts[kept.parameter.path])
+        for optimizer_tensor in kept_by_optimizers(collect(self.actor.instances[self.rank])):
+            if optimizer_tensor.parameter.path in layouts:
+                memory.note(optimizer_tensor.tensor, layouts[optimizer_tensor.parameter.path])
         return memory
 
 
@@ -242,11 +240,11 @@ class _Method:
             PIECE_REMEDY,
         )
 
-    def _refusal(self, what: str, remedy: str) -> RuntimeError:
+    def _refusal(self, violation: str, remedy: str) -> RuntimeError:
         loc, note = current_location()
         at = f"\n  at {loc}" if loc is not None else ""
         return RuntimeError(
-            f"the opaque method @{self.name} {what}{note}{at}{self.since}\n  help: {remedy}"
+            f"the opaque method @{self.name} {violation}{note}{at}{self.since}\n  help: {remedy}"
         )
 
 
@@ -288,18 +286,21 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name_of(func)
         if not (_may_take_pieces(func) or name in _RESHAPING or self._is_masked_fill(func, args)):
             with self:  # in inference mode torch has not taken an operator apart yet
-                made = func.decompose(*args, **kwargs)
-            if made is NotImplemented:
+                outputs = func.decompose(*args, **kwargs)
+            if outputs is NotImplemented:
                 raise self._method.not_elementwise(name)
-            return made
+            return outputs
         rows = [*_rows(func, args, kwargs)]
         layouts = [self._only_layout(row, name) for row in rows]
         result = func(*args, **kwargs)
         if name in _RESHAPING and result.shape != args[0].shape:
             raise self._method.not_elementwise(name)
-        made = list(result) if isinstance(result, (list, tuple)) else [result]
+        outputs = list(result) if isinstance(result, (list, tuple)) else [result]
         for index, (row, layout) in enumerate(zip(rows, layouts, strict=True)):
-            for tensor in (*row.written, *(made[index : index + 1] if len(rows) > 1 else made)):
+            for tensor in (
+                *row.written,
+                *(outputs[index : index + 1] if len(rows) > 1 else outputs),
+            ):
                 if layout is not None and isinstance(tensor, torch.Tensor) and name not in _NEW:
                     self._pieces.note(tensor, layout)
         return result
@@ -321,10 +322,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _only_layout(self, row: _Row, name: str) -> Layout | None:
         """The layout of the pieces that an operator combines; None if there are none."""
-        found = {layout for value in row.taken if (layout := self._layout(value)) is not None}
-        if len(found) > 1:
+        layouts = {layout for value in row.taken if (layout := self._layout(value)) is not None}
+        if len(layouts) > 1:
             raise self._method.not_elementwise(name, "with one that is cut otherwise")
-        layout = next(iter(found), None)
+        layout = next(iter(layouts), None)
         if layout is not None and any(self._drawn.differ(value, layout) for value in row.taken):
             raise self._method.draws_for_piece(name)
         return layout
@@ -353,10 +354,12 @@ class _Row:
 
 def _rows(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[_Row]:
     schema = func._schema.arguments
-    given = [(argument, value) for argument, value in zip(schema, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs]
-    writes = [argument.is_write for argument, _ in given]
-    values = [value for _, value in given]
+    arguments = [(argument, value) for argument, value in zip(schema, args, strict=False)]
+    arguments += [
+        (argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs
+    ]
+    writes = [argument.is_write for argument, _ in arguments]
+    values = [value for _, value in arguments]
     count = max((len(v) for v in values if _is_list(v)), default=1)
     for index in range(count):
         row = [_at(value, index) for value in values]

@@ -99,14 +99,14 @@ def hf(model: nn.Module, axis: str | tuple[str, str] = "tp", batch: str | None =
             known.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    found: dict[str, Sharding] = {}
+    shardings: dict[str, Sharding] = {}
     for key, style in _styles(model).items():
         for name, dims in _parameters(model, key):
             path = f"{_within_base(model, key)}.{name}" if name else _within_base(model, key)
-            found[f"{path}|*.{path}"] = _sharding(model, key, style, dims, axes)
+            shardings[f"{path}|*.{path}"] = _sharding(model, key, style, dims, axes)
     if batch is not None:
-        found |= {f"forward({name})": cut(0, batch) for name in _ROWS}
-    return Plan.of(found, optional=type(model).__name__)
+        shardings |= {f"forward({name})": cut(0, batch) for name in _ROWS}
+    return Plan.of(shardings, optional=type(model).__name__)
 
 
 def _styles(model: nn.Module) -> dict[str, Style]:
@@ -141,9 +141,9 @@ def _style(model: nn.Module, key: str, name: str) -> Style:
     return Style() if name in _GATHERED and "*" in key else style
 
 
-def _read(thing: object, name: str) -> object:
+def _read(model_or_config: object, name: str) -> object:
     """An attribute of a foreign object; None if it has none."""
-    return getattr(thing, name, None)
+    return getattr(model_or_config, name, None)
 
 
 def _names(value: object) -> dict[str, str]:
@@ -167,15 +167,15 @@ def _parameters(model: nn.Module, key: str) -> Iterator[tuple[str, int]]:
 
     A path may name a parameter itself, as that of all experts; its name is empty then.
     """
-    found: dict[str, int] = {}
+    dims_of: dict[str, int] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         generic = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
         layer, _, name = generic.rpartition(".")
         if layer == key:
-            found.setdefault(name, parameter.dim())
+            dims_of.setdefault(name, parameter.dim())
         elif generic == key:
-            found.setdefault("", parameter.dim())
-    yield from found.items()
+            dims_of.setdefault("", parameter.dim())
+    yield from dims_of.items()
 
 
 def _sharding(
@@ -190,21 +190,21 @@ def _sharding(
     dim = 0 if dims == 1 else dims + style.dim
     if dims == 2 and _is_transposed(model, key):
         dim = 1 - dim
-    made = cut(dim, *used, blocks=style.blocks)
+    sharding = cut(dim, *used, blocks=style.blocks)
     config = _read(model, "config")
     count = _read(config, "num_attention_heads")
     if is_keys:
         count = _read(config, "num_key_value_heads") or count
     if not isinstance(count, int) or not ({last, f"{parent}.{last}"} & (_KEYS | _HEADS)):
-        return made
+        return sharding
     remedy = (
         f"make two axes of '{axes[0]}', such as cg.mesh(kv={count}, rep=...), and give "
         'cg.plans.hf(model, axis=("kv", "rep"))'
         if is_keys
         else "use an axis whose size divides the number of heads"
     )
-    what = "heads of keys and values" if is_keys else "heads"
-    return made.of_parts(Parts(used, count, what, remedy))
+    part_name = "heads of keys and values" if is_keys else "heads"
+    return sharding.of_parts(Parts(used, count, part_name, remedy))
 
 
 def _is_transposed(model: nn.Module, key: str) -> bool:

@@ -88,21 +88,21 @@ class Stored:
         flat = Flat.of(logical, self.group.mesh)
         used = logical.used.cuts if logical.used is not None else None
         cuts = before.cuts if any(before.cuts) else None
-        left = tuple(axis for axis in before.summands if axis not in flat.gathered)
+        remaining_axes = tuple(axis for axis in before.summands if axis not in flat.gathered)
         if cuts != used or not set(flat.gathered) <= set(before.summands):
             return None
-        if after != Layout(logical.layout.cuts if logical.layout else (), left):
+        if after != Layout(logical.layout.cuts if logical.layout else (), remaining_axes):
             return None
         tensors = self._held(path)
         dtype = ir_dtype(next(iter(tensors.values())).dtype)
-        given = TensorType(dtype, logical.shape, None, before)
+        gradient = TensorType(dtype, logical.shape, None, before)
         terms = flat.type(dtype, False, before.summands)
-        total = flat.type(dtype, True, left)
+        total = flat.type(dtype, True, remaining_axes)
         name = f"{self.group.name}.{path}"
         axes = "_".join(before.summands)
         lay = Function(
             f"{name}.gradient.{axes}",
-            (given,),
+            (gradient,),
             (terms,),
             actor=self.group.name,
             loc=self.loc,
@@ -209,11 +209,11 @@ class Flat:
         """The flat form of a parameter that is cut further where it rests."""
         assert logical.layout is not None, "a stored parameter is cut"
         used = () if logical.used is None else logical.used.axes
-        kept = tuple(axis for axis, _ in mesh.grid if axis in used)
+        kept_axes = tuple(axis for axis, _ in mesh.grid if axis in used)
         rest = set(logical.layout.axes).difference(used)
         gathered = tuple(axis for axis, _ in mesh.grid if axis in rest)
         regions = (logical.layout.region(logical.shape, at) for at in mesh.positions.values())
-        return Flat(logical, mesh, kept, gathered, max(map(volume, regions)))
+        return Flat(logical, mesh, kept_axes, gathered, max(map(volume, regions)))
 
     def type(self, dtype: DType, is_piece: bool, summands: tuple[str, ...] = ()) -> TensorType:
         """The type of the flat tensor, cut to pieces or gathered."""
@@ -233,13 +233,19 @@ class Flat:
         """The pieces that a rank gathers."""
         logical, sizes = self.logical, dict(self.mesh.grid)
         assert logical.layout is not None, "a stored parameter is cut"
-        here = self.mesh.position(rank)
+        position = self.mesh.position(rank)
         used = logical.used or Layout((Cut(),) * len(logical.shape))
-        whole = used.region(logical.shape, here)
+        whole = used.region(logical.shape, position)
         regions = []
         for along in itertools.product(*(range(sizes[axis]) for axis in self.gathered)):
-            there = {axis: (k, sizes[axis]) for axis, k in zip(self.gathered, along, strict=True)}
-            regions.append(within(logical.layout.region(logical.shape, {**here, **there}), whole))
+            gathered_position = {
+                axis: (k, sizes[axis]) for axis, k in zip(self.gathered, along, strict=True)
+            }
+            regions.append(
+                within(
+                    logical.layout.region(logical.shape, {**position, **gathered_position}), whole
+                )
+            )
         shape = shape_of(whole)
         is_full = all(volume(region) == self.numel for region in regions)
         is_dense = is_full and _are_rows(regions, shape)
@@ -297,12 +303,12 @@ class _Making:
         pieces = self.pieces
         if pieces.is_dense:
             return (flat.view(pieces.shape),)
-        made = flat.new_empty(pieces.shape)
+        parameter = flat.new_empty(pieces.shape)
         for index, region in enumerate(pieces.regions):
             shape = shape_of(region)
             at = index * pieces.numel
-            put(made, region, flat[at : at + volume(region)].view(shape))
-        return (made,)
+            put(parameter, region, flat[at : at + volume(region)].view(shape))
+        return (parameter,)
 
 
 @dataclass(frozen=True)

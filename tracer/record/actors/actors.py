@@ -75,8 +75,8 @@ class ActorHandle(NotAValue):
         self._instance = instance
         self._methods: dict[str, ActorMethod] = {}
         self._actors = Actors(member_of) if actors is None else actors
-        held = (instance,) if self.is_local else ()
-        self._member = Member(name, rank, peers, held, group=group)
+        instances = (instance,) if self.is_local else ()
+        self._member = Member(name, rank, peers, instances, group=group)
         self._actors.enter(self._member)
 
     @property
@@ -127,19 +127,19 @@ class ActorHandle(NotAValue):
 
     def __getattr__(self, name: str) -> ActorMethod:
         methods = self._methods
-        found = methods.get(name)
-        if found is None:
+        method = methods.get(name)
+        if method is None:
             if not _is_method(self.cls, name):
                 raise self._no_method(name)
-            found = methods[name] = ActorMethod(self, name)
-        return found
+            method = methods[name] = ActorMethod(self, name)
+        return method
 
     def _no_method(self, name: str) -> AttributeError:
         methods = ", ".join(_methods_of(self.cls)) or "none"
         known = hasattr(self.cls, name)
-        what = f"'{name}' is not a method of" if known else f"no method '{name}' in"
+        problem = f"'{name}' is not a method of" if known else f"no method '{name}' in"
         return AttributeError(
-            f"{what} the actor {self.name}; the methods of {self.cls.__name__} are: {methods}. "
+            f"{problem} the actor {self.name}; the methods of {self.cls.__name__} are: {methods}. "
             "Attributes live with the instance: read them in a method, or, outside of steps and "
             f"on {self._where}, from {self.name}.local"
         )
@@ -237,10 +237,10 @@ def member_of(value: Any) -> Member | None:
 def library_method(handle: ActorHandle, function: Callable[..., Any]) -> ActorMethod:
     """A function of cg's own that is called as a method of an actor: with the instance first."""
     key = f"cg.{function.__name__}"  # no attribute of a class has such a name
-    found = handle._methods.get(key)
-    if found is None:
-        found = handle._methods[key] = ActorMethod(handle, function.__name__, function=function)
-    return found
+    method = handle._methods.get(key)
+    if method is None:
+        method = handle._methods[key] = ActorMethod(handle, function.__name__, function=function)
+    return method
 
 
 def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
@@ -268,10 +268,10 @@ def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
 
 def _is_method(cls: type[Any], name: str) -> bool:
     # Not getattr_static, which would find methods of the metaclass, too.
-    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    if isinstance(found, staticmethod | classmethod):
+    attribute = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    if isinstance(attribute, staticmethod | classmethod):
         return True
-    return callable(found) and not isinstance(found, type)
+    return callable(attribute) and not isinstance(attribute, type)
 
 
 def _methods_of(cls: type[Any]) -> list[str]:

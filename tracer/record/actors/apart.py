@@ -57,12 +57,16 @@ def refuse_apart(session: Session) -> None:
 
 def _uses_of(session: Session, sharing: Sharing) -> dict[str, Use]:
     paths: dict[str, set[str]] = {}
-    for held in (each for holders in sharing.memory for each in holders):
-        paths.setdefault(held.actor, set()).add(held.path)
-    mine = {name: use.of(paths[name]) for name, use in sharing.uses.items() if name in paths}
+    for holder in (h for holders in sharing.memory for h in holders):
+        paths.setdefault(holder.actor, set()).add(holder.path)
+    own_uses = {name: use.of(paths[name]) for name, use in sharing.uses.items() if name in paths}
     if plays_all(session.peers):
-        return mine
-    return {name: each for theirs in session.peers.allgather(mine) for name, each in theirs.items()}
+        return own_uses
+    return {
+        name: use
+        for rank_uses in session.peers.allgather(own_uses)
+        for name, use in rank_uses.items()
+    }
 
 
 def _refuse(holders: Sequence[Held], uses: dict[str, Use]) -> None:
@@ -70,7 +74,7 @@ def _refuse(holders: Sequence[Held], uses: dict[str, Use]) -> None:
         function = uses[one.actor].changes.get(one.path) if one.actor in uses else None
         other = _other_user(one, holders, uses)
         if function is not None and other is not None:
-            later = max(one, other, key=lambda held: held.order)
+            later = max(one, other, key=lambda holder: holder.order)
             raise TraceError(
                 f"{_shown(one)} and {_shown(other)} are one tensor, which @{function} changes, or "
                 "adds a gradient to; in processes each rank has a copy of its own, and nothing "
@@ -88,10 +92,10 @@ def _other_user(one: Held, holders: Iterable[Held], uses: dict[str, Use]) -> Hel
     return None
 
 
-def _shown(held: Held) -> str:
-    where = "" if held.made is None else f", made at {held.made}"
-    path = held.path.partition(".")[2] or held.path  # without the tuple around the instance
-    return f"'{path}' of {held.actor} (rank {held.rank}{where})"
+def _shown(holder: Held) -> str:
+    where = "" if holder.made is None else f", made at {holder.made}"
+    path = holder.path.partition(".")[2] or holder.path  # without the tuple around the instance
+    return f"'{path}' of {holder.actor} (rank {holder.rank}{where})"
 
 
 @dataclass(frozen=True)
@@ -136,28 +140,28 @@ def _checking(
     @functools.wraps(body)
     def run(*inputs: Any) -> Sequence[Any]:
         nonlocal looks
-        before = [_version(each.value()) for each in tensors]
-        snapshots = [_snapshot(each.value) for each in objects] if looks else []
+        before = [_version(watched.value()) for watched in tensors]
+        snapshots = [_snapshot(watched.value) for watched in objects] if looks else []
         results = body(*inputs)
-        for each, version in zip(tensors, before, strict=True):
-            if _version(each.value()) != version:
-                raise _changed(name, each)
-        for each, snapshot in zip(objects, snapshots, strict=False):
-            if _has_changed(each.value, snapshot):
-                raise _changed(name, each)
+        for watched, version in zip(tensors, before, strict=True):
+            if _version(watched.value()) != version:
+                raise _changed(name, watched)
+        for watched, snapshot in zip(objects, snapshots, strict=False):
+            if _has_changed(watched.value, snapshot):
+                raise _changed(name, watched)
         looks = max(0, looks - 1)
         return results
 
     return run
 
 
-def _changed(name: str, each: _Watched) -> RuntimeError:
+def _changed(name: str, watched: _Watched) -> RuntimeError:
     return RuntimeError(
-        f"the opaque method @{name} has changed {_shown(each.held)}, which is {_shown(each.other)} "
-        "as well; in processes each rank has a copy of its own, and nothing keeps the copies "
-        "equal. Send what changes as a value: return it from a method of one actor, and pass it to "
-        "the other. If each is to have its own, make it in the constructor, or pass "
-        "copy.deepcopy(...)"
+        f"the opaque method @{name} has changed {_shown(watched.held)}, which is "
+        f"{_shown(watched.other)} as well; in processes each rank has a copy of its own, and "
+        "nothing keeps the copies equal. Send what changes as a value: return it from a method of "
+        "one actor, and pass it to the other. If each is to have its own, make it in the "
+        "constructor, or pass copy.deepcopy(...)"
     )
 
 

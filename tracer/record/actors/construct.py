@@ -57,7 +57,7 @@ class Constructor:
         state = torch.get_rng_state() if first in played else None
         state = self.peers.broadcast(state, first)
         failed: Exception | None = None
-        made: GroupActor | None = None
+        actor: GroupActor | None = None
         digest = ""
         try:
             if played:
@@ -66,11 +66,11 @@ class Constructor:
                 logical = self._lay_out(instance)
                 digest = _digest(instance, logical) if len(played) < len(self.mesh.ranks) else ""
                 instances = self._pieces(instance, logical, played, device, state)
-                made = self._actor({tensor.path: tensor for tensor in logical}, instances)
+                actor = self._actor({tensor.path: tensor for tensor in logical}, instances)
         except Exception as error:
             failed = error
         self._compare(failed, digest, played)
-        return made if made is not None else self._actor({}, {})
+        return actor if actor is not None else self._actor({}, {})
 
     def _device(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.init == "meta" else nullcontext()
@@ -80,7 +80,7 @@ class Constructor:
 
     def _lay_out(self, instance: Any) -> tuple[LogicalTensor, ...]:
         self.check(instance)
-        paths = [slot.path for each in collect(instance).tensors for slot in each.slots]
+        paths = [slot.path for state in collect(instance).tensors for slot in state.slots]
         self.plan.check(self.cls, paths, arguments_of(self.cls))
         logical = lay_out(instance, self.plan, self.store, self.mesh)
         if any(tensor.layout is not None for tensor in logical):
@@ -97,28 +97,30 @@ class Constructor:
     ) -> dict[int, Any]:
         """The instance of each played rank; where these are several, each has its own."""
         copies = [instance, *(_copied(instance) for _ in played[1:])]
-        for rank, each in zip(played, copies, strict=True):
+        for rank, replica in zip(played, copies, strict=True):
             by_path = {tensor.path: tensor for tensor in logical}
             if self.init == "meta":
                 with _drawing_from(state, is_own=False):
-                    fill(each, by_path, self.mesh, rank, self.name)
+                    fill(replica, by_path, self.mesh, rank, self.name)
             else:
-                keep_pieces(each, logical, self.mesh, rank)
+                keep_pieces(replica, logical, self.mesh, rank)
             if isinstance(self.init, TensorSource):
-                fill_from(self.init, each, by_path, self.mesh.position(rank), self.name)
+                fill_from(self.init, replica, by_path, self.mesh.position(rank), self.name)
             if device is not None:
-                move(each, device)
+                move(replica, device)
         return dict(zip(played, copies, strict=True))
 
     def _compare(self, failed: Exception | None, digest: str, played: Sequence[int]) -> None:
         words = None if failed is None else f"{type(failed).__name__}: {failed}"
-        told = self.peers.allgather((words, digest, tuple(played)))
+        reports = self.peers.allgather((words, digest, tuple(played)))
         if failed is not None:
             raise failed
-        for error, _, ranks in told:
+        for error, _, ranks in reports:
             if error is not None:
                 raise ActorError(f"{self.name} could not be made on rank {ranks[0]}: {error}")
-        digests = {theirs: ranks[0] for _, theirs, ranks in reversed(told) if theirs}
+        digests = {
+            rank_digest: ranks[0] for _, rank_digest, ranks in reversed(reports) if rank_digest
+        }
         if len(digests) > 1:
             one, other = sorted(digests.values())[:2]
             raise ActorError(
@@ -135,13 +137,13 @@ def _copied(instance: Any) -> Any:
     to what they were made for.
     """
     memo: dict[int, Any] = {}
-    made = copy.deepcopy(instance, memo)
+    copied = copy.deepcopy(instance, memo)
     for trainer in collect(instance).trainers:
         twin = memo.get(id(trainer), trainer)
         for name, value in vars(trainer).items():
             if name not in vars(twin) and not callable(value):
                 setattr(twin, name, copy.deepcopy(value, memo))
-    return made
+    return copied
 
 
 def arguments_of(cls: type[Any]) -> Iterator[tuple[str, str]]:
@@ -167,11 +169,11 @@ def _drawing_from(state: torch.Tensor, is_own: bool) -> Iterator[None]:
 
 def _digest(instance: Any, logical: tuple[LogicalTensor, ...]) -> str:
     """A hash of all tensors of an instance, and of their layouts."""
-    found = hashlib.sha256(repr(logical).encode())
-    for each in collect(instance).tensors:
-        tensor = each.tensor.detach()
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digest = hashlib.sha256(repr(logical).encode())
+    for state in collect(instance).tensors:
+        tensor = state.tensor.detach()
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         if tensor.device.type != "meta":
             flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-            found.update(flat.numpy().data)
-    return found.hexdigest()
+            digest.update(flat.numpy().data)
+    return digest.hexdigest()

@@ -202,17 +202,17 @@ class ActorFactory:
         others = [m for m in self.actors.local(peers) if is_group or m.group is not None]
         if not others:
             return
-        mine = {id(each.tensor): each.path for each in collect(instance).tensors}
-        for other in others:
-            for each in reach(other.held).tensors:
-                if id(each.tensor) in mine:
+        path_of = {id(state.tensor): state.path for state in collect(instance).tensors}
+        for member in others:
+            for state in reach(member.held).tensors:
+                if id(state.tensor) in path_of:
                     raise ActorError(
-                        f"{name} and {other.name} hold one tensor, '{mine[id(each.tensor)]}', and "
-                        "an actor on a mesh cuts its tensors; make one actor of the two, or give "
-                        "each its own by copy.deepcopy"
+                        f"{name} and {member.name} hold one tensor, '{path_of[id(state.tensor)]}', "
+                        "and an actor on a mesh cuts its tensors; make one actor of the two, or "
+                        "give each its own by copy.deepcopy"
                     )
 
-    def _entered(self, handle: ActorHandle, peers: Peers, given: Any) -> ActorHandle:
+    def _entered(self, handle: ActorHandle, peers: Peers, arguments: Any) -> ActorHandle:
         """The handle, of which is noted where it was made, and of what.
 
         Args:
@@ -221,7 +221,7 @@ class ActorFactory:
         member = handle._member
         member.made = caller_location(2)
         if not plays_all(peers):
-            self.actors.note_given(member, (given, _read_by_constructor(handle.cls)))
+            self.actors.note_given(member, (arguments, _read_by_constructor(handle.cls)))
         return handle
 
     def _instance(
@@ -261,13 +261,13 @@ class _On:
 
 def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
     """Modules, tensors and optimizers that a class's constructors read by variables, by name."""
-    found = {
+    values = {
         ".".join((base.__qualname__, variable.name, *variable.attributes)): variable.value()
         for base in cls.__mro__
         if "__init__" in vars(base)
         for variable in variables_of(vars(base)["__init__"])
     }
-    return {name: value for name, value in found.items() if _is_of_a_model(value)}
+    return {name: value for name, value in values.items() if _is_of_a_model(value)}
 
 
 def _is_of_a_model(value: Any) -> bool:
@@ -278,5 +278,5 @@ def _is_of_a_model(value: Any) -> bool:
     kinds = (torch.nn.Module, torch.Tensor, *TRAINERS)
     if not isinstance(value, (list, tuple, dict)):
         return isinstance(value, kinds)
-    held = value.values() if isinstance(value, dict) else value
-    return len(value) <= MANY and any(isinstance(each, kinds) for each in held)
+    items = value.values() if isinstance(value, dict) else value
+    return len(value) <= MANY and any(isinstance(item, kinds) for item in items)

@@ -9,9 +9,7 @@ import torch
 
 from ...values.actor_state import collect
 from ...values.heap.snapshot import Snapshot
-from ...values.operators import (
-    storage_key,
-)
+from ...values.operators import storage_key
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """The memory of a tensor as bytes (or a tensor that has no plain memory), and a copy of it."""
@@ -43,10 +41,10 @@ class Undo:
         for actor in self._actors:
             state = collect(actor, trainers=True)
             self._containers.append(Snapshot(state.containers))
-            for each in state.tensors:
-                gradient = each.tensor.grad if each.tensor.is_leaf else None
-                self._gradients.append((each.tensor, gradient))
-                for tensor in (each.tensor, gradient):
+            for state_tensor in state.tensors:
+                gradient = state_tensor.tensor.grad if state_tensor.tensor.is_leaf else None
+                self._gradients.append((state_tensor.tensor, gradient))
+                for tensor in (state_tensor.tensor, gradient):
                     if tensor is not None:
                         self._copy(tensor, before)
 

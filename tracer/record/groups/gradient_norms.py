@@ -68,11 +68,11 @@ def _powers(
     loc: Location | None,
 ) -> list[TracedPart]:
     bodies: dict[int, Body] = {}
-    trained = [each for each in group.state(group.first).tensors if each.is_trained]
+    trained = [state for state in group.state(group.first).tensors if state.is_trained]
     wide = accumulation_type(_common_type(trained))
     for rank in group.instances:
-        own = [each for each in group.state(rank).tensors if each.is_trained]
-        bodies[rank] = _Powers([_counted(group, each, rank) for each in own], norm_type, wide)
+        own = [state for state in group.state(rank).tensors if state.is_trained]
+        bodies[rank] = _Powers([_counted(group, state, rank) for state in own], norm_type, wide)
     axes = tuple(axis for axis, size in group.mesh.grid if size > 1)
     combine = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
     layout = Layout.of((WHOLE,), axes, combine)
@@ -129,7 +129,7 @@ class _Powers:
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
-            return (torch.stack([self._power(*each) for each in self.tensors]),)
+            return (torch.stack([self._power(*counted) for counted in self.tensors]),)
 
     def _power(self, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
         gradient = tensor.grad

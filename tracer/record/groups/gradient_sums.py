@@ -66,11 +66,15 @@ def note_gradients(
     """
     pending = session.unreduced.setdefault(actor, {})
     reduced = session.reduced.get(actor, {})
-    again = {path: one for path, one in found.items() if path in reduced and path not in pending}
+    again = {
+        path: gradient
+        for path, gradient in found.items()
+        if path in reduced and path not in pending
+    }
     if _summed(again):
         _record_begin(session, session.groups[actor], again, loc)
-    for path, one in found.items():
-        both = pending.setdefault(path, one).layout.summands, one.layout.summands
+    for path, gradient in found.items():
+        both = pending.setdefault(path, gradient).layout.summands, gradient.layout.summands
         if both[0] != both[1]:
             axes = [".".join(summands) or "no axis" for summands in both]
             raise TraceError(
@@ -94,29 +98,29 @@ def reduce_gradients(session: Session, actor: str, loc: Location | None) -> None
     session.emit(_call(session, group.mesh, name, loc))
 
 
-def _summed(found: Mapping[str, GradientLayout]) -> dict[str, GradientLayout]:
+def _summed(gradients: Mapping[str, GradientLayout]) -> dict[str, GradientLayout]:
     """The gradients that are to be reduced."""
-    return {path: each for path, each in found.items() if each.layout.summands}
+    return {path: gradient for path, gradient in gradients.items() if gradient.layout.summands}
 
 
 def finish_gradients(session: Session) -> None:
     """Reduce what has not been reduced, and let the gradients of before count once."""
     for actor in sorted(session.unreduced):
         reduce_gradients(session, actor, None)
-    for actor, found in sorted(session.reduced.items()):
-        _record_begin(session, session.groups[actor], found, None, first=True)
+    for actor, gradients in sorted(session.reduced.items()):
+        _record_begin(session, session.groups[actor], gradients, None, first=True)
 
 
 def _record_begin(
     session: Session,
     group: GroupActor,
-    found: Mapping[str, GradientLayout],
+    gradients: Mapping[str, GradientLayout],
     loc: Location | None,
     first: bool = False,
 ) -> None:
     """Record that gradients, of which ranks hold copies, become summands: one of them counts."""
     name = f"{group.name}.begin_gradients"
-    name = declared(session, group, name, _summed(found), _beginning, loc)
+    name = declared(session, group, name, _summed(gradients), _beginning, loc)
     op = _call(session, group.mesh, name, loc)
     ops = session.module.program.ops
     ops.insert(0 if first else len(ops), op)
@@ -141,7 +145,7 @@ def declared(
     loc: Location | None,
 ) -> str:
     """The function of that kind for some gradients, which is made at first."""
-    key = (base, tuple(sorted((path, str(each)) for path, each in gradients.items())))
+    key = (base, tuple(sorted((path, str(gradient)) for path, gradient in gradients.items())))
     name = session.reductions.get(key)
     if name is None:
         session.refuse_new(base, loc)
@@ -152,10 +156,10 @@ def declared(
             parts = make(group, fresh, gradients, loc)
             return parts, list(map(public_part, parts))
 
-        mine, parts = agree(
+        own_parts, parts = agree(
             session.peers, group.mesh.ranks, made, name, loc, parts_of=lambda public: public
         )
-        enter(session, parts, [] if mine is None else [part.body for part in mine])
+        enter(session, parts, [] if own_parts is None else [part.body for part in own_parts])
     return name
 
 
@@ -168,8 +172,8 @@ def _beginning(
         tensors = group.tensors(rank)
         cleared = [
             tensors[path]
-            for path, each in gradients.items()
-            if any(position[axis][0] for axis in each.layout.summands)
+            for path, gradient in gradients.items()
+            if any(position[axis][0] for axis in gradient.layout.summands)
         ]
         bodies[rank] = _Clearing(cleared)
     function = Function(name, (), (UnitType(),), effect=Effect.WRITE, actor=group.name, loc=loc)
@@ -203,20 +207,24 @@ class _Clearing:
 def _reduction(
     group: GroupActor, name: str, gradients: Gradients, loc: Location | None
 ) -> list[TracedPart]:
-    numbers = sorted({each.bucket for each in gradients.values()})
+    numbers = sorted({gradient.bucket for gradient in gradients.values()})
     write: dict[str, Any] = {"actor": group.name, "loc": loc, "effect": Effect.WRITE}
     buckets: list[_Bucket] = []
     for number in numbers:
-        layouts = {path: each.layout for path, each in gradients.items() if each.bucket == number}
+        layouts = {
+            path: gradient.layout
+            for path, gradient in gradients.items()
+            if gradient.bucket == number
+        }
         messages = tuple(_messages(group, layouts))
         base, common = name, write
         if len(numbers) > 1:  # else nothing is left to be computed meanwhile
             base = f"{name}.{number}"
             common = write | {"effect": Effect.REDUCE, "buckets": (number,)}
-        read = Function(f"{base}.read", (), tuple(each.type for each in messages), **common)
+        read = Function(f"{base}.read", (), tuple(message.type for message in messages), **common)
         writes = tuple(
-            Function(f"{base}.write{index}", (each.reduced,), (UnitType(),), **common)
-            for index, each in enumerate(messages)
+            Function(f"{base}.write{index}", (message.reduced,), (UnitType(),), **common)
+            for index, message in enumerate(messages)
         )
         buckets.append(_Bucket(messages, read, writes))
     program = Function(name, (), (UnitType(),), kind=FunctionKind.PROGRAM, **write)
@@ -240,14 +248,18 @@ class _Bucket:
 
     def functions(self, group: GroupActor) -> Iterator[TracedPart]:
         """Its functions with their bodies."""
-        held: dict[int, list[_Held]] = {}
+        messages: dict[int, list[_Held]] = {}
         for rank in group.instances:
             tensors = group.tensors(rank)
-            held[rank] = [_Held([tensors[p] for p in m.paths], m.is_flat) for m in self.messages]
-        reading = {rank: _Reading(each) for rank, each in held.items()}
+            messages[rank] = [
+                _Held([tensors[p] for p in m.paths], m.is_flat) for m in self.messages
+            ]
+        reading = {rank: _Reading(rank_messages) for rank, rank_messages in messages.items()}
         yield TracedPart(self.read, RankBodies.of(reading))
         for index, write in enumerate(self.writes):
-            writing = {rank: _Writing([each[index]]) for rank, each in held.items()}
+            writing = {
+                rank: _Writing([rank_messages[index]]) for rank, rank_messages in messages.items()
+            }
             yield TracedPart(write, RankBodies.of(writing))
 
 
@@ -264,10 +276,10 @@ def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
     for bucket in buckets:
         sums = tuple(Value(names.fresh("sum"), type_) for type_ in bucket.read.outputs)
         travel.append(Call((), sums, fn=Symbol(bucket.read.name)))
-        for one, write in zip(sums, bucket.writes, strict=True):
+        for partial_sum, write in zip(sums, bucket.writes, strict=True):
             total = Value(names.fresh("total"), *write.inputs)
             done = Value(names.fresh("done"), UnitType())
-            travel.append(Transfer((one,), (total,), traffic=traffic, donated=True))
+            travel.append(Transfer((partial_sum,), (total,), traffic=traffic, donated=True))
             back.append(Call((total,), (done,), fn=Symbol(write.name)))
     return Program(name, [], [*travel, *back, Return(back[-1].results, ())])
 

@@ -50,9 +50,9 @@ def moved(
     op = session.emit(Transfer((traced.value,), (result,), loc=loc, mb=session.mb))
     needed = spec.requires_grad and torch.is_grad_enabled()
     session.tape.record(op, None, (needed,), session.last)
-    held = session.hold(op.result, replace(spec, requires_grad=needed))
-    assert isinstance(held, TracedTensor)
-    return held
+    moved_tensor = session.hold(op.result, replace(spec, requires_grad=needed))
+    assert isinstance(moved_tensor, TracedTensor)
+    return moved_tensor
 
 
 def bring(
@@ -105,17 +105,17 @@ def _passed(
     loc: Location | None,
 ) -> TracedTensor:
     """A value as a method is given it; what the method returns of it is the value itself."""
-    given = moved(session, tensor, place, layout, loc)
-    if given is not tensor:
-        share(tensor, given)
-    return given
+    moved_tensor = moved(session, tensor, place, layout, loc)
+    if moved_tensor is not tensor:
+        share(tensor, moved_tensor)
+    return moved_tensor
 
 
 def _wanted(
     actor: GroupActor, method: str, name: str | None, tensor: TracedTensor, loc: Location | None
 ) -> Layout | None:
     """The layout of an argument."""
-    what = f"{method}({name})"
+    argument = f"{method}({name})"
     sharding = None if name is None else actor.plan.of_argument(method, name)
     have = layout_of(tensor.traced)
     if sharding is None:
@@ -123,20 +123,21 @@ def _wanted(
             return None
         raise TraceError(
             f"{actor.name}.{method} takes %{tensor.traced.value.name}, {tensor.traced.value.type}, "
-            f"and the actor's plan does not say how {what} is laid out",
+            f"and the actor's plan does not say how {argument} is laid out",
             loc=loc,
-            remedy=f'name it in the plan of {actor.name}: "{what}": cg.cut(0, '
+            remedy=f'name it in the plan of {actor.name}: "{argument}": cg.cut(0, '
             f'"{actor.mesh.grid[0][0]}"), say, or cg.whole for a copy on each rank',
         )
     spec = tensor.traced.spec
     assert isinstance(spec, TensorSpec)
     try:
-        return sharding.layout(actor.mesh, spec.shape, f"{actor.name}.{what}")
+        return sharding.layout(actor.mesh, spec.shape, f"{actor.name}.{argument}")
     except ValueError as error:
         raise TraceError(
             f"{error}",
             loc=loc,
-            remedy=f'change "{what}" in the plan of {actor.name}, or give it a tensor that fits',
+            remedy=f'change "{argument}" in the plan of {actor.name}, or give it a tensor '
+            "that fits",
         ) from None
 
 
@@ -165,11 +166,11 @@ def group_of(
     if not laid_out:
         return None
     place = laid_out[0].place
-    for other in laid_out[1:]:
-        if other.place != place:
+    for traced in laid_out[1:]:
+        if traced.place != place:
             raise TraceError(
                 f"{what} takes %{laid_out[0].value.name} of {_shown(place)} and "
-                f"%{other.value.name} of {_shown(other.place)}",
+                f"%{traced.value.name} of {_shown(traced.place)}",
                 loc=loc,
                 remedy="pass one of them through a method of an actor on the other one's mesh",
             )

@@ -31,8 +31,8 @@ def layout(value: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     if not isinstance(sharding, Sharding):
         raise TypeError(f"cg.layout takes cg.cut(...) or cg.whole, not {sharding!r}")
     if not isinstance(value, TracedTensor):
-        made: torch.Tensor = asked_layout(value, text_of_cuts(sharding.cuts))
-        return made
+        tensor: torch.Tensor = asked_layout(value, text_of_cuts(sharding.cuts))
+        return tensor
     session, loc = recording("cg.layout"), caller_location(2)
     assert session is not None, "values of a step are met in it"
     with torch._C.DisableTorchFunction():
@@ -45,8 +45,8 @@ def layout(value: torch.Tensor, sharding: Sharding) -> torch.Tensor:
             remedy="give it what a method of an actor on a mesh has returned",
         )
     try:
-        wanted = sharding.layout(place, tuple(value.shape), name)
+        target_layout = sharding.layout(place, tuple(value.shape), name)
     except ValueError as error:
         remedy = "correct what cg.layout is given there"
         raise TraceError(str(error), loc=loc, remedy=remedy) from None
-    return moved(session, value, place, wanted, loc)
+    return moved(session, value, place, target_layout, loc)

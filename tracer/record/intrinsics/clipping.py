@@ -61,9 +61,9 @@ def clip_grad_norm(
         # As torch does it, so that the bits are the same.
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if session is not None and session.optimistic:
-            kept = coefficient >= 1.0
-            assert isinstance(kept, TracedTensor)
-            session.assumptions.append(kept)
+            assumption = coefficient >= 1.0
+            assert isinstance(assumption, TracedTensor)
+            session.assumptions.append(assumption)
             return total
         for actor in actors:
             library_method(actor, scale_gradients)(coefficient, holders)
@@ -132,17 +132,17 @@ class Holders:
         """The parameters of a local actor, by identity, that count elsewhere."""
         if any(actor in group.instances.values() for group in self._groups):
             return set()  # an actor on a mesh shares no tensor
-        here = [(i, member) for i, member in enumerate(self.members) if member.held]
-        at = next(i for i, member in here if member.held[0] is actor)
-        left: set[int] = set()
-        mine = _ids(_trained(actor)) if len(here) > 1 else left
-        for i, member in here:
-            common = set() if i == at else mine & _ids(_trained(member.held[0]))
+        local_members = [(i, member) for i, member in enumerate(self.members) if member.held]
+        at = next(i for i, member in local_members if member.held[0] is actor)
+        counted_elsewhere: set[int] = set()
+        own_ids = _ids(_trained(actor)) if len(local_members) > 1 else counted_elsewhere
+        for i, member in local_members:
+            common = set() if i == at else own_ids & _ids(_trained(member.held[0]))
             if common:
                 own, other = common & _changed(self.members[at]), common & _changed(member)
-                left |= other - own
-                left |= common - (own ^ other) if i < at else set()
-        return left
+                counted_elsewhere |= other - own
+                counted_elsewhere |= common - (own ^ other) if i < at else set()
+        return counted_elsewhere
 
 
 def _ids(tensors: Iterable[Tensor]) -> set[int]:
@@ -164,10 +164,10 @@ def _no_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
 @opaque(fake=_no_norms)
 def gradient_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
     """Norms of gradients, [parameters]; 0 where there is none, or where it counts elsewhere."""
-    left = holders.left_to_others(actor)
+    counted_elsewhere = holders.left_to_others(actor)
     norms = [
         p.new_zeros(())
-        if p.grad is None or id(p) in left
+        if p.grad is None or id(p) in counted_elsewhere
         else torch.linalg.vector_norm(p.grad, norm_type)
         for p in _trained(actor)
     ]
@@ -177,7 +177,7 @@ def gradient_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
 @opaque
 def scale_gradients(actor: Any, coefficient: Tensor, holders: Holders) -> None:
     """Multiply each gradient that counts here by a scalar."""
-    left = holders.left_to_others(actor)
+    counted_elsewhere = holders.left_to_others(actor)
     for parameter in _trained(actor):
-        if parameter.grad is not None and id(parameter) not in left:
+        if parameter.grad is not None and id(parameter) not in counted_elsewhere:
             parameter.grad.mul_(coefficient.to(parameter.grad.device))

@@ -295,19 +295,19 @@ class _Group:
         needed = tuple(grad and requires_grad(traced.spec) for traced in self.traced)
         operands = tuple(traced.value for traced in self.traced)
         op = cls(operands, group=Place(self.ranks), loc=self.loc, mb=session.mb, **attributes)
-        given: list[Value] = []
+        received: list[Value] = []
         results: list[Value] = []
         for place in op.result_places:
             gets = place.ranks[0] in op.exchange.receivers
             result = TensorType(type_.dtype, shape, place) if gets else UnitType(place)
             results.append(session.new_value(self.what, result))
-            given += results[-1:] if gets else ()
+            received += results[-1:] if gets else ()
         op.results = tuple(results)
         session.emit(op)
         session.tape.record(op, None, needed, session.last)
-        made = TensorSpec(spec.dtype, shape, any(needed))
-        held = [session.hold(value, made) for value in given]
-        return [value for value in held if isinstance(value, TracedTensor)]
+        result_spec = TensorSpec(spec.dtype, shape, any(needed))
+        tensors = [session.hold(value, result_spec) for value in received]
+        return [value for value in tensors if isinstance(value, TracedTensor)]
 
     def copies(self, result: torch.Tensor, count: int) -> list[torch.Tensor]:
         """The result as several tensors, which can be written to one by one."""
@@ -319,17 +319,17 @@ class _Group:
         return copies
 
 
-def _check_actors(what: str, actors: Sequence[object], example: str) -> None:
+def _check_actors(collective: str, actors: Sequence[object], example: str) -> None:
     """Raise unless there are actors, and nothing else."""
     if not actors or not all(isinstance(actor, ActorHandle) for actor in actors):
         raise TraceError(
-            f"cg.{what} to something other than actors",
+            f"cg.{collective} to something other than actors",
             loc=caller_location(3),
             remedy=f"give {example}",
         )
 
 
-def _check_tensors(what: str, values: Sequence[object]) -> None:
+def _check_tensors(collective: str, values: Sequence[object]) -> None:
     """Return if all values are tensors.
 
     Raises:
@@ -338,8 +338,8 @@ def _check_tensors(what: str, values: Sequence[object]) -> None:
     for value in values:
         if isinstance(value, ObjectValue):
             raise TraceError(
-                f"cg.{what} of %{value.traced.value.name}, an object that is known only when the "
-                "step runs; collectives are of tensors",
+                f"cg.{collective} of %{value.traced.value.name}, an object that is known only when "
+                "the step runs; collectives are of tensors",
                 loc=caller_location(3),
                 remedy="if the method returns a tensor, say which by @cg.opaque(fake=...), as in "
                 "@cg.opaque(fake=lambda self, x: torch.empty(4)); other objects are combined in an "
@@ -347,7 +347,7 @@ def _check_tensors(what: str, values: Sequence[object]) -> None:
             )
         if not isinstance(value, torch.Tensor):
             raise TraceError(
-                f"cg.{what} of a {type(value).__name__}, which is not a tensor of the step",
+                f"cg.{collective} of a {type(value).__name__}, which is not a tensor of the step",
                 loc=caller_location(3),
                 remedy=_GIVE_TENSORS,
             )
@@ -357,26 +357,28 @@ _AN_ACTOR = "a list of at least one actor"
 _GIVE_TENSORS = "give it tensors that actors' methods returned"
 
 
-def _group(what: str, values: Tensors) -> _Group:
+def _group(collective: str, values: Tensors) -> _Group:
     """The group of a collective, which is local where its definition will do."""
-    session, loc = recording(f"cg.{what}"), caller_location(3)
+    session, loc = recording(f"cg.{collective}"), caller_location(3)
     if not values:
-        raise TraceError(f"cg.{what} of no values", loc=loc, remedy="give it at least one tensor")
-    _check_tensors(what, values)
+        raise TraceError(
+            f"cg.{collective} of no values", loc=loc, remedy="give it at least one tensor"
+        )
+    _check_tensors(collective, values)
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype is not first.dtype or value.shape != first.shape:
             raise TraceError(
-                f"cg.{what} of tensors that differ: value 0 is "
+                f"cg.{collective} of tensors that differ: value 0 is "
                 f"{show_type(first.dtype, first.shape)}, value {index} is "
                 f"{show_type(value.dtype, value.shape)}",
                 loc=loc,
                 remedy="give it tensors of one dtype and shape",
             )
-    group = _Group(what, values, tuple(first.shape), session, [], (), loc)
+    group = _Group(collective, values, tuple(first.shape), session, [], (), loc)
     if session is not None:
         group.traced = [
-            session.use_tensor(value, f"cg.{what}", loc, _GIVE_TENSORS) for value in values
+            session.use_tensor(value, f"cg.{collective}", loc, _GIVE_TENSORS) for value in values
         ]
         places = [traced.place for traced in group.traced]
         ranks = tuple(place.rank for place in places if place.is_single)

@@ -164,7 +164,7 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> boo
         True if one of them gives fewer gradients than it was asked for.
     """
     is_less = False
-    wanted: list[tuple[Reached, str, TracedVjp | TraceError | None]] = []
+    new_derivatives: list[tuple[Reached, str, TracedVjp | TraceError | None]] = []
     for reached in calls:
         key, between = _key(session, reached)
         callee = reached.callee
@@ -172,9 +172,9 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> boo
             session.refuse_new(f"the derivative of {callee.declaration.name}", loc)
             name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
             callee.vjps[key] = Symbol(name)
-            wanted.append((reached, name, _trace(session, reached, name, between)))
-    for reached, name, made in wanted:
-        vjp = _tell(session, reached.callee, name, made, loc)
+            new_derivatives.append((reached, name, _trace(session, reached, name, between)))
+    for reached, name, traced in new_derivatives:
+        vjp = _tell(session, reached.callee, name, traced, loc)
         is_less |= vjp.grad_inputs != reached.grad_inputs
     return is_less
 
@@ -183,7 +183,7 @@ def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]
     """Return what a derivative depends on, and the writes to its actor since the call."""
     actor = reached.callee.declaration.actor
     written = session.written.get(actor, []) if actor is not None else []
-    first = bisect_right(written, reached.entry.at, key=lambda one: one[0])
+    first = bisect_right(written, reached.entry.at, key=lambda indexed_write: indexed_write[0])
     writes = {write.function: write for _, write in written[first:]}
     between = tuple(writes[name] for name in sorted(writes))
     return (reached.grad_outputs, reached.grad_inputs, tuple(sorted(writes))), between
@@ -226,10 +226,10 @@ def _tell(
             raise traced
         return traced, (traced.vjp, list(map(public_part, traced.parts)), traced.gradients)
 
-    mine, (vjp, parts, gradients) = agree(
+    own_vjp, (vjp, parts, gradients) = agree(
         session.peers, callee.owner, made, name, loc, parts_of=itemgetter(1)
     )
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients
-    enter(session, parts, [] if mine is None else [part.body for part in mine.parts])
+    enter(session, parts, [] if own_vjp is None else [part.body for part in own_vjp.parts])
     return vjp

@@ -70,7 +70,7 @@ def _routed(session: Session, leaf: Any, transport: str, loc: Location | None) -
     session.emit(op)
     needed = isinstance(spec, TensorSpec) and spec.requires_grad and torch.is_grad_enabled()
     session.tape.record(op, None, (needed,), session.last)
-    held = session.hold(op.result, spec)
-    if isinstance(leaf, TracedTensor) and isinstance(held, TracedTensor):
-        share(leaf, held)
-    return held
+    result = session.hold(op.result, spec)
+    if isinstance(leaf, TracedTensor) and isinstance(result, TracedTensor):
+        share(leaf, result)
+    return result

@@ -147,10 +147,10 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
 
 def _parts(leaf: Any) -> list[Any]:
     """Return the attributes of an object that is no pytree, or what a function closes over."""
-    found = list(leaf) if isinstance(leaf, set | frozenset | ValuesView | ItemsView) else []
+    parts = list(leaf) if isinstance(leaf, set | frozenset | ValuesView | ItemsView) else []
     if not isinstance(leaf, type | torch.nn.Module):
-        found += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+        parts += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
     for cell in getattr(leaf, "__closure__", None) or ():
         with suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    return tree_leaves(found)
+            parts.append(cell.cell_contents)
+    return tree_leaves(parts)

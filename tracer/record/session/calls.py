@@ -95,12 +95,16 @@ def _declare(
         return traced, public
 
     types = ", ".join(map(str, signature.types()))
-    mine, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
+    own_function, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
     called, leaves, skeleton, state_outputs, views, reaching = public
-    bodies = [] if mine is None else [mine.body, *(part.body for part in mine.parts)]
+    bodies = (
+        []
+        if own_function is None
+        else [own_function.body, *(part.body for part in own_function.parts)]
+    )
     declaration = enter(session, called, bodies)
-    if mine is not None and mine.guard is not None:
-        session.guards[name] = mine.guard
+    if own_function is not None and own_function.guard is not None:
+        session.guards[name] = own_function.guard
     results = Tree(leaves, tree_structure(skeleton))
     specs = value_leaves(results)
     if not grad:
@@ -128,7 +132,7 @@ def _declare(
         shares=bool(views or state_outputs) or is_opaque or several,
         views=views,
         reaching=reaching,
-        strict_body=None if mine is None else mine.strict,
+        strict_body=None if own_function is None else own_function.strict,
     )
 
 
@@ -179,13 +183,13 @@ def agree(
     """
     if owner is None:
         return make()
-    mine: tuple[L, P] | None = None
+    own_result: tuple[L, P] | None = None
     answer: Any = None
     if any(map(peers.plays, owner)):
         try:
-            mine = make()
-            digest = _digest(parts_of(mine[1])) if len(owner) > 1 else ""
-            answer = _packed((name, types, mine[1]), name, loc), digest
+            own_result = make()
+            digest = _digest(parts_of(own_result[1])) if len(owner) > 1 else ""
+            answer = _packed((name, types, own_result[1]), name, loc), digest
         except TraceError as error:
             answer = error
     heard = peers.broadcast(answer, owner[0])
@@ -195,20 +199,20 @@ def agree(
         raise answer
     if isinstance(heard, TraceError):
         raise heard
-    if mine is not None and len(owner) == 1:
-        return mine
-    named, given, public = _unpacked(heard[0])
-    if (named, given) != (name, types):
-        alike = named == name
+    if own_result is not None and len(owner) == 1:
+        return own_result
+    owner_name, owner_types, public = _unpacked(heard[0])
+    if (owner_name, owner_types) != (name, types):
+        alike = owner_name == name
         raise TraceError(
             f"this rank has come to the call of @{name}{f' for {types}' if alike else ''}, and "
-            f"rank {owner[0]} to that of @{named}{f' for {given}' if alike else ''}",
+            f"rank {owner[0]} to that of @{owner_name}{f' for {owner_types}' if alike else ''}",
             loc=loc,
             remedy="make the same actors, and the same calls in the step, on all ranks: look for a "
             "branch that depends on the rank, on time, on unseeded random numbers, or on the order "
             "of a set, and for an actor that one rank alone has made, or in another order",
         )
-    return None if mine is None else mine[0], public
+    return None if own_result is None else own_result[0], public
 
 
 def _compare(
@@ -221,11 +225,11 @@ def _compare(
     """
     failed = answer if isinstance(answer, TraceError) else None
     differs = isinstance(answer, tuple) and isinstance(heard, tuple) and answer[1] != heard[1]
-    told = peers.allgather((failed, peers.rank if differs else None))
-    for error, _ in told:
+    reports = peers.allgather((failed, peers.rank if differs else None))
+    for error, _ in reports:
         if error is not None:
             raise error if failed is None else failed
-    others = [rank for _, rank in told if rank is not None]
+    others = [rank for _, rank in reports if rank is not None]
     if others:
         raise TraceError(
             f"rank {others[0]} has traced @{name} to another function than rank {owner[0]}",
@@ -327,9 +331,9 @@ def _note_sharing(
     """Note which values may share memory after a call."""
     declaration = callee.declaration
     for output, input_ in callee.views:
-        one, other = results[output], arguments[input_]
-        if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
-            share(one, other)
+        result, argument = results[output], arguments[input_]
+        if isinstance(result, TracedTensor) and isinstance(argument, TracedTensor):
+            share(result, argument)
     actor = declaration.actor
     if actor is None:
         return

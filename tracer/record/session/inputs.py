@@ -141,22 +141,22 @@ class InputSpec:
         example: tuple[tuple[Any, ...], dict[str, Any]]
         example = torch.utils._pytree.tree_unflatten(list(self.names), self.tree.spec)
         try:
-            given = self.signature.bind(*args, **kwargs).arguments
+            arguments = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise InputError(f"{self.step}(): {error}") from None
         traced = self.signature.bind(*example[0], **example[1]).arguments
-        named = _by_name(given, self.signature)
+        named = _by_name(arguments, self.signature)
         missing = sorted(_by_name(traced, self.signature).keys() - named.keys())
         extra = sorted(named.keys() - _by_name(traced, self.signature).keys())
         if missing or extra:
-            what = f"without {', '.join(extra)}" if extra else f"with {', '.join(missing)}"
+            difference = f"without {', '.join(extra)}" if extra else f"with {', '.join(missing)}"
             raise InputError(
-                f"{self.step}() was traced {what}; give the same arguments, or lower it again"
+                f"{self.step}() was traced {difference}; give the same arguments, or lower it again"
             )
         positional: list[Any] = []
         for name in self.signature.bind_partial(*example[0]).arguments:
             several = self.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-            positional.extend(given[name] if several else (given[name],))
+            positional.extend(arguments[name] if several else (arguments[name],))
         return tuple(positional), {name: named[name] for name in example[1]}
 
     def _misfit(self, index: int, leaf: Any) -> InputError:
@@ -194,13 +194,13 @@ class InputSpec:
         )
 
 
-def _by_name(given: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+def _by_name(bound: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
     """Bound arguments with those of `**kwargs` among the others."""
-    found = dict(given)
+    arguments = dict(bound)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            found.update(found.pop(name, {}))
-    return found
+            arguments.update(arguments.pop(name, {}))
+    return arguments
 
 
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, ObjectMarker})
@@ -276,8 +276,8 @@ def _holds_markers(leaf: Any) -> bool:
         return True
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return False
-    held = (getattr(leaf, each.name, None) for each in fields(leaf))
-    return any(_holds_markers(part) for value in held for part in tree_leaves(value))
+    values = (getattr(leaf, data_field.name, None) for data_field in fields(leaf))
+    return any(_holds_markers(part) for value in values for part in tree_leaves(value))
 
 
 def _may_change_unnoticed(leaf: Any) -> bool:
@@ -328,8 +328,8 @@ def name_leaves(step: str, signature: inspect.Signature, spec: TreeSpec) -> tupl
 def name_parts(spec: TreeSpec) -> tuple[str, ...]:
     """A name for each leaf of a pytree, by where it is: `loss`, `0.tokens`; empty for one alone."""
     names: dict[int, str] = {}
-    held = torch.utils._pytree.tree_unflatten(range(spec.num_leaves), spec)
-    _collect("", inspect.Parameter.VAR_KEYWORD, held, names)
+    index_tree = torch.utils._pytree.tree_unflatten(range(spec.num_leaves), spec)
+    _collect("", inspect.Parameter.VAR_KEYWORD, index_tree, names)
     return tuple(names[index] for index in range(spec.num_leaves))
 
 

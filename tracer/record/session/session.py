@@ -113,10 +113,15 @@ class Session:
 
     def again(self) -> Session:
         """A session that traces the same step once more, with the functions of this one."""
-        mine = self.module
-        module = Module(mine.name, Phase.TRACED, mine.world, programs=[Program(mine.name)])
-        module.functions, module.vjps = mine.functions, mine.vjps
-        module.meshes, module.bodies = mine.meshes, mine.bodies
+        first_module = self.module
+        module = Module(
+            first_module.name,
+            Phase.TRACED,
+            first_module.world,
+            programs=[Program(first_module.name)],
+        )
+        module.functions, module.vjps = first_module.functions, first_module.vjps
+        module.meshes, module.bodies = first_module.meshes, first_module.bodies
         return Session(
             self.peers,
             self.tracer,
@@ -142,8 +147,10 @@ class Session:
             return
         before = self.first.module.program.ops
         index = self.last + 1
-        there = before[index] if index < len(before) else None
-        was = f"where it was {format_op(there)} at first" if there is not None else "at its end"
+        first_op = before[index] if index < len(before) else None
+        was = (
+            f"where it was {format_op(first_op)} at first" if first_op is not None else "at its end"
+        )
         raise different(self.module.name, f"it comes to another call of {what}, {was}", loc)
 
     @property
@@ -218,10 +225,10 @@ class Session:
         """Say what to do where an object stands for a tensor: the first call that has made one."""
         makers = {result: op for op in self.module.program.ops for result in op.results}
         maker = makers.get(value)
-        given: Value | None = value
-        while given is not None and isinstance(found := makers.get(given), Call):
-            maker = found
-            given = next((v for v in maker.operands if isinstance(v.type, ObjectType)), None)
+        object_value: Value | None = value
+        while object_value is not None and isinstance(call := makers.get(object_value), Call):
+            maker = call
+            object_value = next((v for v in maker.operands if isinstance(v.type, ObjectType)), None)
         if not isinstance(maker, Call):
             return IN_A_METHOD
         return (
@@ -346,7 +353,7 @@ def placed(values: Sequence[Traced], everywhere: Place) -> Place:
     was made last; if all are replicated, on the ranks that all of them share.
     """
     places = [(traced.order, traced.place) for traced in values]
-    single = [each for each in places if each[1].is_single]
+    single = [ordered_place for ordered_place in places if ordered_place[1].is_single]
     if single:
         return max(single, key=itemgetter(0))[1]
     ranks = everywhere.ranks

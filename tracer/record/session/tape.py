@@ -76,19 +76,19 @@ class Tape:
 
     def opaque_sources(self, losses: list[Value]) -> list[tuple[Call, Callee]]:
         """The opaque calls whose results may, for all that is known, send losses gradients."""
-        found: dict[int, tuple[Call, Callee]] = {}
-        seen = set(losses)
+        calls: dict[int, tuple[Call, Callee]] = {}
+        visited = set(losses)
         stack = list(reversed(losses))
         while stack:
             op, source = self._lacking.get(stack.pop(), (None, None))
             if op is None:
                 continue
             if source is not None and isinstance(op, Call):
-                found[id(op)] = (op, source)
-            new = [value for value in reversed(op.operands) if value not in seen]
-            seen.update(new)
+                calls[id(op)] = (op, source)
+            new = [value for value in reversed(op.operands) if value not in visited]
+            visited.update(new)
             stack += new
-        return list(found.values())
+        return list(calls.values())
 
     def reach(
         self, losses: list[Value], inputs_of: Callable[[Reached], tuple[int, ...]]

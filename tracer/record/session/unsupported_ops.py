@@ -270,8 +270,8 @@ def _is_device(argument: Any) -> bool:
 def _updates_statistics(call: TorchCall) -> bool:
     """True if a normalisation is given running statistics, and is training."""
     args, kwargs = call.args, call.kwargs
-    given = (*args[1:5], kwargs.get("running_mean"), kwargs.get("running_var"))
+    statistics = (*args[1:5], kwargs.get("running_mean"), kwargs.get("running_var"))
     training = kwargs.get("training", kwargs.get("use_input_stats"))
     if training is None:
         training = len(args) > 5 and args[5]
-    return bool(training) and any(isinstance(value, TracedTensor) for value in given[:2])
+    return bool(training) and any(isinstance(value, TracedTensor) for value in statistics[:2])
