@@ -1,4 +1,4 @@
-"""Trace functions that ranks of a group call together: their graphs are laid out, and cut."""
+"""Trace functions that the ranks of a group call together: lay out their graphs, and cut them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class GroupMethods:
     """Traces one call of a group.
 
     Attributes:
-        target: what is called.
+        target: the method or torch function that is called.
         group: the ranks that call it.
-        call: how.
-        effects: what is known of the step's other functions.
-        buckets: of the actor's gradients.
+        call: the call, with its arguments and state.
+        effects: the known effects of the step's functions.
+        buckets: the buckets of the actor's gradients.
     """
 
     target: Target
@@ -46,10 +46,10 @@ class GroupMethods:
     buckets: Buckets
 
     def forward(self, joint: Joint, name: str) -> GroupFunction:
-        """The function, without a derivative.
+        """Make the function, without a derivative.
 
         Raises:
-            TraceError: it gives state new tensors, or its layouts contradict each other.
+            TraceError: the call gives state new tensors, or its layouts contradict each other.
         """
         self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
         state = self.read(joint)
@@ -61,11 +61,17 @@ class GroupMethods:
     def derivative(
         self, joint: Joint, name: str, between: Sequence[Write], what: Recompute
     ) -> TracedVjp:
-        """Forward, backward and the halves of that, which compute `what` of the forward again.
+        """Make the forward, the backward and its halves.
+
+        Args:
+            joint: the joint graph.
+            name: the name of the vjp.
+            between: the writes to the actor between the forward and the backward.
+            what: the part of the forward that the backward computes again.
 
         Raises:
-            TraceError: as in `forward`; or it writes to state, a call of unknown effect stands
-                between the two, or the backward sends no gradient anywhere.
+            TraceError: as in `forward`; or the call writes to state, the backward reads state that
+                a call in between may change, or it gives no gradient at all.
         """
         written = [joint.state[index][1].path for index in sorted(joint.written)]
         self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
@@ -110,7 +116,7 @@ class GroupMethods:
         )
 
     def _sums(self, gradients: Iterable[tuple[StateTensor, Version]]) -> Iterator[tuple[str, int]]:
-        """The gradients that are to be reduced, each with its bytes on a rank."""
+        """The path of each gradient that has to be reduced, and its bytes on a rank."""
         for tensor, version in gradients:
             if version.layout.summands:
                 fake = fake_of(version.node)
@@ -135,13 +141,13 @@ class GroupMethods:
         except LayoutError as error:
             if error.loc is not None:
                 raise
-            # A torch function of the step, or an op of no line of the method.
+            # The call is of a torch function, or the op belongs to no line of the method.
             loc = self.call.error_loc
             raise LayoutError(error.reason, loc=loc, remedy=error.remedy) from None
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        """The ranks whose graphs are made; of a torch function, the first one's everywhere."""
+        """The ranks that get a graph here. For a torch function, this includes the first rank."""
         group = self.group
         if group.actor is not None:
             return group.played
@@ -184,7 +190,7 @@ class GroupMethods:
             self.target.use.note(reads, {storage_key(state.tensor) for state in graded}, name)
 
     def _refuse_changes(self, changed: Sequence[str]) -> None:
-        """Refuse changes of state, by its paths."""
+        """Refuse a call that changes the state at these paths."""
         if changed:
             raise self.call.refusal(
                 f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",

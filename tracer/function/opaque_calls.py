@@ -1,4 +1,4 @@
-"""Functions that are called as they are: opaque methods, and methods that work on gradients."""
+"""Functions that are called without a trace: opaque methods, and methods that use gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from ..values.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, show_type
 
 
 def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
-    """Describe what an opaque call returns, as its mark says.
+    """The pytree of specs of an opaque call's results, as its mark describes them.
+
+    Args:
+        mark: the mark of the method.
+        instance: the actor's instance; None for a function.
+        call: the call, with its arguments.
 
     Raises:
-        TraceError: the mark's `fake` fails, or returns a tensor that is not fake.
+        TraceError: the mark's `fake` raises, or returns a tensor that is not fake.
     """
     if mark.fake is None:
         leaf = ObjectSpec()
@@ -45,7 +50,11 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
 
 
 def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
-    """Refuse an opaque method that takes or returns pieces of values: nothing knows the whole."""
+    """Refuse an opaque method that takes or returns pieces, since nobody knows their layout.
+
+    Raises:
+        TraceError: the plan cuts an argument, or the method returns tensors.
+    """
     if target.group is None or not target.group.has_layouts:
         return
     if any(layout is not None for layout in target.group.inputs):
@@ -66,7 +75,7 @@ def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
 
 
 def calls_of_ranks(target: Target, call: Call) -> dict[int, Call]:
-    """The call for the instance of each rank that this process plays."""
+    """The call on the instance of each rank that this process plays, by rank."""
     actor = target.group.actor if target.group is not None else None
     if actor is None or not isinstance(target, MethodTarget):
         return {0: call}
@@ -90,10 +99,10 @@ def _stand_in(leaf: Leaf, device: torch.device) -> Any:
 
 
 def strictly(call: Call) -> Call:
-    """The same call where a loss depends on it: no gradient may be lost.
+    """The same call where a loss depends on its result, so that no gradient may be lost.
 
     Raises (when it runs):
-        RuntimeError: a tensor that the function returns requires a gradient.
+        RuntimeError: the function returns a tensor that requires a gradient.
     """
     function = call.function
 
@@ -114,12 +123,18 @@ def strictly(call: Call) -> Call:
 
 
 def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
-    """A body that calls the function with the filled-in signature, gradients enabled.
+    """A body that fills values into the call's signature, and calls the function.
 
-    Like all bodies it returns a unit where the function returns nothing.
+    Gradients are enabled during the call. Like all bodies, it returns a unit (None) if the
+    function has no results.
+
+    Args:
+        call: the call.
+        mark: the mark of the method.
+        results: the specs of the results, which the body checks if the mark has a `fake`.
 
     Raises (when it runs):
-        TypeError: the function returns something else than its mark says.
+        TypeError: the function returns something other than its mark says.
     """
     function, is_flat, fill = call.function, _is_flat(call.signature), filler(call.signature)
     shown = call.what if call.home is None else f"{call.what} ({call.home})"
@@ -133,7 +148,7 @@ def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
             return function(*args, **kwargs)
 
     def one(*inputs: Any) -> Sequence[Any]:
-        # Switching gradients on costs more than a short method.
+        # Enabling gradients takes longer than a short method.
         return (function(*inputs),) if is_flat and is_grad_enabled() else (run(*inputs),)
 
     def several(*inputs: Any) -> Sequence[Any]:
@@ -158,14 +173,18 @@ def _words(result: Any) -> str:
 
 
 def _is_flat(signature: Tree) -> bool:
-    """True if the values are the positional arguments, and there are no others."""
+    """True if the values are positional arguments, and there are no other arguments."""
     args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
     flat = not kwargs and all(type(i) is int for i in args)
     return flat and len(signature.values) == len(signature.leaves)
 
 
 def _checked(result: Any, results: Tree, shown: str) -> Sequence[Any]:
-    """The leaves of a result, which are as the fake has promised."""
+    """The leaves of a result.
+
+    Raises:
+        TypeError: the result is not what the fake has promised.
+    """
     leaves, spec = pytree.tree_flatten(result)
     if spec != results.spec or not all(map(_is_promised, leaves, results.leaves)):
         returned = pytree.tree_map(_outline, result)
@@ -203,7 +222,11 @@ def _promise(leaf: Leaf) -> Verbatim:
 
 
 def _plain(value: torch.Tensor, shown: str) -> torch.Tensor:
-    """A tensor as it travels."""
+    """A tensor as ranks send it: detached, contiguous, and without a lazy conjugate.
+
+    Raises:
+        TypeError: the tensor is not dense, or is on the meta device.
+    """
     if value.layout is not torch.strided:
         raise TypeError(
             f"{shown} returned a tensor of layout {value.layout}, but its fake promised a dense "
