@@ -1,8 +1,8 @@
-"""Refuse state that actors of different ranks hold and that one of them changes.
+"""Refuse state that actors of different ranks share and that one of them changes.
 
-In one process they would hold one thing. In several, each has a copy of its own, and nothing keeps
-the copies equal. What is only read stays equal. Traced functions are known to change a tensor, or
-to add to its gradient; what opaque methods change is seen when they run.
+In one process the actors would share one object. In several processes each has its own copy, and
+nothing keeps the copies equal. Copies that are only read stay equal. The trace shows whether a
+traced function changes a tensor, or adds to its gradient. Opaque methods are checked when they run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...values.sharing import Sharing, plays_all
 from ..session.session import Session
 
 _LOOKS = 3
-"""In how many calls of an opaque method Python's objects are looked at; tensors are in all."""
+"""The number of calls of an opaque method that compare Python objects; all compare tensors."""
 
 _TIED = (
     "weights are tied by sending them as a value: one actor owns the parameter and returns it from "
@@ -35,12 +35,13 @@ _TIED = (
 
 
 def refuse_apart(session: Session) -> None:
-    """Refuse that an actor changes what an actor of another rank uses; opaque methods check it.
+    """Refuse a step in which an actor changes state that an actor of another rank uses.
 
-    Collective, where there are other processes and actors of different ranks hold the same.
+    Opaque functions are wrapped in a check. This is collective if there are other processes, and
+    actors of different ranks share state.
 
     Raises:
-        TraceError: one does; on every rank.
+        TraceError: a traced function changes such state; raised on every rank.
     """
     sharing = session.sharing
     if sharing is None:
@@ -100,7 +101,13 @@ def _shown(holder: Held) -> str:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A tensor, or an object, that an opaque method must leave as it is."""
+    """A tensor or an object that an opaque method must not change.
+
+    Attributes:
+        held: where the method's actor holds it.
+        other: where an actor of another rank holds it.
+        value: a weak reference to the tensor, or the object.
+    """
 
     held: Held
     other: Held
@@ -108,7 +115,7 @@ class _Watched:
 
 
 def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use]) -> None:
-    """Let the opaque functions of a local actor check that they change nothing that is shared."""
+    """Let the opaque functions of a local actor check that they change no shared state."""
     values = sharing.holdings[actor].values
     tensors = [
         _Watched(one, other, ref(values[one.path]))
@@ -134,7 +141,7 @@ def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use])
 def _checking(
     body: Body, name: str, tensors: Sequence[_Watched], objects: Sequence[_Watched]
 ) -> Body:
-    """The body, which raises a RuntimeError where it has changed what another rank's actor uses."""
+    """A body that raises a RuntimeError if it has changed state that another rank's actor uses."""
     looks = _LOOKS
 
     @functools.wraps(body)
@@ -166,7 +173,7 @@ def _changed(name: str, watched: _Watched) -> RuntimeError:
 
 
 def _version(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Changes when a tensor is written to, and when its gradient is."""
+    """A version that changes whenever the tensor or its gradient is written to."""
     if tensor is None or tensor.is_inference():
         return ()
     grad = tensor.grad if tensor.is_leaf else None
@@ -179,7 +186,7 @@ def _snapshot(value: Any) -> Snapshot:
 
 
 def _has_changed(value: Any, snapshot: Snapshot) -> bool:
-    """True if it has changed; new attributes of an object may be what it has cached."""
+    """True if a value has changed. New attributes of an object may be caches, and do not count."""
     changes = snapshot.changes()
     if isinstance(value, dict | list | set) or not hasattr(value, "__dict__"):
         return bool(changes)

@@ -1,4 +1,4 @@
-"""Make an actor on a mesh: each rank constructs it from the same numbers, and keeps pieces."""
+"""Make an actor on a mesh: each rank constructs the same object, and keeps its pieces."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Constructor:
     """Makes one actor on a mesh.
 
     Attributes:
-        name: of the actor.
-        cls: its class.
-        mesh, plan, store, init, bucket_bytes: as `Cls.on` takes them.
+        name: the actor's name.
+        cls: the actor's class.
+        mesh, plan, store, init, bucket_bytes: the arguments of `Cls.on`.
         peers: the world.
         check: refuses an instance that cannot be on a mesh.
     """
@@ -47,10 +47,18 @@ class Constructor:
     check: Callable[[Any], None]
 
     def make(self, construct: Callable[[], Any], device: torch.device | None) -> GroupActor:
-        """Construct it where a rank of the mesh is played. Collective.
+        """Construct the actor in each process that plays a rank of the mesh. Collective.
+
+        Args:
+            construct: calls the class with the user's arguments.
+            device: the device of the instances; None for the host.
+
+        Returns:
+            The actor; without instances in a process that plays no rank of the mesh.
 
         Raises:
-            ActorError: another rank could not make it, or has made another object.
+            ActorError: another rank could not construct it, or has constructed another object.
+            Exception: whatever the constructor raised on this rank.
         """
         played = [rank for rank in self.mesh.ranks if self.peers.plays(rank)]
         first = self.mesh.ranks[0]
@@ -95,7 +103,7 @@ class Constructor:
         device: torch.device | None,
         state: torch.Tensor,
     ) -> dict[int, Any]:
-        """The instance of each played rank; where these are several, each has its own."""
+        """The instances of the played ranks, by rank, each with the rank's pieces."""
         copies = [instance, *(_copied(instance) for _ in played[1:])]
         for rank, replica in zip(played, copies, strict=True):
             by_path = {tensor.path: tensor for tensor in logical}
@@ -131,10 +139,10 @@ class Constructor:
 
 
 def _copied(instance: Any) -> Any:
-    """A copy with all attributes of optimizers, of which torch copies its own alone.
+    """A deep copy whose optimizers have all attributes; torch copies only the ones it knows.
 
-    Functions stay out, such as the `step` that a scheduler has put into its optimizer: they belong
-    to what they were made for.
+    Functions are left out, such as the `step` that a scheduler puts into its optimizer: they are
+    bound to the original.
     """
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(instance, memo)
@@ -147,7 +155,7 @@ def _copied(instance: Any) -> Any:
 
 
 def arguments_of(cls: type[Any]) -> Iterator[tuple[str, str]]:
-    """The methods of a class, each with each of its arguments."""
+    """The pairs of a method of a class and one of its arguments, by name."""
     for name in dir(cls):
         function = getattr(cls, name)
         if name.startswith("__") or not inspect.isfunction(function):
@@ -158,7 +166,13 @@ def arguments_of(cls: type[Any]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _drawing_from(state: torch.Tensor, is_own: bool) -> Iterator[None]:
-    """Inside the `with` block torch's generator starts at a state; other ranks' stay behind it."""
+    """Let torch's generator start at a state inside the `with` block.
+
+    Args:
+        state: the state of the generator of the mesh's first rank.
+        is_own: whether this process's generator is in that state. It then advances; otherwise the
+            generator is restored after the block.
+    """
     if is_own:
         yield
         return
@@ -168,7 +182,7 @@ def _drawing_from(state: torch.Tensor, is_own: bool) -> Iterator[None]:
 
 
 def _digest(instance: Any, logical: tuple[LogicalTensor, ...]) -> str:
-    """A hash of all tensors of an instance, and of their layouts."""
+    """A digest of all tensors of an instance and their layouts."""
     digest = hashlib.sha256(repr(logical).encode())
     for state in collect(instance).tensors:
         tensor = state.tensor.detach()
