@@ -202,7 +202,7 @@ class Maker:
 class _PartPlan:
     """A part, the versions that it returns, and the gradients that it accumulates.
 
-    Where the part is None, the function computes nothing, and accumulates at most.
+    Without a part (None), the function computes nothing: it only accumulates gradients, if any.
     """
 
     part: Part | None

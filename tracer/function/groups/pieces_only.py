@@ -384,9 +384,9 @@ def _is_list(value: object) -> bool:
 
 
 def _at(value: Any, index: int) -> object:
-    """The element of an argument at an index; the argument itself if it is no list of tensors.
+    """The element of an argument at an index; the argument itself if it is not a list of tensors.
 
-    None if a list is shorter, as an operator on lists takes empty lists for lacking arguments.
+    None if the list is too short: operators on lists take empty lists for unused arguments.
     """
     if not _is_list(value):
         return value

@@ -299,7 +299,7 @@ def _methods_of(cls: type[Any]) -> list[str]:
 def _call(
     session: Session, method: ActorMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record a call of an actor's method; return what the step holds for its result."""
+    """Record a call of an actor's method; return the results that the step's Python gets."""
     loc = caller_location(3)
     handle = method.handle
     if handle.name in session.remat and method.function is None:

@@ -212,7 +212,7 @@ class _Clearing:
     tensors: Sequence[torch.Tensor]
 
     def state(self) -> Sequence[torch.Tensor]:
-        """Nothing: it reads no parameter."""
+        """Nothing, as the function reads no parameter."""
         return ()
 
     def trained(self) -> Sequence[torch.Tensor]:
@@ -371,7 +371,7 @@ class _Gradients:
     messages: Sequence[_Held]
 
     def state(self) -> Sequence[torch.Tensor]:
-        """Nothing: it reads no parameter."""
+        """Nothing, as the function reads no parameter."""
         return ()
 
     def trained(self) -> Sequence[torch.Tensor]:

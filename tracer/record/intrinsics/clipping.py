@@ -2,7 +2,7 @@
 
 The norm needs the gradients of all actors, and each actor's update needs the norm. So all ranks
 have to wait for the norm. An optimistic step assumes that no gradient has to be clipped, and
-returns whether this was true; `launch/api/optimistic.py` repairs the executions where it was not.
+returns whether this was true; if it was not, `launch/api/optimistic.py` undoes and repeats it.
 """
 
 from __future__ import annotations

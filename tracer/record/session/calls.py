@@ -1,4 +1,4 @@
-"""Record calls: agree with all ranks on the function once, then append ops."""
+"""Record calls: agree with all ranks on a function once, then append an op for each call."""
 
 from __future__ import annotations
 
@@ -50,15 +50,18 @@ Subject: TypeAlias = Callable[[], tuple[Target | None, Owner, str]]
 def find_or_declare(
     session: Session, called: Any, arguments: Arguments, subject: Subject, loc: Location | None
 ) -> Callee:
-    """The function of a call; traced where that is possible, if there is none yet.
+    """Find the function of a call, or declare it; the ranks that own it trace it.
 
     Args:
-        called: what is called; two calls of it with equal arguments have one function.
-        subject: gives its target, None if another process plays the actor; the ranks that trace
-            it, None if every rank does; and its name, before it is made unique.
+        session: the trace.
+        called: a key of the callable; two calls of it with equal arguments share one function.
+        arguments: the arguments of the call.
+        subject: gives the target (None if another process plays the actor), the ranks that trace
+            it (None if every rank does), and the name, before it is made unique.
+        loc: the user's line.
 
     Raises:
-        TraceError: it cannot be traced; the same on every rank.
+        TraceError: the function cannot be traced; the same error on every rank.
     """
     grad = torch.is_grad_enabled()
     key = (called, grad, arguments.key)
@@ -78,7 +81,7 @@ def _declare(
     grad: bool,
     loc: Location | None,
 ) -> Callee:
-    """Trace a function where that is possible, and enter it into the module on every rank."""
+    """Trace a function on its owners, and enter it into the module on every rank."""
     session.refuse_new(base, loc)
     name = session.function_names.fresh(base)
 
@@ -141,7 +144,7 @@ _DETACHING = frozenset({"torch.detach", "torch.detach_"})
 
 @contextmanager
 def tracing(session: Session, name: str, loc: Location | None) -> Iterator[None]:
-    """Inside the `with` block a function is traced: nothing is recorded, and errors say where."""
+    """Trace a function inside the `with` block: nothing is recorded, and errors name the line."""
     try:
         with session.pause(f"the traced function @{name}"):
             yield
@@ -163,23 +166,26 @@ def agree(
     types: str = "",
     parts_of: Callable[[P], Sequence[PublicPart]] = lambda public: (),
 ) -> tuple[L | None, P]:
-    """Make something where its owners are, and tell every rank the public part of it.
+    """Make an object on its owners, and broadcast its public part to every rank.
 
-    Where there are several owners, each makes its own, and all hear of the first one's. What the
-    public parts say has to be the same.
+    If there are several owners, each makes its own object, and all ranks get the public part of
+    the first owner's. The functions in the public parts of all owners have to be equal.
 
     Args:
-        owner: the ranks that make it; None: every rank, for itself.
-        make: makes it, and its public part, which can be pickled.
-        types: of what it is to be made for, where ranks may differ in them.
+        peers: the world.
+        owner: the ranks that make the object; None: every rank, for itself.
+        make: makes the object, and its public part, which can be pickled.
+        name: the name of the object, which ranks compare.
+        loc: the user's line.
+        types: the types of the arguments, which ranks compare as well.
         parts_of: gives the functions in a public part, which several owners compare.
 
     Returns:
-        What was made, or None on the other ranks; and the public part of the first owner's.
+        The object, or None on other ranks; and the public part of the first owner's object.
 
     Raises:
-        TraceError: it could not be made; the same on every rank. Or the owner has come to another
-            call than this rank.
+        TraceError: the object could not be made, which is raised on every rank; or the first owner
+            has come to another call than this rank.
     """
     if owner is None:
         return make()
@@ -218,10 +224,11 @@ def agree(
 def _compare(
     peers: Peers, owner: tuple[int, ...], answer: Any, heard: Any, name: str, loc: Location | None
 ) -> None:
-    """Compare what the owners of something have made of it.
+    """Compare the objects that several owners have made.
 
     Raises:
-        TraceError: one could not make it, or has made something else; the same on every rank.
+        TraceError: an owner could not make its object, or has made another one than the first
+            owner; raised on every rank.
     """
     failed = answer if isinstance(answer, TraceError) else None
     differs = isinstance(answer, tuple) and isinstance(heard, tuple) and answer[1] != heard[1]
@@ -240,7 +247,10 @@ def _compare(
 
 
 def _digest(parts: Sequence[PublicPart]) -> str:
-    """The common facts of functions that ranks trace for themselves; pieces may be uneven."""
+    """A digest of functions that several ranks have traced.
+
+    It leaves out operation counts, which differ if pieces are uneven.
+    """
     functions = {f.name: replace(f, flops=NO_FLOPS) for f, _ in parts}
     bodies = {f.name: program for f, program in parts if program is not None}
     module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
@@ -248,7 +258,7 @@ def _digest(parts: Sequence[PublicPart]) -> str:
 
 
 def _unpacked(content: bytes) -> Any:
-    """Unpack what `_packed` has packed, without torch's warnings about how its tree specs load."""
+    """Load the bytes that `_packed` made, without torch's warnings about loading tree specs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return pickle.loads(content)
@@ -267,27 +277,31 @@ def _packed(value: object, name: str, loc: Location | None) -> bytes:
 
 
 PublicPart: TypeAlias = tuple[Function, Program | None]
-"""A function, and its body if it is a program: what all ranks are told of it."""
+"""The part of a function that all ranks know: its declaration, and its body if it is a program."""
 
 
 def public_part(part: TracedPart) -> PublicPart:
-    """The facts of a function that all ranks are told."""
+    """The part of a function that all ranks know."""
     return part.declaration, part.program
 
 
 def enter(
     session: Session, parts: Sequence[PublicPart], bodies: Sequence[Bodies | None]
 ) -> Function:
-    """Enter functions into the module, and what can run here, beside it; the first of them.
+    """Enter functions into the module, and their bodies into the session.
 
     Args:
-        parts: a function, and those that it calls.
-        bodies: of each; none at all where nothing of them can run here.
+        session: the trace.
+        parts: a function, and the functions that it calls.
+        bodies: the body of each function; empty on ranks that cannot run them.
+
+    Returns:
+        The first function.
     """
     for index, (declaration, program) in enumerate(parts):
         body = bodies[index] if bodies else None
         if not declaration.outputs:
-            # A call has at least one result, which says where it runs.
+            # A call needs a result: its type says where the call runs.
             declaration = replace(declaration, outputs=(UnitType(),))
         session.module.functions[declaration.name] = declaration
         if program is not None:
@@ -300,7 +314,11 @@ def enter(
 def record(
     session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
 ) -> Any:
-    """Append a call; return what the step holds for its result."""
+    """Append a call to the program.
+
+    Returns:
+        The pytree of results that the step's Python gets: traced tensors and objects.
+    """
     fresh, base = session.new_value, callee.base
     declaration = callee.declaration
     op = Call(
@@ -328,7 +346,7 @@ def _note_sharing(
     arguments: Sequence[TracedTensor | ObjectValue],
     results: Sequence[TracedTensor | ObjectValue],
 ) -> None:
-    """Note which values may share memory after a call."""
+    """Note the values that may share memory after a call, and those that must not be written to."""
     declaration = callee.declaration
     for output, input_ in callee.views:
         result, argument = results[output], arguments[input_]
@@ -353,7 +371,7 @@ def _note_sharing(
 
 
 def _note_effect(session: Session, callee: Callee) -> None:
-    """Note the change of an actor's state by the last call."""
+    """Note that the last call changes the state of its actor, and of actors that share it."""
     declaration, op = callee.declaration, session.module.program.ops[-1]
     if declaration.actor is None:
         return
@@ -361,6 +379,6 @@ def _note_effect(session: Session, callee: Callee) -> None:
         if effect.changes_state:
             session.writes[actor] = session.writes.get(actor, 0) + 1
         if effect is Effect.WRITE:
-            # Updates are left out: no backward reads what they change (`effects.py`).
+            # No backward reads state that an update changes (tracer/function/effects.py).
             written = session.written.setdefault(actor, [])
             written.append((session.last, Write(declaration.name, op.loc)))
