@@ -1,4 +1,4 @@
-"""From a call of the step to a function of the IR: what is called, its type, its effect.
+"""Turn a call that a step makes into a function of the IR, with its type and its effect.
 
-In: a bound call. Out: a declaration that all ranks agree on, and on its own rank a body to run.
+In: a bound call. Out: a declaration that all ranks agree on, and a body on the ranks that run it.
 """

@@ -1,8 +1,8 @@
 """Find the effect of a traced function on its actor, given what other functions of the step do.
 
-An UPDATE may overtake backwards, so the state that it changes must be none that a backward reads.
-Functions are traced one after the other. Of two that share state, a backward that comes second is
-given what its forward has saved of it; an update that comes second has to be a WRITE.
+An UPDATE may overtake backwards, so no backward may read the state that it changes. Functions are
+traced one after the other. If the update is traced first, the forward saves the shared state for
+the backward. If the backward is traced first, the update becomes a WRITE.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from ...ir.attributes import Effect
 from ..method.joint import Joint
 from ..values.actor_state import StateTensor
 from ..values.interface import Write
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 
 
 class Effects:
-    """Memory that the functions of a step have been seen to use so far.
+    """The memory that the functions of a step, traced so far, use.
 
-    Actors may share memory, so this is of all of them.
+    Actors may share memory, so one object covers all actors.
     """
 
     def __init__(self) -> None:
@@ -33,9 +31,10 @@ class Effects:
         self._replaced_by: dict[str, set[int | None]] = {}
 
     def volatile(self, joint: Joint, between: Iterable[Write]) -> frozenset[int]:
-        """Indices of state that a backward must not read where it lives.
+        """The indices of state that a backward must not read in place.
 
-        Another function updates it, or gives it a new tensor between the forward and the backward.
+        Another function updates this state, or gives it a new tensor between the forward and the
+        backward.
         """
         memory = self._updated.union(*(self._replaced_by.get(w.function, ()) for w in between))
         return frozenset(
@@ -45,15 +44,15 @@ class Effects:
         )
 
     def written_by(self, write: Write) -> set[int | None]:
-        """The memory that a traced function writes to in place."""
+        """The memory that a traced function writes to in place; empty for an opaque function."""
         return self._written_by.get(write.function, set())
 
     def unknown(self, between: Iterable[Write]) -> list[Write]:
-        """Those writes of which only the run can tell what they change: of opaque functions."""
+        """The writes of opaque functions: nobody knows before the run what they change."""
         return [write for write in between if write.function not in self._written_by]
 
     def of_forward(self, joint: Joint, state: Sequence[StateTensor], name: str) -> Effect:
-        """The effect of the forward `name`: it reads state, updates some of it, or writes."""
+        """The effect of the forward `name`: pure, read, update or write."""
         written, replaced = written_state(joint), replaced_state(joint)
         self._written_by[name], self._replaced_by[name] = memory_of(written), memory_of(replaced)
         changed = written + replaced
@@ -69,12 +68,15 @@ class Effects:
     def of_backward(
         self, joint: Joint, state: Sequence[StateTensor], graded: Sequence[StateTensor]
     ) -> Effect:
-        """The effect of a backward: it accumulates gradients, or, where it must, writes."""
+        """The effect of a backward: pure, accumulate, or write.
+
+        A backward writes if it changes state, or reads state that another function updates.
+        """
         if joint.backward_written:
             return Effect.WRITE
         if not state and not graded:
             return Effect.PURE
-        memory = memory_of(each.tensor for each in state)
+        memory = memory_of(state_tensor.tensor for state_tensor in state)
         self._read_by_backwards |= memory
         return Effect.WRITE if memory & self._updated else Effect.ACCUMULATE
 
@@ -90,5 +92,5 @@ def replaced_state(joint: Joint) -> list[torch.Tensor]:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int | None]:
-    """The memory of some state."""
+    """The keys of the storages that tensors use."""
     return {storage_key(tensor) for tensor in tensors}

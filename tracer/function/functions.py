@@ -1,8 +1,9 @@
 """Trace the functions that a step calls, to declarations and bodies.
 
-A method is traced to a graph with the actor's state lifted out; one that is marked opaque, that
-takes an object, or that works on gradients (an optimizer, `.grad`, `.backward()`), is called as it
-is. A derivative is traced as one joint graph of forward and backward, which is then split.
+A method is traced to a graph whose inputs include the actor's state. Some methods are called
+without a trace: those that are marked opaque, take an object, or work on gradients (an optimizer,
+`.grad`, `.backward()`). A derivative is traced as one joint graph, then split into forward and
+backward.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ from ..values.interface import (
     given_objects,
 )
 from ..values.opaque import OpaqueMark, opaque_mark
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 from ..values.sharing import shares_of
 from ..values.specs import ObjectSpec, Tree, ir_dtype
 from .effects import Effects, memory_of, replaced_state, written_state
@@ -59,14 +58,14 @@ from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_te
 class Functions:
     """Traces the functions that a step calls; implements `FunctionTracer`.
 
-    One of these serves one step: effects of its functions are judged against each other.
+    Each step has its own instance, which compares the effects of the step's functions.
 
     Args:
-        traces: of methods, from an earlier trace of the same step, which are used again.
-        fused: whether backwards are for fused kernels, which compute cheap results again.
+        traces: traces of methods from an earlier trace of the same step, to be reused.
+        fused: whether fused kernels run the backwards, and compute cheap results again.
 
     Attributes:
-        device: where values live; None: on the device of an actor's first tensor, or the CPU.
+        device: the device of values; None: that of an actor's first tensor, or else the CPU.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class Functions:
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
     ) -> TracedFunction:
-        """Trace a call with the given arguments, a pytree `(args, kwargs)`.
+        """Trace a call of `target` whose arguments are the pytree `(args, kwargs)` of `signature`.
 
-        Gradients are tracked as the ambient `torch.is_grad_enabled()` says.
+        Gradients are tracked if `torch.is_grad_enabled()` is true when this is called.
 
         Raises:
-            TraceError: the arguments do not fit the method, or the function cannot be traced; state
-                of the actor is as before.
+            TraceError: the arguments do not fit the method, or the function cannot be traced. The
+                actor's state is unchanged then.
         """
         call = _call_of(target, signature, loc)
         if isinstance(target, MethodTarget):
@@ -134,23 +133,23 @@ class Functions:
     def _trace_group(
         self, target: Target, group: Group, call: Call, joint: Joint, name: str
     ) -> TracedFunction:
-        """A function that ranks call together, each on its pieces."""
+        """Trace a function that the ranks of a group call together, each on its pieces."""
         methods = self._methods(target, group, call)
-        made = methods.forward(joint, name)
+        function = methods.forward(joint, name)
         guard = None
         if isinstance(target, MethodTarget):
             who, state = type(target.instance).__qualname__, methods.read(joint)
             guard = build_guard(call, joint.reads, state, who, target.method)
         memory = {memory_of_node(node) for node, _ in joint.state}
         return TracedFunction(
-            made.declaration,
+            function.declaration,
             joint.results,
             state_references(joint.outputs, memory),
             None,
             guard,
             views=sharing(joint.outputs, joint.inputs),
-            program=made.program,
-            parts=made.parts,
+            program=function.program,
+            parts=function.parts,
             reaching=joint.reaching,
         )
 
@@ -164,21 +163,20 @@ class Functions:
         loc: Location | None,
         between: Sequence[Write] = (),
     ) -> TracedVjp:
-        """Trace forward and backward of the same call as one joint graph, and split it.
+        """Trace forward and backward of a call as one joint graph, and split it.
 
         The vjp is called `name`, its functions `name.forward`, `name.backward`, `name.input` and
-        `name.weight`. An input of `grad_inputs` that the outputs do not depend on is left out of
-        those of the vjp; a parameter that they do not depend on keeps its `.grad` as it is.
+        `name.weight`. The vjp leaves out inputs of `grad_inputs` that the outputs do not depend
+        on, and does not touch the `.grad` of parameters that they do not depend on.
 
-        State that a call in between replaces is saved as the forward has seen it. Where an opaque
-        call stands in between, the backward raises when it runs if state that it needs has been
-        changed.
+        Where a call in between replaces state, the backward gets the state that the forward saw.
+        If an opaque call in between changes state that the backward needs, the backward raises.
 
         Raises:
             TraceError: as in `trace`; or the function is opaque, its backward would draw random
-                numbers again, a parameter has gradient hooks, the call is to be computed again
-                in the backward and cannot be, or a traced call in between writes to state that
-                the backward needs.
+                numbers again, a parameter has gradient hooks, the backward cannot compute a
+                call with `remat` again, or a traced call in between writes to state that the
+                backward needs.
         """
         call = self._with_state(target, _call_of(target, signature, loc))
         if opaque_mark(call.function) is not None:
@@ -188,11 +186,11 @@ class Functions:
         if target.remat:
             refuse_twice(call, joint)
         effects = self._effects_on(target)
-        what = what_again(target, self._fused, between)
+        recompute = what_again(target, self._fused, between)
         if target.group is not None and target.group.has_layouts:
             methods = self._methods(target, target.group, call)
-            return methods.derivative(joint, name, between, what)
-        parts = self._pieces.split(joint, effects.volatile(joint, between), what)
+            return methods.derivative(joint, name, between, recompute)
+        parts = self._pieces.split(joint, effects.volatile(joint, between), recompute)
         _refuse_history(call, parts.forward.state)
         _refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
@@ -233,33 +231,35 @@ class Functions:
         return GroupMethods(target, group, call, self._effects_on(target), buckets)
 
     def _joint(
-        self, target: Target, call: Call, wanted: Wanted | None = None
+        self, target: Target, call: Call, derivative: Wanted | None = None
     ) -> tuple[Call, Joint]:
-        """Trace a call, or use the trace of one that is alike.
+        """Trace a call, or reuse the trace of an equal call.
 
         Raises:
-            TraceError, UsesGradients: as `settled` and `refuse_hidden_state` say.
+            TraceError, UsesGradients: as in `settled` and `refuse_hidden_state`.
         """
         if not isinstance(target, MethodTarget):
-            return settled(call, wanted)
-        found = self._traces.find(call, wanted)
-        if found is not None:
-            return call, found
-        call, joint = self._traces.make(call, wanted)
-        self._traces.add(call, wanted, joint)
+            return settled(call, derivative)
+        cached_joint = self._traces.find(call, derivative)
+        if cached_joint is not None:
+            return call, cached_joint
+        call, joint = self._traces.make(call, derivative)
+        self._traces.add(call, derivative, joint)
         return call, joint
 
     def _with_state(self, target: Target, call: Call) -> Call:
-        """The call, with the state of its actor as it is now."""
-        given = given_objects(call.signature) if isinstance(target, MethodTarget) else ()
-        state = collect(target.instance, given) if isinstance(target, MethodTarget) else call.state
+        """The call, with the current state of its actor."""
+        objects = given_objects(call.signature) if isinstance(target, MethodTarget) else ()
+        state = (
+            collect(target.instance, objects) if isinstance(target, MethodTarget) else call.state
+        )
         if target.group is not None and target.group.actor is not None:
             actor = target.group.actor
             state.tensors = actor.whole(state.tensors, actor.first)
         device = self.device
         if device is None:
             device = state.tensors[0].tensor.device if state.tensors else call.device
-        return replace(call, state=state, given=given, device=device)
+        return replace(call, state=state, given=objects, device=device)
 
     def _declare(
         self,
@@ -293,14 +293,14 @@ class Functions:
         joint: Joint,
         effects: Effects,
     ) -> tuple[Vjp, tuple[TracedPart, ...]]:
-        """The vjp with the halves of its backward, and these."""
+        """The vjp that names the halves of its backward, and the functions of these halves."""
         if halves.input is None:
             return replace(vjp, weight=backward.name, kept=halves.kept), ()
-        left = tuple(map(_type, halves.left))
+        left_types = tuple(map(_type, halves.left))
         input_ = replace(
             backward,
             name=f"{vjp.name}.input",
-            outputs=backward.outputs + left,
+            outputs=backward.outputs + left_types,
             effect=_of_backward(effects, joint, halves.input),
             aliases=halves.input.aliases,
             flops=self._pieces.flops(halves.input),
@@ -308,27 +308,27 @@ class Functions:
         weight = replace(
             backward,
             name=f"{vjp.name}.weight",
-            inputs=tuple(backward.inputs[i] for i in halves.kept) + left,
+            inputs=tuple(backward.inputs[i] for i in halves.kept) + left_types,
             outputs=(),
             effect=_of_backward(effects, joint, halves.weight),
             aliases=(),
             flops=self._pieces.flops(halves.weight),
         )
         pieces = ((input_, halves.input), (weight, halves.weight))
-        made = tuple(
+        parts = tuple(
             self._part(target, _with_shares(f, target, piece), piece) for f, piece in pieces
         )
-        return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
+        return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), parts
 
     def _part(self, target: Target, function: Function, piece: Piece) -> TracedPart:
         return TracedPart(function, self._pieces.bodies(piece, function.name, target.group))
 
     def _effects_on(self, target: Target) -> Effects:
-        """Return what is known of actors; of a function of values alone, nothing needs to be."""
+        """The known effects on actors; a torch function has no actor, and gets an empty object."""
         return self._effects if isinstance(target, MethodTarget) else Effects()
 
     def _opaque(self, target: Target, call: Call, mark: OpaqueMark, name: str) -> TracedFunction:
-        """A call of a method as it is: it may do anything, so it counts as a write."""
+        """A call without a trace: the method may do anything, so the call counts as a write."""
         if target.use is not None:
             target.use.is_opaque = True
         call = replace(call, device=self.device or call.device)
@@ -343,7 +343,7 @@ class Functions:
             effect=Effect.WRITE,
             actor=target.actor,
             loc=call.error_loc,
-            shares=Shares.of({each.other: Effect.WRITE for each in target.shared}),
+            shares=Shares.of({shared.other: Effect.WRITE for shared in target.shared}),
         )
         calls = calls_of_ranks(target, call)
         body = RankBodies.of({rank: opaque_body(c, mark, results) for rank, c in calls.items()})
@@ -357,7 +357,7 @@ class Functions:
 
 
 def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
-    """A call of a target, of which the state is not known yet."""
+    """The call of a target, without the actor's state so far."""
     function = target.callable
     if not callable(function):
         who, _, method = target.name.rpartition(".")
@@ -392,7 +392,7 @@ def _shares_of_forward(
 
 
 def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
-    """A backward, or a half of one, that says what it does to state that its actor shares."""
+    """Declare the effects of a backward, or of one of its halves, on state that actors share."""
     reads = _memory(piece.state)
     graded = _memory(gradient.tensor for gradient in piece.gradients)
     if target.use is not None:
@@ -402,11 +402,11 @@ def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
 
 
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:
-    return memory_of(each.tensor for each in state)
+    return memory_of(state_tensor.tensor for state_tensor in state)
 
 
 def _no_derivative(call: Call) -> TraceError:
-    """Make the error for a derivative of an opaque function."""
+    """The error for a derivative of an opaque function."""
     return TraceError(
         f"{call.what} is opaque, so it has no derivative, but a loss depends on its result",
         loc=call.loc,
@@ -427,7 +427,7 @@ def _refuse_history(call: Call, used: Iterable[StateTensor]) -> None:
 def _refuse_written(
     call: Call, backward: Piece, effects: Effects, between: Sequence[Write]
 ) -> None:
-    """Refuse a backward whose state a call in between writes to."""
+    """Refuse a backward if a call in between writes to state that it reads."""
     for write in between:
         memory = effects.written_by(write)
         paths = [f"'{s.path}'" for s in backward.state if storage_key(s.tensor) in memory]

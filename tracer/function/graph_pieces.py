@@ -1,4 +1,4 @@
-"""Cut graphs into pieces, and make their bodies: once for all calls whose traces have one graph."""
+"""Cut graphs into pieces and make their bodies; calls with the same graph share the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..values.interface import Bodies, RankBodies
 
 @dataclass(eq=False)
 class Pieces:
-    """What has been made of the graphs of a step's methods."""
+    """Caches the pieces, operation counts and sources of the graphs of a step's methods."""
 
     _forwards: dict[fx.Graph, tuple[Joint, Piece]] = field(default_factory=dict)
     _splits: dict[tuple[fx.Graph, Collection[int], Recompute], tuple[Joint, Split]] = field(
@@ -32,37 +32,37 @@ class Pieces:
     _sources: dict[fx.Graph, Callable[[], Source]] = field(default_factory=dict)
 
     def forward(self, joint: Joint) -> Piece:
-        """The forward alone, without a derivative."""
+        """The piece of the forward alone, without a derivative."""
         if joint.graph not in self._forwards:
             self._forwards[joint.graph] = joint, forward_piece(joint)
         first, piece = self._forwards[joint.graph]
         return _moved(piece, first, joint)
 
     def split(self, joint: Joint, volatile: frozenset[int], what: Recompute) -> Split:
-        """Forward, backward and the halves of that; arguments as those of `split`."""
+        """The forward, the backward and its halves; takes the arguments of `partition.split`."""
         key = joint.graph, volatile, what
         if key not in self._splits:
             self._splits[key] = joint, split(joint, volatile, what)
-        first, found = self._splits[key]
-        halves = found.halves
+        first, parts = self._splits[key]
+        halves = parts.halves
         if halves is not None:
             early = None if halves.input is None else _moved(halves.input, first, joint)
             halves = replace(halves, input=early, weight=_moved(halves.weight, first, joint))
         return replace(
-            found,
-            forward=_moved(found.forward, first, joint),
-            backward=_moved(found.backward, first, joint),
+            parts,
+            forward=_moved(parts.forward, first, joint),
+            backward=_moved(parts.backward, first, joint),
             halves=halves,
         )
 
     def flops(self, piece: Piece) -> Flops:
-        """The operations of one run of a piece."""
+        """The floating-point operations of one run of a piece."""
         if piece.graph not in self._flops:
             self._flops[piece.graph] = count_flops(piece.graph)
         return self._flops[piece.graph]
 
     def bodies(self, piece: Piece, name: str, group: Group | None) -> Bodies:
-        """The body of a piece, for each rank that this process plays."""
+        """The bodies of a piece, one for each rank that this process plays."""
         actor = None if group is None else group.actor
         if actor is None or len(actor.instances) == 1:
             return self._body(piece, name)
@@ -80,7 +80,7 @@ class Pieces:
 
 
 def _moved(piece: Piece, first: Joint, joint: Joint) -> Piece:
-    """The piece of a graph, for the state of another joint graph that is the same one."""
+    """The piece with the state of `joint`, which has the same graph as `first`."""
     if first is joint:
         return piece
     tensors = {id(a): b for (_, a), (_, b) in zip(first.state, joint.state, strict=True)}

@@ -1,4 +1,4 @@
-"""Make functions of what ranks call together: programs of parts and transfers, and their bodies."""
+"""Make the functions that ranks call together: programs of parts and transfers, and bodies."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import buckets_of
 from ..values.interface import Body, RankBodies, TracedPart
-from ..values.operators import (
-    is_random,
-)
+from ..values.operators import is_random
 from ..values.specs import ir_dtype
 from .groups.stored import GradientReduction, ParameterGather, Stored
 
@@ -45,12 +43,11 @@ StateOf: TypeAlias = Mapping[int, Mapping[str, StateTensor]]
 
 @dataclass(frozen=True)
 class GroupFunction:
-    """A function that ranks call together.
+    """A function that ranks call together. Its body is a program.
 
     Attributes:
-        declaration: of the function, a program.
-        program: its body.
-        parts: the functions that it calls.
+        declaration, program: the function's declaration and body.
+        parts: the functions that the program calls.
     """
 
     declaration: Function
@@ -59,25 +56,25 @@ class GroupFunction:
 
     @property
     def part(self) -> TracedPart:
-        """The function, without those that it calls."""
+        """The function, without the functions that it calls."""
         return TracedPart(self.declaration, None, self.program)
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the functions of one section.
+    """Makes the function of one section.
 
     Attributes:
-        name: of the function.
-        actor: whose it is.
-        section: what it computes.
-        state: of the ranks whose graphs there are. The first one's operations are counted.
-        played: those of them that this process plays.
-        owner: holds the constants that graphs refer to.
-        effect: of the parts that touch state.
+        name: the function's name.
+        actor: the name of the function's actor; None for a torch function.
+        section: the section that the function computes.
+        state: the state of each rank that has a graph. The first rank's operations are counted.
+        played: the ranks of `state` that this process plays.
+        owner: the module that holds the constants that graphs refer to.
+        effect: the effect of the parts that use state.
         loc: the user's line.
-        stored: the actor's parameters that are gathered; None without an actor.
-        buckets: of gradients that are reduced, by path.
+        stored: the actor's stored parameters; None without an actor.
+        buckets: the buckets of the gradients that are reduced, by path.
     """
 
     name: str
@@ -92,13 +89,15 @@ class Maker:
     buckets: Mapping[str, int] = field(default_factory=dict)
 
     def make(self) -> GroupFunction:
-        """The function."""
+        """Make the function."""
         reductions = self._reductions()
         plans = list(self._plans(reductions))
-        made = [self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)]
+        plan_parts = [
+            self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)
+        ]
         writer = _Writer(self.section.takes, self.loc)
-        program = self._program(writer, plans, made, reductions)
-        parts = (*(part for part in made if part is not None), *writer.called.values())
+        program = self._program(writer, plans, plan_parts, reductions)
+        parts = (*(part for part in plan_parts if part is not None), *writer.called.values())
         functions = [part.declaration for part in parts]
         effects = {function.effect for function in functions}
         declaration = Function(
@@ -115,8 +114,8 @@ class Maker:
         return GroupFunction(declaration, program, parts)
 
     def _reductions(self) -> dict[Transfer, GradientReduction]:
-        """The transfers that reduce gradients to the pieces that are stored."""
-        found: dict[Transfer, GradientReduction] = {}
+        """The reductions of gradients to the pieces that ranks store, by transfer."""
+        reduction_of: dict[Transfer, GradientReduction] = {}
         paths = {version: t.path for t, version in self.section.gradients}
         read = {v for part in self.section.partition.parts for v in part.inputs}
         for transfer in _transfers(self.section.partition):
@@ -126,26 +125,28 @@ class Maker:
             if transfer.after in read:
                 continue
             before, after = transfer.before.layout, transfer.after.layout
-            if (made := self.stored.reduces(path, before, after)) is not None:
-                found[transfer] = made
-        return found
+            if (reduction := self.stored.reduces(path, before, after)) is not None:
+                reduction_of[transfer] = reduction
+        return reduction_of
 
     def _plans(self, reductions: Collection[Transfer]) -> Iterator[_PartPlan]:
-        """The parts that do something, each with what it returns and accumulates."""
+        """The plan of each part: which values it returns, which gradients it accumulates."""
         section = self.section
         reduced = {transfer.after for transfer in reductions}
-        left = [pair for pair in section.gradients if pair[1] not in reduced]
-        wanted = set(section.gives) | {t.before for t in _transfers(section.partition)}
-        wanted |= {v for part in section.partition.parts for v in part.inputs}
+        pending = [pair for pair in section.gradients if pair[1] not in reduced]
+        used = set(section.gives) | {t.before for t in _transfers(section.partition)}
+        used |= {v for part in section.partition.parts for v in part.inputs}
         for part, _ in section.partition.steps:
-            gradients = [pair for pair in left if pair[1] in part.outputs]
-            left = [pair for pair in left if pair not in gradients]
-            returned = tuple(version for version in part.outputs if version in wanted)
+            gradients = [pair for pair in pending if pair[1] in part.outputs]
+            pending = [pair for pair in pending if pair not in gradients]
+            returned = tuple(version for version in part.outputs if version in used)
             yield _PartPlan(part, returned, gradients)
         parts = section.partition.parts
         is_idle = not (section.gives or section.gradients or any(part.nodes for part in parts))
-        if left or is_idle:  # gradients that are exchanged, or values of others; or nothing at all
-            yield _PartPlan(None, (), left)
+        # A last part adds the gradients that no part computes: exchanged ones, or inputs. A section
+        # without any work also needs a part.
+        if pending or is_idle:
+            yield _PartPlan(None, (), pending)
 
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
@@ -199,7 +200,10 @@ class Maker:
 
 @dataclass(frozen=True)
 class _PartPlan:
-    """A part, what it returns, and what it adds to gradients; None: it does that at most."""
+    """A part, the versions that it returns, and the gradients that it accumulates.
+
+    Without a part (None), the function computes nothing: it only accumulates gradients, if any.
+    """
 
     part: Part | None
     returned: tuple[Version, ...]
@@ -216,21 +220,21 @@ class _PartPlan:
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """The inputs of its graph, in the graph's order."""
+        """The inputs of the part's graph, in the graph's order."""
         if self.part is not None:
             return self.part.inputs
         return tuple(dict.fromkeys(version for _, version in self.gradients))
 
     def inputs(self, state: Collection[Version]) -> tuple[Version, ...]:
-        """The inputs that it is given."""
+        """The inputs that are arguments of the part's function."""
         return tuple(version for version in self.versions if version not in state)
 
     def reads(self, state: Collection[Version]) -> tuple[Version, ...]:
-        """The state that it reads."""
+        """The inputs that are state of the actor."""
         return tuple(version for version in self.versions if version in state)
 
     def graph_of(self, rank: int) -> int:
-        """The index of a rank's graph; ranks with the same one run the same piece."""
+        """The index of a rank's graph; ranks of one index run the same piece."""
         return 0 if self.part is None else self.part.bodies.of_rank[rank]
 
     def piece(
@@ -243,22 +247,22 @@ class _PartPlan:
         """The piece that a rank runs.
 
         Args:
-            state: as it is held.
+            state: the tensors of the state, by version.
             own: the rank's tensors, by path.
         """
         builder = _PieceBuilder()
         reads, inputs = self.reads(state), self.inputs(state)
         if self.part is not None:
             source = self.part.bodies.at(rank)
-            given = dict(zip(self.versions, _placeholders(source), strict=True))
-            made = dict(zip(self.part.outputs, _returned(source), strict=True))
-            builder.copy(source, [given[version] for version in (*reads, *inputs)])
+            placeholder_of = dict(zip(self.versions, _placeholders(source), strict=True))
+            node_of = dict(zip(self.part.outputs, _returned(source), strict=True))
+            builder.copy(source, [placeholder_of[version] for version in (*reads, *inputs)])
         else:
-            made = {version: version.node for version in inputs}
-            builder.copy(None, list(made.values()))
+            node_of = {version: version.node for version in inputs}
+            builder.copy(None, list(node_of.values()))
         builder.end(
-            [made[version] for version in self.returned],
-            [made[version] for _, version in self.gradients],
+            [node_of[version] for version in self.returned],
+            [node_of[version] for _, version in self.gradients],
         )
         return Piece(
             graph=builder.graph,
@@ -279,18 +283,17 @@ class _PartPlan:
 
 
 def _on(piece: Piece, own: Mapping[str, StateTensor]) -> Piece:
-    """The piece for a rank that has these tensors, by path."""
+    """The piece with the tensors `own` of another rank, by path."""
     gradients = tuple(replace(g, tensor=own[g.tensor.path]) for g in piece.gradients)
     return replace(piece, state=tuple(own[t.path] for t in piece.state), gradients=gradients)
 
 
 class _PieceBuilder:
-    """Copies a rank's graph into one whose results have memory of their own.
+    """Copies a rank's graph. Results of the copy share no memory.
 
     Attributes:
-        graph: the copy.
-        locations: the user's line of its nodes.
-        owned: for each gradient, whether nobody else refers to its memory.
+        graph, locations: the copy, and the user's lines by its nodes.
+        owned: for each gradient, whether nothing else refers to its memory.
     """
 
     def __init__(self) -> None:
@@ -301,7 +304,7 @@ class _PieceBuilder:
         self._taken: set[int | None] = set()
 
     def copy(self, source: fx.Graph | None, placeholders: Sequence[fx.Node]) -> None:
-        """Copy a graph, with its placeholders in another order."""
+        """Copy a graph, with its placeholders in the order of `placeholders`."""
         for node in placeholders:
             self._copies[node] = new = self.graph.placeholder(node.name)
             new.meta["val"] = node.meta["val"]
@@ -314,14 +317,14 @@ class _PieceBuilder:
                 self.locations[new] = loc
 
     def end(self, returned: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> None:
-        """Return values and gradients: values are contiguous, and share memory with nothing."""
+        """End the copy: it returns contiguous values that share no memory, then gradients."""
         graded = [self._copies[node] for node in gradients]
-        given = {memory_of(node) for node in map(self._copies.__getitem__, returned)}
+        returned_memory = {memory_of(node) for node in map(self._copies.__getitem__, returned)}
         memory = [memory_of(node) for node in graded]
         self.owned = tuple(
             node.op == "call_function"
             and memory.count(key) == 1
-            and key not in given
+            and key not in returned_memory
             and key not in self._taken
             for node, key in zip(graded, memory, strict=True)
         )
@@ -340,10 +343,10 @@ class _PieceBuilder:
 
 
 class _Writer:
-    """Writes the body of a function.
+    """Writes the program of a function.
 
     Attributes:
-        called: the functions that it calls to hand parameters and gradients over, by name.
+        called: the functions that hand parameters and gradients over, by name.
     """
 
     def __init__(self, takes: Sequence[Version], loc: Location | None) -> None:
@@ -383,14 +386,14 @@ class _Writer:
         self._ops.append(TransferOp((self._values[before],), (result,), loc=self._loc))
 
     def gather(self, gather: ParameterGather, version: Version) -> None:
-        """Make a parameter whole of its pieces."""
+        """Gather a stored parameter."""
         base = version.node.name
         rest = self._hand(gather.read, (), f"{base}.rest")
         full = self._travel(rest, gather.full, f"{base}.full")
         self._values[version] = self._hand(gather.make, (full,), base)
 
     def reduce(self, reduce: GradientReduction, version: Version) -> None:
-        """Reduce a gradient to the pieces that ranks store, and add these to theirs."""
+        """Reduce a gradient to the pieces that ranks store, and add these to `.grad`."""
         base = version.node.name
         terms = self._hand(reduce.lay, (self._values[version],), f"{base}.terms")
         total = self._travel(terms, reduce.total, f"{base}.total")
@@ -410,7 +413,7 @@ class _Writer:
         return result
 
     def end(self, name: str, gives: Sequence[Version]) -> Program:
-        """The program; one that gives nothing returns a unit."""
+        """End the program. Without results it returns a unit."""
         values = tuple([self._values[version] for version in gives])
         if not values:
             assert self._done is not None, "a function that gives nothing calls another that does"
@@ -441,7 +444,7 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 def _type(version: Version) -> TensorType:
-    """The type of a version, without a place; a product of cut factors is as many dimensions."""
+    """The type of a version, without a place. A product of cut factors has a dimension for each."""
     fake = fake_of(version.node)
     layout, shape = unmerged(version.layout, tuple(fake.shape))
     return TensorType(ir_dtype(fake.dtype), shape, None, layout if layout.axes else None)

@@ -1,4 +1,4 @@
-"""Trace functions that ranks of a group call together: their graphs are laid out, and cut."""
+"""Trace functions that the ranks of a group call together: lay out their graphs, and cut them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import Buckets, GradientLayout, numel_at_rank
 from ..values.group import Group
 from ..values.interface import Call, Target, TracedVjp, Write
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 from .effects import Effects
 from .group_functions import GroupFunction, Maker
 from .groups.stored import Stored
@@ -34,11 +32,11 @@ class GroupMethods:
     """Traces one call of a group.
 
     Attributes:
-        target: what is called.
+        target: the method or torch function that is called.
         group: the ranks that call it.
-        call: how.
-        effects: what is known of the step's other functions.
-        buckets: of the actor's gradients.
+        call: the call, with its arguments and state.
+        effects: the known effects of the step's functions.
+        buckets: the buckets of the actor's gradients.
     """
 
     target: Target
@@ -48,10 +46,10 @@ class GroupMethods:
     buckets: Buckets
 
     def forward(self, joint: Joint, name: str) -> GroupFunction:
-        """The function, without a derivative.
+        """Make the function, without a derivative.
 
         Raises:
-            TraceError: it gives state new tensors, or its layouts contradict each other.
+            TraceError: the call gives state new tensors, or its layouts contradict each other.
         """
         self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
         state = self.read(joint)
@@ -63,11 +61,17 @@ class GroupMethods:
     def derivative(
         self, joint: Joint, name: str, between: Sequence[Write], what: Recompute
     ) -> TracedVjp:
-        """Forward, backward and the halves of that, which compute `what` of the forward again.
+        """Make the forward, the backward and its halves.
+
+        Args:
+            joint: the joint graph.
+            name: the name of the vjp.
+            between: the writes to the actor between the forward and the backward.
+            what: the part of the forward that the backward computes again.
 
         Raises:
-            TraceError: as in `forward`; or it writes to state, a call of unknown effect stands
-                between the two, or the backward sends no gradient anywhere.
+            TraceError: as in `forward`; or the call writes to state, the backward reads state that
+                a call in between may change, or it gives no gradient at all.
         """
         written = [joint.state[index][1].path for index in sorted(joint.written)]
         self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
@@ -76,11 +80,11 @@ class GroupMethods:
         cutter = self._cutter(joint)
         self.buckets.enter(self._sums(cutter.gradients))
         cutter.buckets = self.buckets.of
-        found = cutter.sections(volatile, what)
-        self._refuse_between(between, found.backward)
-        effect = self.effects.of_forward(joint, [*found.forward.state.values()], name)
-        forward = self._make(f"{name}.forward", found.forward, joint, effect)
-        backward = self._backward(f"{name}.backward", found.backward, joint)
+        sections = cutter.sections(volatile, what)
+        self._refuse_between(between, sections.backward)
+        effect = self.effects.of_forward(joint, [*sections.forward.state.values()], name)
+        forward = self._make(f"{name}.forward", sections.forward, joint, effect)
+        backward = self._backward(f"{name}.backward", sections.backward, joint)
         grad_outputs, grad_inputs = joint.wanted_outputs, joint.wanted_inputs
         vjp = Vjp(
             name,
@@ -88,31 +92,31 @@ class GroupMethods:
             backward.declaration.name,
             grad_outputs,
             grad_inputs,
-            kept=found.kept,
+            kept=sections.kept,
         )
         halves: list[GroupFunction] = []
-        if found.input is not None and found.weight is not None:
+        if sections.input is not None and sections.weight is not None:
             halves = [
-                self._backward(f"{name}.input", found.input, joint),
-                self._backward(f"{name}.weight", found.weight, joint),
+                self._backward(f"{name}.input", sections.input, joint),
+                self._backward(f"{name}.weight", sections.weight, joint),
             ]
             vjp = replace(vjp, input=halves[0].declaration.name, weight=halves[1].declaration.name)
-        elif found.weight is not None:
+        elif sections.weight is not None:
             vjp = replace(vjp, weight=backward.declaration.name)
         return TracedVjp(
             vjp,
             forward.part,
             backward.part,
             tuple(half.part for half in halves),
-            called=tuple(p for made in (forward, backward, *halves) for p in made.parts),
+            called=tuple(p for function in (forward, backward, *halves) for p in function.parts),
             gradients={
                 t.path: GradientLayout(version.layout, self.buckets.of.get(t.path, 0))
-                for t, version in found.backward.gradients
+                for t, version in sections.backward.gradients
             },
         )
 
     def _sums(self, gradients: Iterable[tuple[StateTensor, Version]]) -> Iterator[tuple[str, int]]:
-        """The gradients that are to be reduced, each with its bytes on a rank."""
+        """The path of each gradient that has to be reduced, and its bytes on a rank."""
         for tensor, version in gradients:
             if version.layout.summands:
                 fake = fake_of(version.node)
@@ -137,13 +141,13 @@ class GroupMethods:
         except LayoutError as error:
             if error.loc is not None:
                 raise
-            # A torch function of the step, or an op of no line of the method.
+            # The call is of a torch function, or the op belongs to no line of the method.
             loc = self.call.error_loc
             raise LayoutError(error.reason, loc=loc, remedy=error.remedy) from None
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        """The ranks whose graphs are made; of a torch function, the first one's everywhere."""
+        """The ranks that get a graph here. For a torch function, this includes the first rank."""
         group = self.group
         if group.actor is not None:
             return group.played
@@ -166,7 +170,7 @@ class GroupMethods:
         if actor is not None:
             for rank in self._ranks:
                 tensors = actor.state(rank).tensors
-                state[rank] = {slot.path: each for each in tensors for slot in each.slots}
+                state[rank] = {slot.path: tensor for tensor in tensors for slot in tensor.slots}
         return Maker(
             name,
             self.target.actor,
@@ -182,11 +186,11 @@ class GroupMethods:
 
     def _note(self, read: Sequence[StateTensor], graded: Sequence[StateTensor], name: str) -> None:
         if self.target.use is not None:
-            reads = {storage_key(each.tensor) for each in read}
-            self.target.use.note(reads, {storage_key(each.tensor) for each in graded}, name)
+            reads = {storage_key(state.tensor) for state in read}
+            self.target.use.note(reads, {storage_key(state.tensor) for state in graded}, name)
 
     def _refuse_changes(self, changed: Sequence[str]) -> None:
-        """Refuse changes of state, by its paths."""
+        """Refuse a call that changes the state at these paths."""
         if changed:
             raise self.call.refusal(
                 f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",

@@ -1,4 +1,4 @@
-"""Functions that are called as they are: opaque methods, and methods that work on gradients."""
+"""Functions that are called without a trace: opaque methods, and methods that use gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from ..values.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, show_type
 
 
 def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
-    """Describe what an opaque call returns, as its mark says.
+    """The pytree of specs of an opaque call's results, as its mark describes them.
+
+    Args:
+        mark: the mark of the method.
+        instance: the actor's instance; None for a function.
+        call: the call, with its arguments.
 
     Raises:
-        TraceError: the mark's `fake` fails, or returns a tensor that is not fake.
+        TraceError: the mark's `fake` raises, or returns a tensor that is not fake.
     """
     if mark.fake is None:
         leaf = ObjectSpec()
@@ -45,7 +50,11 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
 
 
 def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
-    """Refuse an opaque method that takes or returns pieces of values: nothing knows the whole."""
+    """Refuse an opaque method that takes or returns pieces, since nobody knows their layout.
+
+    Raises:
+        TraceError: the plan cuts an argument, or the method returns tensors.
+    """
     if target.group is None or not target.group.has_layouts:
         return
     if any(layout is not None for layout in target.group.inputs):
@@ -66,7 +75,7 @@ def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
 
 
 def calls_of_ranks(target: Target, call: Call) -> dict[int, Call]:
-    """The call for the instance of each rank that this process plays."""
+    """The call on the instance of each rank that this process plays, by rank."""
     actor = target.group.actor if target.group is not None else None
     if actor is None or not isinstance(target, MethodTarget):
         return {0: call}
@@ -90,10 +99,10 @@ def _stand_in(leaf: Leaf, device: torch.device) -> Any:
 
 
 def strictly(call: Call) -> Call:
-    """The same call where a loss depends on it: no gradient may be lost.
+    """The same call where a loss depends on its result, so that no gradient may be lost.
 
     Raises (when it runs):
-        RuntimeError: a tensor that the function returns requires a gradient.
+        RuntimeError: the function returns a tensor that requires a gradient.
     """
     function = call.function
 
@@ -114,15 +123,21 @@ def strictly(call: Call) -> Call:
 
 
 def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
-    """A body that calls the function with the filled-in signature, gradients enabled.
+    """A body that fills values into the call's signature, and calls the function.
 
-    Like all bodies it returns a unit where the function returns nothing.
+    Gradients are enabled during the call. Like all bodies, it returns a unit (None) if the
+    function has no results.
+
+    Args:
+        call: the call.
+        mark: the mark of the method.
+        results: the specs of the results, which the body checks if the mark has a `fake`.
 
     Raises (when it runs):
-        TypeError: the function returns something else than its mark says.
+        TypeError: the function returns something other than its mark says.
     """
     function, is_flat, fill = call.function, _is_flat(call.signature), filler(call.signature)
-    what = call.what if call.home is None else f"{call.what} ({call.home})"
+    shown = call.what if call.home is None else f"{call.what} ({call.home})"
     is_grad_enabled = torch.is_grad_enabled
 
     def run(*inputs: Any) -> Any:
@@ -133,20 +148,20 @@ def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
             return function(*args, **kwargs)
 
     def one(*inputs: Any) -> Sequence[Any]:
-        # Switching gradients on costs more than a short method.
+        # Enabling gradients takes longer than a short method.
         return (function(*inputs),) if is_flat and is_grad_enabled() else (run(*inputs),)
 
     def several(*inputs: Any) -> Sequence[Any]:
         result = run(*inputs)
         if not isinstance(result, (tuple, list)) or len(result) != mark.returns:
             raise TypeError(
-                f"{what} is marked @cg.opaque(returns={mark.returns}), but it returned "
+                f"{shown} is marked @cg.opaque(returns={mark.returns}), but it returned "
                 f"{_words(result)}"
             )
         return tuple(result) or (None,)
 
     def typed(*inputs: Any) -> Sequence[Any]:
-        return _checked(run(*inputs), results, what) or (None,)
+        return _checked(run(*inputs), results, shown) or (None,)
 
     return typed if mark.fake is not None else one if mark.returns is None else several
 
@@ -158,24 +173,28 @@ def _words(result: Any) -> str:
 
 
 def _is_flat(signature: Tree) -> bool:
-    """True if the values are the positional arguments, and there are no others."""
+    """True if the values are positional arguments, and there are no other arguments."""
     args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
     flat = not kwargs and all(type(i) is int for i in args)
     return flat and len(signature.values) == len(signature.leaves)
 
 
-def _checked(result: Any, results: Tree, what: str) -> Sequence[Any]:
-    """The leaves of a result, which are as the fake has promised."""
+def _checked(result: Any, results: Tree, shown: str) -> Sequence[Any]:
+    """The leaves of a result.
+
+    Raises:
+        TypeError: the result is not what the fake has promised.
+    """
     leaves, spec = pytree.tree_flatten(result)
     if spec != results.spec or not all(map(_is_promised, leaves, results.leaves)):
         returned = pytree.tree_map(_outline, result)
         promised = pytree.tree_unflatten(map(_promise, results.leaves), results.spec)
         raise TypeError(
-            f"{what} returned {returned!r}, but its fake promised {promised!r}. Types are fixed "
+            f"{shown} returned {returned!r}, but its fake promised {promised!r}. Types are fixed "
             "when a step is compiled: return on every call what the fake says, or correct the fake"
         )
     return tuple(
-        _plain(value, what) if isinstance(leaf, TensorSpec) else value
+        _plain(value, shown) if isinstance(leaf, TensorSpec) else value
         for value, leaf in zip(leaves, results.leaves, strict=True)
     )
 
@@ -202,18 +221,22 @@ def _promise(leaf: Leaf) -> Verbatim:
     return Verbatim("object")
 
 
-def _plain(value: torch.Tensor, what: str) -> torch.Tensor:
-    """A tensor as it travels."""
+def _plain(value: torch.Tensor, shown: str) -> torch.Tensor:
+    """A tensor as ranks send it: detached, contiguous, and without a lazy conjugate.
+
+    Raises:
+        TypeError: the tensor is not dense, or is on the meta device.
+    """
     if value.layout is not torch.strided:
         raise TypeError(
-            f"{what} returned a tensor of layout {value.layout}, but its fake promised a dense "
+            f"{shown} returned a tensor of layout {value.layout}, but its fake promised a dense "
             "one: return x.to_dense(), or mark the method @cg.opaque without a fake, and its "
             "result travels as an object"
         )
     if value.is_meta:
         raise TypeError(
-            f"{what} returned a tensor on 'meta', which has no elements: return one that has; only "
-            "a fake returns types alone"
+            f"{shown} returned a tensor on 'meta', which has no elements: return one that has; "
+            "only a fake returns types alone"
         )
     plain = value.detach().contiguous()
     return plain.resolve_conj() if plain.dtype.is_complex else plain

@@ -1,4 +1,4 @@
-"""The names by which a step's Python reaches actors, and whether they stand for others now."""
+"""The names by which a step's Python reaches actors, and whether they hold other actors now."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ..values.heap.variables import Variable, variables_of
 from .actors.actors import ActorHandle
 
 MANY = 1000
-"""Items of a container in which actors are looked for; longer ones hold data."""
+"""The longest container that is searched for actors; longer ones hold data."""
 DEPTH = 3
-"""Containers in containers that are looked into."""
+"""The depth of nested containers that are searched."""
 
 
 class ActorNames:
-    """What a step's global variables, closure and object held when it was traced.
+    """The actors that a step's names held when the step was traced.
 
-    These are the names of the function itself, and attributes that it reads of objects that they
-    hold. Each holds an actor, or a list, tuple or dict with some.
+    A name is a global variable, a closure variable or `self`, or an attribute that the step reads
+    of one. It counts if it holds an actor, or a list, tuple or dict with actors.
 
     Args:
         fn: the step's function, or a bound method.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        found = ((name, _actors(name.value(), DEPTH)) for name in variables_of(fn))
-        self._held = [_Held(name, actors) for name, actors in found if actors]
+        named_actors = ((name, _actors(name.value(), DEPTH)) for name in variables_of(fn))
+        self._held = [_Held(name, actors) for name, actors in named_actors if actors]
 
     def have_moved(self) -> bool:
-        """True if one of them holds other actors than then, or in another order."""
+        """True if a name now holds other actors than at the trace, or in another order."""
         return any(map(_Held.has_moved, self._held))
 
 
@@ -45,13 +45,13 @@ class _Held:
     def has_moved(self) -> bool:
         now, then = self.name.value(), self.actors
         if type(now) is list and len(now) == len(then) and all(map(is_, now, then)):
-            return False  # as mostly, and in less time
-        found = (now,) if type(now) is ActorHandle else _actors(now, DEPTH)
-        return len(found) != len(then) or not all(map(is_, found, then))
+            return False  # the usual case, and a fast check
+        actors = (now,) if type(now) is ActorHandle else _actors(now, DEPTH)
+        return len(actors) != len(then) or not all(map(is_, actors, then))
 
 
 def _actors(value: Any, depth: int) -> Sequence[ActorHandle]:
-    """The actor that a value is, or those in a container and in containers in it."""
+    """The actors in a value: the value itself, or those in nested containers."""
     if type(value) is ActorHandle:
         return (value,)
     if not depth or not isinstance(value, (list, tuple, dict)) or len(value) > MANY:

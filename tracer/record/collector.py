@@ -1,4 +1,4 @@
-"""Python's collector of cycles rests while a step is traced."""
+"""Pause Python's garbage collector while a step is traced."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _MANY = 200_000
-"""Objects of a trace that are worth the time of counting those that the user has frozen."""
+"""The number of a trace's objects above which counting the user's frozen objects is worth it."""
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Let the collector rest inside the `with` block.
+    """Pause the garbage collector inside the `with` block.
 
-    Nearly all objects that a trace makes belong to its graphs and stay, as do those that torch's
-    modules make when they are imported. The collector would look at each of them again and again,
-    for a fifth of the time of a trace. What a large trace has made then counts as old at once,
-    unless the user has frozen objects, which would be thawed. A small one leaves its objects to the
-    collector: to count a million frozen ones takes 30 ms.
+    Nearly all objects that a trace makes belong to its graphs and stay, as do the objects that
+    torch's modules make when they are imported. The collector would visit them again and again,
+    for a fifth of the time of a trace. After a large trace, all objects are moved to the oldest
+    generation by a freeze and a thaw. This is left out if the user has frozen objects, which
+    would be thawed as well, and after a small trace: counting a million frozen objects takes 30 ms.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
 """Intercept the torch functions that a step calls, and record them as ops.
 
-What torch computes on values of the step becomes a `call` of a function that is traced once for
-each signature. What makes tensors from nothing becomes a constant. A write in place makes a new
-value, which the tensor written to stands for from then on.
+A torch function of values of the step becomes a `call` of a function, which is traced once for
+each signature. A torch function without such operands makes constants. An in-place write makes a
+new value, and the tensor then stands for this value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TRAINING_REMEDY = (
 
 
 class Recorder(TorchFunctionMode):
-    """While entered, records torch functions into a session."""
+    """A torch function mode that records torch functions into a session while it is entered."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def _intercept(
 
 
 def _has_values(tree: Any) -> bool:
-    """True if a nest of containers holds a value of a step."""
+    """True if a value, or a nest of containers, holds a value of a step."""
     if isinstance(tree, TracedTensor | ObjectValue):
         return True
     if isinstance(tree, dict):
@@ -109,7 +109,7 @@ def _has_values(tree: Any) -> bool:
 
 
 def _compute(session: Session, call: TorchCall) -> Any:
-    """Record a torch function; return what the step holds for its result."""
+    """Record a torch function; return the results that the step's Python gets."""
     kwargs = call.kwargs
     if is_random(call.name):
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
@@ -149,7 +149,7 @@ def _find(
 
 @dataclass(frozen=True)
 class InPlace:
-    """A function that writes to its first argument, as one that returns what that becomes."""
+    """Turns a function that writes to its first argument into one that returns the new value."""
 
     function: Function
 
@@ -177,24 +177,24 @@ def _writes_in_place(call: TorchCall) -> bool:
     position = _inplace_position(call.func)
     if position is None:
         return False
-    given = call.args[position:]
-    return bool(given[0] if given else call.kwargs.get("inplace", False))
+    args_from_flag = call.args[position:]
+    return bool(args_from_flag[0] if args_from_flag else call.kwargs.get("inplace", False))
 
 
 @cache
 def _inplace_position(func: Function) -> int | None:
-    """The position of the flag `inplace` of a function of torch.nn.functional, if it has one."""
+    """The position of the argument `inplace` of a function of torch.nn.functional, if any."""
     if getattr(func, "__module__", None) != "torch.nn.functional":
         return None
     try:
         names = list(inspect.signature(func).parameters)
-    except ValueError:  # a builtin: none of them has the flag
+    except ValueError:  # a builtin function, which has no such argument
         return None
     return names.index("inplace") if "inplace" in names else None
 
 
 def _write(session: Session, call: TorchCall) -> Any:
-    """Record a write to a tensor, which then stands for its new value."""
+    """Record a write to a tensor, and let the tensor stand for its new value."""
     target = call.args[0] if call.args else None
     arguments = _take_apart(session, call, call.kwargs)
     if not isinstance(target, TracedTensor):
@@ -252,7 +252,7 @@ def _check_writable(target: TracedTensor, call: TorchCall) -> None:
 
 @contextmanager
 def training_refused() -> Iterator[None]:
-    """Inside the `with` block, refuse an optimizer's step that the step which is traced makes."""
+    """Refuse calls of an optimizer's `step` by the traced step inside the `with` block."""
     handle = register_optimizer_step_pre_hook(_refuse_optimizer)
     try:
         yield
@@ -261,7 +261,7 @@ def training_refused() -> Iterator[None]:
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Other threads' optimizers come by here as well, and those of methods that are being traced.
+    # This hook is also called for other threads, and for methods that are being traced.
     session = current()
     if session is None or session.paused is not None:
         return

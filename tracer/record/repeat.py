@@ -1,9 +1,9 @@
-"""Run a step's Python twice, to see that it does the same in every execution.
+"""Run a step's Python twice, to check that it does the same in every execution.
 
-A compiled step does not run its Python again. So what that changes outside of the step would happen
-once and never again, and what it takes from a counter, a clock or a generator would stay as it was.
-The second time costs little: all functions that the step calls are traced already. What a second
-time leaves as it is, such as a cache that the first has filled, is no harm.
+A compiled step does not run its Python again. So a change outside of the step would happen only
+once, and a number from a counter, a clock or a generator would never change. The second run costs
+little, as all functions that the step calls are traced already. A change that only the first run
+makes, such as filling a cache, does no harm.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ Record = Callable[[Session], None]
 def record_twice(
     record: Record, session: Session, fn: Callable[..., Any], name: str, loc: Location | None
 ) -> None:
-    """Record a step, and see that it is the same when that is done again.
+    """Record a step, record it again, and compare the two.
 
     Args:
-        record: records the step.
-        session: for the first time.
+        record: records the step into a session.
+        session: the session of the first run.
         fn: the step.
-        name: its name, for messages.
-        loc: where it is defined.
+        name: the step's name, for messages.
+        loc: where the step is defined.
 
     Raises:
-        TraceError: it has an effect outside of itself, or is another one the second time; what it
-            has changed is put back.
+        TraceError: the step changes something outside of itself, or does something else the second
+            time. The state that it has changed is restored.
     """
     before = _Before(fn)
     check = _Check(record, session, name, loc, before)
@@ -82,7 +82,7 @@ def record_twice(
 
 
 class _Before:
-    """State that a step refers to, and the shared generators, at one moment."""
+    """The state that a step refers to, and the shared random generators, at one moment."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         reach = reach_all(fn, _instance_of)
@@ -91,24 +91,24 @@ class _Before:
         self._generators = Snapshot(GENERATORS)
 
     def draws(self) -> list[Change]:
-        """The shared random generators that have been drawn from, or seeded."""
+        """The shared random generators that have been drawn from, or seeded, since."""
         return self._generators.changes()
 
     def changes(self) -> list[Change]:
-        """Return what else has changed since."""
+        """The other changes since."""
         changes = self._snapshot.changes()
         return [c for c in changes if not (isinstance(c.key, str) and c.key.startswith("__"))]
 
     def is_of_trainer(self, path: str) -> bool:
-        """True if an optimizer, a scheduler or the like holds what is at a path."""
+        """True if an optimizer, a scheduler or the like holds the state at a path."""
         return any(f"{path}.".startswith(f"{trainer}.") for trainer in self._trainers)
 
     def filled_caches(self) -> list[Any]:
-        """The caches that have come to hold something new."""
+        """The caches that hold new entries."""
         return self._snapshot.filled_caches()
 
     def restore(self) -> None:
-        """Put everything back, and empty caches that have been filled."""
+        """Restore the state, and empty caches that have been filled."""
         self._snapshot.restore()
         self._generators.restore()
 
@@ -128,7 +128,7 @@ class _Check:
     before: _Before
 
     def draws(self) -> None:
-        """Refuse a step that draws from a generator which others share, or seeds it."""
+        """Refuse a step that draws from a shared random generator, or seeds it."""
         for moved in self.before.draws():
             loc, _ = self._find([moved])
             raise TraceError(
@@ -139,7 +139,7 @@ class _Check:
             )
 
     def leaks(self) -> None:
-        """Refuse a step that leaves a traced value outside."""
+        """Refuse a step that stores a traced value outside of itself."""
         for change in self.before.changes():
             if _holds_value(change.after):
                 loc, _ = self._find([change])
@@ -151,20 +151,21 @@ class _Check:
                 )
 
     def trainers(self) -> None:
-        """Refuse a step that changes an optimizer or a scheduler, be it to the same each time.
+        """Refuse a step that changes an optimizer or a scheduler, even if both runs set the same.
 
-        Such as to a rate of learning that is an argument: a trace that is there already sets none.
+        An example is a learning rate that is an argument: a call that reuses the trace would not
+        set it.
         """
         changes = self.before.changes()
         self.effects([change for change in changes if self.before.is_of_trainer(change.path)])
 
     def again(self) -> tuple[Session, TraceError | None]:
-        """The second trace, and what it raised."""
+        """The session of the second run, and the error that it raised, if any."""
         second, failure = self._once_more()
         caches = self.before.filled_caches() if isinstance(failure, StaleValue) else []
         if not caches:
             return second, failure
-        # A cache keeps values of the trace that has filled it. Without them, no other is misled.
+        # The caches keep values of the trace that filled them. Empty caches mislead no trace.
         for cache in caches:
             cache.cache_clear()
         try:
@@ -184,22 +185,22 @@ class _Check:
         return session, None
 
     def _raised(self, error: Exception) -> TraceError:
-        made = TraceError(
+        failure = TraceError(
             f"step {self.name} is traced twice, and raised {type(error).__name__} the second time: "
             f"{error}. Its Python uses something up, or depends on what it has changed",
             loc=traceback_location(error.__traceback__) or self.loc,
             remedy=_REMEDY,
         )
-        made.__cause__ = error
-        return made
+        failure.__cause__ = error
+        return failure
 
     def effects(self, changes: Sequence[Change]) -> None:
-        """Refuse a step for what it changes outside of itself, also the second time."""
+        """Refuse a step that makes these changes outside of itself."""
         if not changes:
             return
         loc, change = self._find(changes)
         if change is None:
-            return  # no line of the step changes it: another thread does
+            return  # no line of the step makes the change, so another thread does
         raise TraceError(
             f"step {self.name} changes '{change.path}' while it is traced, and "
             "would not when it runs: the Python of a step runs only in the trace",
@@ -208,18 +209,20 @@ class _Check:
         )
 
     def same(self, second: Session) -> None:
-        """Refuse a step that is another one the second time."""
+        """Refuse a step whose second run records another program, or other constants or results."""
         first = self.session
         one, other = first.module.program, second.module.program
-        found = program_difference(one, other)
+        difference = program_difference(one, other)
         loc = self.loc
-        if found is not None:
+        if difference is not None:
             loc = _first_difference(one, other) or loc
-            raise different(self.name, found, loc)
+            raise different(self.name, difference, loc)
         for ref, constant in second.constants.items():
             if not same_bits(first.constants[ref], constant):
-                made = (op for op in other.ops if isinstance(op, Constant) and op.ref is not None)
-                where = next(op.loc for op in made if op.ref == Symbol(ref))
+                constant_ops = (
+                    op for op in other.ops if isinstance(op, Constant) and op.ref is not None
+                )
+                where = next(op.loc for op in constant_ops if op.ref == Symbol(ref))
                 raise different(self.name, f"@{ref} has other elements", where or loc)
         for before, after in zip(first.results.leaves, second.results.leaves, strict=True):
             if before != after:
@@ -227,7 +230,10 @@ class _Check:
                 raise different(self.name, how, loc)
 
     def _find(self, changes: Sequence[Change]) -> tuple[Location | None, Change | None]:
-        """The line that makes one of the changes, found by yet another trace; None if none does."""
+        """The line that makes one of the changes, and this change, found by a third run.
+
+        Both are None if no line makes any.
+        """
         self.before.restore()
         file = None if self.loc is None else self.loc.file
         finder = _LineFinder([(change, change.watch()) for change in changes], file)
@@ -256,7 +262,7 @@ class _LineFinder:
         self._last: Location | None = None
 
     def enter(self, frame: FrameType, event: str, argument: object) -> Any:
-        """As `sys.settrace` takes it."""
+        """The trace function for `sys.settrace`."""
         file = frame.f_code.co_filename
         is_followed = is_own_file(file) or file == self._file
         return self._step if self.change is None and is_followed else None
@@ -268,7 +274,7 @@ class _LineFinder:
         return None if self.change is not None else self._step
 
     def look(self) -> None:
-        """Blame the last line, if there is a change now."""
+        """Blame the last line if one of the changes has been made now."""
         if self.change is None and self._last is not None:
             self.change = next((change for change, is_there in self._watched if is_there()), None)
             self.line = self._last

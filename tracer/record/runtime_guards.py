@@ -1,9 +1,9 @@
-"""Check in every execution what opaque methods do, for which there is no trace to look at.
+"""Check in every execution what opaque methods do, as they have no trace.
 
-What a trace relies on is compared before each execution. A call of an opaque method may change it
-after that, so traced methods that follow one, of the same actor or of one that shares state with
-it, compare it again. And in plain Python, a write to a tensor that a method was given is seen by
-others who use that tensor: not so in a compiled step, which may have sent it elsewhere.
+The state that a trace relies on is compared before each execution. An opaque method may change it
+later. So the traced methods that follow, of the same actor or of an actor that shares state with
+it, compare it again. Opaque methods must not write to their arguments, either: in plain Python,
+other users of the tensor would see the write, but a compiled step may have sent them a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .session.session import Session
 
 
 def recheck(session: Session) -> None:
-    """Let the functions of a recorded step that follow an opaque call check what they rely on."""
+    """Let the functions of a step that follow an opaque call check the state that they rely on."""
     functions, vjps = session.module.functions, session.module.vjps
     shaken: set[str] = set()
     checked: set[str] = set()
@@ -38,7 +38,7 @@ def recheck(session: Session) -> None:
         if actor is None:
             continue
         if function.kind is FunctionKind.OPAQUE:
-            shaken.update((actor, *(other for other, _ in function.shares.effects)))
+            shaken.update((actor, *(sharing_actor for sharing_actor, _ in function.shares.effects)))
             continue
         guard = session.guards.get(function.name)
         if guard is None or actor not in shaken:
@@ -51,7 +51,7 @@ def recheck(session: Session) -> None:
 
 
 def watch_arguments(session: Session) -> None:
-    """Let opaque functions check that they leave tensors alone which others use as well."""
+    """Let opaque functions check that they do not write to tensors that others use as well."""
     program = session.module.program
     uses = Counter(value for op in program.ops for value in set(op.operands))
     uses.update(program.params)  # the caller holds them
@@ -69,24 +69,24 @@ def watch_arguments(session: Session) -> None:
 
 
 def _leaving(body: Body, indices: Sequence[int], name: str) -> Body:
-    """The body, which raises a RuntimeError where it writes to one of these inputs.
+    """A body that raises a RuntimeError if it has written to an input at one of the indices.
 
-    Versions tell, except of what goes past them, such as a write to `x.data` or `x.numpy()`. So the
-    first executions compare copies.
+    Version counters show most writes, but not those to `x.data` or `x.numpy()`. So the first
+    executions compare copies instead.
     """
-    left = itertools.chain(range(_COMPARED, 0, -1), itertools.repeat(0))
+    comparisons_left = itertools.chain(range(_COMPARED, 0, -1), itertools.repeat(0))
 
     @functools.wraps(body)
     def run(*inputs: Any) -> Sequence[Any]:
-        look = _version if next(left) == 0 else _copy
+        look = _version if next(comparisons_left) == 0 else _copy
         before = [look(inputs[index]) for index in indices]
         results = body(*inputs)
         for index, version in zip(indices, before, strict=True):
-            given = inputs[index]
-            if not _same(version, look(given)):
+            tensor = inputs[index]
+            if not _same(version, look(tensor)):
                 raise RuntimeError(
                     f"the opaque method @{name} has written to a tensor that it was given, "
-                    f"{show_type(given.dtype, given.shape)}, and which others use as well: they "
+                    f"{show_type(tensor.dtype, tensor.shape)}, and which others use as well: they "
                     "may have a copy of it. Write to x.clone(), and return it"
                 )
         return results
@@ -95,7 +95,7 @@ def _leaving(body: Body, indices: Sequence[int], name: str) -> Body:
 
 
 _COMPARED = 2
-"""So many executions compare what tensors hold."""
+"""The number of executions that compare the elements of tensors."""
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _checking(guard: Guard) -> Callable[[Body], Body]:
-    """Let a body raise a RuntimeError where the guard is broken when it is called."""
+    """A wrapper that lets a body raise a RuntimeError if the guard is broken when it is called."""
 
     def wrap(body: Body) -> Body:
         def run(*inputs: Any) -> Sequence[Any]:

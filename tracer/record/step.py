@@ -1,4 +1,4 @@
-"""Trace a step: run its Python once over values without elements, and record what it does."""
+"""Trace a step: run its Python over values without elements, and record the calls it makes."""
 
 from __future__ import annotations
 
@@ -49,21 +49,25 @@ def trace_step(
     remat: frozenset[str] = frozenset(),
     host_only: bool = False,
 ) -> Trace:
-    """Trace a step for arguments like `args` and `kwargs`. All ranks call this alike.
+    """Trace a step for arguments like `args` and `kwargs`. Collective: all ranks trace together.
 
     Args:
         fn: the step.
-        args, kwargs: pytrees of tensors (of which only dtype, shape and `requires_grad` matter),
-            of `OBJECT`, and of static values.
+        args, kwargs: pytrees of tensors, `OBJECT` and static values. Only the dtype, shape and
+            `requires_grad` of tensors matter.
         peers: the world.
         inputs: the ranks that call the step with arguments; all if None.
-        outputs: the ranks that get what the step returns; all if None.
-        name: what the module is called.
+        outputs: the ranks that get the step's results; all if None.
+        name: the name of the module.
         tracer: traces actors' methods and torch functions.
-        optimistic: assume that no gradients have to be clipped. The step then returns what it
-            returns and a tuple of scalars, on all ranks: it is right if all of these are true.
-        remat: the names of actors whose backwards compute their forwards again, as by `cg.remat`.
+        optimistic: whether to assume that no gradients have to be clipped. If so, the traced step
+            returns a pair on all ranks: the step's result, and a tuple of scalars. The result is
+            right if all scalars are true.
+        remat: the names of the actors whose methods are called as by `cg.remat`.
         host_only: as in `InputSpec`.
+
+    Returns:
+        The trace.
 
     Raises:
         TraceError: the step does something that cannot be compiled.
@@ -94,7 +98,7 @@ def trace_step(
                 raise refused from error
         session.recorder = None  # a cycle would outlive the trace
         if optimistic:
-            # Every rank must know whether to believe the result.
+            # Every rank has to know whether the result is right.
             result = (result, tuple(session.assumptions))
         finish_gradients(session)
         session.results = _return(session, result, at, loc)
@@ -125,14 +129,14 @@ def trace_step(
 
 
 def _instances(target: MethodTarget) -> tuple[Any, ...]:
-    """The objects of the ranks that this process plays."""
+    """The instances of a method's actor on the ranks that this process plays."""
     if target.group is None or target.group.actor is None:
         return (target.instance,)
     return tuple(target.group.actor.instances.values())
 
 
 def _of_compiler(error: Exception, name: str) -> TraceError | None:
-    """The error for what torch's compiler has raised; None for all else."""
+    """The error for an exception of torch's compiler; None for any other exception."""
     if not type(error).__module__.startswith("torch._dynamo"):
         return None
     return TraceError(
@@ -157,21 +161,21 @@ def _given(callee: Callee) -> Given:
 
 
 _PLAIN = frozenset({int, float, complex, bool, slice})
-"""Strings are left out: one may name a device, which each rank has its own of."""
+"""The types of arguments that ranks compare. A string may name a device, which ranks differ in."""
 
 
 def _symbol(name: str) -> str:
-    """The name as one word of the text form."""
+    """The name as a symbol of the IR's text form."""
     return re.sub(r"[^\w.]", "_", name)
 
 
-def _place(session: Session, place: Place | None, what: str, name: str) -> Place:
+def _place(session: Session, place: Place | None, role: str, name: str) -> Place:
     if place is None:
         return session.everywhere
     lacking = [rank for rank in place.ranks if not 0 <= rank < session.peers.size]
     if lacking:
         raise TraceError(
-            f"{what} of step {name} at rank {lacking[0]}, but the world has ranks "
+            f"{role} of step {name} at rank {lacking[0]}, but the world has ranks "
             f"0..{session.peers.size - 1}",
             remedy="start more ranks, or name existing ones",
         )
@@ -186,10 +190,17 @@ def describe_inputs(
     place: Place,
     host_only: bool,
 ) -> InputSpec:
-    """The arguments that a step is to be traced for.
+    """The specs and names of the arguments for which a step is traced.
+
+    Args:
+        fn: the step.
+        args, kwargs: the arguments, as in `trace_step`.
+        name: the step's name.
+        place: the ranks that call the step with arguments.
+        host_only: as in `InputSpec`.
 
     Raises:
-        InputError: it cannot take them.
+        InputError: the step cannot take the arguments.
     """
     leaves, spec = tree_flatten((args, kwargs))
     tree = Tree(tuple(map(leaf_spec, leaves)), spec)
@@ -204,8 +215,8 @@ def describe_inputs(
 
 
 def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | ObjectValue]:
-    """Make the parameters of the program; what the step's Python gets for them."""
-    held = []
+    """Make the parameters of the program, and the values that the step's Python gets for them."""
+    parameters = []
     for index in spec.tree.values:
         leaf, name = spec.tree.leaves[index], spec.names[index]
         assert not isinstance(leaf, Static)
@@ -215,17 +226,17 @@ def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | Object
             raise InputError(f"argument {name} of {spec.step}(): {error}") from None
         value = session.new_value(_symbol(name), type_)
         session.module.program.params.append(value)
-        given = session.hold(value, leaf)
-        if isinstance(given, TracedTensor):
-            storage_of(given).pinned = "it is an input of the step, which the caller holds"
-        held.append(given)
-    return held
+        parameter = session.hold(value, leaf)
+        if isinstance(parameter, TracedTensor):
+            storage_of(parameter).pinned = "it is an input of the step, which the caller holds"
+        parameters.append(parameter)
+    return parameters
 
 
 def _separate(result: Any) -> Any:
-    """Copy a value that the step returns as several tensors; return what the step returns.
+    """The step's result, with a copy of each tensor whose value it returns more than once.
 
-    A collective gives tensors that are one value, but that plain Python could write to one by one.
+    A collective gives several tensors for one value, and the caller may write to each of them.
     """
     leaves, spec = tree_flatten(result)
     first: dict[Value, TracedTensor] = {}
@@ -239,7 +250,7 @@ _STATIC_OUTPUTS = (int, float, complex, str, bytes, type(None), torch.dtype, tor
 
 
 def _return(session: Session, result: Any, at: Place, loc: Location | None) -> Tree:
-    """Append the `return`; the pytree of what the step returns."""
+    """Append the `return`, and give the pytree of specs of the step's results."""
     leaves, spec = tree_flatten(result)
     values: list[Value] = []
     specs: list[Leaf] = []

@@ -1,4 +1,4 @@
-"""A traced step: a module, and what it takes to call it like the Python function."""
+"""A traced step: a module, and the data to call it like the Python function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OutputSpec:
     """The results of a traced step.
 
     Attributes:
-        tree: its pytree; the value leaves are the program's outputs.
-        place: the ranks that get it.
+        tree: the pytree of specs; its value leaves are the program's outputs.
+        place: the ranks that get the results.
     """
 
     tree: Tree
@@ -28,18 +28,18 @@ class OutputSpec:
 
     @cached_property
     def rebuild(self) -> Fill:
-        """Makes what the step's Python would have returned from the program's outputs."""
+        """A function that makes the step's result from the program's outputs."""
         return filler(self.tree)
 
 
 @dataclass(frozen=True)
 class Given:
-    """Plain arguments of a function of a step, beside values.
+    """The static arguments of a function of a step, as far as ranks compare them.
 
     Attributes:
-        function: its name in the module.
+        function: the function's name in the module.
         loc: the user's line.
-        values: numbers, truths and slices, in Python's notation.
+        values: the `repr` of the arguments that are numbers, booleans or slices.
     """
 
     function: str
@@ -52,14 +52,14 @@ class Trace:
     """A traced step.
 
     Attributes:
-        module: the step, in phase TRACED; equal on all ranks.
-        bodies: what to run, by function name, for those functions that can run in this process.
+        module: the module, in phase TRACED; equal on all ranks.
+        bodies: the bodies of the functions that can run in this process, by function name.
         constants: the tensors that `constant` ops refer to, by name.
-        inputs, outputs: the pytrees of arguments and result.
-        guards: what the traces of this process's actors rely on; each says how it is broken. Beside
-            it stand the ranks that have the actor; None if all do.
-        instances: the objects of actors that the step calls, of all ranks that this process plays.
-        given: what this rank has given to the functions that the step calls.
+        inputs, outputs: the pytrees of the arguments and of the results.
+        guards: the guards of this process's actors, each with the ranks that have the actor (None
+            for all). A guard checks the state that a trace relies on, and says what has changed.
+        instances: the instances of the called actors on all ranks that this process plays.
+        given: the static arguments that this rank passes to the functions of the step.
     """
 
     module: Module
@@ -76,13 +76,13 @@ class Trace:
         return tuple(guard for guard, ranks in self.guards if ranks is None or rank in ranks)
 
     def check_guards(self, rank: int | None = None) -> None:
-        """Return if this process's actors are still as they were traced.
+        """Return if no guard of this process's actors is broken.
 
         Args:
-            rank: whose actors to look at; those of all ranks that this process plays if None.
+            rank: the rank whose actors are checked; None: all ranks that this process plays.
 
         Raises:
-            RuntimeError: one has changed in a way that the trace cannot follow.
+            RuntimeError: an actor has changed in a way that the trace cannot follow.
         """
         for guard, ranks in self.guards:
             if rank is not None and ranks is not None and rank not in ranks:

@@ -1,4 +1,4 @@
-"""Sharding plans: how the tensors of an actor on a mesh are laid out, and the pieces of its state.
+"""Sharding plans, and the pieces of the state of an actor on a mesh.
 
 In: a mesh, a plan, and an actor's tensors. Out: layouts, and tensors that hold one rank's pieces.
 """

@@ -1,7 +1,7 @@
-"""Fill an actor that began on the meta device, with a rank's pieces: from modules, or a source.
+"""Fill an actor on the meta device with a rank's pieces, from its modules or from a source.
 
-Without a source, each module says what it holds, and is made whole by itself. A source, such as a
-folder of weights, gives the pieces.
+Without a source, one module after the other is allocated whole, fills itself, and is cut. A
+source, such as a folder of weights, gives the pieces.
 """
 
 from __future__ import annotations
@@ -20,38 +20,43 @@ from ...values.pieces import LogicalTensor, piece
 
 @runtime_checkable
 class _Resets(Protocol):
-    """A module that can set the numbers of its own parameters, as torch's layers do."""
+    """A module that can initialize its own parameters, as torch's layers do."""
 
     def reset_parameters(self) -> None: ...
 
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Where an actor's tensors come from that begin on the meta device: `on(..., init=source)`."""
+    """A source of tensors for an actor that begins on the meta device: `on(..., init=source)`."""
 
     def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
-        """The source's names of tensors of an actor, by their path.
+        """The names that the source has for an actor's tensors, by the path of the tensor.
 
         Args:
-            wanted: by path, tensors with the shapes and types of the whole ones.
-            actor: its name, for messages.
+            wanted: meta tensors with the whole shapes and the dtypes, by path.
+            actor: the actor's name, for messages.
 
         Raises:
-            ValueError: it lacks one, or has one of another shape or type.
+            ValueError: the source lacks a tensor, or has one of another shape or dtype.
         """
         ...
 
     def read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
-        """The part of a tensor in a region, in memory of its own.
+        """Read a region of a tensor into new memory.
+
+        Args:
+            name: the source's name of the tensor.
+            region: the part to read.
+            dtype: the dtype of the tensor that is returned.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the tensor cannot be read.
         """
         ...
 
 
 Init: TypeAlias = Literal["whole", "meta"] | TensorSource
-"""The origin of an actor's tensors: its constructor, its modules, or a source."""
+"""The origin of an actor's tensors: the constructor ("whole"), modules ("meta"), or a source."""
 
 
 def fill_from(
@@ -61,26 +66,35 @@ def fill_from(
     position: Position | None,
     name: str,
 ) -> None:
-    """Give the tensors of an actor that are on the meta device what a source has for them.
+    """Fill the tensors of an actor that are on the meta device from a source.
 
-    Tensors stay the objects that they are.
+    The tensors stay the same Python objects.
 
     Args:
-        logical: of an actor on a mesh, what `lay_out` has returned, by path.
-        position: of the rank on that mesh.
+        source: gives the tensors.
+        instance: the actor's instance.
+        logical: the tensors that `lay_out` has returned for an actor on a mesh, by path.
+        position: the rank's position on that mesh; None for an actor on one rank.
+        name: the actor's name, for messages.
 
     Raises:
-        ValueError, OSError: as the methods of the source do.
+        ValueError: the source lacks a tensor, has one of another shape or dtype, or an optimizer
+            has made its state on the meta device.
+        OSError: the source cannot be read.
     """
     state = collect(instance)
     _refuse_kept(state, name)
-    wanted = {s.path: s.tensor for s in state.tensors if s.tensor.is_meta}
-    names = source.names(wanted, name)
-    for path, tensor in wanted.items():
-        kept = logical.get(path)
+    meta_tensors = {s.path: s.tensor for s in state.tensors if s.tensor.is_meta}
+    names = source.names(meta_tensors, name)
+    for path, tensor in meta_tensors.items():
+        logical_tensor = logical.get(path)
         region = whole(tuple(tensor.shape))
-        if kept is not None and kept.layout is not None and position is not None:
-            region = kept.layout.region(kept.shape, position)
+        if (
+            logical_tensor is not None
+            and logical_tensor.layout is not None
+            and position is not None
+        ):
+            region = logical_tensor.layout.region(logical_tensor.shape, position)
         value = source.read(names[path], region, tensor.dtype)
         if isinstance(tensor, torch.nn.Parameter):
             value = torch.nn.Parameter(value, tensor.requires_grad)
@@ -90,21 +104,22 @@ def fill_from(
 def fill(
     instance: object, logical: Mapping[str, LogicalTensor], mesh: Mesh, rank: int, name: str
 ) -> None:
-    """Give the tensors of an actor their numbers, and keep a rank's pieces of them.
+    """Initialize the tensors of an actor, and keep a rank's pieces of them.
 
-    Each module is made whole by itself, set by its `reset_parameters`, and cut, so that a rank
-    never holds more than one whole module. Tensors stay the objects that they are.
+    One module after the other is allocated whole, filled by its `reset_parameters`, and cut. So a
+    rank never holds more than one whole module. The tensors stay the same Python objects.
 
     Raises:
-        ValueError: nothing says what a tensor holds.
+        ValueError: a tensor belongs to no module with `reset_parameters`, or to several modules;
+            or an optimizer has made its state on the meta device.
     """
     state = collect(instance)
     _refuse_kept(state, name)
     path_of = {id(t.tensor): t.path for t in state.tensors}
     done: set[int] = set()
     for module in instance.modules() if isinstance(instance, torch.nn.Module) else ():
-        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        own = [t for t in held if t.is_meta and id(t) not in done]
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        own = [t for t in tensors if t.is_meta and id(t) not in done]
         if not own:
             continue
         paths = [path_of[id(tensor)] for tensor in own]
@@ -113,7 +128,7 @@ def fill(
                 f"{name} begins on the meta device, and {type(module).__name__} has no "
                 f"reset_parameters() that says what '{paths[0]}' holds; write one"
             )
-        if len(own) < len(held):
+        if len(own) < len(tensors):
             raise ValueError(
                 f"{name} begins on the meta device, and {type(module).__name__} shares a tensor "
                 f"with another module beside '{paths[0]}'; make the actor without init='meta'"
@@ -122,27 +137,28 @@ def fill(
             torch.utils.swap_tensors(tensor, _empty(tensor))  # type: ignore[no-untyped-call]
         module.reset_parameters()
         for tensor, path in zip(own, paths, strict=True):
-            kept = logical[path]
+            logical_tensor = logical[path]
             done.add(id(tensor))
-            if kept.layout is not None:
-                region = kept.layout.region(kept.shape, mesh.position(rank))
+            if logical_tensor.layout is not None:
+                region = logical_tensor.layout.region(logical_tensor.shape, mesh.position(rank))
                 tensor.data = piece(tensor.data, region)
-    for left in collect(instance).tensors:
-        if left.tensor.is_meta:
+    for state_tensor in collect(instance).tensors:
+        if state_tensor.tensor.is_meta:
             raise ValueError(
-                f"{name} begins on the meta device, and nothing says what '{left.path}' holds; "
-                "make it a parameter or buffer of a module with reset_parameters()"
+                f"{name} begins on the meta device, and nothing says what '{state_tensor.path}' "
+                "holds; make it a parameter or buffer of a module with reset_parameters()"
             )
 
 
 def _refuse_kept(state: ActorState, name: str) -> None:
-    """Refuse an optimizer that has made its state on the meta device, where it has no numbers."""
-    for kept in kept_by_optimizers(state):
-        if kept.tensor.is_meta:
+    """Refuse an optimizer whose state is on the meta device, where it has no elements."""
+    for optimizer_tensor in kept_by_optimizers(state):
+        if optimizer_tensor.tensor.is_meta:
             raise ValueError(
-                f"{name} begins on the meta device, and {type(kept.optimizer).__name__} has made "
-                "its state there, in its constructor; take an optimizer that makes it in its first "
-                "step, such as AdamW, or make the actor without init='meta'"
+                f"{name} begins on the meta device, and "
+                f"{type(optimizer_tensor.optimizer).__name__} has made its state there, in its "
+                "constructor; take an optimizer that makes it in its first step, such as AdamW, "
+                "or make the actor without init='meta'"
             )
 
 

@@ -1,14 +1,14 @@
-"""Refuse work of opaque methods on a mesh that would be other work in one process.
+"""Refuse opaque methods on a mesh that would compute something else in one process.
 
 An opaque method of an actor on a mesh runs on each rank with its pieces. An optimizer that works
-element by element does there what it does to the whole tensors. A norm of a piece is not that of
-the whole, and ranks would scale by different numbers. So each operator is looked at: what works
-element by element on pieces makes pieces, and nothing else may take them. What draws random numbers
-needs a generator that ranks seed alike.
+element by element gives the same there as on whole tensors. But the norm of a piece is not the norm
+of the whole, and ranks would scale by different numbers. So each operator is checked: only
+elementwise operators may take pieces, and their results are pieces. Operators that draw random
+numbers need a generator that ranks seed alike.
 
 An AdamW step of 100 small tensors takes 0.6 ms (fused), 2 ms (foreach) or 4 ms, and 5 to 70 ms more
-while it is looked at. A mode that does nothing would still add 30 to 300 %. So only some of the
-calls are looked at.
+while it is checked. A mode that does nothing would still add 30 to 300 %. So only some calls are
+checked.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from ...sampled import until_next
 from ...values.actor_state import collect
 from ...values.group import Group, GroupActor
 from ...values.interface import Bodies, Body, RankBodies
-from ...values.operators import (
-    is_random,
-)
+from ...values.operators import is_random
 from ...values.optimizer_state import kept_by_optimizers
 from ...values.piece_memory import PieceMemory
 from .draws import GENERATOR_REMEDY, PIECE_REMEDY, Drawn, takes_own_generator
@@ -60,17 +58,17 @@ _LIKE = frozenset(
         *("lift_fresh", "view_as_complex", "view_as_real", "_neg_view"),
     }
 )
-"""Operators whose results are pieces as their operands are, beside those that work on entries."""
+"""Operators that give pieces for pieces, beside the elementwise ones."""
 
 _NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
-"""Operators that take no more than the element type and the device of a piece."""
+"""Operators that use only the dtype and the device of a piece."""
 
 _RESHAPING = frozenset(
     {
         *("_reshape_alias", "_unsafe_view", "expand", "slice", "squeeze", "view"),
     }
 )
-"""Operators that may be called on a piece if they give all of it, in its shape."""
+"""Operators that may take a piece if their result has its shape, and so all of its entries."""
 
 _LEAVING: dict[Any, str] = {
     torch.Tensor.numpy: "Tensor.numpy",
@@ -78,14 +76,18 @@ _LEAVING: dict[Any, str] = {
     torch.Tensor.__array__: "a NumPy function",
     torch.Tensor.__dlpack__: "Tensor.__dlpack__",
 }
-"""Functions whose results are no tensors of torch: nobody sees what becomes of them."""
+"""Functions whose results are not torch tensors, so that later work on them cannot be checked."""
 
 
 def refuse_optimizers(trainers: Iterable[object], actor: str) -> None:
     """Refuse optimizers that do not work element by element.
 
+    Args:
+        trainers: the optimizers and schedulers of an actor.
+        actor: the actor's name, for messages.
+
     Raises:
-        ValueError: there is one.
+        ValueError: one of the trainers does not work element by element.
     """
     for trainer in trainers:
         if isinstance(trainer, _NOT_ELEMENTWISE):
@@ -97,14 +99,14 @@ def refuse_optimizers(trainers: Iterable[object], actor: str) -> None:
 
 
 class Watch:
-    """Looks at operators in some of the calls of an opaque method of an actor on a mesh.
+    """Checks the operators in some calls of an opaque method of an actor on a mesh.
 
-    Each body that it has wrapped raises a RuntimeError then where an operator takes a piece, and
-    does not work element by element, or where one draws other numbers on each rank.
+    In these calls, the wrapped bodies raise a RuntimeError if an operator takes a piece and is not
+    elementwise, or draws other numbers on each rank.
 
     Args:
         group: the ranks that call the method.
-        name: of the function.
+        name: the function's name.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -113,7 +115,10 @@ class Watch:
         self._methods = {rank: _Watched(actor, rank, name) for rank in watched if actor is not None}
 
     def around(self, body: Bodies) -> Bodies:
-        """The body, for each rank that this process plays; calls of all bodies count together."""
+        """Wrap a body, for each rank that this process plays.
+
+        All bodies that one `Watch` wraps share one count of calls for each rank.
+        """
         if not self._methods:
             return body
         bodies = {}
@@ -124,11 +129,12 @@ class Watch:
 
 
 class _Watched:
-    """An opaque method on a rank, and which of its calls are looked at.
+    """An opaque method on a rank, and the choice of the calls that are checked.
 
     Args:
-        actor, rank: whose it is.
-        name: of the function.
+        actor: the actor on a mesh.
+        rank: the rank.
+        name: the function's name.
     """
 
     def __init__(self, actor: GroupActor, rank: int, name: str) -> None:
@@ -140,9 +146,11 @@ class _Watched:
         self._last = 0
 
     def begin(self) -> str | None:
-        """Count a call. If it is to be looked at: what an error says of those since the last look.
+        """Count a call, and decide whether to check it.
 
-        None: it is not looked at.
+        Returns:
+            None if the call is not checked. Otherwise a text for errors about the unchecked calls
+            before it; empty if there are none.
         """
         number = self._calls
         self._calls += 1
@@ -159,7 +167,7 @@ class _Watched:
         )
 
     def pieces(self) -> PieceMemory:
-        """The pieces that are there when it is called."""
+        """The memory of the pieces that exist when the method is called."""
         memory = self.actor.memory.setdefault(self.rank, PieceMemory())
         memory.forget_freed()
         tensors = self.actor.tensors(self.rank)
@@ -170,9 +178,9 @@ class _Watched:
                 if tensor.grad is not None:
                     memory.note(tensor.grad, layout)
         layouts = self.actor.layouts
-        for kept in kept_by_optimizers(collect(self.actor.instances[self.rank])):
-            if kept.parameter.path in layouts:
-                memory.note(kept.tensor, layouts[kept.parameter.path])
+        for optimizer_tensor in kept_by_optimizers(collect(self.actor.instances[self.rank])):
+            if optimizer_tensor.parameter.path in layouts:
+                memory.note(optimizer_tensor.tensor, layouts[optimizer_tensor.parameter.path])
         return memory
 
 
@@ -190,14 +198,17 @@ def _watched(body: Body, method: _Watched) -> Body:
 
 @contextmanager
 def as_in_one_process(pieces: PieceMemory, name: str, since: str = "") -> Iterator[None]:
-    """Refuse operators in the `with` block that take pieces, and do not work element by element.
+    """Refuse operators in the `with` block that take pieces and are not elementwise.
 
-    Also those that draw from the process's own generator, or for pieces.
+    Operators that draw from the process's own generator, or for pieces, are refused as well.
 
     Args:
-        pieces: those that are known; those that are made of them are added.
-        name: of the function that runs there.
-        since: what errors say beside.
+        pieces: the known pieces; those that operators make of them are added.
+        name: the name of the function that runs in the block.
+        since: a text that errors append.
+
+    Raises:
+        RuntimeError: the block calls such an operator.
     """
     method = _Method(name, since)
     with _Leaving(pieces, method), _Operators(pieces, method):
@@ -206,18 +217,18 @@ def as_in_one_process(pieces: PieceMemory, name: str, since: str = "") -> Iterat
 
 @dataclass(frozen=True)
 class _Method:
-    """An opaque method, to be named in errors.
+    """An opaque method, as errors name it.
 
     Attributes:
-        name: of the function.
-        since: what errors say beside.
+        name: the function's name.
+        since: a text that errors append.
     """
 
     name: str
     since: str
 
     def not_elementwise(self, operator: str, how: str = "") -> RuntimeError:
-        """The error for an operator that takes pieces."""
+        """The error for an operator that takes pieces and is not elementwise."""
         name = {"_local_scalar_dense": "item"}.get(operator, operator)
         return self._refusal(
             f"takes {name} of a piece of a tensor that is cut over ranks{' ' if how else ''}{how}, "
@@ -242,16 +253,16 @@ class _Method:
             PIECE_REMEDY,
         )
 
-    def _refusal(self, what: str, remedy: str) -> RuntimeError:
+    def _refusal(self, violation: str, remedy: str) -> RuntimeError:
         loc, note = current_location()
         at = f"\n  at {loc}" if loc is not None else ""
         return RuntimeError(
-            f"the opaque method @{self.name} {what}{note}{at}{self.since}\n  help: {remedy}"
+            f"the opaque method @{self.name} {violation}{note}{at}{self.since}\n  help: {remedy}"
         )
 
 
 class _Leaving(TorchFunctionMode):
-    """Refuses functions that make of a piece what is no tensor."""
+    """Refuses functions that turn a piece into something other than a tensor."""
 
     def __init__(self, pieces: PieceMemory, method: _Method) -> None:
         super().__init__()
@@ -267,7 +278,7 @@ class _Leaving(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators that take pieces or draw, and notes the pieces that others make."""
+    """Refuses operators as `as_in_one_process` says, and notes the pieces that others make."""
 
     def __init__(self, pieces: PieceMemory, method: _Method) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -287,19 +298,22 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         name = _name_of(func)
         if not (_may_take_pieces(func) or name in _RESHAPING or self._is_masked_fill(func, args)):
-            with self:  # in inference mode torch has not taken an operator apart yet
-                made = func.decompose(*args, **kwargs)
-            if made is NotImplemented:
+            with self:  # in inference mode torch has not decomposed the operator yet
+                outputs = func.decompose(*args, **kwargs)
+            if outputs is NotImplemented:
                 raise self._method.not_elementwise(name)
-            return made
+            return outputs
         rows = [*_rows(func, args, kwargs)]
         layouts = [self._only_layout(row, name) for row in rows]
         result = func(*args, **kwargs)
         if name in _RESHAPING and result.shape != args[0].shape:
             raise self._method.not_elementwise(name)
-        made = list(result) if isinstance(result, (list, tuple)) else [result]
+        outputs = list(result) if isinstance(result, (list, tuple)) else [result]
         for index, (row, layout) in enumerate(zip(rows, layouts, strict=True)):
-            for tensor in (*row.written, *(made[index : index + 1] if len(rows) > 1 else made)):
+            for tensor in (
+                *row.written,
+                *(outputs[index : index + 1] if len(rows) > 1 else outputs),
+            ):
                 if layout is not None and isinstance(tensor, torch.Tensor) and name not in _NEW:
                     self._pieces.note(tensor, layout)
         return result
@@ -321,16 +335,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _only_layout(self, row: _Row, name: str) -> Layout | None:
         """The layout of the pieces that an operator combines; None if there are none."""
-        found = {layout for value in row.taken if (layout := self._layout(value)) is not None}
-        if len(found) > 1:
+        layouts = {layout for value in row.taken if (layout := self._layout(value)) is not None}
+        if len(layouts) > 1:
             raise self._method.not_elementwise(name, "with one that is cut otherwise")
-        layout = next(iter(found), None)
+        layout = next(iter(layouts), None)
         if layout is not None and any(self._drawn.differ(value, layout) for value in row.taken):
             raise self._method.draws_for_piece(name)
         return layout
 
     def _is_masked_fill(self, func: torch._ops.OpOverload, args: Any) -> bool:
-        """Whether it is `x[mask] = number`, with a mask of all of x."""
+        """Whether a call is `x[mask] = number`, where the mask has the shape of `x`."""
         if func is not _ATEN.index_put_.default or len(args[1]) != 1:
             return False
         written, (mask,), value = args[:3]
@@ -340,11 +354,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Row:
-    """The tensors that an operator combines; of one on lists, those of one index.
+    """The operands that an operator combines; an operator on lists has a row for each index.
 
     Attributes:
-        taken: all of them.
-        written: those that it writes to.
+        taken: all operands.
+        written: the operands that the operator writes to.
     """
 
     taken: Sequence[object]
@@ -353,10 +367,12 @@ class _Row:
 
 def _rows(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[_Row]:
     schema = func._schema.arguments
-    given = [(argument, value) for argument, value in zip(schema, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs]
-    writes = [argument.is_write for argument, _ in given]
-    values = [value for _, value in given]
+    arguments = [(argument, value) for argument, value in zip(schema, args, strict=False)]
+    arguments += [
+        (argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs
+    ]
+    writes = [argument.is_write for argument, _ in arguments]
+    values = [value for _, value in arguments]
     count = max((len(v) for v in values if _is_list(v)), default=1)
     for index in range(count):
         row = [_at(value, index) for value in values]
@@ -368,7 +384,10 @@ def _is_list(value: object) -> bool:
 
 
 def _at(value: Any, index: int) -> object:
-    """What an operator on lists takes of an argument for an index; lists may be left empty."""
+    """The element of an argument at an index; the argument itself if it is not a list of tensors.
+
+    None if the list is too short: operators on lists take empty lists for unused arguments.
+    """
     if not _is_list(value):
         return value
     return value[index] if index < len(value) else None

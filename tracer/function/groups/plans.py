@@ -1,4 +1,4 @@
-"""Sharding plans of models of other libraries.
+"""Sharding plans for models of other libraries.
 
 ```python
 model = LlamaForCausalLM(config)
@@ -25,9 +25,10 @@ class Style:
     """The way in which the weight of a layer is cut.
 
     Attributes:
-        dim: of a weight of (outputs, inputs), from its end: -2 or -1; None: it is whole.
-        blocks: that are packed in the dimension.
-        bias: whether a bias is cut alike; one that is added to a sum is whole.
+        dim: the dimension of a weight of shape (outputs, inputs), counted from the end: -2 or -1;
+            None: the weight is whole.
+        blocks: the number of blocks that are packed in the dimension.
+        bias: whether the bias is cut like the outputs. A bias that is added to a sum is whole.
     """
 
     dim: int | None = None
@@ -53,7 +54,7 @@ _STYLES: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": Style(),
     "sequence_parallel": Style(),
 }
-"""By the names that transformers gives them."""
+"""The styles, by the names that transformers gives them."""
 
 _GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
 
@@ -67,7 +68,7 @@ _BUILT_IN: Mapping[str, Mapping[str, Style]] = {
         "lm_head": _OUTPUTS,
     }
 }
-"""Plans of models that bring none, by type of model."""
+"""Plans for models that bring no plan, by type of model."""
 
 _KEYS = frozenset({"k_proj", "v_proj"})
 _HEADS = frozenset({"q_proj", "o_proj", "attn.c_attn", "attn.c_proj"})
@@ -76,44 +77,48 @@ _ROWS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", "labe
 
 
 def hf(model: nn.Module, axis: str | tuple[str, str] = "tp", batch: str | None = "dp") -> Plan:
-    """Make the plan of a model of transformers, by the plan that it brings.
+    """Make a plan for a model of transformers from the tensor parallel plan that it brings.
 
     ```python
     plan = cg.plans.hf(model) | cg.plan({"loss(ids)": cg.cut(0, "dp")})
     ```
 
-    Paths are those of the model's tensors wherever it hangs in the actor, and a stage need not have
-    all of them. Arguments of a method `forward` that are named as the model's are cut along the
-    batch. All others are whole, unless a plan says otherwise that is joined to this one by `|`; of
-    two plans, the first that names a tensor or an argument counts. A layer of which the model's
-    plan gathers the output is whole, but for the one that makes logits.
+    The plan names the model's tensors by their paths in the model, and finds them wherever the
+    actor keeps the model. A stage may have only some of them. Arguments of a method `forward` with
+    the names of the model's batched inputs are cut along the batch. All other arguments are whole,
+    unless another plan, joined by `|`, names them. Where two plans name a tensor or an argument,
+    the first plan counts. If the model's plan gathers the output of a layer, that layer is whole,
+    except the layer that makes logits.
 
     Args:
-        model: such as `LlamaForCausalLM`; it may be on the meta device.
-        axis: of the mesh, along which weights are cut. With fewer heads of keys than it has ranks,
-            two axes: keys and values are cut along the first, all others along both.
-        batch: the axis that cuts rows of arguments; None: they are whole.
+        model: a model of transformers, such as `LlamaForCausalLM`; it may be on the meta device.
+        axis: the axis of the mesh that cuts weights. If it has more ranks than the model has heads
+            of keys, give two axes: the first cuts keys and values, both cut everything else.
+        batch: the axis that cuts the rows of arguments; None: the arguments are whole.
+
+    Returns:
+        The plan.
 
     Raises:
         ValueError: the model brings no plan and none is built in; or a style of its plan is not
             known.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    found: dict[str, Sharding] = {}
+    shardings: dict[str, Sharding] = {}
     for key, style in _styles(model).items():
         for name, dims in _parameters(model, key):
             path = f"{_within_base(model, key)}.{name}" if name else _within_base(model, key)
-            found[f"{path}|*.{path}"] = _sharding(model, key, style, dims, axes)
+            shardings[f"{path}|*.{path}"] = _sharding(model, key, style, dims, axes)
     if batch is not None:
-        found |= {f"forward({name})": cut(0, batch) for name in _ROWS}
-    return Plan.of(found, optional=type(model).__name__)
+        shardings |= {f"forward({name})": cut(0, batch) for name in _ROWS}
+    return Plan.of(shardings, optional=type(model).__name__)
 
 
 def _styles(model: nn.Module) -> dict[str, Style]:
-    """The styles of layers, by path with `*` for numbers.
+    """The styles of layers, by path; `*` stands for a number in a path.
 
     Raises:
-        ValueError: there are none, or one is not known.
+        ValueError: the model has no plan, or a style is not known.
     """
     config = _read(model, "config")
     prefix = _prefix(model)
@@ -141,41 +146,41 @@ def _style(model: nn.Module, key: str, name: str) -> Style:
     return Style() if name in _GATHERED and "*" in key else style
 
 
-def _read(thing: object, name: str) -> object:
-    """An attribute of a foreign object; None if it has none."""
-    return getattr(thing, name, None)
+def _read(model_or_config: object, name: str) -> object:
+    """An attribute of a model or its config; None if there is no such attribute."""
+    return getattr(model_or_config, name, None)
 
 
 def _names(value: object) -> dict[str, str]:
-    """A plan as models bring it."""
+    """The names of the styles in the plan of a model, by path."""
     return {str(k): str(v) for k, v in value.items()} if isinstance(value, Mapping) else {}
 
 
 def _prefix(model: nn.Module) -> str:
-    """The path of the base model in a model with a head, with a dot; else nothing."""
+    """The path of the base model in a model with a head, and a dot; empty for other models."""
     name = _read(model, "base_model_prefix")
     return f"{name}." if isinstance(name, str) and _read(model, name) is not None else ""
 
 
 def _within_base(model: nn.Module, key: str) -> str:
-    """A path from the base model, since a stage has its layers without it."""
+    """The path of a layer in the base model, since a stage has layers without the base model."""
     return key.removeprefix(_prefix(model))
 
 
 def _parameters(model: nn.Module, key: str) -> Iterator[tuple[str, int]]:
-    """The parameters of layers with a path: their names there, and their numbers of dimensions.
+    """The names and numbers of dimensions of the parameters of the layers at a path.
 
-    A path may name a parameter itself, as that of all experts; its name is empty then.
+    If the path names a parameter itself, such as the weights of all experts, the name is empty.
     """
-    found: dict[str, int] = {}
+    dims_of: dict[str, int] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         generic = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
         layer, _, name = generic.rpartition(".")
         if layer == key:
-            found.setdefault(name, parameter.dim())
+            dims_of.setdefault(name, parameter.dim())
         elif generic == key:
-            found.setdefault("", parameter.dim())
-    yield from found.items()
+            dims_of.setdefault("", parameter.dim())
+    yield from dims_of.items()
 
 
 def _sharding(
@@ -190,25 +195,25 @@ def _sharding(
     dim = 0 if dims == 1 else dims + style.dim
     if dims == 2 and _is_transposed(model, key):
         dim = 1 - dim
-    made = cut(dim, *used, blocks=style.blocks)
+    sharding = cut(dim, *used, blocks=style.blocks)
     config = _read(model, "config")
     count = _read(config, "num_attention_heads")
     if is_keys:
         count = _read(config, "num_key_value_heads") or count
     if not isinstance(count, int) or not ({last, f"{parent}.{last}"} & (_KEYS | _HEADS)):
-        return made
+        return sharding
     remedy = (
         f"make two axes of '{axes[0]}', such as cg.mesh(kv={count}, rep=...), and give "
         'cg.plans.hf(model, axis=("kv", "rep"))'
         if is_keys
         else "use an axis whose size divides the number of heads"
     )
-    what = "heads of keys and values" if is_keys else "heads"
-    return made.of_parts(Parts(used, count, what, remedy))
+    part_name = "heads of keys and values" if is_keys else "heads"
+    return sharding.of_parts(Parts(used, count, part_name, remedy))
 
 
 def _is_transposed(model: nn.Module, key: str) -> bool:
-    """True if the weights of layers are of (inputs, outputs), as GPT-2 has them."""
+    """True if the weights of a layer have the shape (inputs, outputs), as in GPT-2."""
     for path, module in model.named_modules():
         if re.sub(r"(?<=\.)\d+(?=\.)", "*", path) == key:
             return type(module).__name__ == "Conv1D"

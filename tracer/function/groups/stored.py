@@ -1,9 +1,10 @@
-"""Functions that hand over the parameters that an actor stores in pieces, and their gradients.
+"""Functions that gather an actor's stored parameters, and reduce their gradients.
 
 A parameter that `store=` cuts is gathered before it is used, and its gradient is reduced to the
-pieces. Both travel flat: the piece of each rank, filled up with zeros to the size of the largest,
-so that any pieces go by one collective. Four functions for each parameter do the rest; each takes
-or gives one flat tensor, so several can travel as one.
+pieces. Both travel flat: each rank's piece is padded with zeros to the size of the largest piece,
+so that one collective serves uneven pieces, too. Each parameter has four functions that make the
+flat tensors, and use what arrives. Each takes or gives one flat tensor, so that passes can let
+several travel together.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from ...values.specs import ir_dtype
 
 @dataclass(frozen=True)
 class Stored:
-    """The parameters that an actor stores in pieces.
+    """The stored parameters of an actor.
 
     Attributes:
         group: the actor.
-        loc: the line of the user's that calls it.
-        buckets: of gradients that are reduced further, by path.
+        loc: the user's line that calls the actor.
+        buckets: the buckets of the gradients that are reduced, by path.
     """
 
     group: GroupActor
@@ -47,7 +48,7 @@ class Stored:
         return path in self.group.gathered
 
     def gathers(self, path: str) -> ParameterGather:
-        """What is done to use a parameter."""
+        """The gather that comes before each use of a parameter."""
         logical = self.group.logical[path]
         flat = Flat.of(logical, self.group.mesh)
         tensors = self._held(path)
@@ -79,30 +80,31 @@ class Stored:
         return ParameterGather(rest, full, _part(read, reading), _part(make, making))
 
     def reduces(self, path: str, before: Layout, after: Layout) -> GradientReduction | None:
-        """What is done with a gradient; None if it is not to be reduced to pieces along their axes.
+        """The reduction of a gradient to pieces; None if the layouts ask for something else.
 
         Args:
-            before, after: the layouts in which it is computed, and added to `.grad`.
+            path: the path of the parameter.
+            before, after: the layouts in which the gradient is computed, and added to `.grad`.
         """
         logical = self.group.logical[path]
         flat = Flat.of(logical, self.group.mesh)
         used = logical.used.cuts if logical.used is not None else None
         cuts = before.cuts if any(before.cuts) else None
-        left = tuple(axis for axis in before.summands if axis not in flat.gathered)
+        remaining_axes = tuple(axis for axis in before.summands if axis not in flat.gathered)
         if cuts != used or not set(flat.gathered) <= set(before.summands):
             return None
-        if after != Layout(logical.layout.cuts if logical.layout else (), left):
+        if after != Layout(logical.layout.cuts if logical.layout else (), remaining_axes):
             return None
         tensors = self._held(path)
         dtype = ir_dtype(next(iter(tensors.values())).dtype)
-        given = TensorType(dtype, logical.shape, None, before)
+        gradient = TensorType(dtype, logical.shape, None, before)
         terms = flat.type(dtype, False, before.summands)
-        total = flat.type(dtype, True, left)
+        total = flat.type(dtype, True, remaining_axes)
         name = f"{self.group.name}.{path}"
         axes = "_".join(before.summands)
         lay = Function(
             f"{name}.gradient.{axes}",
-            (given,),
+            (gradient,),
             (terms,),
             actor=self.group.name,
             loc=self.loc,
@@ -125,22 +127,25 @@ class Stored:
 
     @cached_property
     def _tensors(self) -> dict[int, dict[str, Tensor]]:
-        """The tensors of each rank that this process plays, by path; found by one walk for all."""
+        """The tensors of each rank that this process plays, by rank and path.
+
+        They are cached, since each look-up walks the whole instance.
+        """
         return {rank: self.group.tensors(rank) for rank in self.group.instances}
 
     def _held(self, path: str) -> dict[int, Tensor]:
-        """The tensor of each rank that this process plays."""
+        """The tensor at a path, by rank, for the ranks that this process plays."""
         return {rank: tensors[path] for rank, tensors in self._tensors.items()}
 
 
 @dataclass(frozen=True)
 class ParameterGather:
-    """A gather of one parameter.
+    """The gather of one parameter.
 
     Attributes:
-        rest, full: the types of the flat tensor before and after.
-        read: gives the flat piece.
-        make: makes the parameter of what was gathered.
+        rest, full: the types of the flat tensor before and after the gather.
+        read: the function that gives the flat piece.
+        make: the function that makes the parameter from the gathered tensor.
     """
 
     rest: TensorType
@@ -151,12 +156,12 @@ class ParameterGather:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """A reduction of one gradient.
+    """The reduction of one gradient.
 
     Attributes:
-        terms, total: the types of the flat tensor before and after.
-        lay: makes it flat.
-        add: adds the flat piece to `.grad`.
+        terms, total: the types of the flat tensor before and after the reduction.
+        lay: the function that makes the gradient flat.
+        add: the function that adds the flat piece to `.grad`.
     """
 
     terms: TensorType
@@ -171,13 +176,13 @@ def _part(function: Function, bodies: Mapping[int, Body]) -> TracedPart:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The places of the pieces that a rank gathers.
+    """The pieces that a rank gathers, and where they lie in the tensor that it uses.
 
     Attributes:
-        shape: of what the rank uses.
-        regions: of the pieces in it, in the order in which they are gathered.
-        numel: elements of each in the flat tensor.
-        is_dense: whether the pieces, one behind the other, are what the rank uses.
+        shape: the shape of the tensor that the rank uses.
+        regions: the region of each piece in that tensor, in the order of the gather.
+        numel: the number of elements of each piece in the flat tensor.
+        is_dense: whether the gathered tensor, reshaped, is the tensor that the rank uses.
     """
 
     shape: tuple[int, ...]
@@ -193,9 +198,9 @@ class Flat:
     Attributes:
         logical: the parameter.
         mesh: the ranks.
-        kept: the axes that cut it where it is used, in the order of the mesh.
-        gathered: those along which it is gathered.
-        numel: elements of the largest piece.
+        kept: the axes that cut the parameter where it is used, in the order of the mesh.
+        gathered: the axes along which the parameter is gathered, in the order of the mesh.
+        numel: the number of elements of the largest piece.
     """
 
     logical: LogicalTensor
@@ -209,14 +214,20 @@ class Flat:
         """The flat form of a parameter that is cut further where it rests."""
         assert logical.layout is not None, "a stored parameter is cut"
         used = () if logical.used is None else logical.used.axes
-        kept = tuple(axis for axis, _ in mesh.grid if axis in used)
+        kept_axes = tuple(axis for axis, _ in mesh.grid if axis in used)
         rest = set(logical.layout.axes).difference(used)
         gathered = tuple(axis for axis, _ in mesh.grid if axis in rest)
         regions = (logical.layout.region(logical.shape, at) for at in mesh.positions.values())
-        return Flat(logical, mesh, kept, gathered, max(map(volume, regions)))
+        return Flat(logical, mesh, kept_axes, gathered, max(map(volume, regions)))
 
     def type(self, dtype: DType, is_piece: bool, summands: tuple[str, ...] = ()) -> TensorType:
-        """The type of the flat tensor, cut to pieces or gathered."""
+        """The type of the flat tensor: its global shape is (elements of all pieces,).
+
+        Args:
+            dtype: the dtype of the parameter.
+            is_piece: whether the tensor is cut to pieces, or gathered.
+            summands: the axes along which ranks hold summands.
+        """
         sizes = dict(self.mesh.grid)
         count = self.numel
         for axis in (*self.kept, *self.gathered):
@@ -226,20 +237,26 @@ class Flat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether that holds at every rank: gathering moves nothing within a rank."""
+        """Whether `Pieces.is_dense` holds on every rank, so that gathered tensors need no copy."""
         return all(self.at(rank).is_dense for rank in self.mesh.ranks)
 
     def at(self, rank: int) -> Pieces:
         """The pieces that a rank gathers."""
         logical, sizes = self.logical, dict(self.mesh.grid)
         assert logical.layout is not None, "a stored parameter is cut"
-        here = self.mesh.position(rank)
+        position = self.mesh.position(rank)
         used = logical.used or Layout((Cut(),) * len(logical.shape))
-        whole = used.region(logical.shape, here)
+        whole = used.region(logical.shape, position)
         regions = []
         for along in itertools.product(*(range(sizes[axis]) for axis in self.gathered)):
-            there = {axis: (k, sizes[axis]) for axis, k in zip(self.gathered, along, strict=True)}
-            regions.append(within(logical.layout.region(logical.shape, {**here, **there}), whole))
+            gathered_position = {
+                axis: (k, sizes[axis]) for axis, k in zip(self.gathered, along, strict=True)
+            }
+            regions.append(
+                within(
+                    logical.layout.region(logical.shape, {**position, **gathered_position}), whole
+                )
+            )
         shape = shape_of(whole)
         is_full = all(volume(region) == self.numel for region in regions)
         is_dense = is_full and _are_rows(regions, shape)
@@ -247,7 +264,7 @@ class Flat:
 
 
 def _are_rows(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
-    """Whether regions are rows of a tensor, one behind the other."""
+    """Whether the regions are consecutive rows of a tensor, and cover it."""
     at = 0
     for region in regions:
         rows, *others = region
@@ -260,17 +277,17 @@ def _are_rows(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Gives a copy of a piece, flat and filled up."""
+    """Gives a copy of a piece, flat and padded with zeros."""
 
     tensor: Tensor
     numel: int
 
     def state(self) -> Sequence[Tensor]:
-        """The parameter, which it reads."""
+        """The parameter that the function reads."""
         return (self.tensor,)
 
     def trained(self) -> Sequence[Tensor]:
-        """Nothing: it changes no gradient."""
+        """Nothing, as the function changes no gradient."""
         return ()
 
     def __call__(self) -> Sequence[Tensor]:
@@ -279,7 +296,7 @@ class _Reading:
 
 
 def _filled_up(tensor: Tensor, numel: int) -> Tensor:
-    """A copy of a tensor, flat, with zeros behind it."""
+    """A flat copy of a tensor, padded with zeros to `numel` elements."""
     if tensor.numel() == numel:
         return tensor.clone(memory_format=torch.contiguous_format).view(-1)
     flat = tensor.new_zeros(numel)
@@ -289,7 +306,7 @@ def _filled_up(tensor: Tensor, numel: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Making:
-    """Makes a parameter of its pieces; a view of them, if they lie as they are used."""
+    """Makes a parameter from its gathered pieces: a view of them if they are dense."""
 
     pieces: Pieces
 
@@ -297,17 +314,17 @@ class _Making:
         pieces = self.pieces
         if pieces.is_dense:
             return (flat.view(pieces.shape),)
-        made = flat.new_empty(pieces.shape)
+        parameter = flat.new_empty(pieces.shape)
         for index, region in enumerate(pieces.regions):
             shape = shape_of(region)
             at = index * pieces.numel
-            put(made, region, flat[at : at + volume(region)].view(shape))
-        return (made,)
+            put(parameter, region, flat[at : at + volume(region)].view(shape))
+        return (parameter,)
 
 
 @dataclass(frozen=True)
 class _Laying:
-    """Lays a gradient out as the pieces of it, one behind the other."""
+    """Makes a gradient flat: its pieces, one after the other."""
 
     pieces: Pieces
 
@@ -326,11 +343,11 @@ class _Adding:
     tensor: Tensor
 
     def state(self) -> Sequence[Tensor]:
-        """Nothing: it reads no parameter."""
+        """Nothing, as the function reads no parameter."""
         return ()
 
     def trained(self) -> Sequence[Tensor]:
-        """The parameter, to whose gradient it adds."""
+        """The parameter whose gradient the function adds to."""
         return (self.tensor,)
 
     def __call__(self, flat: Tensor) -> Sequence[None]:

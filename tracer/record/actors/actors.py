@@ -1,4 +1,4 @@
-"""Handles, which every rank has of an actor that lives on one rank, and the actor's methods."""
+"""Handles of actors, which every rank has, and the methods that a step calls on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..session.session import Session, recording
 
 
 class ActorError(RuntimeError):
-    """An actor was made or used where it cannot be."""
+    """An actor was made or used where this is not possible."""
 
     __module__ = "cg"  # the public name, which tracebacks show
 
@@ -38,15 +38,15 @@ ELSEWHERE = _Elsewhere()
 
 
 class ActorHandle(NotAValue):
-    """The name of an actor on every rank: what a step calls.
+    """What every rank holds of an actor, and what a step calls.
 
-    In a step, a method call is recorded, whatever the rank. Outside of steps it runs in plain
-    Python, and only where the actor lives.
+    In a step, each rank records a method call. Outside of steps, a method call runs in plain
+    Python, and only on the rank where the actor lives.
 
     Attributes:
         name: the name of the actor's class in lower case, and a number.
-        place: the rank where it lives, or the mesh whose ranks hold its pieces.
-        cls: its class.
+        place: the rank where the actor lives, or the mesh whose ranks hold its pieces.
+        cls: the actor's class.
     """
 
     __slots__ = (
@@ -75,16 +75,16 @@ class ActorHandle(NotAValue):
         self._instance = instance
         self._methods: dict[str, ActorMethod] = {}
         self._actors = Actors(member_of) if actors is None else actors
-        held = (instance,) if self.is_local else ()
-        self._member = Member(name, rank, peers, held, group=group)
+        instances = (instance,) if self.is_local else ()
+        self._member = Member(name, rank, peers, instances, group=group)
         self._actors.enter(self._member)
 
     @property
     def rank(self) -> int:
-        """The rank where it lives.
+        """The rank where the actor lives.
 
         Raises:
-            ActorError: it is on a mesh of several ranks.
+            ActorError: the actor is on a mesh of several ranks.
         """
         if not self.place.is_single:
             raise ActorError(f"{self.name} is on {self._where}; ask for {self.name}.place.ranks")
@@ -92,22 +92,25 @@ class ActorHandle(NotAValue):
 
     @property
     def instances(self) -> Mapping[int, Any]:
-        """The objects of the ranks that this process plays, by rank: with all, or with pieces."""
+        """The instances by rank, for the ranks of the actor that this process plays.
+
+        The instances of an actor on a mesh hold pieces of its tensors.
+        """
         if self._group is not None:
             return self._group.instances
         return {self._rank: self._instance} if self.is_local else {}
 
     @property
     def is_local(self) -> bool:
-        """True if this process holds the instance, or that of a rank of its mesh."""
+        """True if this process holds the instance, or an instance of a rank of the mesh."""
         return self._instance is not ELSEWHERE
 
     @property
     def local(self) -> Any:
-        """The instance itself; of an actor on a mesh, the one with this rank's pieces.
+        """The instance itself; for an actor on a mesh, the instance with this rank's pieces.
 
         Raises:
-            ActorError: another process holds it, or this one plays several ranks of its mesh.
+            ActorError: another process holds it, or this process plays several ranks of the mesh.
         """
         if self._instance is ELSEWHERE:
             raise ActorError(
@@ -127,19 +130,19 @@ class ActorHandle(NotAValue):
 
     def __getattr__(self, name: str) -> ActorMethod:
         methods = self._methods
-        found = methods.get(name)
-        if found is None:
+        method = methods.get(name)
+        if method is None:
             if not _is_method(self.cls, name):
                 raise self._no_method(name)
-            found = methods[name] = ActorMethod(self, name)
-        return found
+            method = methods[name] = ActorMethod(self, name)
+        return method
 
     def _no_method(self, name: str) -> AttributeError:
         methods = ", ".join(_methods_of(self.cls)) or "none"
         known = hasattr(self.cls, name)
-        what = f"'{name}' is not a method of" if known else f"no method '{name}' in"
+        problem = f"'{name}' is not a method of" if known else f"no method '{name}' in"
         return AttributeError(
-            f"{what} the actor {self.name}; the methods of {self.cls.__name__} are: {methods}. "
+            f"{problem} the actor {self.name}; the methods of {self.cls.__name__} are: {methods}. "
             "Attributes live with the instance: read them in a method, or, outside of steps and "
             f"on {self._where}, from {self.name}.local"
         )
@@ -174,10 +177,14 @@ RESERVED = {"name", "rank", "cls", "place", "local", "is_local", "instances"}
 
 
 class ActorMethod(NotAValue):
-    """A method of an actor, to be called.
+    """A method of an actor, which a step or plain Python calls.
 
-    `remat`: as by `cg.remat`. `function`: what is called with the instance, if it is not a method
-    of the actor's own.
+    Attributes:
+        handle: the actor's handle.
+        name: the method's name.
+        shown: the method's name in messages.
+        remat: whether the backward computes the forward again, as with `cg.remat`.
+        function: a function of cg that takes the instance first, in place of the actor's method.
     """
 
     __slots__ = ("_rematerialized", "function", "handle", "name", "remat", "shown")
@@ -200,7 +207,7 @@ class ActorMethod(NotAValue):
 
     @property
     def rematerialized(self) -> ActorMethod:
-        """The same method, whose backward computes its forward again; always the same object."""
+        """The same method with `remat`; each access gives the same object."""
         if self._rematerialized is None:
             self._rematerialized = ActorMethod(self.handle, self.name, remat=True)
         return self._rematerialized
@@ -235,23 +242,26 @@ def member_of(value: Any) -> Member | None:
 
 
 def library_method(handle: ActorHandle, function: Callable[..., Any]) -> ActorMethod:
-    """A function of cg's own that is called as a method of an actor: with the instance first."""
+    """A function of cg as a method of an actor; it takes the instance as its first argument."""
     key = f"cg.{function.__name__}"  # no attribute of a class has such a name
-    found = handle._methods.get(key)
-    if found is None:
-        found = handle._methods[key] = ActorMethod(handle, function.__name__, function=function)
-    return found
+    method = handle._methods.get(key)
+    if method is None:
+        method = handle._methods[key] = ActorMethod(handle, function.__name__, function=function)
+    return method
 
 
 def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
-    """The method, of which a step saves nothing but inputs for the backward.
+    """The same method, for which a step saves only the inputs for the backward.
 
     `cg.remat(stage.forward)(x)` gives the values and gradients of `stage.forward(x)`, bit for bit.
-    The backward computes the forward once more, for less memory in between.
+    The backward computes the forward again, so less memory is used between the two.
 
     Args:
-        method: a method of an actor, or an actor that can be called itself. When the step is
-            traced, a method that draws random numbers, or changes its actor's state, is an error.
+        method: a method of an actor, or an actor that can be called itself. The trace of the step
+            refuses a method that draws random numbers, or changes its actor's state.
+
+    Returns:
+        The method, to be called in its place.
 
     Raises:
         TypeError: `method` is something else.
@@ -267,15 +277,15 @@ def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
 
 
 def _is_method(cls: type[Any], name: str) -> bool:
-    # Not getattr_static, which would find methods of the metaclass, too.
-    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    if isinstance(found, staticmethod | classmethod):
+    # getattr_static would also find methods of the metaclass.
+    attribute = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    if isinstance(attribute, staticmethod | classmethod):
         return True
-    return callable(found) and not isinstance(found, type)
+    return callable(attribute) and not isinstance(attribute, type)
 
 
 def _methods_of(cls: type[Any]) -> list[str]:
-    """Public methods that the user wrote, in alphabetical order."""
+    """The public methods that the user wrote, in alphabetical order."""
     names = {
         name
         for base in cls.__mro__
@@ -289,7 +299,7 @@ def _methods_of(cls: type[Any]) -> list[str]:
 def _call(
     session: Session, method: ActorMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record a call of an actor's method; return what the step holds for its result."""
+    """Record a call of an actor's method; return the results that the step's Python gets."""
     loc = caller_location(3)
     handle = method.handle
     if handle.name in session.remat and method.function is None:
@@ -322,7 +332,7 @@ def _call(
 
 
 def _named(method: ActorMethod) -> tuple[str, Callable[..., Any]]:
-    """A method's name as a plan knows it, and its function."""
+    """The name that plans use for a method, and the method's function."""
     if method.function is not None:
         return method.name, method.function
     cls = method.handle.cls
@@ -334,7 +344,7 @@ def _named(method: ActorMethod) -> tuple[str, Callable[..., Any]]:
 def _subject(
     session: Session, method: ActorMethod, group: Group | None
 ) -> tuple[MethodTarget | None, tuple[int, ...], str]:
-    """A method to be traced, as `find_or_declare` takes it."""
+    """The subject for `find_or_declare`: the method to trace, its owners and its name."""
     handle = method.handle
     owner = handle.place.ranks
     if session.sharing is None:

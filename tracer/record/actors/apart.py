@@ -1,8 +1,8 @@
-"""Refuse state that actors of different ranks hold and that one of them changes.
+"""Refuse state that actors of different ranks share and that one of them changes.
 
-In one process they would hold one thing. In several, each has a copy of its own, and nothing keeps
-the copies equal. What is only read stays equal. Traced functions are known to change a tensor, or
-to add to its gradient; what opaque methods change is seen when they run.
+In one process the actors would share one object. In several processes each has its own copy, and
+nothing keeps the copies equal. Copies that are only read stay equal. The trace shows whether a
+traced function changes a tensor, or adds to its gradient. Opaque methods are checked when they run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...values.sharing import Sharing, plays_all
 from ..session.session import Session
 
 _LOOKS = 3
-"""In how many calls of an opaque method Python's objects are looked at; tensors are in all."""
+"""The number of calls of an opaque method that compare Python objects; all compare tensors."""
 
 _TIED = (
     "weights are tied by sending them as a value: one actor owns the parameter and returns it from "
@@ -35,12 +35,13 @@ _TIED = (
 
 
 def refuse_apart(session: Session) -> None:
-    """Refuse that an actor changes what an actor of another rank uses; opaque methods check it.
+    """Refuse a step in which an actor changes state that an actor of another rank uses.
 
-    Collective, where there are other processes and actors of different ranks hold the same.
+    Opaque functions are wrapped in a check. This is collective if there are other processes, and
+    actors of different ranks share state.
 
     Raises:
-        TraceError: one does; on every rank.
+        TraceError: a traced function changes such state; raised on every rank.
     """
     sharing = session.sharing
     if sharing is None:
@@ -57,12 +58,16 @@ def refuse_apart(session: Session) -> None:
 
 def _uses_of(session: Session, sharing: Sharing) -> dict[str, Use]:
     paths: dict[str, set[str]] = {}
-    for held in (each for holders in sharing.memory for each in holders):
-        paths.setdefault(held.actor, set()).add(held.path)
-    mine = {name: use.of(paths[name]) for name, use in sharing.uses.items() if name in paths}
+    for holder in (h for holders in sharing.memory for h in holders):
+        paths.setdefault(holder.actor, set()).add(holder.path)
+    own_uses = {name: use.of(paths[name]) for name, use in sharing.uses.items() if name in paths}
     if plays_all(session.peers):
-        return mine
-    return {name: each for theirs in session.peers.allgather(mine) for name, each in theirs.items()}
+        return own_uses
+    return {
+        name: use
+        for rank_uses in session.peers.allgather(own_uses)
+        for name, use in rank_uses.items()
+    }
 
 
 def _refuse(holders: Sequence[Held], uses: dict[str, Use]) -> None:
@@ -70,7 +75,7 @@ def _refuse(holders: Sequence[Held], uses: dict[str, Use]) -> None:
         function = uses[one.actor].changes.get(one.path) if one.actor in uses else None
         other = _other_user(one, holders, uses)
         if function is not None and other is not None:
-            later = max(one, other, key=lambda held: held.order)
+            later = max(one, other, key=lambda holder: holder.order)
             raise TraceError(
                 f"{_shown(one)} and {_shown(other)} are one tensor, which @{function} changes, or "
                 "adds a gradient to; in processes each rank has a copy of its own, and nothing "
@@ -88,15 +93,21 @@ def _other_user(one: Held, holders: Iterable[Held], uses: dict[str, Use]) -> Hel
     return None
 
 
-def _shown(held: Held) -> str:
-    where = "" if held.made is None else f", made at {held.made}"
-    path = held.path.partition(".")[2] or held.path  # without the tuple around the instance
-    return f"'{path}' of {held.actor} (rank {held.rank}{where})"
+def _shown(holder: Held) -> str:
+    where = "" if holder.made is None else f", made at {holder.made}"
+    path = holder.path.partition(".")[2] or holder.path  # without the tuple around the instance
+    return f"'{path}' of {holder.actor} (rank {holder.rank}{where})"
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A tensor, or an object, that an opaque method must leave as it is."""
+    """A tensor or an object that an opaque method must not change.
+
+    Attributes:
+        held: where the method's actor holds it.
+        other: where an actor of another rank holds it.
+        value: a weak reference to the tensor, or the object.
+    """
 
     held: Held
     other: Held
@@ -104,7 +115,7 @@ class _Watched:
 
 
 def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use]) -> None:
-    """Let the opaque functions of a local actor check that they change nothing that is shared."""
+    """Let the opaque functions of a local actor check that they change no shared state."""
     values = sharing.holdings[actor].values
     tensors = [
         _Watched(one, other, ref(values[one.path]))
@@ -130,39 +141,39 @@ def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use])
 def _checking(
     body: Body, name: str, tensors: Sequence[_Watched], objects: Sequence[_Watched]
 ) -> Body:
-    """The body, which raises a RuntimeError where it has changed what another rank's actor uses."""
+    """A body that raises a RuntimeError if it has changed state that another rank's actor uses."""
     looks = _LOOKS
 
     @functools.wraps(body)
     def run(*inputs: Any) -> Sequence[Any]:
         nonlocal looks
-        before = [_version(each.value()) for each in tensors]
-        snapshots = [_snapshot(each.value) for each in objects] if looks else []
+        before = [_version(watched.value()) for watched in tensors]
+        snapshots = [_snapshot(watched.value) for watched in objects] if looks else []
         results = body(*inputs)
-        for each, version in zip(tensors, before, strict=True):
-            if _version(each.value()) != version:
-                raise _changed(name, each)
-        for each, snapshot in zip(objects, snapshots, strict=False):
-            if _has_changed(each.value, snapshot):
-                raise _changed(name, each)
+        for watched, version in zip(tensors, before, strict=True):
+            if _version(watched.value()) != version:
+                raise _changed(name, watched)
+        for watched, snapshot in zip(objects, snapshots, strict=False):
+            if _has_changed(watched.value, snapshot):
+                raise _changed(name, watched)
         looks = max(0, looks - 1)
         return results
 
     return run
 
 
-def _changed(name: str, each: _Watched) -> RuntimeError:
+def _changed(name: str, watched: _Watched) -> RuntimeError:
     return RuntimeError(
-        f"the opaque method @{name} has changed {_shown(each.held)}, which is {_shown(each.other)} "
-        "as well; in processes each rank has a copy of its own, and nothing keeps the copies "
-        "equal. Send what changes as a value: return it from a method of one actor, and pass it to "
-        "the other. If each is to have its own, make it in the constructor, or pass "
-        "copy.deepcopy(...)"
+        f"the opaque method @{name} has changed {_shown(watched.held)}, which is "
+        f"{_shown(watched.other)} as well; in processes each rank has a copy of its own, and "
+        "nothing keeps the copies equal. Send what changes as a value: return it from a method of "
+        "one actor, and pass it to the other. If each is to have its own, make it in the "
+        "constructor, or pass copy.deepcopy(...)"
     )
 
 
 def _version(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Changes when a tensor is written to, and when its gradient is."""
+    """A version that changes whenever the tensor or its gradient is written to."""
     if tensor is None or tensor.is_inference():
         return ()
     grad = tensor.grad if tensor.is_leaf else None
@@ -175,7 +186,7 @@ def _snapshot(value: Any) -> Snapshot:
 
 
 def _has_changed(value: Any, snapshot: Snapshot) -> bool:
-    """True if it has changed; new attributes of an object may be what it has cached."""
+    """True if a value has changed. New attributes of an object may be caches, and do not count."""
     changes = snapshot.changes()
     if isinstance(value, dict | list | set) or not hasattr(value, "__dict__"):
         return bool(changes)

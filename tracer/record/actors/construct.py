@@ -1,4 +1,4 @@
-"""Make an actor on a mesh: each rank constructs it from the same numbers, and keeps pieces."""
+"""Make an actor on a mesh: each rank constructs the same object, and keeps its pieces."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Constructor:
     """Makes one actor on a mesh.
 
     Attributes:
-        name: of the actor.
-        cls: its class.
-        mesh, plan, store, init, bucket_bytes: as `Cls.on` takes them.
+        name: the actor's name.
+        cls: the actor's class.
+        mesh, plan, store, init, bucket_bytes: the arguments of `Cls.on`.
         peers: the world.
         check: refuses an instance that cannot be on a mesh.
     """
@@ -47,17 +47,25 @@ class Constructor:
     check: Callable[[Any], None]
 
     def make(self, construct: Callable[[], Any], device: torch.device | None) -> GroupActor:
-        """Construct it where a rank of the mesh is played. Collective.
+        """Construct the actor in each process that plays a rank of the mesh. Collective.
+
+        Args:
+            construct: calls the class with the user's arguments.
+            device: the device of the instances; None for the host.
+
+        Returns:
+            The actor; without instances in a process that plays no rank of the mesh.
 
         Raises:
-            ActorError: another rank could not make it, or has made another object.
+            ActorError: another rank could not construct it, or has constructed another object.
+            Exception: whatever the constructor raised on this rank.
         """
         played = [rank for rank in self.mesh.ranks if self.peers.plays(rank)]
         first = self.mesh.ranks[0]
         state = torch.get_rng_state() if first in played else None
         state = self.peers.broadcast(state, first)
         failed: Exception | None = None
-        made: GroupActor | None = None
+        actor: GroupActor | None = None
         digest = ""
         try:
             if played:
@@ -66,11 +74,11 @@ class Constructor:
                 logical = self._lay_out(instance)
                 digest = _digest(instance, logical) if len(played) < len(self.mesh.ranks) else ""
                 instances = self._pieces(instance, logical, played, device, state)
-                made = self._actor({tensor.path: tensor for tensor in logical}, instances)
+                actor = self._actor({tensor.path: tensor for tensor in logical}, instances)
         except Exception as error:
             failed = error
         self._compare(failed, digest, played)
-        return made if made is not None else self._actor({}, {})
+        return actor if actor is not None else self._actor({}, {})
 
     def _device(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.init == "meta" else nullcontext()
@@ -80,7 +88,7 @@ class Constructor:
 
     def _lay_out(self, instance: Any) -> tuple[LogicalTensor, ...]:
         self.check(instance)
-        paths = [slot.path for each in collect(instance).tensors for slot in each.slots]
+        paths = [slot.path for state in collect(instance).tensors for slot in state.slots]
         self.plan.check(self.cls, paths, arguments_of(self.cls))
         logical = lay_out(instance, self.plan, self.store, self.mesh)
         if any(tensor.layout is not None for tensor in logical):
@@ -95,30 +103,32 @@ class Constructor:
         device: torch.device | None,
         state: torch.Tensor,
     ) -> dict[int, Any]:
-        """The instance of each played rank; where these are several, each has its own."""
+        """The instances of the played ranks, by rank, each with the rank's pieces."""
         copies = [instance, *(_copied(instance) for _ in played[1:])]
-        for rank, each in zip(played, copies, strict=True):
+        for rank, replica in zip(played, copies, strict=True):
             by_path = {tensor.path: tensor for tensor in logical}
             if self.init == "meta":
                 with _drawing_from(state, is_own=False):
-                    fill(each, by_path, self.mesh, rank, self.name)
+                    fill(replica, by_path, self.mesh, rank, self.name)
             else:
-                keep_pieces(each, logical, self.mesh, rank)
+                keep_pieces(replica, logical, self.mesh, rank)
             if isinstance(self.init, TensorSource):
-                fill_from(self.init, each, by_path, self.mesh.position(rank), self.name)
+                fill_from(self.init, replica, by_path, self.mesh.position(rank), self.name)
             if device is not None:
-                move(each, device)
+                move(replica, device)
         return dict(zip(played, copies, strict=True))
 
     def _compare(self, failed: Exception | None, digest: str, played: Sequence[int]) -> None:
         words = None if failed is None else f"{type(failed).__name__}: {failed}"
-        told = self.peers.allgather((words, digest, tuple(played)))
+        reports = self.peers.allgather((words, digest, tuple(played)))
         if failed is not None:
             raise failed
-        for error, _, ranks in told:
+        for error, _, ranks in reports:
             if error is not None:
                 raise ActorError(f"{self.name} could not be made on rank {ranks[0]}: {error}")
-        digests = {theirs: ranks[0] for _, theirs, ranks in reversed(told) if theirs}
+        digests = {
+            rank_digest: ranks[0] for _, rank_digest, ranks in reversed(reports) if rank_digest
+        }
         if len(digests) > 1:
             one, other = sorted(digests.values())[:2]
             raise ActorError(
@@ -129,23 +139,23 @@ class Constructor:
 
 
 def _copied(instance: Any) -> Any:
-    """A copy with all attributes of optimizers, of which torch copies its own alone.
+    """A deep copy whose optimizers have all attributes; torch copies only the ones it knows.
 
-    Functions stay out, such as the `step` that a scheduler has put into its optimizer: they belong
-    to what they were made for.
+    Functions are left out, such as the `step` that a scheduler puts into its optimizer: they are
+    bound to the original.
     """
     memo: dict[int, Any] = {}
-    made = copy.deepcopy(instance, memo)
+    copied = copy.deepcopy(instance, memo)
     for trainer in collect(instance).trainers:
         twin = memo.get(id(trainer), trainer)
         for name, value in vars(trainer).items():
             if name not in vars(twin) and not callable(value):
                 setattr(twin, name, copy.deepcopy(value, memo))
-    return made
+    return copied
 
 
 def arguments_of(cls: type[Any]) -> Iterator[tuple[str, str]]:
-    """The methods of a class, each with each of its arguments."""
+    """The pairs of a method of a class and one of its arguments, by name."""
     for name in dir(cls):
         function = getattr(cls, name)
         if name.startswith("__") or not inspect.isfunction(function):
@@ -156,7 +166,13 @@ def arguments_of(cls: type[Any]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _drawing_from(state: torch.Tensor, is_own: bool) -> Iterator[None]:
-    """Inside the `with` block torch's generator starts at a state; other ranks' stay behind it."""
+    """Let torch's generator start at a state inside the `with` block.
+
+    Args:
+        state: the state of the generator of the mesh's first rank.
+        is_own: whether this process's generator is in that state. It then advances; otherwise the
+            generator is restored after the block.
+    """
     if is_own:
         yield
         return
@@ -166,12 +182,12 @@ def _drawing_from(state: torch.Tensor, is_own: bool) -> Iterator[None]:
 
 
 def _digest(instance: Any, logical: tuple[LogicalTensor, ...]) -> str:
-    """A hash of all tensors of an instance, and of their layouts."""
-    found = hashlib.sha256(repr(logical).encode())
-    for each in collect(instance).tensors:
-        tensor = each.tensor.detach()
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    """A digest of all tensors of an instance and their layouts."""
+    digest = hashlib.sha256(repr(logical).encode())
+    for state in collect(instance).tensors:
+        tensor = state.tensor.detach()
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         if tensor.device.type != "meta":
             flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-            found.update(flat.numpy().data)
-    return found.hexdigest()
+            digest.update(flat.numpy().data)
+    return digest.hexdigest()

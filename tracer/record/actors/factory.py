@@ -1,4 +1,4 @@
-"""Make actors: the decorator `@cg.actor`, and the placement of an instance on a rank."""
+"""Make actors: the decorator `@cg.actor`, and the placement of actors on ranks and meshes."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from .construct import Constructor
 T = TypeVar("T")
 
 MANY = 1000
-"""Items of a container that may be modules, tensors or optimizers, and not data."""
+"""The longest container that is searched for parts of a model; longer ones hold data."""
 
 Make: TypeAlias = Callable[..., ActorHandle]
 """Takes the arguments of an actor's constructor."""
 
 
 class ActorFactory:
-    """The decorator `@cg.actor`, for one program's world.
+    """The decorator `@cg.actor`, for the world of one program.
 
-    Decorating leaves a class as it is but for a new attribute: `Cls.on(rank)(*args, **kwargs)`
-    makes an instance on `rank` and returns a handle, on all ranks. `Cls(*args)` still makes a
-    plain object. Subclasses of an actor class are actor classes.
+    The decorator adds one attribute to a class, `on`, and changes nothing else.
+    `Cls.on(rank)(*args, **kwargs)` makes an instance on `rank` and returns a handle, on all ranks.
+    `Cls(*args)` still makes a plain object. Subclasses of an actor class are actor classes.
 
     Args:
-        world: gives the world; asked when an actor is made, not before.
-        device: gives the device of this process's rank, None for the host; likewise.
+        world: gives the world; called only when an actor is made.
+        device: gives the device of this process's rank, None for the host; called at the same time.
     """
 
     def __init__(
@@ -88,30 +88,35 @@ class ActorFactory:
         init: Init = "whole",
         bucket_bytes: int = BUCKET,
     ) -> Make:
-        """Choose the rank of an actor of class `cls`, or its mesh; call the result to make it.
+        """Choose the rank or the mesh of an actor of class `cls`.
 
-        An actor on a mesh is one object: the constructor runs on each rank of the mesh, from the
+        An actor on a mesh is one object: the constructor runs on each rank of the mesh, with the
         same random numbers, and each rank keeps its pieces of the tensors. All ranks of the world
-        make it together.
+        make the actor together.
 
         Args:
+            cls: the actor's class.
             where: a rank, or a mesh.
-            plan: on a mesh, how tensors and arguments are laid out; what it does not name is whole.
-            store: on a mesh, how the trained tensors are cut further where they rest.
-            init: where tensors come from. "whole": the constructor has made them. "meta", on a
+            plan: on a mesh, the layouts of tensors and arguments; the plan leaves all others whole.
+            store: on a mesh, further cuts of the trained tensors while they are not in use.
+            init: the origin of the tensors. "whole": the constructor makes them. "meta", on a
                 mesh: the constructor runs on the meta device, and each module is filled by its
-                `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills what the
-                constructor has left on the meta device. With the last two, no rank ever holds the
-                whole object of which it keeps a piece.
-            bucket_bytes: on a mesh, how many bytes of gradients are reduced together at most, on
-                each rank; a larger gradient is reduced by itself. Backwards are cut there, so that
+                `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills the
+                tensors that the constructor has left on the meta device. With "meta" or a source,
+                no rank ever holds the whole object.
+            bucket_bytes: on a mesh, the most bytes of gradients that a rank reduces together; a
+                larger gradient is reduced alone. Backwards are cut at the ends of buckets, so that
                 a bucket is reduced while the rest of a backward runs.
+
+        Returns:
+            A function that takes the arguments of the constructor, makes the actor, and returns
+            its handle.
 
         Raises:
             ActorError: the world has no such rank, a step is being traced, or a method of `cls`
                 has a name that handles use themselves.
-            ValueError: the plan fits neither the class nor the mesh, a source lacks a tensor, or
-                `bucket_bytes` is less than 1.
+            ValueError: `bucket_bytes` is less than 1. The function that is returned raises it if
+                the plan does not fit the class or the mesh, or a source lacks a tensor.
         """
         peers = self._world()
         shown = f"{cls.__name__}.on({where!r})"
@@ -158,9 +163,9 @@ class ActorFactory:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> ActorHandle:
-        """Make the instance, where its rank is played, and a handle everywhere.
+        """Make the instance in the process that plays the rank, and a handle in every process.
 
-        What the constructor raises is raised on its rank alone.
+        An error of the constructor is raised on the actor's rank only.
         """
         name = self.new_name(cls)
         instance: Any = ELSEWHERE
@@ -198,38 +203,34 @@ class ActorFactory:
     def _refuse_shared(
         self, name: str, instance: Any, peers: Peers, is_group: bool = False
     ) -> None:
-        """Refuse that an actor on a mesh, which cuts its tensors, shares one with another actor."""
+        """Refuse an actor on a mesh that shares a tensor with another actor, since it is cut."""
         others = [m for m in self.actors.local(peers) if is_group or m.group is not None]
         if not others:
             return
-        mine = {id(each.tensor): each.path for each in collect(instance).tensors}
-        for other in others:
-            for each in reach(other.held).tensors:
-                if id(each.tensor) in mine:
+        path_of = {id(state.tensor): state.path for state in collect(instance).tensors}
+        for member in others:
+            for state in reach(member.held).tensors:
+                if id(state.tensor) in path_of:
                     raise ActorError(
-                        f"{name} and {other.name} hold one tensor, '{mine[id(each.tensor)]}', and "
-                        "an actor on a mesh cuts its tensors; make one actor of the two, or give "
-                        "each its own by copy.deepcopy"
+                        f"{name} and {member.name} hold one tensor, '{path_of[id(state.tensor)]}', "
+                        "and an actor on a mesh cuts its tensors; make one actor of the two, or "
+                        "give each its own by copy.deepcopy"
                     )
 
-    def _entered(self, handle: ActorHandle, peers: Peers, given: Any) -> ActorHandle:
-        """The handle, of which is noted where it was made, and of what.
-
-        Args:
-            given: the arguments of its constructor.
-        """
+    def _entered(self, handle: ActorHandle, peers: Peers, arguments: Any) -> ActorHandle:
+        """The handle; notes the line that made the actor, and the arguments of its constructor."""
         member = handle._member
         member.made = caller_location(2)
         if not plays_all(peers):
-            self.actors.note_given(member, (given, _read_by_constructor(handle.cls)))
+            self.actors.note_given(member, (arguments, _read_by_constructor(handle.cls)))
         return handle
 
     def _instance(
         self, cls: type[Any], init: Init, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The instance; what it holds is on its rank's device."""
+        """Make the instance, with its tensors on the device of its rank."""
         device = self.device()
-        # Made on the host first, so that it starts from the same numbers as anywhere else.
+        # The constructor runs on the host, so that it draws the same numbers for every device.
         instance = cls(*args, **kwargs)
         if isinstance(init, TensorSource):
             fill_from(init, instance, {}, None, name)
@@ -238,7 +239,7 @@ class ActorFactory:
         return instance
 
     def new_name(self, cls: type[Any]) -> str:
-        """The name of the next actor of a class: `stage0`, `stage1`; the same on all ranks."""
+        """The name of the next actor of a class, such as `stage0`; the same on all ranks."""
         base = re.sub(r"\W", "_", cls.__name__.lower(), flags=re.ASCII)
         while True:
             number = self._counts.get(base, 0)
@@ -260,23 +261,23 @@ class _On:
 
 
 def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
-    """Modules, tensors and optimizers that a class's constructors read by variables, by name."""
-    found = {
+    """The modules, tensors and optimizers that a class's constructors read from variables."""
+    values = {
         ".".join((base.__qualname__, variable.name, *variable.attributes)): variable.value()
         for base in cls.__mro__
         if "__init__" in vars(base)
         for variable in variables_of(vars(base)["__init__"])
     }
-    return {name: value for name, value in found.items() if _is_of_a_model(value)}
+    return {name: value for name, value in values.items() if _is_of_a_model(value)}
 
 
 def _is_of_a_model(value: Any) -> bool:
-    """True for a module, a tensor or an optimizer, and for a list, tuple or dict of some.
+    """True for a module, a tensor or an optimizer, and for a list, tuple or dict with one.
 
-    A longer container holds data, in which a search would take time.
+    Containers of more than `MANY` items hold data, and are not searched.
     """
     kinds = (torch.nn.Module, torch.Tensor, *TRAINERS)
     if not isinstance(value, (list, tuple, dict)):
         return isinstance(value, kinds)
-    held = value.values() if isinstance(value, dict) else value
-    return len(value) <= MANY and any(isinstance(each, kinds) for each in held)
+    items = value.values() if isinstance(value, dict) else value
+    return len(value) <= MANY and any(isinstance(item, kinds) for item in items)

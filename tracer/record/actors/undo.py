@@ -1,4 +1,4 @@
-"""Take back what a step has done to an actor, by copies of all its state, optimizers included."""
+"""Undo what a step has done to actors, by copies of all their state, optimizers included."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import torch
 
 from ...values.actor_state import collect
 from ...values.heap.snapshot import Snapshot
-from ...values.operators import (
-    storage_key,
-)
+from ...values.operators import storage_key
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""The memory of a tensor as bytes (or a tensor that has no plain memory), and a copy of it."""
+"""The memory of a tensor as bytes, or a tensor without plain memory; and a copy of it."""
 
 
 class Undo:
-    """Remembers actors as they are at one moment, and can make them so again.
+    """Remembers the state of actors at one moment, and can restore it.
 
-    Covered is what their attributes reach, as far as tracing sees it: tensors and their gradients,
-    lists, dicts, sets, plain objects; optimizers, schedulers of learning rates and scalers; and
-    torch's default generator. Files, and what other objects hold, are not.
+    The state is what tracing sees of the actors' attributes: tensors and their gradients, lists,
+    dicts, sets and plain objects; optimizers, schedulers of learning rates and scalers; and
+    torch's default generator. Files and the contents of other objects are not restored.
 
     Args:
         actors: instances that live in this process.
@@ -36,17 +34,17 @@ class Undo:
         self._generator = torch.get_rng_state()
 
     def remember(self) -> None:
-        """Copy what there is now; memory of the last time is used again."""
+        """Copy the current state; the copies of the last time are reused."""
         before, self._copies = self._copies, {}
         self._gradients, self._containers = [], []
         self._generator = torch.get_rng_state()
         for actor in self._actors:
             state = collect(actor, trainers=True)
             self._containers.append(Snapshot(state.containers))
-            for each in state.tensors:
-                gradient = each.tensor.grad if each.tensor.is_leaf else None
-                self._gradients.append((each.tensor, gradient))
-                for tensor in (each.tensor, gradient):
+            for state_tensor in state.tensors:
+                gradient = state_tensor.tensor.grad if state_tensor.tensor.is_leaf else None
+                self._gradients.append((state_tensor.tensor, gradient))
+                for tensor in (state_tensor.tensor, gradient):
                     if tensor is not None:
                         self._copy(tensor, before)
 
@@ -57,7 +55,7 @@ class Undo:
             return
         if key in self._copies:
             return
-        # All of the memory: other tensors may share it, and it may hold gaps.
+        # Copy the whole storage: other tensors may share it, and the tensor may have gaps.
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory.set_(tensor.untyped_storage())
         _, copy = before.get(key, (None, None))
@@ -68,7 +66,7 @@ class Undo:
         self._copies[key] = (memory, copy)
 
     def restore(self) -> None:
-        """Make the actors what they were; the tensors are the same objects as then."""
+        """Restore the remembered state; tensors stay the same Python objects."""
         for snapshot in self._containers:
             snapshot.restore()
         for tensor, gradient in self._gradients:

@@ -1,4 +1,4 @@
-"""Calls of actors on meshes, and the sums of their gradients, as a step records them.
+"""Record calls of actors on meshes, and the reductions of their gradients.
 
-In: a call on a mesh. Out: ops that bring arguments into their layouts and add up gradients.
+In: a call on a mesh. Out: ops that bring arguments into their layouts and reduce gradients.
 """

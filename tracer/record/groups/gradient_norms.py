@@ -1,4 +1,4 @@
-"""Norms of gradients of actors on meshes: a piece counts once, however many ranks hold it."""
+"""Norms of the gradients of actors on meshes: each piece counts once, even if ranks hold copies."""
 
 from __future__ import annotations
 
@@ -31,9 +31,17 @@ from .gradient_sums import Gradients, declared, reduce_gradients
 def gradient_norms(
     session: Session, group: GroupActor, norm_type: float, loc: Location | None
 ) -> torch.Tensor:
-    """Record the norms of the gradients of an actor's parameters, [parameters].
+    """Record the norms of the gradients of an actor's parameters.
 
-    Each rank has a copy. A gradient that is not there counts as zeros.
+    Args:
+        session: the trace.
+        group: the actor.
+        norm_type: the order of the norm, from 0.
+        loc: the user's line.
+
+    Returns:
+        A tensor of shape (trained parameters,), of the type to which the parameters' dtypes are
+        promoted; each rank has a copy. A parameter without a gradient has norm 0.
     """
     session.module.meshes.setdefault(group.mesh.name, group.mesh)
     session.groups[group.name] = group
@@ -52,11 +60,11 @@ def gradient_norms(
 
 
 _OWN_POWERS = (0.0, 1.0, math.inf)
-"""Norms that need no root: a count, a sum, an extreme."""
+"""The orders of norms that need no root: a count, a sum, a maximum."""
 
 
 def _common_type(tensors: Sequence[StateTensor]) -> torch.dtype:
-    """The type of the norms: what the trained tensors' types are promoted to."""
+    """The dtype of the norms: the real type to which the trained tensors' dtypes are promoted."""
     return reduce(torch.promote_types, (t.tensor.dtype for t in tensors if t.is_trained)).to_real()
 
 
@@ -68,11 +76,11 @@ def _powers(
     loc: Location | None,
 ) -> list[TracedPart]:
     bodies: dict[int, Body] = {}
-    trained = [each for each in group.state(group.first).tensors if each.is_trained]
+    trained = [state for state in group.state(group.first).tensors if state.is_trained]
     wide = accumulation_type(_common_type(trained))
     for rank in group.instances:
-        own = [each for each in group.state(rank).tensors if each.is_trained]
-        bodies[rank] = _Powers([_counted(group, each, rank) for each in own], norm_type, wide)
+        own = [state for state in group.state(rank).tensors if state.is_trained]
+        bodies[rank] = _Powers([_counted(group, state, rank) for state in own], norm_type, wide)
     axes = tuple(axis for axis, size in group.mesh.grid if size > 1)
     combine = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
     layout = Layout.of((WHOLE,), axes, combine)
@@ -98,7 +106,7 @@ def _program(name: str, read: Function, whole: TensorType) -> Program:
 
 
 def _counted(group: GroupActor, state: StateTensor, rank: int) -> tuple[torch.Tensor, bool]:
-    """A tensor, and whether this rank's piece of it counts: the first ranks' copies do."""
+    """A tensor, and whether this rank's piece counts; of copies, the first rank's counts."""
     logical = group.logical.get(state.path)
     layout = None if logical is None else logical.layout
     cutting = () if layout is None else layout.axes
@@ -109,10 +117,10 @@ def _counted(group: GroupActor, state: StateTensor, rank: int) -> tuple[torch.Te
 
 @dataclass(frozen=True)
 class _Powers:
-    """Gives what a rank's pieces add to the powers of the norms.
+    """Gives the contributions of a rank's pieces to the powers of the norms, (parameters,).
 
-    Powers are summed up in `wide`, the type in which torch adds up: the square of a float16 norm
-    above 256 is no float16 number.
+    The powers are summed in `wide`, torch's accumulation type: the square of a float16 norm above
+    256 overflows float16.
     """
 
     tensors: Sequence[tuple[torch.Tensor, bool]]
@@ -120,16 +128,16 @@ class _Powers:
     wide: torch.dtype
 
     def state(self) -> Sequence[torch.Tensor]:
-        """Nothing: it reads no parameter."""
+        """Nothing, as the function reads no parameter."""
         return ()
 
     def trained(self) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients it reads."""
+        """The parameters whose gradients the function reads."""
         return [tensor for tensor, _ in self.tensors]
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
-            return (torch.stack([self._power(*each) for each in self.tensors]),)
+            return (torch.stack([self._power(*counted) for counted in self.tensors]),)
 
     def _power(self, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
         gradient = tensor.grad

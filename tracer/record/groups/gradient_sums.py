@@ -1,9 +1,9 @@
-"""Reduce the gradients of actors on meshes: each bucket once, when nothing is added to it any more.
+"""Reduce the gradients of actors on meshes: each bucket once, after the last addition to it.
 
-A backward adds to `.grad` what a rank's own rows, or its own part of a product, give: along some
-axes ranks hold summands of the gradient. They stay so over all microbatches. The first that works
-on gradients, an optimizer say, finds them reduced. Until then what reduces a bucket keeps its order
-only against what adds to that bucket, so it may come between two parts of the last backward.
+A backward adds to `.grad` the gradient from a rank's own rows, or from its own part of a product.
+So along some axes ranks hold summands of the gradient, over all microbatches. The reduction is
+recorded before the first call that works on gradients, such as an optimizer's step. It is ordered
+only after the additions to its bucket, so it may run between two parts of the last backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..session.calls import PublicPart, agree, enter, public_part
 from ..session.session import Session
 
 LARGE = 1 << 20
-"""Bytes of a rank's gradient that is reduced by itself, which saves a copy of it."""
+"""The bytes of a rank's gradient from which it is reduced alone, which saves a copy."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ class Message:
     """Gradients of a bucket that are reduced as one tensor.
 
     Attributes:
-        paths: of their tensors.
-        type: of all of them behind each other, or of the one gradient, if it is large or uneven.
-        is_flat: whether they are behind each other.
+        paths: the paths of the tensors whose gradients these are.
+        type: the type of the gradients, flat and concatenated, or of a single gradient that is
+            large or uneven.
+        is_flat: whether the gradients are flat and concatenated.
     """
 
     paths: tuple[str, ...]
@@ -51,7 +52,7 @@ class Message:
 
     @property
     def reduced(self) -> TensorType:
-        """The type of what comes of it."""
+        """The type of the reduced tensor."""
         assert self.type.layout is not None
         return TensorType(self.type.dtype, self.type.shape, None, Layout.of(self.type.layout.cuts))
 
@@ -59,18 +60,28 @@ class Message:
 def note_gradients(
     session: Session, actor: str, found: Mapping[str, GradientLayout], loc: Location | None
 ) -> None:
-    """Take note of what a backward is about to add to the gradients of an actor on a mesh.
+    """Note the gradients that a backward adds to `.grad` of an actor on a mesh.
+
+    Args:
+        session: the trace.
+        actor: the actor's name.
+        found: the layouts and buckets of the gradients, by path.
+        loc: the user's line.
 
     Raises:
-        TraceError: another backward adds to one of them along other axes.
+        TraceError: another backward adds to one of the gradients along other axes.
     """
     pending = session.unreduced.setdefault(actor, {})
     reduced = session.reduced.get(actor, {})
-    again = {path: one for path, one in found.items() if path in reduced and path not in pending}
+    again = {
+        path: gradient
+        for path, gradient in found.items()
+        if path in reduced and path not in pending
+    }
     if _summed(again):
         _record_begin(session, session.groups[actor], again, loc)
-    for path, one in found.items():
-        both = pending.setdefault(path, one).layout.summands, one.layout.summands
+    for path, gradient in found.items():
+        both = pending.setdefault(path, gradient).layout.summands, gradient.layout.summands
         if both[0] != both[1]:
             axes = [".".join(summands) or "no axis" for summands in both]
             raise TraceError(
@@ -83,7 +94,7 @@ def note_gradients(
 
 
 def reduce_gradients(session: Session, actor: str, loc: Location | None) -> None:
-    """Record the reduction of what backwards have added since the last one, if they have."""
+    """Record the reduction of the gradients that backwards have added since the last reduction."""
     pending = session.unreduced.pop(actor, {})
     summed = _summed(pending)
     if not summed:
@@ -94,29 +105,35 @@ def reduce_gradients(session: Session, actor: str, loc: Location | None) -> None
     session.emit(_call(session, group.mesh, name, loc))
 
 
-def _summed(found: Mapping[str, GradientLayout]) -> dict[str, GradientLayout]:
-    """The gradients that are to be reduced."""
-    return {path: each for path, each in found.items() if each.layout.summands}
+def _summed(gradients: Mapping[str, GradientLayout]) -> dict[str, GradientLayout]:
+    """The gradients that ranks hold summands of, and that have to be reduced."""
+    return {path: gradient for path, gradient in gradients.items() if gradient.layout.summands}
 
 
 def finish_gradients(session: Session) -> None:
-    """Reduce what has not been reduced, and let the gradients of before count once."""
+    """Record the last reductions, and let the gradients of earlier executions count once.
+
+    At the start of an execution ranks hold copies of reduced gradients, which become summands.
+    """
     for actor in sorted(session.unreduced):
         reduce_gradients(session, actor, None)
-    for actor, found in sorted(session.reduced.items()):
-        _record_begin(session, session.groups[actor], found, None, first=True)
+    for actor, gradients in sorted(session.reduced.items()):
+        _record_begin(session, session.groups[actor], gradients, None, first=True)
 
 
 def _record_begin(
     session: Session,
     group: GroupActor,
-    found: Mapping[str, GradientLayout],
+    gradients: Mapping[str, GradientLayout],
     loc: Location | None,
     first: bool = False,
 ) -> None:
-    """Record that gradients, of which ranks hold copies, become summands: one of them counts."""
+    """Record that copies of gradients become summands: only the first rank's copy counts.
+
+    The op is recorded at the start of the program if `first`, and otherwise at the end.
+    """
     name = f"{group.name}.begin_gradients"
-    name = declared(session, group, name, _summed(found), _beginning, loc)
+    name = declared(session, group, name, _summed(gradients), _beginning, loc)
     op = _call(session, group.mesh, name, loc)
     ops = session.module.program.ops
     ops.insert(0 if first else len(ops), op)
@@ -140,8 +157,17 @@ def declared(
     make: Maker,
     loc: Location | None,
 ) -> str:
-    """The function of that kind for some gradients, which is made at first."""
-    key = (base, tuple(sorted((path, str(each)) for path, each in gradients.items())))
+    """The name of the function that `make` makes for some gradients, made on the first request.
+
+    Args:
+        session: the trace.
+        group: the actor.
+        base: the function's name, before it is made unique.
+        gradients: the layouts and buckets of gradients, by path.
+        make: makes the function, and the functions that it calls.
+        loc: the user's line.
+    """
+    key = (base, tuple(sorted((path, str(gradient)) for path, gradient in gradients.items())))
     name = session.reductions.get(key)
     if name is None:
         session.refuse_new(base, loc)
@@ -152,10 +178,10 @@ def declared(
             parts = make(group, fresh, gradients, loc)
             return parts, list(map(public_part, parts))
 
-        mine, parts = agree(
+        own_parts, parts = agree(
             session.peers, group.mesh.ranks, made, name, loc, parts_of=lambda public: public
         )
-        enter(session, parts, [] if mine is None else [part.body for part in mine])
+        enter(session, parts, [] if own_parts is None else [part.body for part in own_parts])
     return name
 
 
@@ -168,8 +194,8 @@ def _beginning(
         tensors = group.tensors(rank)
         cleared = [
             tensors[path]
-            for path, each in gradients.items()
-            if any(position[axis][0] for axis in each.layout.summands)
+            for path, gradient in gradients.items()
+            if any(position[axis][0] for axis in gradient.layout.summands)
         ]
         bodies[rank] = _Clearing(cleared)
     function = Function(name, (), (UnitType(),), effect=Effect.WRITE, actor=group.name, loc=loc)
@@ -178,19 +204,19 @@ def _beginning(
 
 @dataclass(frozen=True)
 class _Clearing:
-    """Sets the gradients of some tensors to zero: the first ranks along their axes keep theirs.
+    """Sets the gradients of some tensors to zero, on all ranks but the first along their axes.
 
-    They stay the same tensors, as the graphs of a device need.
+    The gradients stay the same tensors, since device graphs refer to their memory.
     """
 
     tensors: Sequence[torch.Tensor]
 
     def state(self) -> Sequence[torch.Tensor]:
-        """Nothing: it reads no parameter."""
+        """Nothing, as the function reads no parameter."""
         return ()
 
     def trained(self) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients it clears."""
+        """The parameters whose gradients the function clears."""
         return self.tensors
 
     def __call__(self) -> Sequence[Any]:
@@ -203,20 +229,24 @@ class _Clearing:
 def _reduction(
     group: GroupActor, name: str, gradients: Gradients, loc: Location | None
 ) -> list[TracedPart]:
-    numbers = sorted({each.bucket for each in gradients.values()})
+    numbers = sorted({gradient.bucket for gradient in gradients.values()})
     write: dict[str, Any] = {"actor": group.name, "loc": loc, "effect": Effect.WRITE}
     buckets: list[_Bucket] = []
     for number in numbers:
-        layouts = {path: each.layout for path, each in gradients.items() if each.bucket == number}
+        layouts = {
+            path: gradient.layout
+            for path, gradient in gradients.items()
+            if gradient.bucket == number
+        }
         messages = tuple(_messages(group, layouts))
         base, common = name, write
-        if len(numbers) > 1:  # else nothing is left to be computed meanwhile
+        if len(numbers) > 1:  # a single bucket has nothing to overlap with
             base = f"{name}.{number}"
             common = write | {"effect": Effect.REDUCE, "buckets": (number,)}
-        read = Function(f"{base}.read", (), tuple(each.type for each in messages), **common)
+        read = Function(f"{base}.read", (), tuple(message.type for message in messages), **common)
         writes = tuple(
-            Function(f"{base}.write{index}", (each.reduced,), (UnitType(),), **common)
-            for index, each in enumerate(messages)
+            Function(f"{base}.write{index}", (message.reduced,), (UnitType(),), **common)
+            for index, message in enumerate(messages)
         )
         buckets.append(_Bucket(messages, read, writes))
     program = Function(name, (), (UnitType(),), kind=FunctionKind.PROGRAM, **write)
@@ -229,9 +259,9 @@ class _Bucket:
     """The functions that reduce one bucket.
 
     Attributes:
-        messages: as which its gradients travel.
-        read: gives them.
-        writes: each puts one back.
+        messages: the messages that carry the bucket's gradients.
+        read: the function that gives the tensors of the messages.
+        writes: the functions that put the reduced gradients back, one for each message.
     """
 
     messages: tuple[Message, ...]
@@ -239,24 +269,28 @@ class _Bucket:
     writes: tuple[Function, ...]
 
     def functions(self, group: GroupActor) -> Iterator[TracedPart]:
-        """Its functions with their bodies."""
-        held: dict[int, list[_Held]] = {}
+        """The bucket's functions with their bodies."""
+        messages: dict[int, list[_Held]] = {}
         for rank in group.instances:
             tensors = group.tensors(rank)
-            held[rank] = [_Held([tensors[p] for p in m.paths], m.is_flat) for m in self.messages]
-        reading = {rank: _Reading(each) for rank, each in held.items()}
+            messages[rank] = [
+                _Held([tensors[p] for p in m.paths], m.is_flat) for m in self.messages
+            ]
+        reading = {rank: _Reading(rank_messages) for rank, rank_messages in messages.items()}
         yield TracedPart(self.read, RankBodies.of(reading))
         for index, write in enumerate(self.writes):
-            writing = {rank: _Writing([each[index]]) for rank, each in held.items()}
+            writing = {
+                rank: _Writing([rank_messages[index]]) for rank, rank_messages in messages.items()
+            }
             yield TracedPart(write, RankBodies.of(writing))
 
 
 def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
     """The body of a reduction: it reads each bucket, transfers its gradients, and puts them back.
 
-    They are put back when they have come, while others are under way, and their memory is free
-    then. Where there are several buckets, others are still computed while the first ones travel: so
-    these stand in no queue behind what the backward exchanges, nor before it.
+    Gradients are put back when they arrive, while others travel, and their memory is free then. If
+    there are several buckets, the first ones travel while the backward computes the others. So
+    reductions have their own traffic, which does not queue with the transfers of the backward.
     """
     names = Names()
     traffic = Traffic.REDUCE if len(buckets) > 1 else None
@@ -264,16 +298,16 @@ def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
     for bucket in buckets:
         sums = tuple(Value(names.fresh("sum"), type_) for type_ in bucket.read.outputs)
         travel.append(Call((), sums, fn=Symbol(bucket.read.name)))
-        for one, write in zip(sums, bucket.writes, strict=True):
+        for partial_sum, write in zip(sums, bucket.writes, strict=True):
             total = Value(names.fresh("total"), *write.inputs)
             done = Value(names.fresh("done"), UnitType())
-            travel.append(Transfer((one,), (total,), traffic=traffic, donated=True))
+            travel.append(Transfer((partial_sum,), (total,), traffic=traffic, donated=True))
             back.append(Call((total,), (done,), fn=Symbol(write.name)))
     return Program(name, [], [*travel, *back, Return(back[-1].results, ())])
 
 
 def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Message]:
-    """The gradients of a bucket, those of the last tensors first: small ones travel as one."""
+    """The messages of a bucket, from the last tensor to the first; small gradients share one."""
     together: dict[tuple[DType, frozenset[str], tuple[str, ...]], list[str]] = {}
     counts: Counter[tuple[DType, frozenset[str], tuple[str, ...]]] = Counter()
     tensors = group.tensors(group.first)
@@ -297,7 +331,7 @@ def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Mess
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """True if all ranks have as many elements."""
+    """True if all ranks have pieces of the same number of elements."""
     pieces = {
         math.prod(shape_of(layout.region(shape, position))) for position in mesh.positions.values()
     }
@@ -306,20 +340,20 @@ def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
 
 @dataclass(frozen=True)
 class _Held:
-    """A rank's tensors of a message."""
+    """The tensors of a message on one rank."""
 
     tensors: Sequence[torch.Tensor]
     is_flat: bool
 
     def read(self) -> torch.Tensor:
-        """Their gradients. One that is by itself is not copied: nothing writes to it meanwhile."""
+        """The gradients as one tensor; a single gradient is not copied if it is contiguous."""
         grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in self.tensors]
         if self.is_flat:
             return torch.cat([grad.reshape(-1) for grad in grads])
         return grads[0].contiguous()
 
     def write(self, value: torch.Tensor) -> None:
-        """Put gradients in the place of theirs, unless they have been added up there."""
+        """Copy reduced gradients into `.grad`, unless the reduction was done in place."""
         first = self.tensors[0].grad
         if first is not None and not self.is_flat and first.data_ptr() == value.data_ptr():
             return
@@ -332,16 +366,16 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Works on the gradients of some messages."""
+    """A function that works on the gradients of some messages."""
 
     messages: Sequence[_Held]
 
     def state(self) -> Sequence[torch.Tensor]:
-        """Nothing: it reads no parameter."""
+        """Nothing, as the function reads no parameter."""
         return ()
 
     def trained(self) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients it reads or writes."""
+        """The parameters whose gradients the function reads or writes."""
         return [tensor for message in self.messages for tensor in message.tensors]
 
 
@@ -354,7 +388,7 @@ class _Reading(_Gradients):
 
 
 class _Writing(_Gradients):
-    """Puts back what has become of the gradients of some messages."""
+    """Puts the reduced gradients of some messages back."""
 
     def __call__(self, *values: torch.Tensor) -> Sequence[Any]:
         with torch.no_grad():

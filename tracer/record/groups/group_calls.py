@@ -1,4 +1,4 @@
-"""Bring the arguments of a call on a mesh to the layouts in which it takes them."""
+"""Bring the arguments of a call on a mesh into the layouts that its plan names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..session.session import Session
 
 
 def layout_of(traced: Traced) -> Layout | None:
-    """The layout of a value of the step."""
+    """The layout of a value of the step; None if it has none."""
     type_ = traced.value.type
     return type_.layout if isinstance(type_, TensorType) else None
 
@@ -37,7 +37,7 @@ def moved(
     layout: Layout | None,
     loc: Location | None,
 ) -> TracedTensor:
-    """A value of the step on the ranks of a place, in a layout; itself if it is so."""
+    """Transfer a value of the step to a place and a layout; no transfer if it is there already."""
     traced = tensor.traced
     type_, spec = traced.value.type, traced.spec
     assert isinstance(type_, TensorType)
@@ -50,9 +50,9 @@ def moved(
     op = session.emit(Transfer((traced.value,), (result,), loc=loc, mb=session.mb))
     needed = spec.requires_grad and torch.is_grad_enabled()
     session.tape.record(op, None, (needed,), session.last)
-    held = session.hold(op.result, replace(spec, requires_grad=needed))
-    assert isinstance(held, TracedTensor)
-    return held
+    moved_tensor = session.hold(op.result, replace(spec, requires_grad=needed))
+    assert isinstance(moved_tensor, TracedTensor)
+    return moved_tensor
 
 
 def bring(
@@ -62,10 +62,17 @@ def bring(
     arguments: Arguments,
     loc: Location | None,
 ) -> tuple[Arguments, tuple[Layout | None, ...]]:
-    """The arguments of a method as the actor's plan says, and their layouts.
+    """Bring the arguments of a method into the layouts of the actor's plan.
 
     Args:
-        method: its name, and the function of the class.
+        session: the trace.
+        actor: the actor on a mesh.
+        method: the method's name, and the function of the class.
+        arguments: the arguments of the call.
+        loc: the user's line.
+
+    Returns:
+        The arguments, and the layouts of those that are values of the step.
 
     Raises:
         TraceError: the plan does not fit an argument, or does not name one that is laid out.
@@ -88,7 +95,7 @@ def bring(
 
 
 def gather(session: Session, place: Place, arguments: Arguments, loc: Location | None) -> Arguments:
-    """The arguments of a method of an actor on one rank: there is no other layout than whole."""
+    """Gather the arguments of a method of an actor on one rank, which takes whole tensors."""
     leaves = [
         _passed(session, leaf, place, None, loc) if isinstance(leaf, TracedTensor) else leaf
         for leaf in arguments.leaves
@@ -104,18 +111,25 @@ def _passed(
     layout: Layout | None,
     loc: Location | None,
 ) -> TracedTensor:
-    """A value as a method is given it; what the method returns of it is the value itself."""
-    given = moved(session, tensor, place, layout, loc)
-    if given is not tensor:
-        share(tensor, given)
-    return given
+    """A value at the place and in the layout that a method takes.
+
+    It shares storage with the value, as in plain Python the method gets the value itself.
+    """
+    moved_tensor = moved(session, tensor, place, layout, loc)
+    if moved_tensor is not tensor:
+        share(tensor, moved_tensor)
+    return moved_tensor
 
 
 def _wanted(
     actor: GroupActor, method: str, name: str | None, tensor: TracedTensor, loc: Location | None
 ) -> Layout | None:
-    """The layout of an argument."""
-    what = f"{method}({name})"
+    """The layout that the plan gives an argument.
+
+    Raises:
+        TraceError: the layout does not fit, or the plan does not name a laid-out argument.
+    """
+    argument = f"{method}({name})"
     sharding = None if name is None else actor.plan.of_argument(method, name)
     have = layout_of(tensor.traced)
     if sharding is None:
@@ -123,31 +137,32 @@ def _wanted(
             return None
         raise TraceError(
             f"{actor.name}.{method} takes %{tensor.traced.value.name}, {tensor.traced.value.type}, "
-            f"and the actor's plan does not say how {what} is laid out",
+            f"and the actor's plan does not say how {argument} is laid out",
             loc=loc,
-            remedy=f'name it in the plan of {actor.name}: "{what}": cg.cut(0, '
+            remedy=f'name it in the plan of {actor.name}: "{argument}": cg.cut(0, '
             f'"{actor.mesh.grid[0][0]}"), say, or cg.whole for a copy on each rank',
         )
     spec = tensor.traced.spec
     assert isinstance(spec, TensorSpec)
     try:
-        return sharding.layout(actor.mesh, spec.shape, f"{actor.name}.{what}")
+        return sharding.layout(actor.mesh, spec.shape, f"{actor.name}.{argument}")
     except ValueError as error:
         raise TraceError(
             f"{error}",
             loc=loc,
-            remedy=f'change "{what}" in the plan of {actor.name}, or give it a tensor that fits',
+            remedy=f'change "{argument}" in the plan of {actor.name}, or give it a tensor '
+            "that fits",
         ) from None
 
 
 def _names(function: Callable[..., Any], arguments: Arguments) -> dict[int, str]:
-    """The argument that each leaf belongs to; none where they do not fit the function."""
+    """The argument's name for each leaf, by index; empty if the arguments do not fit."""
     numbers = list(range(len(arguments.leaves)))
     args, kwargs = tree_unflatten(numbers, arguments.spec)
     try:
         bound = inspect.signature(function).bind(None, *args, **kwargs)
     except TypeError:
-        return {}  # the trace says so, with more words
+        return {}  # tracing the method raises a better error
     pairs = list(bound.arguments.items())[1:]
     return {index: name for name, value in pairs for index in tree_leaves(value)}
 
@@ -155,21 +170,21 @@ def _names(function: Callable[..., Any], arguments: Arguments) -> dict[int, str]
 def group_of(
     session: Session, operands: Iterable[Traced], what: str, loc: Location | None
 ) -> Group | None:
-    """The ranks that compute a torch function of laid-out values together; None if none is.
+    """The group of ranks that compute a torch function together; None without laid-out operands.
 
     Raises:
-        TraceError: they are on different ranks.
+        TraceError: the laid-out operands are on different ranks.
     """
     values = list(operands)
     laid_out = [value for value in values if layout_of(value) is not None]
     if not laid_out:
         return None
     place = laid_out[0].place
-    for other in laid_out[1:]:
-        if other.place != place:
+    for traced in laid_out[1:]:
+        if traced.place != place:
             raise TraceError(
                 f"{what} takes %{laid_out[0].value.name} of {_shown(place)} and "
-                f"%{other.value.name} of {_shown(other.place)}",
+                f"%{traced.value.name} of {_shown(traced.place)}",
                 loc=loc,
                 remedy="pass one of them through a method of an actor on the other one's mesh",
             )
@@ -182,5 +197,5 @@ def _shown(place: Place) -> str:
 
 
 def as_plan(plan: Any) -> Plan:
-    """The plan that a user has given: a `Plan`, or a dict of shardings."""
+    """The user's plan, a `Plan` or a dict of shardings, as a `Plan`."""
     return plan if isinstance(plan, Plan) else Plan.of(plan or {})

@@ -15,24 +15,27 @@ from ..session.session import recording
 
 
 def layout(value: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """The same tensor in a layout: ranks of its mesh exchange what they need for that.
+    """The same tensor in another layout; the ranks of its mesh exchange the pieces.
 
-    What cg does not do by itself, such as to gather a tensor that is cut, it does where it is asked
-    to. In one process, and in methods of actors on single ranks, the value is a copy of the tensor.
+    Use it for exchanges that cg does not make by itself, such as to gather a tensor that is cut.
+    In one process, and in methods of actors on single ranks, the result is a copy of the tensor.
 
     Args:
         value: a tensor inside of a method; or a value of the step that is on a mesh.
-        sharding: `cg.cut(...)`, several of them joined by `&`, or `cg.whole`.
+        sharding: `cg.cut(...)`, several cuts joined by `&`, or `cg.whole`.
+
+    Returns:
+        The tensor in the layout, with the shape and dtype of `value`.
 
     Raises:
-        TypeError: `sharding` is none.
-        TraceError: the value is on no mesh, or the layout does not fit it.
+        TypeError: `sharding` is not a sharding.
+        TraceError: the value is not on a mesh, or the layout does not fit it.
     """
     if not isinstance(sharding, Sharding):
         raise TypeError(f"cg.layout takes cg.cut(...) or cg.whole, not {sharding!r}")
     if not isinstance(value, TracedTensor):
-        made: torch.Tensor = asked_layout(value, text_of_cuts(sharding.cuts))
-        return made
+        tensor: torch.Tensor = asked_layout(value, text_of_cuts(sharding.cuts))
+        return tensor
     session, loc = recording("cg.layout"), caller_location(2)
     assert session is not None, "values of a step are met in it"
     with torch._C.DisableTorchFunction():
@@ -45,8 +48,8 @@ def layout(value: torch.Tensor, sharding: Sharding) -> torch.Tensor:
             remedy="give it what a method of an actor on a mesh has returned",
         )
     try:
-        wanted = sharding.layout(place, tuple(value.shape), name)
+        target_layout = sharding.layout(place, tuple(value.shape), name)
     except ValueError as error:
         remedy = "correct what cg.layout is given there"
         raise TraceError(str(error), loc=loc, remedy=remedy) from None
-    return moved(session, value, place, wanted, loc)
+    return moved(session, value, place, target_layout, loc)

@@ -1,8 +1,8 @@
 """Clip gradients by their norm over several actors.
 
-The norm needs the gradients of all actors, and each actor's update needs the norm. So in a step the
-norm is where all ranks meet. A step that is traced to be optimistic assumes that nothing has to be
-clipped, and says so beside its results; see `launch/api/optimistic.py` for what becomes of that.
+The norm needs the gradients of all actors, and each actor's update needs the norm. So all ranks
+have to wait for the norm. An optimistic step assumes that no gradient has to be clipped, and
+returns whether this was true; if it was not, `launch/api/optimistic.py` undoes and repeats it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ def clip_grad_norm(
 
     The norm is taken over all gradients together, as if they were one vector. With all actors in
     one process this is `torch.nn.utils.clip_grad_norm_` on all their parameters, and gives the same
-    bits if each of these has a gradient. A parameter that several of the actors hold counts once.
+    bits if every parameter has a gradient. A parameter that several of the actors hold counts once.
     Call it after `cg.backward`, before the actors' updates. It counts as a write to each actor.
 
     Args:
-        actors: the actors, on any ranks. Their parameters are those of `parameters()`, or, of an
-            actor that is no `nn.Module`, all tensors in its attributes that require a gradient.
-        max_norm: the norm that gradients may have, above 0.
-        norm_type: which norm, from 0; `math.inf` for the largest element. 0 counts, as in torch,
-            the parameters with a gradient that is not 0.
+        actors: the actors, on any ranks. An actor's parameters are those of `parameters()`; if it
+            is not an `nn.Module`, all tensors in its attributes that require a gradient.
+        max_norm: the largest norm that is left as it is, above 0.
+        norm_type: the order of the norm, from 0; `math.inf` for the largest element. As in torch,
+            0 counts the parameters with a gradient that is not 0.
 
     Returns:
-        The norm before clipping: a scalar of the type that the parameters have, on the last actor's
-        rank.
+        The norm before clipping: a scalar of the parameters' dtype, on the last actor's rank.
 
     Raises:
-        TraceError: there are no actors, something else is among them, `max_norm` is not above 0, or
-            `norm_type` is below 0.
+        TraceError: `actors` is empty, or holds something other than actors; `max_norm` is not
+            above 0, or `norm_type` is below 0.
     """
     session = recording("cg.clip_grad_norm")
     _check(actors, max_norm, norm_type)
@@ -58,12 +57,12 @@ def clip_grad_norm(
         holders = Holders(tuple(actor._member for actor in actors))
         norms = [_norms(session, actor, norm_type, holders) for actor in actors]
         total: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
-        # As torch does it, so that the bits are the same.
+        # The same computation as in torch, so that the bits are the same.
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if session is not None and session.optimistic:
-            kept = coefficient >= 1.0
-            assert isinstance(kept, TracedTensor)
-            session.assumptions.append(kept)
+            assumption = coefficient >= 1.0
+            assert isinstance(assumption, TracedTensor)
+            session.assumptions.append(assumption)
             return total
         for actor in actors:
             library_method(actor, scale_gradients)(coefficient, holders)
@@ -73,7 +72,7 @@ def clip_grad_norm(
 def _norms(
     session: Session | None, actor: ActorHandle, norm_type: float, holders: Holders
 ) -> Tensor:
-    """Norms of an actor's gradients, [parameters]."""
+    """The norms of an actor's gradients, (parameters,)."""
     group = actor._member.group
     if session is not None and group is not None:
         return groups.gradient_norms(session, group, norm_type, caller_location(3))
@@ -115,11 +114,10 @@ def _trained(actor: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Holders:
-    """The actors whose gradients are clipped, which may hold the same parameters.
+    """The actors whose gradients are clipped together. Several may hold the same parameter.
 
-    Each parameter counts where one of them has trained it, or else where the first one holds it.
-    Where a process plays several ranks, so each rank keeps to the gradients that it would have by
-    itself.
+    A parameter counts for the actor that has trained it, or else for the first actor that holds
+    it. So a rank counts the same gradients whether or not its process plays other ranks, too.
     """
 
     members: tuple[Member, ...]
@@ -129,20 +127,20 @@ class Holders:
         return (member.group for member in self.members if member.group is not None)
 
     def left_to_others(self, actor: Any) -> set[int]:
-        """The parameters of a local actor, by identity, that count elsewhere."""
+        """The ids of a local actor's parameters that count for other actors."""
         if any(actor in group.instances.values() for group in self._groups):
             return set()  # an actor on a mesh shares no tensor
-        here = [(i, member) for i, member in enumerate(self.members) if member.held]
-        at = next(i for i, member in here if member.held[0] is actor)
-        left: set[int] = set()
-        mine = _ids(_trained(actor)) if len(here) > 1 else left
-        for i, member in here:
-            common = set() if i == at else mine & _ids(_trained(member.held[0]))
+        local_members = [(i, member) for i, member in enumerate(self.members) if member.held]
+        at = next(i for i, member in local_members if member.held[0] is actor)
+        counted_elsewhere: set[int] = set()
+        own_ids = _ids(_trained(actor)) if len(local_members) > 1 else counted_elsewhere
+        for i, member in local_members:
+            common = set() if i == at else own_ids & _ids(_trained(member.held[0]))
             if common:
                 own, other = common & _changed(self.members[at]), common & _changed(member)
-                left |= other - own
-                left |= common - (own ^ other) if i < at else set()
-        return left
+                counted_elsewhere |= other - own
+                counted_elsewhere |= common - (own ^ other) if i < at else set()
+        return counted_elsewhere
 
 
 def _ids(tensors: Iterable[Tensor]) -> set[int]:
@@ -150,24 +148,27 @@ def _ids(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _changed(member: Member) -> set[int]:
-    """Return what traced functions of a local actor are known to change, or to add gradients to."""
+    """The ids of the tensors that a local actor's traced functions change, or add gradients to."""
     tensors = reach(member.held).tensors
     return _ids(state.tensor for state in tensors if state.path in member.use.changes)
 
 
 def _no_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
-    """Return what `gradient_norms` returns, without elements."""
+    """The fake of `gradient_norms`: its result without elements."""
     dtypes = [parameter.dtype for parameter in _trained(actor)] or [torch.float32]
     return torch.empty(len(dtypes), dtype=reduce(torch.promote_types, dtypes))
 
 
 @opaque(fake=_no_norms)
 def gradient_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
-    """Norms of gradients, [parameters]; 0 where there is none, or where it counts elsewhere."""
-    left = holders.left_to_others(actor)
+    """The norms of an actor's gradients, (parameters,).
+
+    A parameter has norm 0 if it has no gradient, or counts for another actor.
+    """
+    counted_elsewhere = holders.left_to_others(actor)
     norms = [
         p.new_zeros(())
-        if p.grad is None or id(p) in left
+        if p.grad is None or id(p) in counted_elsewhere
         else torch.linalg.vector_norm(p.grad, norm_type)
         for p in _trained(actor)
     ]
@@ -176,8 +177,8 @@ def gradient_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
 
 @opaque
 def scale_gradients(actor: Any, coefficient: Tensor, holders: Holders) -> None:
-    """Multiply each gradient that counts here by a scalar."""
-    left = holders.left_to_others(actor)
+    """Multiply each gradient that counts for this actor by a scalar."""
+    counted_elsewhere = holders.left_to_others(actor)
     for parameter in _trained(actor):
-        if parameter.grad is not None and id(parameter) not in left:
+        if parameter.grad is not None and id(parameter) not in counted_elsewhere:
             parameter.grad.mul_(coefficient.to(parameter.grad.device))

@@ -1,7 +1,8 @@
 """Collectives over values of actors on different ranks.
 
-Each is defined by what it does to a list of plain tensors. In a step, where the values are on
-different single ranks, it is recorded as a collective op; otherwise its definition is recorded.
+Each collective is defined as a function of a list of plain tensors. If the values of a step are on
+different single ranks, a collective op is recorded. Otherwise the torch functions of the
+definition are recorded.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def all_reduce(values: Tensors, op: str = "sum") -> list[torch.Tensor]:
         op: "sum", "avg", "prod", "min" or "max".
 
     Returns:
-        The result as often as there are values: the i-th is for the rank of the i-th value.
+        A tensor for each value, all equal: the i-th is for the rank of the i-th value.
 
     Raises:
-        TraceError: there are no values; one is no tensor; they differ in dtype or shape; `op`
-            is none of these, or "avg" of integers.
+        TraceError: there are no values; one is not a tensor; they differ in dtype or shape; `op`
+            is not one of these, or is "avg" for integers.
     """
     group = _group("all_reduce", values)
     reduction = group.reduction(op)
@@ -69,10 +70,10 @@ def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
         dim: the dimension along which they are concatenated.
 
     Returns:
-        The result as often as there are values: the i-th is for the rank of the i-th value.
+        A tensor for each value, all equal: the i-th is for the rank of the i-th value.
 
     Raises:
-        TraceError: there are no values; one is no tensor; they differ in dtype or shape; they
+        TraceError: there are no values; one is not a tensor; they differ in dtype or shape; they
             have no dimension `dim`.
     """
     group = _group("all_gather", values)
@@ -108,14 +109,14 @@ def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch
 
 
 def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
-    """Rank i gives the j-th part of its tensor to rank j, and concatenates what it gets.
+    """Rank i gives the j-th part of its tensor to rank j, and concatenates the parts that it gets.
 
     Args:
         values: tensors of one dtype and shape, one for each rank of the group.
         dim: the dimension that is divided; its size is a multiple of the number of values.
 
     Returns:
-        One tensor for the rank of each value, of the same shape.
+        A tensor for each value, of the same shape: the i-th is for the rank of the i-th value.
 
     Raises:
         TraceError: as `all_gather`; or `dim` cannot be divided among the ranks.
@@ -133,13 +134,13 @@ def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.
 
     Args:
         value: a tensor of any dtype and shape.
-        actors: those whose ranks get it.
+        actors: the actors whose ranks get the tensor.
 
     Returns:
-        The tensor as often as there are actors: the i-th is for the rank of the i-th actor.
+        A tensor for each actor, all equal: the i-th is for the rank of the i-th actor.
 
     Raises:
-        TraceError: `value` is no tensor, or `actors` are not a list of at least one actor.
+        TraceError: `value` is not a tensor, or `actors` is not a list of at least one actor.
     """
     _check_actors("broadcast", actors, f"{_AN_ACTOR}: cg.broadcast(value, [a, b])")
     group = _group("broadcast", [value])
@@ -152,19 +153,19 @@ def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.
 
 
 def gather(values: Tensors, root: ActorHandle, dim: int = 0) -> torch.Tensor:
-    """Concatenate tensors of one dtype and shape along `dim`, on the rank of `root` alone.
+    """Concatenate tensors of one dtype and shape along `dim`, only on the rank of `root`.
 
     Args:
         values: tensors, one for each rank of the group.
-        root: an actor on the rank that gets them. Where none of the tensors is on its rank, they
-            are concatenated where the result is used.
+        root: an actor on the rank that gets the result. If none of the tensors is on its rank,
+            they are concatenated where the result is used.
         dim: the dimension along which they are concatenated.
 
     Returns:
         The concatenation; other ranks that use it get it from the root.
 
     Raises:
-        TraceError: as `all_gather`; or `root` is no actor.
+        TraceError: as `all_gather`; or `root` is not an actor.
     """
     _check_actors("gather", [root], "an actor: cg.gather(values, root=a)")
     group = _group("gather", values)
@@ -180,9 +181,9 @@ def scatter(value: torch.Tensor, actors: Sequence[ActorHandle], dim: int = 0) ->
     """Give the ranks of `actors` equal parts of a tensor along `dim`.
 
     Args:
-        value: a tensor on the rank of one of the actors, the root; from elsewhere, each part
-            travels to where it is used.
-        actors: those that get the parts, in order.
+        value: a tensor on the rank of one of the actors, the root. If it is elsewhere, each part
+            is cut there and sent to where it is used.
+        actors: the actors whose ranks get the parts, in order.
         dim: the dimension that is divided; its size is a multiple of the number of actors.
 
     Returns:
@@ -208,11 +209,11 @@ class _Group:
 
     Attributes:
         what: the collective's name.
-        values: its tensors, of one dtype and shape.
-        shape: of each of them.
+        values: the tensors, of one dtype and shape.
+        shape: the shape of each tensor.
         session: the trace; None outside of a step.
-        traced: what that knows of the values.
-        ranks: those that take part; empty where the definition is to be recorded instead.
+        traced: the traced values; empty outside of a step.
+        ranks: the ranks that take part; empty if the definition is used instead of an op.
         loc: the user's line.
     """
 
@@ -226,7 +227,7 @@ class _Group:
 
     @property
     def is_local(self) -> bool:
-        """True where the definition of the collective will do."""
+        """True if the definition of the collective is used instead of an op."""
         return not self.ranks
 
     @property
@@ -237,12 +238,16 @@ class _Group:
         return self.traced[0].place.rank
 
     def resized(self, dim: int, times: int, parts: int = 1) -> tuple[int, ...]:
-        """The shape of a value, with another size of one dimension."""
+        """The shape of a value, with the size of `dim` times `times` and divided by `parts`."""
         shape = self.shape
         return (*shape[:dim], shape[dim] * times // parts, *shape[dim + 1 :])
 
     def reduction(self, op: str) -> ReduceOp:
-        """The reduction of that name."""
+        """The reduction that a user's `op` names.
+
+        Raises:
+            TraceError: there is none, or the tensors have no average.
+        """
         try:
             reduction = ReduceOp(op)
         except ValueError:
@@ -259,7 +264,11 @@ class _Group:
         return reduction
 
     def dimension(self, dim: int, parts: int = 1) -> int:
-        """The dimension, counted from the first; it can be divided into as many parts."""
+        """The dimension `dim`, counted from the first.
+
+        Raises:
+            TraceError: the tensors do not have it, or its size is not a multiple of `parts`.
+        """
         shape = self.shape
         if not -len(shape) <= dim < len(shape):
             raise TraceError(
@@ -285,7 +294,16 @@ class _Group:
     def emit(
         self, cls: type[Collective], shape: tuple[int, ...], **attributes: Any
     ) -> list[torch.Tensor]:
-        """Record the op; the tensors, of one shape, that it gives to those who receive any."""
+        """Record the op.
+
+        Args:
+            cls: the class of the op.
+            shape: the shape of its results.
+            attributes: the op's attributes.
+
+        Returns:
+            The results of the ranks that receive a tensor.
+        """
         session, spec = self.session, self.traced[0].spec
         type_ = self.traced[0].value.type
         assert session is not None
@@ -295,22 +313,22 @@ class _Group:
         needed = tuple(grad and requires_grad(traced.spec) for traced in self.traced)
         operands = tuple(traced.value for traced in self.traced)
         op = cls(operands, group=Place(self.ranks), loc=self.loc, mb=session.mb, **attributes)
-        given: list[Value] = []
+        received: list[Value] = []
         results: list[Value] = []
         for place in op.result_places:
             gets = place.ranks[0] in op.exchange.receivers
             result = TensorType(type_.dtype, shape, place) if gets else UnitType(place)
             results.append(session.new_value(self.what, result))
-            given += results[-1:] if gets else ()
+            received += results[-1:] if gets else ()
         op.results = tuple(results)
         session.emit(op)
         session.tape.record(op, None, needed, session.last)
-        made = TensorSpec(spec.dtype, shape, any(needed))
-        held = [session.hold(value, made) for value in given]
-        return [value for value in held if isinstance(value, TracedTensor)]
+        result_spec = TensorSpec(spec.dtype, shape, any(needed))
+        tensors = [session.hold(value, result_spec) for value in received]
+        return [value for value in tensors if isinstance(value, TracedTensor)]
 
     def copies(self, result: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """The result as several tensors, which can be written to one by one."""
+        """The result as `count` tensors, each of which can be written to without the others."""
         assert self.session is not None
         assert isinstance(result, TracedTensor)
         copies: list[Any] = [result]
@@ -319,17 +337,21 @@ class _Group:
         return copies
 
 
-def _check_actors(what: str, actors: Sequence[object], example: str) -> None:
-    """Raise unless there are actors, and nothing else."""
+def _check_actors(collective: str, actors: Sequence[object], example: str) -> None:
+    """Return if `actors` holds actors only, and at least one.
+
+    Raises:
+        TraceError: it does not.
+    """
     if not actors or not all(isinstance(actor, ActorHandle) for actor in actors):
         raise TraceError(
-            f"cg.{what} to something other than actors",
+            f"cg.{collective} to something other than actors",
             loc=caller_location(3),
             remedy=f"give {example}",
         )
 
 
-def _check_tensors(what: str, values: Sequence[object]) -> None:
+def _check_tensors(collective: str, values: Sequence[object]) -> None:
     """Return if all values are tensors.
 
     Raises:
@@ -338,8 +360,8 @@ def _check_tensors(what: str, values: Sequence[object]) -> None:
     for value in values:
         if isinstance(value, ObjectValue):
             raise TraceError(
-                f"cg.{what} of %{value.traced.value.name}, an object that is known only when the "
-                "step runs; collectives are of tensors",
+                f"cg.{collective} of %{value.traced.value.name}, an object that is known only when "
+                "the step runs; collectives are of tensors",
                 loc=caller_location(3),
                 remedy="if the method returns a tensor, say which by @cg.opaque(fake=...), as in "
                 "@cg.opaque(fake=lambda self, x: torch.empty(4)); other objects are combined in an "
@@ -347,7 +369,7 @@ def _check_tensors(what: str, values: Sequence[object]) -> None:
             )
         if not isinstance(value, torch.Tensor):
             raise TraceError(
-                f"cg.{what} of a {type(value).__name__}, which is not a tensor of the step",
+                f"cg.{collective} of a {type(value).__name__}, which is not a tensor of the step",
                 loc=caller_location(3),
                 remedy=_GIVE_TENSORS,
             )
@@ -357,26 +379,32 @@ _AN_ACTOR = "a list of at least one actor"
 _GIVE_TENSORS = "give it tensors that actors' methods returned"
 
 
-def _group(what: str, values: Tensors) -> _Group:
-    """The group of a collective, which is local where its definition will do."""
-    session, loc = recording(f"cg.{what}"), caller_location(3)
+def _group(collective: str, values: Tensors) -> _Group:
+    """The group of a collective; local if the values are not on different single ranks.
+
+    Raises:
+        TraceError: there are no values, one is not a tensor, or they differ in dtype or shape.
+    """
+    session, loc = recording(f"cg.{collective}"), caller_location(3)
     if not values:
-        raise TraceError(f"cg.{what} of no values", loc=loc, remedy="give it at least one tensor")
-    _check_tensors(what, values)
+        raise TraceError(
+            f"cg.{collective} of no values", loc=loc, remedy="give it at least one tensor"
+        )
+    _check_tensors(collective, values)
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype is not first.dtype or value.shape != first.shape:
             raise TraceError(
-                f"cg.{what} of tensors that differ: value 0 is "
+                f"cg.{collective} of tensors that differ: value 0 is "
                 f"{show_type(first.dtype, first.shape)}, value {index} is "
                 f"{show_type(value.dtype, value.shape)}",
                 loc=loc,
                 remedy="give it tensors of one dtype and shape",
             )
-    group = _Group(what, values, tuple(first.shape), session, [], (), loc)
+    group = _Group(collective, values, tuple(first.shape), session, [], (), loc)
     if session is not None:
         group.traced = [
-            session.use_tensor(value, f"cg.{what}", loc, _GIVE_TENSORS) for value in values
+            session.use_tensor(value, f"cg.{collective}", loc, _GIVE_TENSORS) for value in values
         ]
         places = [traced.place for traced in group.traced]
         ranks = tuple(place.rank for place in places if place.is_single)

@@ -1,4 +1,4 @@
-"""Tensors that a step makes from nothing: constants, the same in every execution."""
+"""Tensors that a step makes without operands: constants, the same in every execution."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILLS: dict[str, float] = {"zeros": 0, "ones": 1}
 
 
 def is_random(name: str) -> bool:
-    """True if a function makes tensors from nothing that differ from execution to execution."""
+    """True if a function makes tensors without operands that differ in each execution."""
     return name in _RANDOM or name in _UNINITIALISED
 
 
@@ -31,7 +31,8 @@ def make_constants(session: Session, call: TorchCall) -> Any:
     """Call a torch function that takes no value of the step; its tensors become constants.
 
     Raises:
-        TraceError: it takes real tensors, or asks for a device or a gradient.
+        TraceError: the function takes real tensors, names a device other than the CPU, sets
+            `requires_grad`, or makes a tensor of an unsupported dtype or layout.
     """
     for leaf in tree_leaves((call.args, call.kwargs)):
         check_static(leaf, call.shown, call.loc)

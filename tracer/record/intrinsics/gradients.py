@@ -1,4 +1,4 @@
-"""`cg.backward`: ask for gradients, and agree on the derivatives of the calls they go through."""
+"""`cg.backward`: record a backward, and agree on the derivatives of the calls that it reaches."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def backward(*losses: torch.Tensor) -> None:
         losses: scalars that depend on actors' parameters.
 
     Raises:
-        TraceError: a loss is no such scalar, or an earlier backward has gone through the same
-            call.
+        TraceError: there are no losses, or one is not such a scalar; an earlier backward has gone
+            through the same call; a loss depends on an input of the step that requires a
+            gradient; or a derivative cannot be traced.
     """
     session = recording("cg.backward")
     loc = caller_location(2)
@@ -61,7 +62,7 @@ def backward(*losses: torch.Tensor) -> None:
 
 
 def _strict(session: Session, callee: Callee) -> Symbol:
-    """The same opaque function, which raises if a gradient is lost when it runs."""
+    """The symbol of an opaque function that raises if a gradient is lost when it runs."""
     if callee.strict is None:
         session.refuse_new(f"the derivative of {callee.declaration.name}", callee.declaration.loc)
         name = session.function_names.fresh(f"{callee.declaration.name}.strict")
@@ -136,10 +137,10 @@ def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
 def _reached(
     session: Session, losses: list[Value], loc: Location | None
 ) -> tuple[list[Entry], list[Reached], list[Value]]:
-    """What a backward goes through, as `Tape.reach` gives it; its calls have derivatives.
+    """What `Tape.reach` returns for a backward, after all its calls have derivatives.
 
-    A call asks for the gradients of all operands that autograd's graph leads to. Its derivative
-    says of which there are any, and fewer may reach other calls then.
+    A call first asks for the gradients of all operands that may need them. Its derivative may give
+    fewer, and then the backward may reach fewer calls. So this is repeated until nothing changes.
     """
 
     def inputs_of(reached: Reached) -> tuple[int, ...]:
@@ -155,16 +156,16 @@ def _reached(
 
 
 def _derive(session: Session, calls: list[Reached], loc: Location | None) -> bool:
-    """Make sure that all these calls have derivatives for their masks.
+    """Make the derivatives that the calls lack for their masks.
 
-    Every rank first traces those of its own actors, and then they tell each other: so they work
-    side by side.
+    Each rank first traces the derivatives of its own actors. Only then do the ranks exchange them,
+    so that they trace in parallel.
 
     Returns:
-        True if one of them gives fewer gradients than it was asked for.
+        True if a derivative gives fewer gradients than it was asked for.
     """
     is_less = False
-    wanted: list[tuple[Reached, str, TracedVjp | TraceError | None]] = []
+    new_derivatives: list[tuple[Reached, str, TracedVjp | TraceError | None]] = []
     for reached in calls:
         key, between = _key(session, reached)
         callee = reached.callee
@@ -172,18 +173,21 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> boo
             session.refuse_new(f"the derivative of {callee.declaration.name}", loc)
             name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
             callee.vjps[key] = Symbol(name)
-            wanted.append((reached, name, _trace(session, reached, name, between)))
-    for reached, name, made in wanted:
-        vjp = _tell(session, reached.callee, name, made, loc)
+            new_derivatives.append((reached, name, _trace(session, reached, name, between)))
+    for reached, name, traced in new_derivatives:
+        vjp = _tell(session, reached.callee, name, traced, loc)
         is_less |= vjp.grad_inputs != reached.grad_inputs
     return is_less
 
 
 def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
-    """Return what a derivative depends on, and the writes to its actor since the call."""
+    """The key of a derivative among those of its function, and the writes since the call.
+
+    The writes are those to the function's actor, one for each function that writes, by name.
+    """
     actor = reached.callee.declaration.actor
     written = session.written.get(actor, []) if actor is not None else []
-    first = bisect_right(written, reached.entry.at, key=lambda one: one[0])
+    first = bisect_right(written, reached.entry.at, key=lambda indexed_write: indexed_write[0])
     writes = {write.function: write for _, write in written[first:]}
     between = tuple(writes[name] for name in sorted(writes))
     return (reached.grad_outputs, reached.grad_inputs, tuple(sorted(writes))), between
@@ -218,7 +222,11 @@ def _tell(
     traced: TracedVjp | TraceError | None,
     loc: Location | None,
 ) -> Vjp:
-    """Enter a derivative into the module on every rank, and its bodies where it was traced."""
+    """Enter a derivative into the module on every rank, and its bodies where it was traced.
+
+    Raises:
+        TraceError: the derivative could not be traced; raised on every rank.
+    """
 
     def made() -> tuple[TracedVjp, tuple[Vjp, list[PublicPart], Mapping[str, GradientLayout]]]:
         assert traced is not None, "only the owner of an actor traces its methods"
@@ -226,10 +234,10 @@ def _tell(
             raise traced
         return traced, (traced.vjp, list(map(public_part, traced.parts)), traced.gradients)
 
-    mine, (vjp, parts, gradients) = agree(
+    own_vjp, (vjp, parts, gradients) = agree(
         session.peers, callee.owner, made, name, loc, parts_of=itemgetter(1)
     )
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients
-    enter(session, parts, [] if mine is None else [part.body for part in mine.parts])
+    enter(session, parts, [] if own_vjp is None else [part.body for part in own_vjp.parts])
     return vjp

@@ -29,13 +29,16 @@ T = TypeVar("T")
 def microbatches(tree: T, n: int) -> Iterator[T]:
     """Iterate over `n` equal parts of a pytree of tensors, cut along dimension 0.
 
-    The parts are views. In a traced step, what is recorded in the body of the loop belongs to its
-    microbatch, which is what a pipeline schedule works on.
+    The parts are views. In a traced step, the ops that the body of the loop records belong to its
+    microbatch; pipeline schedules order the work by microbatches.
 
     Args:
-        tree: a tensor, or a pytree of tensors whose dimensions 0 have one length, a multiple of
-            `n`; None stands for itself in every part.
-        n: how many parts.
+        tree: a tensor, or a pytree of tensors, whose dimension 0 has one length, a multiple of
+            `n`. A leaf that is None is None in every part.
+        n: the number of parts.
+
+    Returns:
+        The parts: pytrees like `tree`.
 
     Raises:
         TraceError: `tree` cannot be cut in this way, or the loop is inside another such loop.
@@ -59,15 +62,15 @@ def mean(values: Iterable[torch.Tensor]) -> torch.Tensor:
     """The mean over all elements of tensors of one shape: `torch.stack(values).mean()`.
 
     Args:
-        values: floating-point tensors of one shape, of any places.
+        values: floating-point tensors of one shape, on any ranks.
 
     Returns:
-        A tensor without dimensions, of their dtype.
+        A tensor of shape (), of their dtype.
 
     Raises:
         ValueError: there are no values.
-        TraceError: one of them is an object that is known only when the step runs.
-        TypeError: one of them is something else that is no tensor.
+        TraceError: a value is an object that is known only when the step runs.
+        TypeError: a value is anything else that is not a tensor.
     """
     tensors = tuple(values)
     if not tensors:
@@ -156,7 +159,7 @@ def _part(session: Session, leaf: Any, start: int, length: int, loc: Location | 
     assert isinstance(spec, TensorSpec)
     assert isinstance(type_, TensorType)
     if spec.requires_grad:
-        return leaf.narrow(0, start, length)  # through which gradients flow, unlike a view op
+        return leaf.narrow(0, start, length)  # gradients do not flow through a `View` op
     shape = (length, *spec.shape[1:])
     value = session.new_value(traced.value.name, TensorType(type_.dtype, shape, type_.place))
     session.emit(

@@ -1,4 +1,4 @@
-"""`cg.via`: choose how a value travels from the actor that made it to those that use it."""
+"""`cg.via`: choose how a value travels from the actor that made it to the actors that use it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ AUTO = "auto"
 
 
 def via(value: T, transport: str) -> T:
-    """The same value, which travels by a transport of that name wherever it is used.
+    """The same value, which travels to its users by the transport of that name.
 
-    Its gradient comes back by the same transport. Where a value is used on the rank that made it,
-    it does not travel. Outside of a step, this is `value` itself.
+    Its gradient travels back by the same transport. A value that is used on the rank that made it
+    does not travel. Outside of a step, this returns `value` itself.
 
     Args:
-        value: what an actor's method returned: a tensor, an object, or a pytree of them.
-        transport: "auto", for cg's own choice; "cpu" (or "mpi"), for shared memory inside a
-            machine and MPI between machines; "nccl", or another communicator that is registered.
+        value: a tensor or an object that an actor's method returned, or a pytree of them.
+        transport: "auto" lets cg choose; "cpu" (or "mpi") is shared memory inside a machine and
+            MPI between machines; "nccl", or the name of another registered communicator.
 
-    A name that no communicator has is an `IRError` when the step is compiled.
+    If no communicator has the name, compiling the step raises an `IRError`.
+
+    Returns:
+        The value, or the pytree of values.
 
     Raises:
-        TraceError: the transport is no name, or the value is not of the step.
+        TraceError: the transport is not a name, or the value is not a value of the step.
     """
     session = recording("cg.via")
     loc = caller_location(2)
@@ -70,7 +73,7 @@ def _routed(session: Session, leaf: Any, transport: str, loc: Location | None) -
     session.emit(op)
     needed = isinstance(spec, TensorSpec) and spec.requires_grad and torch.is_grad_enabled()
     session.tape.record(op, None, (needed,), session.last)
-    held = session.hold(op.result, spec)
-    if isinstance(leaf, TracedTensor) and isinstance(held, TracedTensor):
-        share(leaf, held)
-    return held
+    result = session.hold(op.result, spec)
+    if isinstance(leaf, TracedTensor) and isinstance(result, TracedTensor):
+        share(leaf, result)
+    return result

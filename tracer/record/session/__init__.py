@@ -1,4 +1,4 @@
-"""A trace in progress: its module, its calls, the arguments that they take.
+"""A trace in progress: its module, its calls, and their arguments.
 
-In: calls of methods and functions. Out: ops of the module, with declarations on which ranks agree.
+In: calls of methods and functions. Out: ops of the module, and declarations on which ranks agree.
 """

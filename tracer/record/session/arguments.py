@@ -1,4 +1,4 @@
-"""Take apart the arguments of a call that the step makes: operands, and the static rest."""
+"""Split the arguments of a call that the step makes into operands and static arguments."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Arguments:
     """The arguments of a call.
 
     Attributes:
-        operands: those that are values of the step, in order.
-        key: what two calls with equal signatures have in common; hashable.
+        operands: the arguments that are values of the step, in order.
+        key: a hashable key, equal for calls with equal signatures.
         leaves: all leaves of the pytree `(args, kwargs)`.
-        spec: its structure.
+        spec: the structure of this pytree.
     """
 
     operands: list[Traced]
@@ -38,11 +38,11 @@ class Arguments:
 
     @property
     def values(self) -> list[TracedTensor | ObjectValue]:
-        """Return what the step's Python holds for the operands."""
+        """The objects that the step's Python holds for the operands."""
         return [x for x in self.leaves if type(x) is TracedTensor or type(x) is ObjectValue]
 
     def signature(self) -> Tree:
-        """The pytree `(args, kwargs)` with specs for leaves."""
+        """The pytree `(args, kwargs)` with specs in place of the leaves."""
         leaves = (
             leaf.traced.spec if isinstance(leaf, TracedTensor | ObjectValue) else Static(leaf)
             for leaf in self.leaves
@@ -59,7 +59,7 @@ def _flat_spec(count: int) -> TreeSpec:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec, Any]:
-    """The leaves of `(args, kwargs)`, their structure, and a quickly hashed key of the latter."""
+    """The leaves of `(args, kwargs)`, their structure, and a key of it that is fast to hash."""
     if not kwargs and all(type(arg) in _PLAIN for arg in args):
         return list(args), _flat_spec(len(args)), len(args)
     leaves, spec = tree_flatten((args, kwargs))
@@ -69,10 +69,17 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], T
 def take_apart(
     session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], what: str, loc: Location | None
 ) -> Arguments:
-    """The arguments of a call of `what`. Torch functions must not be intercepted.
+    """Split the arguments of a call of `what`. Torch functions must not be intercepted meanwhile.
+
+    Args:
+        session: the trace.
+        args, kwargs: the arguments of the call.
+        what: the name of the called function, for messages.
+        loc: the user's line.
 
     Raises:
-        TraceError: an argument is a real tensor, an array, or an actor.
+        TraceError: an argument is a real tensor, an array, or an actor, or it hides a value of the
+            step from the tracer.
     """
     leaves, spec, structure = flatten(args, kwargs)
     operands: list[Traced] = []
@@ -89,10 +96,11 @@ def take_apart(
 
 
 def check_static(leaf: Any, what: str, loc: Location | None) -> None:
-    """Return if a leaf may be part of a call's signature.
+    """Return if a leaf may be a static part of a call's signature.
 
     Raises:
-        TraceError: it is something whose content may change while its signature does not.
+        TraceError: the leaf's content may change without its signature, or the leaf is an actor, or
+            holds a value of the step.
     """
     if type(leaf) in _PLAIN:
         return
@@ -146,11 +154,11 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
 
 
 def _parts(leaf: Any) -> list[Any]:
-    """Return the attributes of an object that is no pytree, or what a function closes over."""
-    found = list(leaf) if isinstance(leaf, set | frozenset | ValuesView | ItemsView) else []
+    """The leaves in a set, in an object's attributes, or in the closure of a function."""
+    parts = list(leaf) if isinstance(leaf, set | frozenset | ValuesView | ItemsView) else []
     if not isinstance(leaf, type | torch.nn.Module):
-        found += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+        parts += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
     for cell in getattr(leaf, "__closure__", None) or ():
         with suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    return tree_leaves(found)
+            parts.append(cell.cell_contents)
+    return tree_leaves(parts)

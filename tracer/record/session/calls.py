@@ -1,4 +1,4 @@
-"""Record calls: agree with all ranks on the function once, then append ops."""
+"""Record calls: agree with all ranks on a function once, then append an op for each call."""
 
 from __future__ import annotations
 
@@ -50,15 +50,18 @@ Subject: TypeAlias = Callable[[], tuple[Target | None, Owner, str]]
 def find_or_declare(
     session: Session, called: Any, arguments: Arguments, subject: Subject, loc: Location | None
 ) -> Callee:
-    """The function of a call; traced where that is possible, if there is none yet.
+    """Find the function of a call, or declare it; the ranks that own it trace it.
 
     Args:
-        called: what is called; two calls of it with equal arguments have one function.
-        subject: gives its target, None if another process plays the actor; the ranks that trace
-            it, None if every rank does; and its name, before it is made unique.
+        session: the trace.
+        called: a key of the callable; two calls of it with equal arguments share one function.
+        arguments: the arguments of the call.
+        subject: gives the target (None if another process plays the actor), the ranks that trace
+            it (None if every rank does), and the name, before it is made unique.
+        loc: the user's line.
 
     Raises:
-        TraceError: it cannot be traced; the same on every rank.
+        TraceError: the function cannot be traced; the same error on every rank.
     """
     grad = torch.is_grad_enabled()
     key = (called, grad, arguments.key)
@@ -78,7 +81,7 @@ def _declare(
     grad: bool,
     loc: Location | None,
 ) -> Callee:
-    """Trace a function where that is possible, and enter it into the module on every rank."""
+    """Trace a function on its owners, and enter it into the module on every rank."""
     session.refuse_new(base, loc)
     name = session.function_names.fresh(base)
 
@@ -95,12 +98,16 @@ def _declare(
         return traced, public
 
     types = ", ".join(map(str, signature.types()))
-    mine, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
+    own_function, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
     called, leaves, skeleton, state_outputs, views, reaching = public
-    bodies = [] if mine is None else [mine.body, *(part.body for part in mine.parts)]
+    bodies = (
+        []
+        if own_function is None
+        else [own_function.body, *(part.body for part in own_function.parts)]
+    )
     declaration = enter(session, called, bodies)
-    if mine is not None and mine.guard is not None:
-        session.guards[name] = mine.guard
+    if own_function is not None and own_function.guard is not None:
+        session.guards[name] = own_function.guard
     results = Tree(leaves, tree_structure(skeleton))
     specs = value_leaves(results)
     if not grad:
@@ -128,7 +135,7 @@ def _declare(
         shares=bool(views or state_outputs) or is_opaque or several,
         views=views,
         reaching=reaching,
-        strict_body=None if mine is None else mine.strict,
+        strict_body=None if own_function is None else own_function.strict,
     )
 
 
@@ -137,7 +144,7 @@ _DETACHING = frozenset({"torch.detach", "torch.detach_"})
 
 @contextmanager
 def tracing(session: Session, name: str, loc: Location | None) -> Iterator[None]:
-    """Inside the `with` block a function is traced: nothing is recorded, and errors say where."""
+    """Trace a function inside the `with` block: nothing is recorded, and errors name the line."""
     try:
         with session.pause(f"the traced function @{name}"):
             yield
@@ -159,33 +166,36 @@ def agree(
     types: str = "",
     parts_of: Callable[[P], Sequence[PublicPart]] = lambda public: (),
 ) -> tuple[L | None, P]:
-    """Make something where its owners are, and tell every rank the public part of it.
+    """Make an object on its owners, and broadcast its public part to every rank.
 
-    Where there are several owners, each makes its own, and all hear of the first one's. What the
-    public parts say has to be the same.
+    If there are several owners, each makes its own object, and all ranks get the public part of
+    the first owner's. The functions in the public parts of all owners have to be equal.
 
     Args:
-        owner: the ranks that make it; None: every rank, for itself.
-        make: makes it, and its public part, which can be pickled.
-        types: of what it is to be made for, where ranks may differ in them.
+        peers: the world.
+        owner: the ranks that make the object; None: every rank, for itself.
+        make: makes the object, and its public part, which can be pickled.
+        name: the name of the object, which ranks compare.
+        loc: the user's line.
+        types: the types of the arguments, which ranks compare as well.
         parts_of: gives the functions in a public part, which several owners compare.
 
     Returns:
-        What was made, or None on the other ranks; and the public part of the first owner's.
+        The object, or None on other ranks; and the public part of the first owner's object.
 
     Raises:
-        TraceError: it could not be made; the same on every rank. Or the owner has come to another
-            call than this rank.
+        TraceError: the object could not be made, which is raised on every rank; or the first owner
+            has come to another call than this rank.
     """
     if owner is None:
         return make()
-    mine: tuple[L, P] | None = None
+    own_result: tuple[L, P] | None = None
     answer: Any = None
     if any(map(peers.plays, owner)):
         try:
-            mine = make()
-            digest = _digest(parts_of(mine[1])) if len(owner) > 1 else ""
-            answer = _packed((name, types, mine[1]), name, loc), digest
+            own_result = make()
+            digest = _digest(parts_of(own_result[1])) if len(owner) > 1 else ""
+            answer = _packed((name, types, own_result[1]), name, loc), digest
         except TraceError as error:
             answer = error
     heard = peers.broadcast(answer, owner[0])
@@ -195,37 +205,38 @@ def agree(
         raise answer
     if isinstance(heard, TraceError):
         raise heard
-    if mine is not None and len(owner) == 1:
-        return mine
-    named, given, public = _unpacked(heard[0])
-    if (named, given) != (name, types):
-        alike = named == name
+    if own_result is not None and len(owner) == 1:
+        return own_result
+    owner_name, owner_types, public = _unpacked(heard[0])
+    if (owner_name, owner_types) != (name, types):
+        alike = owner_name == name
         raise TraceError(
             f"this rank has come to the call of @{name}{f' for {types}' if alike else ''}, and "
-            f"rank {owner[0]} to that of @{named}{f' for {given}' if alike else ''}",
+            f"rank {owner[0]} to that of @{owner_name}{f' for {owner_types}' if alike else ''}",
             loc=loc,
             remedy="make the same actors, and the same calls in the step, on all ranks: look for a "
             "branch that depends on the rank, on time, on unseeded random numbers, or on the order "
             "of a set, and for an actor that one rank alone has made, or in another order",
         )
-    return None if mine is None else mine[0], public
+    return None if own_result is None else own_result[0], public
 
 
 def _compare(
     peers: Peers, owner: tuple[int, ...], answer: Any, heard: Any, name: str, loc: Location | None
 ) -> None:
-    """Compare what the owners of something have made of it.
+    """Compare the objects that several owners have made.
 
     Raises:
-        TraceError: one could not make it, or has made something else; the same on every rank.
+        TraceError: an owner could not make its object, or has made another one than the first
+            owner; raised on every rank.
     """
     failed = answer if isinstance(answer, TraceError) else None
     differs = isinstance(answer, tuple) and isinstance(heard, tuple) and answer[1] != heard[1]
-    told = peers.allgather((failed, peers.rank if differs else None))
-    for error, _ in told:
+    reports = peers.allgather((failed, peers.rank if differs else None))
+    for error, _ in reports:
         if error is not None:
             raise error if failed is None else failed
-    others = [rank for _, rank in told if rank is not None]
+    others = [rank for _, rank in reports if rank is not None]
     if others:
         raise TraceError(
             f"rank {others[0]} has traced @{name} to another function than rank {owner[0]}",
@@ -236,7 +247,10 @@ def _compare(
 
 
 def _digest(parts: Sequence[PublicPart]) -> str:
-    """The common facts of functions that ranks trace for themselves; pieces may be uneven."""
+    """A digest of functions that several ranks have traced.
+
+    It leaves out operation counts, which differ if pieces are uneven.
+    """
     functions = {f.name: replace(f, flops=NO_FLOPS) for f, _ in parts}
     bodies = {f.name: program for f, program in parts if program is not None}
     module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
@@ -244,7 +258,7 @@ def _digest(parts: Sequence[PublicPart]) -> str:
 
 
 def _unpacked(content: bytes) -> Any:
-    """Unpack what `_packed` has packed, without torch's warnings about how its tree specs load."""
+    """Load the bytes that `_packed` made, without torch's warnings about loading tree specs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return pickle.loads(content)
@@ -263,27 +277,31 @@ def _packed(value: object, name: str, loc: Location | None) -> bytes:
 
 
 PublicPart: TypeAlias = tuple[Function, Program | None]
-"""A function, and its body if it is a program: what all ranks are told of it."""
+"""The part of a function that all ranks know: its declaration, and its body if it is a program."""
 
 
 def public_part(part: TracedPart) -> PublicPart:
-    """The facts of a function that all ranks are told."""
+    """The part of a function that all ranks know."""
     return part.declaration, part.program
 
 
 def enter(
     session: Session, parts: Sequence[PublicPart], bodies: Sequence[Bodies | None]
 ) -> Function:
-    """Enter functions into the module, and what can run here, beside it; the first of them.
+    """Enter functions into the module, and their bodies into the session.
 
     Args:
-        parts: a function, and those that it calls.
-        bodies: of each; none at all where nothing of them can run here.
+        session: the trace.
+        parts: a function, and the functions that it calls.
+        bodies: the body of each function; empty on ranks that cannot run them.
+
+    Returns:
+        The first function.
     """
     for index, (declaration, program) in enumerate(parts):
         body = bodies[index] if bodies else None
         if not declaration.outputs:
-            # A call has at least one result, which says where it runs.
+            # A call needs a result: its type says where the call runs.
             declaration = replace(declaration, outputs=(UnitType(),))
         session.module.functions[declaration.name] = declaration
         if program is not None:
@@ -296,7 +314,11 @@ def enter(
 def record(
     session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
 ) -> Any:
-    """Append a call; return what the step holds for its result."""
+    """Append a call to the program.
+
+    Returns:
+        The pytree of results that the step's Python gets: traced tensors and objects.
+    """
     fresh, base = session.new_value, callee.base
     declaration = callee.declaration
     op = Call(
@@ -324,12 +346,12 @@ def _note_sharing(
     arguments: Sequence[TracedTensor | ObjectValue],
     results: Sequence[TracedTensor | ObjectValue],
 ) -> None:
-    """Note which values may share memory after a call."""
+    """Note the values that may share memory after a call, and those that must not be written to."""
     declaration = callee.declaration
     for output, input_ in callee.views:
-        one, other = results[output], arguments[input_]
-        if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
-            share(one, other)
+        result, argument = results[output], arguments[input_]
+        if isinstance(result, TracedTensor) and isinstance(argument, TracedTensor):
+            share(result, argument)
     actor = declaration.actor
     if actor is None:
         return
@@ -349,7 +371,7 @@ def _note_sharing(
 
 
 def _note_effect(session: Session, callee: Callee) -> None:
-    """Note the change of an actor's state by the last call."""
+    """Note that the last call changes the state of its actor, and of actors that share it."""
     declaration, op = callee.declaration, session.module.program.ops[-1]
     if declaration.actor is None:
         return
@@ -357,6 +379,6 @@ def _note_effect(session: Session, callee: Callee) -> None:
         if effect.changes_state:
             session.writes[actor] = session.writes.get(actor, 0) + 1
         if effect is Effect.WRITE:
-            # Updates are left out: no backward reads what they change (`effects.py`).
+            # No backward reads state that an update changes (tracer/function/effects.py).
             written = session.written.setdefault(actor, [])
             written.append((session.last, Write(declaration.name, op.loc)))

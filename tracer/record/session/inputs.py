@@ -1,4 +1,4 @@
-"""The arguments of a step: their specs, names and signatures, and checks in every call."""
+"""The arguments of a step: their specs, names and signatures, and the checks of every call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TENSOR = torch.Tensor
 
 
 class InputError(TypeError):
-    """A step is called with arguments that it was not traced for, or that no step can take."""
+    """A step was called with arguments that it was not traced for, or that no step can take."""
 
     __module__ = "cg"  # the public name, which tracebacks show
 
@@ -42,13 +42,12 @@ class InputSpec:
     Attributes:
         step: the step's name, for messages.
         tree: the pytree `(args, kwargs)`; its value leaves are the program's parameters.
-        names: how messages name each leaf, as `batch.tokens`.
+        names: the name of each leaf in messages, such as `batch.tokens`.
         place: the ranks that call the step with arguments.
-        signature: the parameters of the step's Python function.
-        host_only: whether tensors have to be in the host's memory, as there is no device that they
-            could be brought to.
-        dtype: torch's default dtype while the step was traced; None if nothing depends on it, as
-            all that the step calls is opaque.
+        signature: the signature of the step's Python function.
+        host_only: whether tensors have to be in the host's memory, since this rank has no device.
+        dtype: torch's default dtype when the step was traced; None if the trace does not depend on
+            it, since the step calls only opaque functions.
     """
 
     step: str
@@ -74,9 +73,9 @@ class InputSpec:
         """The values for the program's parameters, in order.
 
         Raises:
-            InputError: an argument is missing, or is not what the step was traced for; a tensor
-                is not dense, or on a device that the step does not take it from. Or autocast is on,
-                or the default dtype is not what it was.
+            InputError: an argument is missing, or the step was not traced for it; a tensor is not
+                dense, or is on a device that the step does not take it from; autocast is on; or
+                the default dtype has changed since the trace.
         """
         if self.dtype is not None and (is_autocast_on() or default_dtype() is not self.dtype):
             raise self._other_modes()
@@ -124,7 +123,7 @@ class InputSpec:
         try:
             return self.tree.spec.flatten_up_to((args, kwargs))
         except ValueError:
-            pass  # the same arguments may be given by position here, and by name there
+            pass  # an argument may be given by position now, and by name when the step was traced
         bound = self._bind(args, kwargs)
         try:
             return self.tree.spec.flatten_up_to(bound)
@@ -137,26 +136,30 @@ class InputSpec:
     def _bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, each given as it was when the step was traced."""
+        """The arguments, by position and by name as when the step was traced.
+
+        Raises:
+            InputError: the arguments do not fit the signature, or some are missing or new.
+        """
         example: tuple[tuple[Any, ...], dict[str, Any]]
         example = torch.utils._pytree.tree_unflatten(list(self.names), self.tree.spec)
         try:
-            given = self.signature.bind(*args, **kwargs).arguments
+            arguments = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise InputError(f"{self.step}(): {error}") from None
         traced = self.signature.bind(*example[0], **example[1]).arguments
-        named = _by_name(given, self.signature)
+        named = _by_name(arguments, self.signature)
         missing = sorted(_by_name(traced, self.signature).keys() - named.keys())
         extra = sorted(named.keys() - _by_name(traced, self.signature).keys())
         if missing or extra:
-            what = f"without {', '.join(extra)}" if extra else f"with {', '.join(missing)}"
+            difference = f"without {', '.join(extra)}" if extra else f"with {', '.join(missing)}"
             raise InputError(
-                f"{self.step}() was traced {what}; give the same arguments, or lower it again"
+                f"{self.step}() was traced {difference}; give the same arguments, or lower it again"
             )
         positional: list[Any] = []
         for name in self.signature.bind_partial(*example[0]).arguments:
             several = self.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-            positional.extend(given[name] if several else (given[name],))
+            positional.extend(arguments[name] if several else (arguments[name],))
         return tuple(positional), {name: named[name] for name in example[1]}
 
     def _misfit(self, index: int, leaf: Any) -> InputError:
@@ -194,24 +197,24 @@ class InputSpec:
         )
 
 
-def _by_name(given: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Bound arguments with those of `**kwargs` among the others."""
-    found = dict(given)
+def _by_name(bound: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Bound arguments by name; those in `**kwargs` stand beside the others."""
+    arguments = dict(bound)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            found.update(found.pop(name, {}))
-    return found
+            arguments.update(arguments.pop(name, {}))
+    return arguments
 
 
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, ObjectMarker})
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Key by which one trace serves two calls of a step; hashable.
+    """A hashable key; calls of a step with equal keys share one trace.
 
-    Two calls have equal signatures if their arguments have the same structure, their tensors the
-    same dtype, shape and `requires_grad`, and their other leaves equal values, if gradients are on
-    for both or for neither, and under the same default dtype and device.
+    Calls have equal signatures if their arguments have the same structure, their tensors the same
+    dtype, shape and `requires_grad`, and their other leaves equal values. Also, gradients have to
+    be enabled in both or in neither, and the default dtype and device have to be the same.
 
     Raises:
         InputError: an argument is neither a tensor nor a value that can be compared.
@@ -230,10 +233,10 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
 
 
 def static_argument(leaf: Any) -> Any:
-    """The leaf, if it can be part of a step's signature.
+    """The leaf itself, if it can be a static argument of a step.
 
     Raises:
-        InputError: it is an array, or can change without comparing unequal.
+        InputError: the leaf is an array, is not hashable, or can change and still compare equal.
     """
     if isinstance(leaf, np.ndarray):
         raise InputError(
@@ -261,7 +264,7 @@ def static_argument(leaf: Any) -> Any:
 
 
 def _unregistered(leaf: Any, problem: str) -> str:
-    """Say what is wrong with a dataclass that is a leaf, and what to do."""
+    """The message for a dataclass that is a leaf of a step's arguments."""
     name = type(leaf).__name__
     return (
         f"a step takes {shorten(repr(leaf))} as an argument, a dataclass that is {problem}, so it "
@@ -271,13 +274,13 @@ def _unregistered(leaf: Any, problem: str) -> str:
 
 
 def _holds_markers(leaf: Any) -> bool:
-    """True if fields of a dataclass, or of one in it, stand for values of the step."""
+    """True if a leaf, or a field of a dataclass at any depth, stands for a value of the step."""
     if isinstance(leaf, ObjectMarker | TensorSpec):
         return True
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return False
-    held = (getattr(leaf, each.name, None) for each in fields(leaf))
-    return any(_holds_markers(part) for value in held for part in tree_leaves(value))
+    values = (getattr(leaf, data_field.name, None) for data_field in fields(leaf))
+    return any(_holds_markers(part) for value in values for part in tree_leaves(value))
 
 
 def _may_change_unnoticed(leaf: Any) -> bool:
@@ -292,7 +295,7 @@ def leaf_spec(leaf: Any) -> Leaf:
     """The spec of an argument of a step.
 
     Raises:
-        InputError: a step cannot take it.
+        InputError: a step cannot take the argument.
     """
     if isinstance(leaf, ObjectMarker):
         return ObjectSpec()
@@ -308,7 +311,7 @@ def leaf_spec(leaf: Any) -> Leaf:
 
 
 def name_leaves(step: str, signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]:
-    """A name for each leaf of a step's `(args, kwargs)`, from the parameters: `batch.tokens`, `x`.
+    """The names of the leaves of a step's `(args, kwargs)`, such as `batch.tokens` or `x`.
 
     Raises:
         InputError: the arguments do not fit the parameters.
@@ -326,10 +329,10 @@ def name_leaves(step: str, signature: inspect.Signature, spec: TreeSpec) -> tupl
 
 
 def name_parts(spec: TreeSpec) -> tuple[str, ...]:
-    """A name for each leaf of a pytree, by where it is: `loss`, `0.tokens`; empty for one alone."""
+    """The names of the leaves of a pytree, by path: `loss`, `0.tokens`; empty for a single leaf."""
     names: dict[int, str] = {}
-    held = torch.utils._pytree.tree_unflatten(range(spec.num_leaves), spec)
-    _collect("", inspect.Parameter.VAR_KEYWORD, held, names)
+    index_tree = torch.utils._pytree.tree_unflatten(range(spec.num_leaves), spec)
+    _collect("", inspect.Parameter.VAR_KEYWORD, index_tree, names)
     return tuple(names[index] for index in range(spec.num_leaves))
 
 
@@ -337,7 +340,7 @@ def _collect(name: str, kind: Any, argument: Any, names: dict[int, str]) -> None
     paths: Iterable[tuple[Sequence[Any], Any]]
     try:
         paths, _ = torch.utils._pytree.tree_flatten_with_path(argument)
-    except ValueError:  # a class is registered without keys: leaves go by their numbers
+    except ValueError:  # a class is registered without keys: name the leaves by their numbers
         leaves = torch.utils._pytree.tree_leaves(argument)
         paths = (((number,), leaf) for number, leaf in enumerate(leaves))
     for path, index in paths:
@@ -348,7 +351,7 @@ def _collect(name: str, kind: Any, argument: Any, names: dict[int, str]) -> None
 
 
 def _part(entry: Any) -> Any:
-    """Return what a key of a path says: an index, a dictionary's key, or a field's name."""
+    """The index, dictionary key or field name in a key of a pytree path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)

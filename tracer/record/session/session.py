@@ -1,4 +1,4 @@
-"""Hold a trace in progress, where code inside the step finds it."""
+"""The state of a trace in progress, and how code inside the step finds it."""
 
 from __future__ import annotations
 
@@ -45,33 +45,34 @@ O = TypeVar("O", bound=Op)  # noqa: E741 - the type of op that is being recorded
 
 @dataclass(eq=False)
 class Session:
-    """A step while it is being traced.
+    """A trace of a step in progress.
 
     Attributes:
         peers: the world that the step will run in.
-        tracer: turns what the step calls into functions.
-        module: what has been recorded so far.
+        tracer: traces the functions that the step calls.
+        module: the module, as recorded so far.
         bodies, constants: as in `Trace`.
-        guards: the guard of each function that has one and can run in this process.
-        tape: the calls through which gradients flow.
-        mb: the microbatch that the step is at, if any.
-        recorder: what records torch functions, while it does.
-        paused: why torch functions are not recorded now, if they are not.
-        writes: how often the state of each actor, or what others share of it, has been changed.
-        written: the calls that have written to these, with their indices in the program.
-        callees: the functions traced so far, by what was called and the signature.
-        sharing: what actors share; None before the first of them is called.
-        ambient: torch's modes under which all of the step is traced.
-        first: where the step is traced a second time, the first time.
+        guards: the guards of the functions that can run in this process, by function name.
+        tape: the ops through which gradients flow.
+        mb: the current microbatch; None outside of a loop over microbatches.
+        recorder: the mode that records torch functions; None when it is not entered.
+        paused: the reason why nothing is recorded at the moment; None if ops are recorded.
+        writes: the number of changes of each actor's state, by actor name.
+        written: the calls that write to each actor's state, with their indices in the program.
+        callees: the functions traced so far, by callable and signature.
+        sharing: the state that actors share; None before the first call of an actor.
+        ambient: torch's modes, under which all of the step is traced.
+        first: the session of the first run, if this is a later run of the same step.
         optimistic: whether to assume that no gradients have to be clipped.
-        remat: the actors whose backwards compute their forwards again, as by `cg.remat`.
-        assumptions: scalars that are true where that is so.
-        results: the pytree that the step returned, once it has.
+        remat: the names of the actors whose methods are called as by `cg.remat`.
+        assumptions: scalars of an optimistic step that are true if the assumption holds.
+        results: the pytree of specs of the step's results; set at the end of the trace.
         groups: the actors on meshes that the step has called, by name.
-        gradients: what each derivative adds to `.grad` of such an actor, by path.
-        unreduced: for each, what backwards have added that has not been reduced.
-        reduced: what has been reduced.
-        reductions: the functions that do so, by what they reduce.
+        gradients: the gradients that each derivative adds to an actor on a mesh, by path.
+        unreduced: the gradients of each actor that backwards have added since its last reduction.
+        reduced: the gradients of each actor that have been reduced.
+        reductions: the names of the functions that reduce gradients, by kind and gradients.
+        function_names, constant_names, value_names: the names in use.
     """
 
     peers: Peers
@@ -107,16 +108,21 @@ class Session:
 
     @staticmethod
     def start(name: str, peers: Peers, tracer: FunctionTracer) -> Session:
-        """A session that has recorded nothing yet."""
+        """An empty session."""
         module = Module(name, Phase.TRACED, peers.size, programs=[Program(name)])
         return Session(peers, tracer, module)
 
     def again(self) -> Session:
-        """A session that traces the same step once more, with the functions of this one."""
-        mine = self.module
-        module = Module(mine.name, Phase.TRACED, mine.world, programs=[Program(mine.name)])
-        module.functions, module.vjps = mine.functions, mine.vjps
-        module.meshes, module.bodies = mine.meshes, mine.bodies
+        """A session that traces the same step again, with the functions of this session."""
+        first_module = self.module
+        module = Module(
+            first_module.name,
+            Phase.TRACED,
+            first_module.world,
+            programs=[Program(first_module.name)],
+        )
+        module.functions, module.vjps = first_module.functions, first_module.vjps
+        module.meshes, module.bodies = first_module.meshes, first_module.bodies
         return Session(
             self.peers,
             self.tracer,
@@ -133,17 +139,19 @@ class Session:
         )
 
     def refuse_new(self, what: str, loc: Location | None) -> None:
-        """Return if new functions may be traced: not when the step is traced once more.
+        """Return if new functions may be traced, that is, in the first run of a step.
 
         Raises:
-            TraceError: it is.
+            TraceError: this is a later run, which makes a call of `what` that the first did not.
         """
         if self.first is None:
             return
         before = self.first.module.program.ops
         index = self.last + 1
-        there = before[index] if index < len(before) else None
-        was = f"where it was {format_op(there)} at first" if there is not None else "at its end"
+        first_op = before[index] if index < len(before) else None
+        was = (
+            f"where it was {format_op(first_op)} at first" if first_op is not None else "at its end"
+        )
         raise different(self.module.name, f"it comes to another call of {what}, {was}", loc)
 
     @property
@@ -153,10 +161,10 @@ class Session:
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
-        """Let torch functions run as usual, and refuse to record, inside the `with` block.
+        """Let torch functions run as usual inside the `with` block, and refuse to record.
 
-        The recorder is not only told so, but left: it would be asked about all that torch's own
-        code does to trace a method, which is two thirds of what it is asked about at all.
+        The recorder's mode is exited as well, if it is the innermost one. Otherwise torch would
+        call it for all torch functions that tracing a method takes, two thirds of all its calls.
         """
         before, self.paused = self.paused, why
         recorder = self.recorder if _innermost_mode() is self.recorder else None
@@ -189,7 +197,7 @@ class Session:
         return Value(self.value_names.fresh(base), type_)
 
     def hold(self, value: Value, spec: TensorSpec | ObjectSpec) -> TracedTensor | ObjectValue:
-        """Make what the step's Python holds for a value of the program."""
+        """Make the traced tensor or object that the step's Python holds for a value."""
         self._values += 1
         traced = Traced(self, value, spec, self._values)
         if type(spec) is TensorSpec:
@@ -197,7 +205,7 @@ class Session:
         return ObjectValue(traced)
 
     def remedy_for_parts(self, value: Value) -> str:
-        """Say what to do for a part of an object that the step has."""
+        """The remedy for a step that takes a part of an object."""
         program = self.module.program
         if value in program.params:
             return (
@@ -215,13 +223,13 @@ class Session:
         return IN_A_METHOD
 
     def remedy_for_tensors(self, value: Value) -> str:
-        """Say what to do where an object stands for a tensor: the first call that has made one."""
+        """The remedy for an object in place of a tensor; it names the first call that made one."""
         makers = {result: op for op in self.module.program.ops for result in op.results}
         maker = makers.get(value)
-        given: Value | None = value
-        while given is not None and isinstance(found := makers.get(given), Call):
-            maker = found
-            given = next((v for v in maker.operands if isinstance(v.type, ObjectType)), None)
+        object_value: Value | None = value
+        while object_value is not None and isinstance(call := makers.get(object_value), Call):
+            maker = call
+            object_value = next((v for v in maker.operands if isinstance(v.type, ObjectType)), None)
         if not isinstance(maker, Call):
             return IN_A_METHOD
         return (
@@ -233,18 +241,19 @@ class Session:
         )
 
     def rebind(self, tensor: TracedTensor, value: Value, spec: TensorSpec) -> None:
-        """Let a tensor that has been written to stand for its new value."""
+        """Let a tensor that was written to stand for its new value."""
         self._values += 1
         traced = tensor.traced
         traced.value, traced.spec, traced.order = value, spec, self._values
 
     def use(self, value: TracedTensor | ObjectValue) -> Traced:
-        """Return what the tracer knows of a value that the step is about to use.
+        """Check a value that the step is about to use, and return its `Traced`.
 
-        Must be called where torch functions are not intercepted.
+        Torch functions must not be intercepted meanwhile.
 
         Raises:
-            TraceError: it is of another trace, or stands for something that has changed since.
+            TraceError: the value belongs to another trace, comes out of an autograd function, or
+                is state of an actor that has changed since.
         """
         traced = value.traced
         if traced.trace is not self:
@@ -269,10 +278,16 @@ class Session:
         return traced
 
     def use_tensor(self, value: object, what: str, loc: Location | None, remedy: str) -> Traced:
-        """Return what the tracer knows of a value that must be a tensor of the step.
+        """As `use`, for a value that has to be a tensor of the step.
+
+        Args:
+            value: the value.
+            what: the name of the function that takes the value, for messages.
+            loc: the user's line.
+            remedy: the remedy in the error if the value is something else.
 
         Raises:
-            TraceError: `what` is given something else; or as in `use`.
+            TraceError: the value is not a tensor of the step; or as in `use`.
         """
         if not isinstance(value, TracedTensor):
             raise TraceError(
@@ -298,7 +313,7 @@ _CURRENT: ContextVar[Session | None] = ContextVar("cg_session", default=None)
 
 
 def _innermost_mode() -> object:
-    """The mode that is asked about torch functions first; None if there is none."""
+    """The innermost torch function mode, which torch calls first; None if there is none."""
     count = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(count - 1) if count else None
 
@@ -314,10 +329,10 @@ def is_tracing() -> bool:
 
 
 def recording(what: str) -> Session | None:
-    """The trace in progress, if any, which must be ready to record.
+    """The trace in progress, ready to record; None outside of a step.
 
     Raises:
-        TraceError: a method of an actor is being traced; `what` belongs into the step.
+        TraceError: `what` was called in a function that is being traced, and not in the step.
     """
     session = _CURRENT.get()
     if session is not None and session.paused is not None:
@@ -340,13 +355,14 @@ def entered(session: Session) -> Iterator[None]:
 
 
 def placed(values: Sequence[Traced], everywhere: Place) -> Place:
-    """The place at which a torch operation of the step runs, by its operands.
+    """The place at which a torch operation of the step runs, which follows from its operands.
 
-    Where the operands are; if they are on different single ranks, on the rank of the operand that
-    was made last; if all are replicated, on the ranks that all of them share.
+    If operands are on single ranks, it runs on the rank of the one that was made last. If all
+    operands are replicated, it runs on the ranks that they share; if they share none, at the place
+    of the operand that was made last.
     """
     places = [(traced.order, traced.place) for traced in values]
-    single = [each for each in places if each[1].is_single]
+    single = [ordered_place for ordered_place in places if ordered_place[1].is_single]
     if single:
         return max(single, key=itemgetter(0))[1]
     ranks = everywhere.ranks

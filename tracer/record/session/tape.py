@@ -1,4 +1,4 @@
-"""Tape: the calls of a step through which gradients flow, and those that a loss reaches."""
+"""The tape: the ops of a step through which gradients flow, and those that a backward reaches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Entry:
 
     Attributes:
         op: a call, a collective or a transfer.
-        callee: what a call calls; None for other ops.
-        needed: which of the operands require a gradient.
-        at: its index in the program.
-        spent: the backward that has gone through it.
+        callee: the function of a call; None for other ops.
+        needed: whether each operand requires a gradient.
+        at: the op's index in the program.
+        spent: the backward that has gone through the op; None before.
     """
 
     op: Op
@@ -32,7 +32,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A call that a backward goes through, and the masks of the derivative to ask for."""
+    """A call that a backward goes through, and the derivative that it needs.
+
+    Attributes:
+        entry: the entry of the call.
+        call, callee: the call and its function.
+        grad_outputs: the indices of the outputs that get cotangents.
+        grad_inputs: the indices of the operands that need cotangents.
+    """
 
     entry: Entry
     call: Call
@@ -43,18 +50,18 @@ class Reached:
 
 @dataclass(eq=False, slots=True)
 class Tape:
-    """Record, in order, the ops through which gradients flow, as autograd's graph does."""
+    """Records, in order, the ops through which gradients flow, like the graph of autograd."""
 
     _entries: list[Entry] = field(default_factory=list)
     _makers: dict[Value, int] = field(default_factory=dict)
     _lacking: dict[Value, tuple[Op, Callee | None]] = field(default_factory=dict)
 
     def record(self, op: Op, callee: Callee | None, needed: tuple[bool, ...], at: int) -> None:
-        """Take note of an op of the step, the last one so far.
+        """Record the last op of the step.
 
-        Gradients flow through it if any operand needs one. Its results may lack a gradient that
-        plain Python would give them if it calls an opaque function, whose work on its actor's
-        parameters nobody has seen, or if an operand of it may.
+        Gradients flow through an op if any operand needs one. The result of an opaque call may lack
+        a gradient that plain Python would give it, since the tracer does not see what the function
+        does with its actor's parameters. The same holds for the results that are computed from it.
 
         Args:
             op: a call, a collective or a transfer.
@@ -75,34 +82,34 @@ class Tape:
                 self._lacking[value] = (op, source)
 
     def opaque_sources(self, losses: list[Value]) -> list[tuple[Call, Callee]]:
-        """The opaque calls whose results may, for all that is known, send losses gradients."""
-        found: dict[int, tuple[Call, Callee]] = {}
-        seen = set(losses)
+        """The opaque calls, with their functions, through which losses may lose gradients."""
+        calls: dict[int, tuple[Call, Callee]] = {}
+        visited = set(losses)
         stack = list(reversed(losses))
         while stack:
             op, source = self._lacking.get(stack.pop(), (None, None))
             if op is None:
                 continue
             if source is not None and isinstance(op, Call):
-                found[id(op)] = (op, source)
-            new = [value for value in reversed(op.operands) if value not in seen]
-            seen.update(new)
+                calls[id(op)] = (op, source)
+            new = [value for value in reversed(op.operands) if value not in visited]
+            visited.update(new)
             stack += new
-        return list(found.values())
+        return list(calls.values())
 
     def reach(
         self, losses: list[Value], inputs_of: Callable[[Reached], tuple[int, ...]]
     ) -> tuple[list[Entry], list[Reached], list[Value]]:
-        """Find what a backward from the losses goes through.
+        """Find the ops that a backward from the losses goes through.
 
         Args:
-            losses: where it starts.
-            inputs_of: the operands of a call that its derivative gives cotangents of, as far as
-                that is known.
+            losses: the values from which the backward starts.
+            inputs_of: gives the indices of a call's operands whose cotangents its derivative gives,
+                or may give if it is not known yet.
 
         Returns:
-            All entries and, of these, the calls with their masks, both latest first; and the
-            values that require a gradient and that no entry has made.
+            The entries of all ops, latest first; those of calls, with their masks, latest first;
+            and the values that require a gradient and are not results of any entry.
         """
         reached = set(losses)
         heap: list[int] = []
@@ -112,7 +119,7 @@ class Tape:
         entries: list[Entry] = []
         calls: list[Reached] = []
         last = None
-        # The latest first: when an entry's turn comes, all that uses its results has had its own.
+        # Latest first: all users of an entry's results are visited before the entry itself.
         while heap:
             index = -heappop(heap)
             if index == last:

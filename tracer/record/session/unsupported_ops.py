@@ -1,4 +1,4 @@
-"""Torch functions that a step cannot use, why, and what to do instead."""
+"""Torch functions that a step cannot use, the reasons, and the remedies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...values.values import TracedTensor
 
 @dataclass(frozen=True)
 class Unsupported:
-    """The reason why a function is not supported, in words that follow its name, and the remedy."""
+    """Why a function is not supported, in words that follow its name, and the remedy."""
 
     why: str
     remedy: str
@@ -132,9 +132,9 @@ class TorchCall:
 
     Attributes:
         func: the function.
-        kind: "call", "get" or "set": a function, or a property's getter or setter.
+        kind: "call" for a function, "get" or "set" for the getter or setter of a property.
         name: the name of the function or property.
-        args, kwargs: its arguments.
+        args, kwargs: the arguments of the call.
         loc: the user's line.
     """
 
@@ -169,10 +169,10 @@ def describe(function: Function) -> tuple[str, str]:
 
 
 def check(call: TorchCall) -> None:
-    """Return if a step may use a torch function.
+    """Return if a step may make a call of a torch function.
 
     Raises:
-        TraceError: it may not.
+        TraceError: the step may not use the function, or not with these arguments.
     """
     unsupported = {"call": _FUNCTIONS, "get": _GETTERS, "set": _SETTERS}[call.kind].get(call.name)
     if unsupported is None and call.kind == "set":
@@ -200,10 +200,13 @@ _LIBRARIES = (
 
 
 def unsupported_library(name: str) -> Unsupported | None:
-    """Say why a torch function cannot be used that a library named here has called.
+    """The reason why a torch function cannot be used by the library that is calling it.
 
     Args:
         name: the name of the function.
+
+    Returns:
+        None unless one of the libraries in `_LIBRARIES` is calling the function.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
@@ -268,10 +271,10 @@ def _is_device(argument: Any) -> bool:
 
 
 def _updates_statistics(call: TorchCall) -> bool:
-    """True if a normalisation is given running statistics, and is training."""
+    """True if a normalisation gets running statistics, and is in training mode."""
     args, kwargs = call.args, call.kwargs
-    given = (*args[1:5], kwargs.get("running_mean"), kwargs.get("running_var"))
+    statistics = (*args[1:5], kwargs.get("running_mean"), kwargs.get("running_var"))
     training = kwargs.get("training", kwargs.get("use_input_stats"))
     if training is None:
         training = len(args) > 5 and args[5]
-    return bool(training) and any(isinstance(value, TracedTensor) for value in given[:2])
+    return bool(training) and any(isinstance(value, TracedTensor) for value in statistics[:2])
