@@ -72,10 +72,10 @@ def caller_location(depth: int = 1) -> Location | None:
 
 def traceback_location(traceback: TracebackType | None) -> Location | None:
     """The user's innermost line of a traceback, or None."""
-    found = None
+    location = None
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if is_user_file(code.co_filename):
-            found = Location(code.co_filename, traceback.tb_lineno, code.co_name)
+            location = Location(code.co_filename, traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
-    return found
+    return location

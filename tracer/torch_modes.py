@@ -78,10 +78,10 @@ class Ambient:
 
 
 def _changed(
-    what: str, which: str, before: object, now: object, loc: Location | None
+    callee: str, which: str, before: object, now: object, loc: Location | None
 ) -> TraceError:
     return TraceError(
-        f"{what} is called under the default {which} {now}, and the step began under {before}; "
+        f"{callee} is called under the default {which} {now}, and the step began under {before}; "
         f"a compiled step has one default {which}",
         loc=loc,
         remedy=f"set the default {which} before the step, and name the {which} where one call "

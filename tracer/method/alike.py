@@ -61,11 +61,11 @@ class Traces:
         for entry in reversed(known[-_MANY:]):
             if entry[0] != outline:
                 continue
-            found = _rerun(call, wanted, entry[1], self.blocks)
-            if found is not None:
+            joint = _rerun(call, wanted, entry[1], self.blocks)
+            if joint is not None:
                 known.remove(entry)
                 known.append(entry)
-                return found
+                return joint
         return None
 
     def make(self, call: Call, wanted: Wanted | None) -> tuple[Call, Joint]:
@@ -90,24 +90,24 @@ class Traces:
             self._found.setdefault(_kind(call, wanted), []).append((outline, joint))
 
 
-def _made(call: Call, wanted: Wanted | None, blocks: Blocks | None) -> tuple[Call, Joint]:
-    call, joint = settled(call, wanted, blocks)
-    if wanted is None:
+def _made(call: Call, derivative: Wanted | None, blocks: Blocks | None) -> tuple[Call, Joint]:
+    call, joint = settled(call, derivative, blocks)
+    if derivative is None:
         refuse_hidden_state(call, joint, blocks)
     return call, joint
 
 
-def _kind(call: Call, wanted: Wanted | None) -> Hashable:
+def _kind(call: Call, derivative: Wanted | None) -> Hashable:
     """Calls of several kinds are not compared; those of one kind may differ."""
     types = tuple(map(str, call.signature.leaves))
     is_tracked = torch.is_grad_enabled()
-    return (call.what, call.signature.spec, types, str(call.device), wanted, is_tracked)
+    return (call.what, call.signature.spec, types, str(call.device), derivative, is_tracked)
 
 
-def _rerun(call: Call, wanted: Wanted | None, joint: Joint, blocks: Blocks) -> Joint | None:
+def _rerun(call: Call, derivative: Wanted | None, joint: Joint, blocks: Blocks) -> Joint | None:
     try:
         with refusals_dropped(), random_state_watched(call):
-            return _Rerun(call, joint, blocks).run(wanted)
+            return _Rerun(call, joint, blocks).run(derivative)
     except (Unlike, UsesGradients, Exception):
         return None  # the trace that follows says what is wrong, if anything is
 
@@ -135,9 +135,9 @@ class _Rerun(Scene):
             raise Unlike
         return _moved(self._joint, self.call.state, rebinds, self.watch.reads)
 
-    def _go_along(self, wanted: Wanted | None) -> list[Rebind]:
+    def _go_along(self, derivative: Wanted | None) -> list[Rebind]:
         expected = Snapshot(self.call.state.containers)
-        with torch.set_grad_enabled(wanted is not None or torch.is_grad_enabled()):
+        with torch.set_grad_enabled(derivative is not None or torch.is_grad_enabled()):
             refusing = _NoOperators()
             with refusing:
                 log = self._joint.functions
@@ -148,7 +148,7 @@ class _Rerun(Scene):
                     log,
                     rerun.run,
                     self.watch,
-                    wanted is not None,
+                    derivative is not None,
                     None,
                 )
                 with FunctionGuard(self.call.what, calls.run), calls.intercepted():
@@ -209,7 +209,7 @@ def _outline(state: ActorState) -> Hashable | None:
     """
     holders: dict[int, int] = {}
     memory: dict[int | None, int] = {}
-    found: list[Hashable] = []
+    tensor_outlines: list[Hashable] = []
     for tensor in state.tensors:
         slots = []
         for slot in tensor.slots:
@@ -219,8 +219,8 @@ def _outline(state: ActorState) -> Hashable | None:
         if tensor.tensor.layout is not torch.strided or attributes is None:
             return None
         shared = memory.setdefault(storage_key(tensor.tensor), len(memory))
-        found.append((tuple(slots), shared, attributes, *_metadata(tensor)))
-    return tuple(found)
+        tensor_outlines.append((tuple(slots), shared, attributes, *_metadata(tensor)))
+    return tuple(tensor_outlines)
 
 
 def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:

@@ -236,8 +236,8 @@ class _Run(Scene):
             )
         with self.mode:
             fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.call.device)
-            wanted = self.wanted is not None and index in self.wanted.inputs
-            if not (leaf.requires_grad or wanted):
+            is_differentiated = self.wanted is not None and index in self.wanted.inputs
+            if not (leaf.requires_grad or is_differentiated):
                 return fake
             # Not a leaf of autograd, as the output of another call is not.
             with torch.enable_grad():
@@ -324,14 +324,14 @@ class _Run(Scene):
         held = [fake.grad for fake in self.state]
         with self.recorder, FunctionGuard(self.call.what, run_plainly):
             grad = torch.autograd.grad
-            found = call_user(grad, chosen, sources, cotangents, allow_unused=True)
+            gradients = call_user(grad, chosen, sources, cotangents, allow_unused=True)
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
             raise _works_on_gradients(self.call)
         many = len(self.wanted.inputs)
-        pairs = zip(self.wanted.inputs, found[:many], strict=True)
+        pairs = zip(self.wanted.inputs, gradients[:many], strict=True)
         self.dependent = [i for i, g in pairs if g is not None]
-        self.graded = [i for i, g in zip(trained, found[many:], strict=True) if g is not None]
-        return [g for g in found if g is not None]
+        self.graded = [i for i, g in zip(trained, gradients[many:], strict=True) if g is not None]
+        return [g for g in gradients if g is not None]
 
     def _cotangent(self, output: torch.Tensor) -> torch.Tensor:
         fake = torch.empty(output.shape, dtype=output.dtype, device=output.device)

@@ -43,28 +43,28 @@ def settled(
     if not joint.initial:
         return call, joint
     try:
-        for each in joint.initial:
-            each.change.put(each.change.after)
+        for initialization in joint.initial:
+            initialization.change.put(initialization.change.after)
         call = replace(call, state=collect(call.state.objects[0][0], call.given))
         second = _without_changes(call, wanted, joint)
     except BaseException:
-        for each in joint.initial:
-            each.change.put(each.change.before)
+        for initialization in joint.initial:
+            initialization.change.put(initialization.change.before)
         raise
-    for each in joint.initial:
-        if each.owner is not None:
-            second.reads[each.owner].add(str(each.change.key))
+    for initialization in joint.initial:
+        if initialization.owner is not None:
+            second.reads[initialization.owner].add(str(initialization.change.key))
     return call, second
 
 
-def _without_changes(call: Call, wanted: Wanted | None, first: Joint) -> Joint:
+def _without_changes(call: Call, derivative: Wanted | None, first: Joint) -> Joint:
     refusal = first.initial[0].refusal
     try:
-        second = trace_call(call, wanted)
+        second = trace_call(call, derivative)
     except TraceError as error:
         raise refusal() from error
-    found = first.recorder.log.difference(second.recorder.log)
-    if second.initial or found is not None:
+    difference = first.recorder.log.difference(second.recorder.log)
+    if second.initial or difference is not None:
         raise refusal()
     return second
 
@@ -83,15 +83,15 @@ def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) 
         second = run_call(call, blocks)
         if first.difference(second) is None:
             return
-        found = second.difference(run_call(call)) or first.difference(_trace_again(call))
+        difference = second.difference(run_call(call)) or first.difference(_trace_again(call))
     except UsesGradients as why:
         raise _refusal(call, f"{_NOT_TWICE} {why}", None) from None
     except TraceError as error:
         reason = error.reason.removeprefix(f"{call.what} cannot be traced: ")
         raise _refusal(call, f"{_NOT_TWICE} {reason}", error.loc) from error
-    if found is not None:
-        what, loc = found
-        raise _refusal(call, f"run twice, it does not do the same: {what}", loc)
+    if difference is not None:
+        words, loc = difference
+        raise _refusal(call, f"run twice, it does not do the same: {words}", loc)
 
 
 _NOT_TWICE = "it works at first, but not the second time:"

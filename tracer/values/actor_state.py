@@ -243,8 +243,8 @@ class _Reach(_Walk):
         self._behind = behind
 
     def visit(self, value: Any, path: str, slot: _Place) -> None:
-        for each in self._behind(value):
-            super().visit(each, path, None)
+        for item in self._behind(value):
+            super().visit(item, path, None)
         super().visit(value, path, slot)
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, slot: _Place) -> None:

@@ -64,7 +64,9 @@ class Buckets:
 
 def whole_gradients(tensors: Iterable[StateTensor]) -> dict[str, GradientLayout]:
     """The gradients of some tensors, by path, where every rank adds the same to them."""
-    return {each.path: GradientLayout(Layout((WHOLE,) * each.tensor.dim())) for each in tensors}
+    return {
+        tensor.path: GradientLayout(Layout((WHOLE,) * tensor.tensor.dim())) for tensor in tensors
+    }
 
 
 def numel_at_rank(shape: tuple[int, ...], layout: Layout, place: Place) -> int:
@@ -76,5 +78,5 @@ def numel_at_rank(shape: tuple[int, ...], layout: Layout, place: Place) -> int:
 
 def buckets_of(paths: Iterable[str], buckets: Mapping[str, int]) -> tuple[int, ...]:
     """The buckets of some gradients, ascending, as `Function.buckets` names them."""
-    found = sorted({buckets.get(path, 0) for path in paths})
-    return () if found == [0] else tuple(found)
+    numbers = sorted({buckets.get(path, 0) for path in paths})
+    return () if numbers == [0] else tuple(numbers)

@@ -78,7 +78,7 @@ class GroupActor:
 
     def tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that a rank's instance holds, by path."""
-        return {each.path: each.tensor for each in collect(self.instances[rank]).tensors}
+        return {tensor.path: tensor.tensor for tensor in collect(self.instances[rank]).tensors}
 
     def shape(self, path: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """The shape of the logical tensor of which a rank holds a piece."""

@@ -48,13 +48,13 @@ class Holding:
             holding.values.setdefault(held.path, held.tensor)
             for key in _memory_keys(held.tensor):
                 holding.memory.setdefault(key, {})[held.path] = held.tensor
-        whole = tuple(f"{path}." for each, path in state.objects if path and _is_whole(each))
-        for each, path in _changeable(state):
-            key = ("object", id(each))
+        whole = tuple(f"{path}." for obj, path in state.objects if path and _is_whole(obj))
+        for obj, path in _changeable(state):
+            key = ("object", id(obj))
             holding.objects.setdefault(key, path)
             if not f"{path}.".startswith(whole):
                 holding.plain.add(key)
-                holding.values.setdefault(path, each)
+                holding.values.setdefault(path, obj)
         return holding
 
     @property
@@ -86,16 +86,16 @@ def _memory_keys(tensor: torch.Tensor) -> Iterator[Hashable]:
 
 def _changeable(state: ActorState) -> Iterator[tuple[Any, str]]:
     """The Python objects of a state that can change, with their paths."""
-    frozen = [each for each, _ in state.objects if _is_frozen(each)]
-    fixed = {id(each) for each in frozen} | {id(getattr(each, "__dict__", None)) for each in frozen}
-    for each, _ in state.objects:
-        if isinstance(each, torch.nn.Module):  # it stands for what torch keeps in it
-            attributes = vars(each)
+    frozen = [obj for obj, _ in state.objects if _is_frozen(obj)]
+    fixed = {id(obj) for obj in frozen} | {id(getattr(obj, "__dict__", None)) for obj in frozen}
+    for obj, _ in state.objects:
+        if isinstance(obj, torch.nn.Module):  # it stands for what torch keeps in it
+            attributes = vars(obj)
             fixed.add(id(attributes))
             fixed.update([id(attributes[name]) for name in _OF_MODULES if name in attributes])
-    for each, path in (*state.objects, *state.containers, *state.others):
-        if id(each) not in fixed:
-            yield each, path
+    for obj, path in (*state.objects, *state.containers, *state.others):
+        if id(obj) not in fixed:
+            yield obj, path
     for trainer in state.trainers:
         yield trainer, type(trainer).__name__
 
@@ -243,15 +243,15 @@ class Actors:
         Args:
             given: the arguments of its constructor.
         """
-        things = Holding.of(reach(given))
+        argument_holding = Holding.of(reach(given))
         if member.held:
-            mine = self.holding(member)
-            member.keys = mine.keys
-            member.kept = dict(_matches(things, mine))
+            holding = self.holding(member)
+            member.keys = holding.keys
+            member.kept = dict(_matches(argument_holding, holding))
         for other in self.local(member.world):
-            if other.rank != member.rank and not other.keys.isdisjoint(things.keys):
-                theirs = self.holding(other)  # as it is now
-                for path, own in _matches(things, theirs):
+            if other.rank != member.rank and not other.keys.isdisjoint(argument_holding.keys):
+                other_holding = self.holding(other)  # as it is now
+                for path, own in _matches(argument_holding, other_holding):
                     other.met.append((other.at(own), member.name, path))
 
     def holding(self, member: Member) -> Holding:
@@ -264,9 +264,9 @@ class Actors:
         return Holding.of(reach(member.held, behind))
 
 
-def _matches(things: Holding, holding: Holding) -> Iterator[tuple[str, str]]:
+def _matches(first: Holding, second: Holding) -> Iterator[tuple[str, str]]:
     """Find what is in both, by its paths in both."""
-    for key in (*things.memory, *things.objects):
-        path, own = things.path_of(key), holding.path_of(key)
+    for key in (*first.memory, *first.objects):
+        path, own = first.path_of(key), second.path_of(key)
         if path is not None and own is not None:
             yield path, own

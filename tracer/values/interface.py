@@ -285,8 +285,8 @@ class Call:
 
     def refusal(self, reason: str, remedy: str, loc: Location | None = None) -> TraceError:
         """The error for a call that cannot be traced."""
-        what = f"{self.what} cannot be traced: {reason}"
-        return TraceError(what, loc=loc or self.error_loc, remedy=remedy)
+        message = f"{self.what} cannot be traced: {reason}"
+        return TraceError(message, loc=loc or self.error_loc, remedy=remedy)
 
     def values(self) -> list[tuple[TensorSpec | ObjectSpec, str]]:
         """The value leaves of the signature, each with its name in words."""

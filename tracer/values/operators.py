@@ -36,8 +36,8 @@ def argument_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, name: str) ->
     """An argument of a call by name; its default, or None if the operator has no such argument."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == name:
-            given = args[position] if position < len(args) else kwargs.get(name)
-            return argument.default_value if given is None else given
+            value = args[position] if position < len(args) else kwargs.get(name)
+            return argument.default_value if value is None else value
     return None
 
 

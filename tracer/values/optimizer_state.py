@@ -32,21 +32,21 @@ class Kept:
 def kept_by_optimizers(state: ActorState) -> Iterator[Kept]:
     """The tensors of parameters' shapes that an actor's optimizers keep for them."""
     for optimizer in optimizers_of(state):
-        for each in state.tensors:
-            for key, value in optimizer.state.get(each.tensor, {}).items():
-                is_alike = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape
+        for parameter in state.tensors:
+            for key, value in optimizer.state.get(parameter.tensor, {}).items():
+                is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.tensor.shape
                 if is_alike and key != _COUNT:
-                    yield Kept(optimizer, each, value)
+                    yield Kept(optimizer, parameter, value)
 
 
 def optimizers_of(state: ActorState) -> list[torch.optim.Optimizer]:
     """The optimizers of an actor, and those of its schedulers."""
-    found: dict[int, torch.optim.Optimizer] = {}
+    optimizers: dict[int, torch.optim.Optimizer] = {}
     for trainer in state.trainers:
-        each = trainer.optimizer if isinstance(trainer, LRScheduler) else trainer
-        if isinstance(each, torch.optim.Optimizer):
-            found[id(each)] = each
-    return list(found.values())
+        optimizer = trainer.optimizer if isinstance(trainer, LRScheduler) else trainer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizers[id(optimizer)] = optimizer
+    return list(optimizers.values())
 
 
 def move(instance: object, device: torch.device) -> None:
@@ -55,6 +55,6 @@ def move(instance: object, device: torch.device) -> None:
     In place: an optimizer, say, knows a parameter by its identity.
     """
     state = collect(instance)
-    kept = [each.tensor for each in kept_by_optimizers(state)]
-    for tensor in (*(each.tensor for each in state.tensors), *kept):
+    optimizer_tensors = [entry.tensor for entry in kept_by_optimizers(state)]
+    for tensor in (*(state_tensor.tensor for state_tensor in state.tensors), *optimizer_tensors):
         tensor.data = tensor.data.to(device)

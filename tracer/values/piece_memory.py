@@ -27,8 +27,8 @@ class PieceMemory:
 
     def layout(self, tensor: torch.Tensor) -> Layout | None:
         """The layout of the whole that it is a piece of; None if it is no piece."""
-        found = self._held.get(memory_key(tensor))  # type: ignore[arg-type]
-        return None if found is None else found[1]
+        entry = self._held.get(memory_key(tensor))  # type: ignore[arg-type]
+        return None if entry is None else entry[1]
 
     def forget_freed(self) -> None:
         """Forget memory that has been freed."""

@@ -52,30 +52,36 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
             memory with another.
     """
     state = collect(instance)
-    kept = [(each.parameter.path, each.tensor) for each in kept_by_optimizers(state)]
-    tensors = [(each.path, each.tensor) for each in state.tensors]
-    storages = Counter(_storage(tensor) for _, tensor in (*tensors, *kept))
-    shared = {path for path, tensor in (*tensors, *kept) if storages[_storage(tensor)] > 1}
-    found = []
-    for each in state.tensors:
-        sharding = used = _sharding(each, plan)
-        if each.is_trained and each.tensor.dim():  # a scalar has no dimension to cut
+    optimizer_tensors = [
+        (entry.parameter.path, entry.tensor) for entry in kept_by_optimizers(state)
+    ]
+    tensors = [(state_tensor.path, state_tensor.tensor) for state_tensor in state.tensors]
+    storages = Counter(_storage(tensor) for _, tensor in (*tensors, *optimizer_tensors))
+    shared = {
+        path for path, tensor in (*tensors, *optimizer_tensors) if storages[_storage(tensor)] > 1
+    }
+    logical = []
+    for state_tensor in state.tensors:
+        sharding = used = _sharding(state_tensor, plan)
+        if state_tensor.is_trained and state_tensor.tensor.dim():  # not a scalar
             sharding = sharding & store
-        what, shape = f"'{each.path}'", tuple(each.tensor.shape)
-        layout = sharding.layout(mesh, shape, what)
-        if layout is not None and each.path in shared:
+        tensor_name, shape = f"'{state_tensor.path}'", tuple(state_tensor.tensor.shape)
+        layout = sharding.layout(mesh, shape, tensor_name)
+        if layout is not None and state_tensor.path in shared:
             raise ValueError(
-                f"{what} is cut, and shares memory with another tensor of the actor, or what an "
-                "optimizer keeps for it does; give each its own memory, or leave it whole"
+                f"{tensor_name} is cut, and shares memory with another tensor of the actor, or what "
+                "an optimizer keeps for it does; give each its own memory, or leave it whole"
             )
-        found.append(LogicalTensor(each.path, shape, layout, used.layout(mesh, shape, what)))
-    return tuple(found)
+        logical.append(
+            LogicalTensor(state_tensor.path, shape, layout, used.layout(mesh, shape, tensor_name))
+        )
+    return tuple(logical)
 
 
 def _sharding(tensor: StateTensor, plan: Plan) -> Sharding:
     """The sharding that the plan gives a tensor by whichever of its names."""
-    found = [(slot.path, plan.of_tensor(slot.path)) for slot in tensor.slots]
-    named = [(path, sharding) for path, sharding in found if sharding is not None]
+    shardings = [(slot.path, plan.of_tensor(slot.path)) for slot in tensor.slots]
+    named = [(path, sharding) for path, sharding in shardings if sharding is not None]
     for path, sharding in named[1:]:
         if sharding != named[0][1]:
             raise ValueError(
@@ -110,13 +116,13 @@ def keep_pieces(
     beside: dict[int, list[torch.Tensor]] = {}
     for own in kept_by_optimizers(state):
         beside.setdefault(id(own.parameter), []).append(own.tensor)
-    for each, kept in zip(state.tensors, logical, strict=True):
-        if kept.layout is None or each.tensor.is_meta:
+    for state_tensor, logical_tensor in zip(state.tensors, logical, strict=True):
+        if logical_tensor.layout is None or state_tensor.tensor.is_meta:
             continue
-        region = kept.layout.region(kept.shape, position)
-        for held in beside.get(id(each), ()):
+        region = logical_tensor.layout.region(logical_tensor.shape, position)
+        for held in beside.get(id(state_tensor), ()):
             held.data = piece(held.data, region)
-        tensor, grad = each.tensor, each.tensor.grad
+        tensor, grad = state_tensor.tensor, state_tensor.tensor.grad
         tensor.grad = None  # of another shape than the tensor will have
         tensor.data = piece(tensor.data, region)
         tensor.grad = None if grad is None else piece(grad, region)

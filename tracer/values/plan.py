@@ -69,7 +69,7 @@ class Sharding:
                 or the blocks of one are not of equal size.
         """
         sizes = dict(mesh.grid)
-        found = [WHOLE] * len(shape)
+        dim_cuts = [WHOLE] * len(shape)
         used: set[str] = set()
         for dim, cut in self.cuts:
             if not -len(shape) <= dim < len(shape):
@@ -88,7 +88,7 @@ class Sharding:
                     f"{what} has {shape[dim]} entries in dimension {dim}, which are not "
                     f"{cut.blocks} blocks of equal size"
                 )
-            found[dim] = _both(found[dim], cut, sizes, what, dim)
+            dim_cuts[dim] = _both(dim_cuts[dim], cut, sizes, what, dim)
         for parts in self.parts:
             pieces = math.prod(sizes[axis] for axis in parts.axes)
             if parts.count % pieces:
@@ -96,14 +96,14 @@ class Sharding:
                     f"{what} has {parts.count} {parts.what}, which cannot be cut to {pieces} equal "
                     f"pieces along {', '.join(parts.axes)}; {parts.remedy}"
                 )
-        return Layout.of(found)
+        return Layout.of(dim_cuts)
 
 
-def _both(first: Cut, second: Cut, sizes: Mapping[str, int], what: str, dim: int) -> Cut:
+def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, dim: int) -> Cut:
     """A cut along the axes of one, then those of another, without axes of size 1."""
     if first and second.blocks not in (1, first.blocks):
         raise ValueError(
-            f"{what} is cut in {first.blocks} blocks along {first}, then in {second.blocks} "
+            f"{tensor_name} is cut in {first.blocks} blocks along {first}, then in {second.blocks} "
             f"along {second}, in dimension {dim}; give the blocks with the first cut"
         )
     axes = first.axes + tuple(axis for axis in second.axes if sizes[axis] > 1)
@@ -188,8 +188,8 @@ class Plan:
             for pattern, sharding in items
             for alternative in pattern.split("|")
         )
-        kept = () if optional is None else ((optional, frozenset(shardings)),)
-        return Plan(items, alternatives, kept)
+        optional_plans = () if optional is None else ((optional, frozenset(shardings)),)
+        return Plan(items, alternatives, optional_plans)
 
     def __or__(self, other: Plan) -> Plan:
         """Both; where both name a tensor or an argument, this one counts."""
@@ -208,8 +208,8 @@ class Plan:
         return self._first(lambda form: form == f"{method}({argument})")
 
     def _first(self, matches: Matches) -> Sharding | None:
-        found = (sharding for form, _, sharding in self._alternatives if matches(form))
-        return next(found, None)
+        shardings = (sharding for form, _, sharding in self._alternatives if matches(form))
+        return next(shardings, None)
 
     def check(self, cls: type, paths: Iterable[str], arguments: Iterable[tuple[str, str]]) -> None:
         """Refuse patterns that match nothing: a misspelt one would leave a tensor whole.
@@ -255,7 +255,9 @@ def _own(cls: type, arguments: Iterable[str]) -> list[str]:
         for name, value in vars(nn.Module).items()
         if inspect.getattr_static(cls, name, None) is value
     }
-    return sorted(each for each in arguments if each.partition("(")[0] not in of_modules)
+    return sorted(
+        argument for argument in arguments if argument.partition("(")[0] not in of_modules
+    )
 
 
 def _is_argument(form: str) -> bool:

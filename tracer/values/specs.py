@@ -163,7 +163,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return _TO_TORCH[dtype]
 
 
-_TO_TORCH: dict[DType, torch.dtype] = {each: getattr(torch, each.torch_name) for each in DType}
+_TO_TORCH: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.torch_name) for dtype in DType}
 _FROM_TORCH = {torch_: ir for ir, torch_ in _TO_TORCH.items()}
 
 

@@ -187,11 +187,11 @@ def escaped(what: str) -> TraceError:
     )
 
 
-def _refused(what: str) -> Callable[..., NoReturn]:
+def _refused(use: str) -> Callable[..., NoReturn]:
     """A method of `ObjectValue` that refuses what it would do."""
 
     def refuse(self: ObjectValue, *args: object) -> NoReturn:
-        self._unknown(what)
+        self._unknown(use)
 
     return refuse
 
@@ -208,8 +208,8 @@ class ObjectValue:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        given = (*tree_leaves(args), *tree_leaves(kwargs or {}))
-        value = next(leaf for leaf in given if isinstance(leaf, cls))
+        leaves = (*tree_leaves(args), *tree_leaves(kwargs or {}))
+        value = next(leaf for leaf in leaves if isinstance(leaf, cls))
         raise TraceError(
             f"torch.{getattr(func, '__name__', func)} of %{value.traced.value.name}, an object "
             "that is known only when the step runs",
@@ -221,9 +221,9 @@ class ObjectValue:
     def __repr__(self) -> str:
         return f"<value %{self.traced.value.name} of a traced step: {self.traced.value.type}>"
 
-    def _unknown(self, what: str, remedy: str = IN_A_METHOD) -> NoReturn:
+    def _unknown(self, use: str, remedy: str = IN_A_METHOD) -> NoReturn:
         raise TraceError(
-            f"{what} %{self.traced.value.name}, an object that is known only when the step runs",
+            f"{use} %{self.traced.value.name}, an object that is known only when the step runs",
             loc=caller_location(),
             remedy=remedy,
         )
@@ -232,8 +232,8 @@ class ObjectValue:
         """Refuse to take the object for a tensor, and say how it comes that it is an object."""
         self._unknown(what, self.traced.trace.remedy_for_tensors(self.traced.value))
 
-    def _no_parts(self, what: str) -> NoReturn:
-        self._unknown(what, self.traced.trace.remedy_for_parts(self.traced.value))
+    def _no_parts(self, use: str) -> NoReturn:
+        self._unknown(use, self.traced.trace.remedy_for_parts(self.traced.value))
 
     def __iter__(self) -> NoReturn:
         self._no_parts("iteration over")

@@ -44,9 +44,9 @@ class ContainerNode(GuardNode):
         if isinstance(now, dict):
             path = path.removesuffix("_modules").removesuffix(".")
         for key, node, value in zip(self.keys, self.items, values_of(now), strict=True):
-            found = _differ(node, value, join(path, key), met)
-            if found is not None:
-                return found
+            difference = _differ(node, value, join(path, key), met)
+            if difference is not None:
+                return difference
         return None
 
     def flatten(self, now: Any, flat: Flat) -> None:
@@ -114,9 +114,11 @@ class ObjectNode(GuardNode):
             return Difference(path, self.show(), now)
         for name, present, absent in self.groups:
             space = group_of(now, name)
-            found = _differ_in(space, present, path, met) or self._shadowed(space, absent, path)
-            if found is not None:
-                return found
+            difference = _differ_in(space, present, path, met) or self._shadowed(
+                space, absent, path
+            )
+            if difference is not None:
+                return difference
         if self.whole is not None and tuple(group_of(now, "")) != self.whole:
             return Difference(path, f"an object with {', '.join(self.whole)}", now)
         for name, node in self.slots.items():
@@ -126,9 +128,9 @@ class ObjectNode(GuardNode):
                     before = "not there" if node is None else node.show()
                     return Difference(join(path, name), before, value)
                 continue
-            found = _differ(node, value, join(path, name), met)
-            if found is not None:
-                return found
+            difference = _differ(node, value, join(path, name), met)
+            if difference is not None:
+                return difference
         return None
 
     def _shadowed(self, space: Any, absent: set[str], path: str) -> Difference | None:
@@ -183,9 +185,9 @@ def _differ_in(
     for key, node in present.items():
         if key not in space:
             return Difference(join(path, key), node.show(), MISSING)
-        found = _differ(node, space[key], join(path, key), met)
-        if found is not None:
-            return found
+        difference = _differ(node, space[key], join(path, key), met)
+        if difference is not None:
+            return difference
     return None
 
 

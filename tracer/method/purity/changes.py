@@ -87,15 +87,15 @@ def sort_changes(
     """
     judge = _Judge(call, fakes, watch)
     judged = [judge.judge(change) for change in changes]
-    rebinds = [found for found in judged if isinstance(found, Rebind)]
+    rebinds = [outcome for outcome in judged if isinstance(outcome, Rebind)]
     judge.refuse_ties(rebinds)
     taken = [storage_key(t) for t in (*outputs, *inputs, *fakes)]
     new = [storage_key(r.value) for r in rebinds]
-    found = [
+    outcome = [
         Rebind(r.tensor, r.slot, r.value, shared=key in taken or new.count(key) > 1)
         for r, key in zip(rebinds, new, strict=True)
     ]
-    return found, [found for found in judged if isinstance(found, Initialization)]
+    return outcome, [outcome for outcome in judged if isinstance(outcome, Initialization)]
 
 
 class _Judge:
@@ -133,9 +133,9 @@ class _Judge:
                 "store x.detach(); history that outlives the call cannot be kept"
                 + self._normed(change),
             )
-        for other in tensor.slots:
-            if other.holder is change.holder and other.key == change.key:
-                return Rebind(tensor, other, new, shared=False)
+        for slot in tensor.slots:
+            if slot.holder is change.holder and slot.key == change.key:
+                return Rebind(tensor, slot, new, shared=False)
         raise self._refusal(change)()
 
     def _known(self) -> set[int]:
@@ -174,10 +174,10 @@ class _Judge:
             key = storage_key(rebind.value)
             if key is not None and many[key] > 1:
                 path = rebind.slot.path
-                other = next(t for k, t in now if k == key and t is not rebind.tensor)
+                tied_tensor = next(t for k, t in now if k == key and t is not rebind.tensor)
                 raise self.call.refusal(
-                    f"it lets '{path}' share its memory with '{other.path}', so that a write to "
-                    "one would change the other",
+                    f"it lets '{path}' share its memory with '{tied_tensor.path}', so that a write "
+                    "to one would change the other",
                     f"assign a copy, made by .clone(), to '{path}'",
                     self._line(rebind.slot.holder, rebind.slot.key),
                 )
@@ -211,11 +211,11 @@ def _owners(state: ActorState) -> dict[int, int]:
 
     To ask for them counts as a read of all attributes, so it is left until an error needs them.
     """
-    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
     for obj, _ in state.objects:
         attributes = vars(obj) if hasattr(obj, "__dict__") else {}
-        found[id(attributes)] = id(obj)
+        owners[id(attributes)] = id(obj)
         if isinstance(obj, torch.nn.Module):
             for name in ("_parameters", "_buffers", "_modules"):
-                found[id(attributes[name])] = id(obj)
-    return found
+                owners[id(attributes[name])] = id(obj)
+    return owners

@@ -164,16 +164,16 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 (self.backward_writes if self.backward else self.written).add(key)
 
     def _location(self) -> Location | None:
-        found, _ = current_location()
+        location, _ = current_location()
         if self.backward:
             node = torch._C._current_autograd_node()
-            if found is None and node is not None:
+            if location is None and node is not None:
                 return self._by_sequence.get(node._sequence_nr())
-            return found
-        if found is not None:
-            found = self._lines.setdefault((found.file, found.line), found)
-            self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = found
-        return found
+            return location
+        if location is not None:
+            location = self._lines.setdefault((location.file, location.line), location)
+            self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = location
+        return location
 
     def _error(self, reason: str, remedy: str) -> TraceError:
         return refusal_here(self.what, reason, remedy)

@@ -48,12 +48,12 @@ def _with_all_heads(node: fx.Node, args: Any) -> Any:
     if not (isinstance(op, torch._ops.OpOverload) and op._schema.name in _ATTENTION):
         return args
     names = [argument.name for argument in op._schema.arguments]
-    given = list(args)
-    heads = given[names.index("query")].shape[1]
+    operands = list(args)
+    heads = operands[names.index("query")].shape[1]
     for index in (names.index("key"), names.index("value")):
-        batch, _, *others = given[index].shape
-        given[index] = given[index].new_empty(batch, heads, *others)
-    return given
+        batch, _, *others = operands[index].shape
+        operands[index] = operands[index].new_empty(batch, heads, *others)
+    return operands
 
 
 def _value(node: fx.Node) -> Any:
@@ -64,8 +64,10 @@ def _value(node: fx.Node) -> Any:
 
 def _element_type(args: Any, kwargs: Any, result: Any) -> DType:
     """Of the first factor; bfloat16 if the IR has no name for it, as for other narrow types."""
-    found = [value.dtype for value in tree_leaves((args, kwargs, result)) if torch.is_tensor(value)]
-    numbers = [dtype for dtype in found if dtype.is_floating_point or dtype.is_complex]
+    dtypes = [
+        value.dtype for value in tree_leaves((args, kwargs, result)) if torch.is_tensor(value)
+    ]
+    numbers = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     with suppress(ValueError, IndexError):
-        return ir_dtype((numbers or found)[0])
+        return ir_dtype((numbers or dtypes)[0])
     return DType.BF16

@@ -146,9 +146,9 @@ class FunctionLog:
             folded: the entry.
             outputs: the tensors that are known from now on.
         """
-        kept = {id(tensor) for tensor in outputs}
+        output_ids = {id(tensor) for tensor in outputs}
         for tensor in self._held[first:]:
-            if id(tensor) not in kept:
+            if id(tensor) not in output_ids:
                 self._numbers.pop(id(tensor), None)
         self.entries[start:] = [folded]
 

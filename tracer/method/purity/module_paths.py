@@ -30,9 +30,9 @@ def padded_rows_zeroed(state: ActorState) -> Iterator[None]:
 
     @functools.wraps(general)
     def forward(self: nn.TransformerEncoder, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        src, padding = given["src"], given.get("src_key_padding_mask")
-        if given.get("mask") is not None or padding is None or not _is_fast(self, src):
+        arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        src, padding = arguments["src"], arguments.get("src_key_padding_mask")
+        if arguments.get("mask") is not None or padding is None or not _is_fast(self, src):
             return general(self, *args, **kwargs)
         norm = self.norm
         if norm is not None:

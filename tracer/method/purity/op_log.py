@@ -101,9 +101,12 @@ class OpLog:
     def difference(self, other: OpLog) -> tuple[str, Location | None] | None:
         """The first entry that another run does not have, in words, with its line."""
         pairs = zip(self._entries, other._entries, self._lines, strict=False)
-        for mine, theirs, loc in pairs:
-            if mine != theirs:
-                return f"{_words(mine, theirs)} at first, and {_words(theirs, mine)} then", loc
+        for entry, other_entry, loc in pairs:
+            if entry != other_entry:
+                return (
+                    f"{_words(entry, other_entry)} at first, and {_words(other_entry, entry)} then",
+                    loc,
+                )
         common = min(len(self._entries), len(other._entries))
         if len(self._entries) == len(other._entries):
             return None
@@ -112,9 +115,9 @@ class OpLog:
         return f"{longer._entries[common][0]} {when}", longer._lines[common]
 
 
-def _words(mine: tuple[str, Any], theirs: tuple[str, Any]) -> str:
+def _words(entry: tuple[str, Any], other_entry: tuple[str, Any]) -> str:
     """An entry; with its arguments, if these are what differs."""
-    if mine[0] != theirs[0]:
-        return mine[0]
-    text = repr(mine[1][0] if mine[0].startswith("aten") else mine[1])
-    return f"{mine[0]}{text}" if len(text) < 100 else f"{mine[0]} of other values"
+    if entry[0] != other_entry[0]:
+        return entry[0]
+    text = repr(entry[1][0] if entry[0].startswith("aten") else entry[1])
+    return f"{entry[0]}{text}" if len(text) < 100 else f"{entry[0]} of other values"

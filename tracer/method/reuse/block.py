@@ -48,7 +48,7 @@ class Block:
     @property
     def form(self) -> Form:
         """What blocks have in common that are the same."""
-        entries = tuple((each.function, each.arguments, each.settings) for each in self.entries)
+        entries = tuple((entry.function, entry.arguments, entry.settings) for entry in self.entries)
         return self.name, entries, self.taken, self.ends, self.requires_grad
 
 
@@ -141,32 +141,32 @@ class Recording:
             return ~numbers.index(old)
 
         try:
-            made = [log.tensor(i) for i in range(count, log.count)]
-            stand_ins = [_stand_in(tensor, log.mode) for tensor in made]
+            block_tensors = [log.tensor(i) for i in range(count, log.count)]
+            stand_ins = [_stand_in(tensor, log.mode) for tensor in block_tensors]
             new = [self._entry(entry, number, stand_ins) for entry in entries]
             leaves, spec = pytree.tree_flatten(result)
             ends = renumbered(form_of((spec, leaves), log.number_of), number)
         except Unlike:
             return None
         taken = [log.tensor(i) for i in numbers]
-        given = [made[i] for i in _made_numbers(ends)]
+        outputs = [block_tensors[i] for i in _made_numbers(ends)]
         nodes = itertools.islice(reversed(nodes_so_far()), len(nodes_so_far()) - self._nodes)
-        first = First([*nodes][::-1], taken, given)
+        first = First([*nodes][::-1], taken, outputs)
         if not first.is_pure:
             return None
         shown = [stand_ins[i] for i in _made_numbers(ends)]
-        flags = tuple(tensor.requires_grad for tensor in given)
+        flags = tuple(tensor.requires_grad for tensor in outputs)
         metadata = tuple(map(_metadata, taken))
         block = Block(name, new, metadata, ends, stand_ins, shown, flags, first)
-        for other in known:
-            if other.form == block.form:
-                other.first = first
-                block = other
+        for known_block in known:
+            if known_block.form == block.form:
+                known_block.first = first
+                block = known_block
         arguments: Form = (tuple(numbers), ())
-        copy = Entry(Copy(block, self._copy), arguments, entries[0].settings, tuple(given))
-        log.fold(self._entries, count, copy, given)
+        copy = Entry(Copy(block, self._copy), arguments, entries[0].settings, tuple(outputs))
+        log.fold(self._entries, count, copy, outputs)
         self._recorder.log.note_block(name, taken, self._mark)
-        self._recorder.log.note_result("", tuple(given))
+        self._recorder.log.note_result("", tuple(outputs))
         return block
 
     def _entry(
@@ -180,10 +180,14 @@ class Recording:
         )
 
         def stand_in(value: Any) -> Any:
-            found = self._log.number_of(value)
-            if found is None:
+            log_number = self._log.number_of(value)
+            if log_number is None:
                 return value
-            return stand_ins[found - self._count] if found >= self._count else Taken(~number(found))
+            return (
+                stand_ins[log_number - self._count]
+                if log_number >= self._count
+                else Taken(~number(log_number))
+            )
 
         result = entry.result
         if isinstance(result, torch.Tensor):
@@ -192,23 +196,23 @@ class Recording:
             result = type(result)(map(stand_in, result))
         leaves = pytree.tree_leaves(result)
         known = set(map(id, stand_ins))
-        if any(isinstance(each, torch.Tensor) and id(each) not in known for each in leaves):
+        if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in leaves):
             raise Unlike  # of a class of its own, such as that of a maximum with its index
-        if type(result) is tuple and any(isinstance(each, Taken) for each in result):
+        if type(result) is tuple and any(isinstance(item, Taken) for item in result):
             raise Unlike
         return replace(entry, arguments=arguments, result=result)
 
 
 def _made_numbers(ends: Form) -> list[int]:
     """The numbers of the tensors that a block makes and gives, in order."""
-    found: set[int] = set()
+    numbers: set[int] = set()
 
     def note(number: int) -> int:
-        found.add(number)
+        numbers.add(number)
         return number
 
     renumbered(ends, note)
-    return sorted(number for number in found if number >= 0)
+    return sorted(number for number in numbers if number >= 0)
 
 
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -56,7 +56,7 @@ def repeated_classes(state: ActorState) -> frozenset[type]:
     """The classes of modules of which there are several, outermost first, that have submodules."""
     modules = [obj for obj, _ in state.objects if isinstance(obj, nn.Module)]
     counts = Counter(type(module) for module in modules if module._modules)
-    found: set[type] = set()
+    classes: set[type] = set()
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
@@ -64,7 +64,7 @@ def repeated_classes(state: ActorState) -> frozenset[type]:
             return
         seen.add(id(module))
         if counts[type(module)] > 1 and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.add(type(module))
+            classes.add(type(module))
             return
         for child in module._modules.values():
             if child is not None:
@@ -72,7 +72,7 @@ def repeated_classes(state: ActorState) -> frozenset[type]:
 
     for module in modules[:1]:
         visit(module)
-    return frozenset(found)
+    return frozenset(classes)
 
 
 class ModuleCalls:
@@ -158,15 +158,15 @@ class ModuleCalls:
         assert self._recorder is not None
         recording = Recording(self.copy, self._log, self._recorder)
         result = call(module, *args, **kwargs)
-        made: Block | None = None
+        new_block: Block | None = None
         if len(self._watch.writes) == writes:
             with torch._C.DisableTorchFunction():
-                made = recording.block(type(module).__qualname__, result, known)
-        if made is None:
+                new_block = recording.block(type(module).__qualname__, result, known)
+        if new_block is None:
             self._blocks.refused.add(type(module))
             self._classes -= {type(module)}
-        elif made not in known:
-            known.append(made)
+        elif new_block not in known:
+            known.append(new_block)
         return result
 
     def _can_copy(self, block: Block) -> bool:
@@ -208,8 +208,8 @@ class ModuleCalls:
         """
         inner.finish()
         leaves, spec = pytree.tree_flatten(result)
-        given = form_of((spec, leaves), numbering.number_of)
-        if given != block.ends or len(numbering.taken) != len(block.taken):
+        ends = form_of((spec, leaves), numbering.number_of)
+        if ends != block.ends or len(numbering.taken) != len(block.taken):
             raise Unlike
         if len(self._watch.writes) != writes:
             raise Unlike
@@ -228,18 +228,18 @@ class ModuleCalls:
         recorder.log.note_block(block.name, taken)
         flags = block.requires_grad
         emitter = Emitter(block.template, block.given, flags, recorder, self._log.mode)
-        given = emitter.run(taken)
-        recorder.log.note_result("", given)
+        outputs = emitter.run(taken)
+        recorder.log.note_result("", outputs)
         recorder.draws |= any(map(_is_random, block.template.forward if block.template else ()))
-        self._close(block, taken, given)
-        return given
+        self._close(block, taken, outputs)
+        return outputs
 
     def _close(
-        self, block: Block, taken: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        self, block: Block, taken: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
         if not self._closed.isdisjoint(map(id, taken)):
             raise BlocksMisled
-        self._memory.update(map(storage_key, (*taken, *made)))
+        self._memory.update(map(storage_key, (*taken, *outputs)))
         if block.template is not None:
             several = block.template.used_several_times
             self._closed.update(id(taken[i]) for i in several if taken[i].requires_grad)

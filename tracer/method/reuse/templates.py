@@ -119,14 +119,14 @@ class Template:
             i for i, tensor in enumerate(first.taken) if _uses(_node(tensor), first.nodes) > 1
         )
         forward = [copy(node) for node in first.nodes]
-        given = [copies[_node(tensor)] for tensor in first.given]
-        made = Template(
-            graph, taken, [], forward, [], given, [None] * len(taken), locations, several, {}
+        outputs = [copies[_node(tensor)] for tensor in first.given]
+        template = Template(
+            graph, taken, [], forward, [], outputs, [None] * len(taken), locations, several, {}
         )
-        made.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
+        template.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
         if wanted and any(tensor.requires_grad for tensor in first.given):
-            made._add_backward(first, recorder, copies, copy)
-        return made
+            template._add_backward(first, recorder, copies, copy)
+        return template
 
     def _add_backward(
         self,
@@ -212,10 +212,10 @@ class Emitter:
             BlocksMisled: the backward of the first one was given other gradients.
         """
         template = self._template
-        given = [g for g, needed in zip(gradients, self.requires_grad, strict=True) if needed]
-        if template is None or len(given) != len(template.cotangents):
+        cotangents = [g for g, needed in zip(gradients, self.requires_grad, strict=True) if needed]
+        if template is None or len(cotangents) != len(template.cotangents):
             raise BlocksMisled
-        for node, gradient in zip(template.cotangents, given, strict=True):
+        for node, gradient in zip(template.cotangents, cotangents, strict=True):
             if gradient is None or node_of(gradient) is None or not gradient.is_contiguous():
                 raise BlocksMisled
             self._take(node, gradient)
@@ -272,12 +272,12 @@ class _Emitted(CopiedFunction):
 
     @staticmethod
     def forward(ctx: Any, emitter: Emitter, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = emitter.forward(taken)
+        outputs = emitter.forward(taken)
         ctx.emitter = emitter
         ctx.set_materialize_grads(False)
-        pairs = zip(given, emitter.requires_grad, strict=True)
+        pairs = zip(outputs, emitter.requires_grad, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, needed in pairs if not needed))
-        return given
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -318,10 +318,10 @@ def _node(tensor: torch.Tensor) -> fx.Node:
 
 def _uses(node: fx.Node, users: Sequence[fx.Node]) -> int:
     """How often operators take a node."""
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
     for user in users:
-        fx.node.map_arg((user.args, user.kwargs), found.append)
-    return found.count(node)
+        fx.node.map_arg((user.args, user.kwargs), operands.append)
+    return operands.count(node)
 
 
 def _is_operator(node: fx.Node) -> bool:

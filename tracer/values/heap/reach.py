@@ -180,7 +180,7 @@ class _Walk:
             return
         instance = self._instance_of(value)
         if instance is not None:
-            self._instances += [(each, path) for each in instance]
+            self._instances += [(obj, path) for obj in instance]
             return
         kind: Any = type(value)
         if is_foreign(kind) and not isinstance(
@@ -211,7 +211,7 @@ def reach_near(
         classes: classes to be looked at beside those that the code names.
         depth: how many containers deep to look.
     """
-    found = Reach()
+    reach = Reach()
     code = getattr(function, "__code__", None)
     space: dict[str, Any] = getattr(function, "__globals__", {})
     cells = {id(cell): (cell, name) for name, cell in _closures(function, NEAR)}
@@ -223,17 +223,17 @@ def reach_near(
         near.append((function.__name__, vars(function)))
     held = dict.fromkeys([*classes, *(value for _, value in near if _is_class_of_user(value))])
     near += [(f"{cls.__name__}.{name}", v) for cls in held for name, v in list(vars(cls).items())]
-    found.variables = [*cells.values(), *((cls, cls.__name__) for cls in held)]
-    found.containers.append((space, ""))
+    reach.variables = [*cells.values(), *((cls, cls.__name__) for cls in held)]
+    reach.containers.append((space, ""))
     seen = {id(container) for container in known}
-    _add_containers(near, depth, found, seen)
-    _add_containers(space.items(), 0, found, seen)
-    found.caches = [value for _, value in (*space.items(), *near) if is_cache(value)]
-    return found
+    _add_containers(near, depth, reach, seen)
+    _add_containers(space.items(), 0, reach, seen)
+    reach.caches = [value for _, value in (*space.items(), *near) if is_cache(value)]
+    return reach
 
 
 def _add_containers(
-    named: Iterable[tuple[str, Any]], depth: int, found: Reach, seen: set[int]
+    named: Iterable[tuple[str, Any]], depth: int, reach: Reach, seen: set[int]
 ) -> None:
     """Add the containers among values, and the attributes of plain objects among them."""
     for name, value in named:
@@ -243,14 +243,14 @@ def _add_containers(
             content = vars(value)
         else:
             continue
-        many = len(content) > _FEW or len(found.containers) > _MANY
+        many = len(content) > _FEW or len(reach.containers) > _MANY
         if name.startswith("__") or many or id(content) in seen:
             continue
         seen.add(id(content))
-        found.containers.append((content, name))
+        reach.containers.append((content, name))
         if depth:
             inner = [(f"{name}.{key}", item) for key, item in items_of(content)]
-            _add_containers(inner, depth - 1, found, seen)
+            _add_containers(inner, depth - 1, reach, seen)
 
 
 def _is_class_of_user(value: Any) -> bool:
@@ -299,13 +299,13 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, ModuleType):
         return []
-    found: list[Any] = list(getattr(value, "__dict__", {}).values())
-    found += slots_of(value).values()
+    parts: list[Any] = list(getattr(value, "__dict__", {}).values())
+    parts += slots_of(value).values()
     if isinstance(value, MethodType):
-        found += [value.__self__, value.__func__]
+        parts += [value.__self__, value.__func__]
     elif isinstance(value, FunctionType):
-        found += [read_cell(cell) for _, cell in closure_of(value)]  # MISSING holds no tensor
-        found += _defaults_of(value)
+        parts += [read_cell(cell) for _, cell in closure_of(value)]  # MISSING holds no tensor
+        parts += _defaults_of(value)
     elif isinstance(value, functools.partial):
-        found += [value.func, *value.args, *value.keywords.values()]
-    return found
+        parts += [value.func, *value.args, *value.keywords.values()]
+    return parts

@@ -109,12 +109,12 @@ class Snapshot:
 
     def changes(self) -> list[Change]:
         """Return what has changed since."""
-        found: list[Change] = []
+        changes: list[Change] = []
         for value, path, kind, copy in self._copies:
             now = kind.read(value)
             if not kind.is_same(now, copy):
-                found += _differences(value, path, kind, copy, now)
-        return found
+                changes += _differences(value, path, kind, copy, now)
+        return changes
 
     def filled_caches(self) -> list[Any]:
         """The functions that remember a new result."""

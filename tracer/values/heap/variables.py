@@ -72,12 +72,12 @@ def _with_attributes(variable: Variable, read: Set[str]) -> Iterator[Variable]:
     if isinstance(value, ModuleType) and not is_users(value):
         return
     try:
-        found = read & vars(value).keys()
+        attributes = read & vars(value).keys()
     except TypeError:  # it has none
         return
-    for each in sorted(found):
+    for attribute in sorted(attributes):
         yield from _with_attributes(
-            replace(variable, attributes=(*variable.attributes, each)), read
+            replace(variable, attributes=(*variable.attributes, attribute)), read
         )
 
 
