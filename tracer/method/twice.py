@@ -1,8 +1,8 @@
-"""Run a traced call a second time: what is not the same then depends on hidden state.
+"""Run a traced call a second time: a difference shows that it depends on hidden state.
 
-A generator, an iterator, a counter, the clock: whatever a method reads that changes by itself would
-be read once, while it is traced, and every execution would get what the trace has got. Nobody can
-list all of that. So the call is run twice, and the operators, constants and results are compared.
+A method may read a generator, an iterator, a counter or the clock. The trace would read it once,
+and every execution would use that value. Nobody can list all such state. So the call runs twice,
+and its operators, constants and results are compared.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ _REMEDY = (
 def settled(
     call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None
 ) -> tuple[Call, Joint]:
-    """Trace a call, as `trace_call` does, with what it does only when it is first called done.
+    """Trace a call, as `trace_call` does, after the changes that only its first call makes.
 
-    An attribute that is made when it is first needed is one. The actor keeps it, as it would of an
-    eager call, and the guard compares it from then on.
+    Such a change is an attribute that is made when it is first needed. The actor keeps it, as after
+    an eager call, and the guard compares it in every execution.
+
+    Args:
+        call: the call.
+        wanted: the derivative to trace as well, if any.
+        blocks: blocks that modules may be copies of.
 
     Returns:
-        The call, on the actor as it is then, and its trace.
+        The call, on the actor after these changes, and its trace.
 
     Raises:
-        TraceError: it cannot be traced, or changes what a graph cannot change in every call.
+        TraceError: it cannot be traced, or every call makes a change that a graph cannot make.
         UsesGradients: it works on gradients.
     """
     joint = trace_call(call, wanted, blocks)
@@ -70,13 +75,13 @@ def _without_changes(call: Call, derivative: Wanted | None, first: Joint) -> Joi
 
 
 def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) -> None:
-    """Return if the call does the same once more.
+    """Check that a second run of the call does the same as its trace.
 
-    The second run makes no graph, which saves most of the time. Some code sees the difference; so
-    where there is one, runs are compared that are alike.
+    The second run makes no graph, which saves most of the time. Some code behaves differently
+    without a graph. So if the logs differ, two runs of one kind are compared.
 
     Raises:
-        TraceError: it does not.
+        TraceError: two runs of one kind differ, or the second one fails.
     """
     first = joint.recorder.log
     try:

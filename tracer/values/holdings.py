@@ -251,8 +251,8 @@ class Actors:
         for other in self.local(member.world):
             if other.rank != member.rank and not other.keys.isdisjoint(argument_holding.keys):
                 other_holding = self.holding(other)  # as it is now
-                for path, own in _matches(argument_holding, other_holding):
-                    other.met.append((other.at(own), member.name, path))
+                for path, own_path in _matches(argument_holding, other_holding):
+                    other.met.append((other.at(own_path), member.name, path))
 
     def holding(self, member: Member) -> Holding:
         """Return what an actor holds now, and what others of its rank hold whose handle it has."""
@@ -267,6 +267,6 @@ class Actors:
 def _matches(first: Holding, second: Holding) -> Iterator[tuple[str, str]]:
     """Find what is in both, by its paths in both."""
     for key in (*first.memory, *first.objects):
-        path, own = first.path_of(key), second.path_of(key)
-        if path is not None and own is not None:
-            yield path, own
+        path, own_path = first.path_of(key), second.path_of(key)
+        if path is not None and own_path is not None:
+            yield path, own_path

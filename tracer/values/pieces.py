@@ -69,8 +69,8 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
         layout = sharding.layout(mesh, shape, tensor_name)
         if layout is not None and state_tensor.path in shared:
             raise ValueError(
-                f"{tensor_name} is cut, and shares memory with another tensor of the actor, or what "
-                "an optimizer keeps for it does; give each its own memory, or leave it whole"
+                f"{tensor_name} is cut, and shares memory with another tensor of the actor, or "
+                "what an optimizer keeps for it does; give each its own memory, or leave it whole"
             )
         logical.append(
             LogicalTensor(state_tensor.path, shape, layout, used.layout(mesh, shape, tensor_name))

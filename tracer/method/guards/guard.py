@@ -36,15 +36,17 @@ def build_guard(
 ) -> Guard | None:
     """A guard over the attributes `reads` (by object id) and the tensors `used`.
 
-    It is called with the actor as it was traced: attributes at their own values.
+    Call it when the actor is as it was before the trace, with its own tensors.
 
     Args:
-        call: what was traced.
-        who: the actor's class, for the message.
+        call: the call that was traced.
+        reads: names of the attributes that were read, by object id.
+        used: the tensors that the trace has used.
+        who: the actor's class, for messages.
         method: the actor's method, by name.
 
     Returns:
-        None if the trace relied on nothing.
+        The guard; None if the trace relied on nothing.
     """
     if not used and not any(reads.values()):
         return None
@@ -88,7 +90,7 @@ class _Guard:
         self._ties = [places for places in flat.tensors.values() if len(places) > 1]
 
     def check(self) -> str | None:
-        """None, or what has changed."""
+        """Say what has changed; None if nothing has."""
         try:
             if not self._holds():
                 return self._look_closer()
@@ -117,7 +119,7 @@ class _Guard:
         return True
 
     def _look_closer(self) -> str | None:
-        """Say what has changed; where identities have and nothing else, follow them."""
+        """Say what has changed. If only identities have, expect the new ones in later checks."""
         met = Comparison()
         for value, path, node in self._roots:
             try:

@@ -22,11 +22,17 @@ from .nodes import GuardNode, IdentityNode, TensorNode, ValueNode, WeakNode, ele
 
 _MODULE_GROUPS = ("", "_modules", "_parameters", "_buffers")
 _OF_MODULES = frozenset(vars(torch.nn.Module)) - {"forward", "__call__"}
-"""Names that modules have by their class, and to which nobody gives an attribute."""
+"""Names that `torch.nn.Module` defines, and that nobody sets on an instance."""
 
 
 class GuardBuilder:
-    """Makes nodes of what a trace has read."""
+    """Makes nodes of what a trace has read.
+
+    Args:
+        actor: the actor that was traced.
+        reads: names of the attributes that were read, by object id.
+        used: the tensors that the trace has used.
+    """
 
     def __init__(self, actor: Any, reads: dict[int, set[str]], used: Sequence[StateTensor]) -> None:
         self._actor = actor
@@ -85,7 +91,7 @@ class GuardBuilder:
         names -= held_names
         known = {name for name in names if hasattr(type(obj), name)}
         for group, _, absent in object_node.groups:
-            # What the class has is hidden by the object's own attributes alone.
+            # Only the object's own attributes hide those of its class.
             absent |= names - _OF_MODULES - (known if group else set())
         self._slots(obj, names, object_node)
         self._inherited.setdefault(type(obj), set()).update(names)
@@ -98,7 +104,11 @@ class GuardBuilder:
                 object_node.slots[name] = None if value is MISSING else self.node(value)
 
     def classes(self) -> list[tuple[Any, str, GuardNode]]:
-        """Nodes of what the objects seen so far have from their classes, or lack there."""
+        """Nodes of the attributes that objects so far have from their classes, or lack there.
+
+        Returns:
+            (class, its name for messages, node) for each class.
+        """
         names_of_class: dict[type, set[str]] = {}
         for cls, names in self._inherited.items():
             left = names | {"__call__"}

@@ -1,9 +1,9 @@
-"""Trace blocks that a method repeats, such as equal layers, once.
+"""Trace only once the blocks that a method repeats, such as equal layers.
 
-The first of several modules of one class is traced as all code is. Of the next one, only the Python
-runs (`function_log.py`): if it calls the same torch functions, as far as tensors of its own stand
-for those of the first, then the operators of the first are copied, forward and backward. A block
-changes nothing: no tensor in place, and no attribute.
+The first of several modules of one class is traced like any code. Of the next one, only the Python
+runs (`function_log.py`). If it calls the same torch functions, with its own tensors in place of
+those of the first, the operators of the first are copied, forward and backward. A block changes
+neither tensors in place nor attributes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .templates import BlocksMisled, Emitter, Template, graph_so_far
 
 Handler: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 _MANY = 6
-"""So many blocks of one class that differ are kept, and compared with the next one."""
+"""The most blocks of one class that are kept, and compared with the next module."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Blocks:
 
 
 def repeated_classes(state: ActorState) -> frozenset[type]:
-    """The classes of modules of which there are several, outermost first, that have submodules."""
+    """The outermost classes with submodules that several modules of an actor have."""
     modules = [obj for obj, _ in state.objects if isinstance(obj, nn.Module)]
     counts = Counter(type(module) for module in modules if module._modules)
     classes: set[type] = set()
@@ -76,16 +76,16 @@ def repeated_classes(state: ActorState) -> frozenset[type]:
 
 
 class ModuleCalls:
-    """Calls of modules in a method that is traced, or that is compared with one.
+    """Calls of modules in a method that is traced, or that is compared with a trace.
 
     Args:
-        blocks: those that are known.
-        classes: whose modules may be blocks.
-        log: of the method.
-        outer: handles torch functions of the method.
-        watch: sees attributes that are written.
-        wanted: whether gradients are.
-        recorder: sees operators; None where none is issued.
+        blocks: the known blocks.
+        classes: the classes whose modules may be blocks.
+        log: the method's torch functions.
+        outer: runs torch functions outside of blocks.
+        watch: notes writes of attributes.
+        wanted: whether gradients are wanted.
+        recorder: notes operators; None where none is issued.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ModuleCalls:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        """Inside the `with` block, calls of modules come by here."""
+        """Intercept calls of modules inside the `with` block."""
         if not self._classes:
             yield
             return
@@ -185,7 +185,7 @@ class ModuleCalls:
         """The result of a module that is like a block.
 
         Raises:
-            Unlike: it is not.
+            Unlike: the module is not like the block.
         """
         self._blocks.tried = True
         numbering = Numbering(block, self._log)
@@ -201,10 +201,10 @@ class ModuleCalls:
     def _taken_over(
         self, block: Block, numbering: Numbering, inner: Rerun, result: Any, writes: int
     ) -> Any:
-        """The result of a module whose Python has gone along with that of a block.
+        """The result of a module whose Python has called the torch functions of a block.
 
         Raises:
-            Unlike: it has not ended there, or has written to attributes.
+            Unlike: it has called fewer, returns something else, or has written to attributes.
         """
         inner.finish()
         leaves, spec = pytree.tree_flatten(result)
@@ -220,7 +220,7 @@ class ModuleCalls:
         return pytree.tree_unflatten([instead.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def copy(self, block: Block, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What a block gives for other tensors: its operators are issued once more."""
+        """Issue the operators of a block for other tensors, and return its results."""
         recorder = self._recorder
         assert recorder is not None
         if nodes_so_far() is not None and block.template is None:
@@ -245,10 +245,15 @@ class ModuleCalls:
             self._closed.update(id(taken[i]) for i in several if taken[i].requires_grad)
 
     def check_operator(self, args: Iterable[Any], written: Iterable[Any]) -> None:
-        """An operator is issued outside of blocks.
+        """Check an operator that is issued outside of blocks.
+
+        Args:
+            args: what it takes.
+            written: what it writes to.
 
         Raises:
-            BlocksMisled: it takes what blocks keep to themselves, or changes what they use.
+            BlocksMisled: it takes a tensor that only blocks may use, or writes to memory of blocks.
+            Unlike: a module is being compared with a block, which issues no operators.
         """
         if self._inner is not None:
             raise self._inner.failure()
@@ -261,10 +266,10 @@ class ModuleCalls:
             raise BlocksMisled
 
     def check_end(self, values: Iterable[Any]) -> None:
-        """The method gives these values.
+        """Check the values that the method gives.
 
         Raises:
-            BlocksMisled: as above.
+            BlocksMisled: one is a tensor that only blocks may use.
         """
         self.check_operator(values, ())
 
