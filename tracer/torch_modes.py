@@ -49,7 +49,7 @@ class Ambient:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Work under these modes, as a step does that is traced once more."""
+        """Enter these modes inside the `with` block, to trace a step once more."""
         before = default_dtype()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -60,10 +60,10 @@ class Ambient:
             yield
 
     def check(self, what: str, loc: Location | None) -> None:
-        """Return if a call of `what` is made under the modes that the step is traced under.
+        """Check that a call of `what`, at line `loc`, is made under the modes of the step's trace.
 
         Raises:
-            TraceError: it is not.
+            TraceError: autocast is on, or another default dtype or device is set.
         """
         if is_autocast_on():
             raise TraceError(

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .actor_state import ActorState, StateTensor, collect
 
 _COUNT = "step"
-"""What torch's optimizers call their number of steps, which is no part of a parameter."""
+"""Torch's key for the number of steps, which an optimizer does not keep element by element."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Kept:
     """A tensor that an optimizer keeps for a parameter, and that has its shape.
 
     Attributes:
-        optimizer: keeps it.
-        parameter: what it is kept for.
-        tensor: what is kept.
+        optimizer: the optimizer.
+        parameter: the parameter.
+        tensor: the tensor that is kept.
     """
 
     optimizer: torch.optim.Optimizer
@@ -50,9 +50,9 @@ def optimizers_of(state: ActorState) -> list[torch.optim.Optimizer]:
 
 
 def move(instance: object, device: torch.device) -> None:
-    """Move the tensors of an actor to a device, with what its optimizers keep beside them.
+    """Move the tensors of an actor to a device, with those that its optimizers keep.
 
-    In place: an optimizer, say, knows a parameter by its identity.
+    The tensors stay the same objects: an optimizer knows a parameter by its identity.
     """
     state = collect(instance)
     optimizer_tensors = [entry.tensor for entry in kept_by_optimizers(state)]

@@ -1,4 +1,4 @@
-"""Keep of an actor's tensors the pieces of one rank, and remember what they are pieces of."""
+"""Keep one rank's pieces of an actor's tensors, and remember the logical tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class LogicalTensor:
     """The logical tensor that a tensor of an actor's state is a piece of.
 
     Attributes:
-        path: where it hangs, from the actor.
-        shape: of the whole tensor.
-        layout: over the actor's mesh; None if every rank holds a copy.
-        used: the layout to which it is gathered where it is used; None if a whole copy is.
+        path: its path, from the actor.
+        shape: the shape of the whole tensor.
+        layout: its layout over the actor's mesh; None if every rank holds a copy.
+        used: the layout in which it is used, after a gather; None if ranks use a whole copy.
     """
 
     path: str
@@ -43,7 +43,7 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
     Args:
         instance: the actor, with whole tensors; they may be on the meta device.
         plan: says how tensors are cut where they are used.
-        store: cuts those that are trained further, where they rest; scalars stay as they are.
+        store: cuts trained tensors further, where they rest; scalars stay whole.
         mesh: the ranks that hold it.
 
     Raises:
@@ -79,7 +79,11 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
 
 
 def _sharding(tensor: StateTensor, plan: Plan) -> Sharding:
-    """The sharding that the plan gives a tensor by whichever of its names."""
+    """The sharding that the plan gives a tensor by any of its paths.
+
+    Raises:
+        ValueError: it gives two paths different shardings.
+    """
     shardings = [(slot.path, plan.of_tensor(slot.path)) for slot in tensor.slots]
     named = [(path, sharding) for path, sharding in shardings if sharding is not None]
     for path, sharding in named[1:]:
@@ -99,17 +103,19 @@ def _storage(tensor: torch.Tensor) -> object:
 def keep_pieces(
     instance: object, logical: tuple[LogicalTensor, ...], mesh: Mesh, rank: int
 ) -> None:
-    """Put a rank's pieces in the place of an actor's whole tensors, gradients included.
+    """Replace an actor's whole tensors by a rank's pieces, gradients included.
 
-    An optimizer may have made its state in the constructor, as Adagrad does: what it keeps for a
-    parameter, and has its shape, is cut as the parameter is.
+    The tensors stay the same objects, so an optimizer still knows them. Tensors on the meta device
+    do not change.
 
-    What is on the meta device stays as it is.
-
-    The tensors stay the objects that they are, so an optimizer still has them.
+    An optimizer may have made its state in the constructor, as Adagrad does. The tensors that it
+    keeps for a parameter, in its shape, are cut like the parameter.
 
     Args:
+        instance: the actor, with whole tensors.
         logical: what `lay_out` has returned for it.
+        mesh: the ranks that hold it.
+        rank: the rank whose pieces to keep.
     """
     position = mesh.position(rank)
     state = collect(instance)
@@ -123,7 +129,7 @@ def keep_pieces(
         for held in beside.get(id(state_tensor), ()):
             held.data = piece(held.data, region)
         tensor, grad = state_tensor.tensor, state_tensor.tensor.grad
-        tensor.grad = None  # of another shape than the tensor will have
+        tensor.grad = None  # its shape is not that of the piece
         tensor.data = piece(tensor.data, region)
         tensor.grad = None if grad is None else piece(grad, region)
 

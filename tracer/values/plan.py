@@ -20,13 +20,13 @@ from .mesh import describe
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of a tensor none of which may be cut, such as heads.
+    """The parts of a tensor, such as heads: a cut may lie between two of them, but not within one.
 
     Attributes:
-        axes: that cut the tensor between its parts.
-        count: of the parts.
-        what: they are, in words.
-        remedy: what to do where ranks would have less than one, or not whole ones.
+        axes: the axes that cut the tensor between its parts.
+        count: the number of parts.
+        what: what the parts are, in words.
+        remedy: what to do where ranks would not have whole parts.
     """
 
     axes: tuple[str, ...]
@@ -62,11 +62,13 @@ class Sharding:
         first cut, and each piece along those of the second.
 
         Args:
+            mesh: the ranks that hold the tensor.
+            shape: the shape of the logical tensor.
             what: the tensor in words, for messages.
 
         Raises:
             ValueError: the mesh lacks an axis, an axis is used twice, there is no such dimension,
-                or the blocks of one are not of equal size.
+                the blocks of one are not of equal size, or a part would be cut.
         """
         sizes = dict(mesh.grid)
         dim_cuts = [WHOLE] * len(shape)
@@ -100,7 +102,7 @@ class Sharding:
 
 
 def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, dim: int) -> Cut:
-    """A cut along the axes of one, then those of another, without axes of size 1."""
+    """A cut along the axes of `first`, then along those of `second`, without axes of size 1."""
     if first and second.blocks not in (1, first.blocks):
         raise ValueError(
             f"{tensor_name} is cut in {first.blocks} blocks along {first}, then in {second.blocks} "
@@ -171,8 +173,8 @@ class Plan:
 
         Args:
             shardings: by pattern.
-            optional: the model whose plan this is, of which an actor may have a part: patterns may
-                match nothing, but not all of them.
+            optional: the model whose plan this is. An actor may have a part of the model, so some
+                patterns may match nothing, but not all of them.
 
         Raises:
             TypeError: a value is no sharding.
@@ -249,7 +251,7 @@ class Plan:
 
 
 def _own(cls: type, arguments: Iterable[str]) -> list[str]:
-    """The arguments of a class's own methods, without those that each module has."""
+    """The arguments of a class's own methods, without methods that every module has."""
     of_modules = {
         name
         for name, value in vars(nn.Module).items()

@@ -1,9 +1,9 @@
 """Find what actors share, and say what their functions do to it.
 
 Two actors of one rank may share a parameter (an optimizer beside its stage), a module, a list.
-Their calls then keep an order, as those of one actor do. Of traced functions it is known which
-memory they touch; what they read of Python's objects they have read when they were traced. A method
-that is called as it is may touch everything. What actors of different ranks share is in `apart.py`.
+Their calls then keep an order, like the calls of one actor. A traced function touches memory that
+is known, and has read Python's objects when it was traced. An opaque method may touch everything.
+`apart.py` checks what actors of different ranks share.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .operators import (
 
 @dataclass
 class Sharing:
-    """Things that the actors of a world share, as far as this process knows.
+    """State that the actors of a world share, as far as this process knows.
 
     Attributes:
         together: for each local actor, what it shares with others of its rank.
-        memory, objects: what actors of different ranks hold: the holders of each thing; the same on
-            all ranks.
+        memory, objects: the holders of each storage, and of each object, that actors of different
+            ranks hold; the same on all ranks.
         members: the local actors by name.
         holdings: what they hold.
-        uses: what notes how they use it.
+        uses: notes of how they use it.
     """
 
     together: dict[str, tuple[Shared, ...]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def plays_all(peers: Peers) -> bool:
 
 
 def find_sharing(actors: Actors, peers: Peers) -> Sharing:
-    """Find what the actors of a world share. Collective, where there are other processes."""
+    """Find what the actors of a world share. It is collective if there are other processes."""
     members = actors.local(peers)
     sharing = Sharing(members={m.name: m for m in members})
     sharing.holdings = {m.name: actors.holding(m) for m in members}
@@ -70,7 +70,7 @@ def _use(member: Member, holding: Holding) -> Use:
 
 
 def _common(holdings: dict[str, Holding]) -> Iterator[tuple[Hashable, list[str]]]:
-    """Return what several actors hold, with their names."""
+    """Return the keys of what several actors hold, with the actors' names."""
     holders: dict[Hashable, list[str]] = {}
     for name, holding in holdings.items():
         for key in (*holding.memory, *holding.objects):
@@ -111,7 +111,7 @@ def _find_apart(sharing: Sharing, common: Iterable[tuple[Hashable, list[str]]]) 
 
 
 def _agree_apart(sharing: Sharing, peers: Peers) -> None:
-    """Find the same among processes, which tell each other what their actors were made of."""
+    """Find the same among processes, which exchange what their actors' constructors got."""
     own_records = [
         (*met, _is_memory(sharing, met[0])) for m in sharing.members.values() for met in m.met
     ]

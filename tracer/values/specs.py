@@ -94,7 +94,7 @@ Fill = Callable[[Sequence[Any]], Any]
 """Takes a value for each value leaf of a pytree, in order, and makes the pytree."""
 
 _Make = Callable[[Iterator[Any]], Any]
-"""The same for a part of the pytree; takes its values from those that are left."""
+"""Makes a part of the pytree; takes its values from an iterator over those that are left."""
 
 
 def filler(tree: Tree) -> Fill:
@@ -135,7 +135,7 @@ def ir_type(leaf: Leaf, place: Place | None = None) -> ValueType:
     """The IR type of a value leaf.
 
     Raises:
-        ValueError: the leaf is static, or torch has no such element type in the IR.
+        ValueError: the leaf is static, or the IR has no such element type.
     """
     match leaf:
         case TensorSpec(dtype, shape, _):
@@ -159,7 +159,7 @@ def ir_dtype(dtype: torch.dtype) -> DType:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Torch's element type of the IR's name."""
+    """The torch element type for the IR's name."""
     return _TO_TORCH[dtype]
 
 
