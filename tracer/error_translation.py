@@ -48,7 +48,7 @@ _STATIC_FORMS = {
         "run over padded sequences, and leave out by torch.where what is beyond their ends"
     ),
 }
-"""What does the same with shapes that are known, by the operator."""
+"""For each operator, what does the same with static shapes."""
 
 _OWN_OPERATOR = (
     "make it an operator of your own, torch.library.custom_op with register_fake and "
@@ -56,7 +56,7 @@ _OWN_OPERATOR = (
 )
 
 _NESTED = "using FX to symbolically trace a dynamo-optimized function"
-"""Message of torch where `make_fx` comes upon a function of `torch.compile`."""
+"""Torch's message when `make_fx` meets a function of `torch.compile`."""
 
 _OR_OPAQUE = (
     "or, where no gradient flows through the method, mark it with @cg.opaque to call it as it is"
@@ -93,7 +93,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         'a model of transformers, experts_implementation="batched_mm" in its configuration',
     ),
 )
-"""Messages of torch, what each means ("": as it says), and what to do."""
+"""Messages of torch, the meaning of each ("" if it says it), and the remedy."""
 
 
 def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | None, str]:
@@ -128,7 +128,7 @@ def current_location() -> tuple[Location | None, str]:
 
 
 def refusal_here(what: str, reason: str, remedy: str) -> TraceError:
-    """The error for something that a traced call, named `what`, does at this moment."""
+    """The error for something that a traced call, named `what`, is doing."""
     loc, note = current_location()
     return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy)
 

@@ -40,7 +40,7 @@ def _rebuild(cls: type[TraceError], reason: str, loc: Location | None, remedy: s
 
 
 def different(name: str, how: str, loc: Location | None) -> TraceError:
-    """The error for a step that is not the same when it is traced again."""
+    """The error for a step that differs when it is traced again."""
     return TraceError(
         f"step {name} is not the same when it is traced a second time: {how}. Its Python depends "
         "on something that changes, such as a counter, an iterator, random numbers or the time, "
@@ -55,7 +55,7 @@ _NOTED: ContextVar[list[Exception] | None] = ContextVar("cg_refusals", default=N
 
 
 def note_refusal(error: Exception) -> None:
-    """Remember an error that says that the trace in progress is not to be used."""
+    """Remember an error after which the trace in progress must not be used."""
     noted = _NOTED.get()
     if noted is not None:
         noted.append(error)
@@ -65,8 +65,11 @@ def note_refusal(error: Exception) -> None:
 def refusals_raised() -> Iterator[None]:
     """Let no handler of the user's swallow a refusal inside the `with` block.
 
-    What such a handler does instead is not what plain Python does, where nothing was refused. So
-    the first refusal is raised at the end, if it did not come through by itself.
+    In plain Python nothing is refused, and such a handler would not run. So the first refusal is
+    raised at the end of the block, if it did not come through by itself.
+
+    Raises:
+        Exception: the first refusal.
     """
     noted: list[Exception] = []
     token = _NOTED.set(noted)
@@ -86,7 +89,7 @@ def refusals_raised() -> Iterator[None]:
 
 @contextmanager
 def refusals_dropped() -> Iterator[None]:
-    """What is refused inside the `with` block is of an attempt, and says nothing of the trace."""
+    """Ignore refusals inside the `with` block: they belong to an attempt, and not to the trace."""
     token = _NOTED.set(None)
     try:
         yield

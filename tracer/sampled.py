@@ -1,4 +1,4 @@
-"""Calls that are looked at, where a look at each of them would cost too much."""
+"""Choose the calls to look at, where a look at each of them would cost too much."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ SELDOM: Final = 512
 
 
 def until_next(number: int) -> int:
-    """How many calls after call `number` the next look is; numbers begin with 0.
+    """The number of calls from call `number` to the next one to look at; calls count from 0.
 
-    The first three calls are looked at, then each whose number is a power of two, then every
-    512th. What ranks count alike, they look at alike.
+    These are the first three calls, then each whose number is a power of two, then every 512th.
+    Ranks that count the same calls look at the same ones.
     """
     return 1 if number < 2 else min(number, SELDOM)

@@ -18,7 +18,7 @@ _OURS = tuple(
 )
 _COMPILED = os.path.join("build", "mypyc", "source", "cg") + os.sep
 """The folder that tracebacks name for machine code: the copy that `setup.py` compiles."""
-_TORCH = find_spec("torch")  # found, not imported: this is needed before that, too
+_TORCH = find_spec("torch")  # not imported: this module is also used before torch is
 _TORCH_FILES = tuple(
     os.path.abspath(room) + os.sep for room in (_TORCH and _TORCH.submodule_search_locations) or ()
 )
@@ -32,7 +32,7 @@ def is_torch_file(file: str) -> bool:
 
 @functools.cache
 def is_user_file(file: str) -> bool:
-    """True if a file is neither part of cg, torch nor the standard library.
+    """True if a file is part of neither cg, torch nor the standard library.
 
     Installed packages other than those count as the user's: a line of transformers is a better
     answer than none.
@@ -44,13 +44,13 @@ def is_user_file(file: str) -> bool:
 
 @functools.cache
 def is_installed(file: str) -> bool:
-    """True if a source file is of an installed package."""
+    """True if a source file belongs to an installed package."""
     return "site-packages" in file or "dist-packages" in file
 
 
 @functools.cache
 def is_own_file(file: str) -> bool:
-    """True if a source file is the user's own, and of no installed package."""
+    """True if a source file is the user's own, and belongs to no installed package."""
     return is_user_file(file) and not is_installed(file)
 
 
@@ -72,10 +72,10 @@ def caller_location(depth: int = 1) -> Location | None:
 
 def traceback_location(traceback: TracebackType | None) -> Location | None:
     """The user's innermost line of a traceback, or None."""
-    found = None
+    location = None
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if is_user_file(code.co_filename):
-            found = Location(code.co_filename, traceback.tb_lineno, code.co_name)
+            location = Location(code.co_filename, traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
-    return found
+    return location

@@ -49,7 +49,7 @@ class Ambient:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Work under these modes, as a step does that is traced once more."""
+        """Enter these modes inside the `with` block, to trace a step once more."""
         before = default_dtype()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -60,10 +60,10 @@ class Ambient:
             yield
 
     def check(self, what: str, loc: Location | None) -> None:
-        """Return if a call of `what` is made under the modes that the step is traced under.
+        """Check that a call of `what`, at line `loc`, is made under the modes of the step's trace.
 
         Raises:
-            TraceError: it is not.
+            TraceError: autocast is on, or another default dtype or device is set.
         """
         if is_autocast_on():
             raise TraceError(
@@ -78,10 +78,10 @@ class Ambient:
 
 
 def _changed(
-    what: str, which: str, before: object, now: object, loc: Location | None
+    callee: str, which: str, before: object, now: object, loc: Location | None
 ) -> TraceError:
     return TraceError(
-        f"{what} is called under the default {which} {now}, and the step began under {before}; "
+        f"{callee} is called under the default {which} {now}, and the step began under {before}; "
         f"a compiled step has one default {which}",
         loc=loc,
         remedy=f"set the default {which} before the step, and name the {which} where one call "

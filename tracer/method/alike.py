@@ -1,9 +1,9 @@
-"""Use the trace of one call for another that is alike, such as that of the next of equal layers.
+"""Use the trace of one call for another call that is alike, such as one of the next equal layer.
 
-The other call's Python runs, on its own actor and at its own time, but no operator does: it gets
-the fakes of the first trace, as long as it calls the same torch functions on the same arguments
-(`function_log.py`). So whatever it reads (attributes, globals, variables of closures, what a module
-is made of) counts exactly as far as it changes the graph, and nobody has to list it.
+The other call's Python runs on its own actor, but no operator runs. Each torch function returns the
+fake that it returned in the first trace, as long as functions and arguments are the same
+(`function_log.py`). So attributes, globals, variables of closures and the structure of modules
+matter only where they change the graph, and nobody has to list them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from .reuse.templates import BlocksMisled
 from .twice import refuse_hidden_state, settled
 
 _MANY = 8
-"""So many traces that differ are tried for a call, the last ones first."""
+"""The most traces that are tried for a call, the latest first."""
 
 
 class Traces:
     """The traces of a step's methods so far.
 
     Attributes:
-        blocks: those of their modules that repeat.
+        blocks: their modules that repeat.
     """
 
     def __init__(self) -> None:
@@ -55,23 +55,31 @@ class Traces:
         self._found: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
 
     def find(self, call: Call, wanted: Wanted | None) -> Joint | None:
-        """The trace of a call that is alike, as one of this call; None if there is none."""
+        """Find the trace of a call that is alike, with this call's state; None if there is none."""
         outline = _outline(call.state)
         known = self._found.get(_kind(call, wanted), [])
         for entry in reversed(known[-_MANY:]):
             if entry[0] != outline:
                 continue
-            found = _rerun(call, wanted, entry[1], self.blocks)
-            if found is not None:
+            joint = _rerun(call, wanted, entry[1], self.blocks)
+            if joint is not None:
                 known.remove(entry)
                 known.append(entry)
-                return found
+                return joint
         return None
 
     def make(self, call: Call, wanted: Wanted | None) -> tuple[Call, Joint]:
-        """Trace a call, as `settled` and `refuse_hidden_state` do.
+        """Trace a call by `settled`, and check it by `refuse_hidden_state`.
 
-        With blocks first; if anything is wrong then, as it is, and that says what.
+        The first attempt uses blocks. If it fails after a module was compared with a block, the
+        call is traced again without blocks, and that attempt says what is wrong.
+
+        Returns:
+            The call, on the actor after changes of a first call, and its trace.
+
+        Raises:
+            TraceError: it cannot be traced.
+            UsesGradients: it works on gradients.
         """
         self.blocks.tried = False
         try:
@@ -84,36 +92,36 @@ class Traces:
         return _made(call, wanted, None)
 
     def add(self, call: Call, wanted: Wanted | None, joint: Joint) -> None:
-        """Keep a trace, where another call can be compared with it."""
+        """Keep a trace if another call can be compared with it."""
         outline = _outline(call.state)
         if joint.functions.complete and not joint.initial and outline is not None:
             self._found.setdefault(_kind(call, wanted), []).append((outline, joint))
 
 
-def _made(call: Call, wanted: Wanted | None, blocks: Blocks | None) -> tuple[Call, Joint]:
-    call, joint = settled(call, wanted, blocks)
-    if wanted is None:
+def _made(call: Call, derivative: Wanted | None, blocks: Blocks | None) -> tuple[Call, Joint]:
+    call, joint = settled(call, derivative, blocks)
+    if derivative is None:
         refuse_hidden_state(call, joint, blocks)
     return call, joint
 
 
-def _kind(call: Call, wanted: Wanted | None) -> Hashable:
-    """Calls of several kinds are not compared; those of one kind may differ."""
+def _kind(call: Call, derivative: Wanted | None) -> Hashable:
+    """The key of calls that may be alike; calls with different keys are never compared."""
     types = tuple(map(str, call.signature.leaves))
     is_tracked = torch.is_grad_enabled()
-    return (call.what, call.signature.spec, types, str(call.device), wanted, is_tracked)
+    return (call.what, call.signature.spec, types, str(call.device), derivative, is_tracked)
 
 
-def _rerun(call: Call, wanted: Wanted | None, joint: Joint, blocks: Blocks) -> Joint | None:
+def _rerun(call: Call, derivative: Wanted | None, joint: Joint, blocks: Blocks) -> Joint | None:
     try:
         with refusals_dropped(), random_state_watched(call):
-            return _Rerun(call, joint, blocks).run(wanted)
+            return _Rerun(call, joint, blocks).run(derivative)
     except (Unlike, UsesGradients, Exception):
         return None  # the trace that follows says what is wrong, if anything is
 
 
 class _Rerun(Scene):
-    """One call, on the fakes of another one's trace."""
+    """One call, which runs on the fakes of another call's trace."""
 
     def __init__(self, call: Call, joint: Joint, blocks: Blocks) -> None:
         functions = joint.functions
@@ -124,10 +132,10 @@ class _Rerun(Scene):
         self._blocks = blocks
 
     def run(self, wanted: Wanted | None) -> Joint:
-        """The trace, as one of this call.
+        """Run the call, and return the trace with this call's state.
 
         Raises:
-            Unlike: it is not the same. So does all else that the call, or a check of it, raises.
+            Unlike: the call is not like the traced one. Any other error means the same.
         """
         with self.fakes_in_place(), disable_autocast_cache():
             rebinds = self._go_along(wanted)
@@ -135,9 +143,9 @@ class _Rerun(Scene):
             raise Unlike
         return _moved(self._joint, self.call.state, rebinds, self.watch.reads)
 
-    def _go_along(self, wanted: Wanted | None) -> list[Rebind]:
+    def _go_along(self, derivative: Wanted | None) -> list[Rebind]:
         expected = Snapshot(self.call.state.containers)
-        with torch.set_grad_enabled(wanted is not None or torch.is_grad_enabled()):
+        with torch.set_grad_enabled(derivative is not None or torch.is_grad_enabled()):
             refusing = _NoOperators()
             with refusing:
                 log = self._joint.functions
@@ -148,7 +156,7 @@ class _Rerun(Scene):
                     log,
                     rerun.run,
                     self.watch,
-                    wanted is not None,
+                    derivative is not None,
                     None,
                 )
                 with FunctionGuard(self.call.what, calls.run), calls.intercepted():
@@ -167,7 +175,7 @@ class _Rerun(Scene):
 
 
 class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators, which nothing but functions outside of the log can call now."""
+    """Refuses operators: only functions that are not in the log can call one now."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -189,7 +197,7 @@ class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _moved(
     joint: Joint, state: ActorState, rebinds: Sequence[Rebind], reads: dict[int, set[str]]
 ) -> Joint:
-    """The trace, with the state of another actor, tensor by tensor."""
+    """The trace with the state of another actor, whose tensors correspond in order."""
     index = {id(tensor): i for i, (_, tensor) in enumerate(joint.state)}
     tensors = state.tensors
     return replace(
@@ -202,14 +210,14 @@ def _moved(
 
 
 def _outline(state: ActorState) -> Hashable | None:
-    """What actors have in common whose tensors can stand for each other, one by one.
+    """The key of actors whose tensors can stand for each other, one by one.
 
-    A tensor hangs at the same places, is alike for torch, and shares its memory with the same ones.
-    None: there is a tensor of which that cannot be said.
+    Such tensors are held by the same attributes, look the same to torch, and share memory with
+    corresponding tensors. The key is None if a tensor cannot be compared.
     """
     holders: dict[int, int] = {}
     memory: dict[int | None, int] = {}
-    found: list[Hashable] = []
+    tensor_outlines: list[Hashable] = []
     for tensor in state.tensors:
         slots = []
         for slot in tensor.slots:
@@ -219,12 +227,12 @@ def _outline(state: ActorState) -> Hashable | None:
         if tensor.tensor.layout is not torch.strided or attributes is None:
             return None
         shared = memory.setdefault(storage_key(tensor.tensor), len(memory))
-        found.append((tuple(slots), shared, attributes, *_metadata(tensor)))
-    return tuple(found)
+        tensor_outlines.append((tuple(slots), shared, attributes, *_metadata(tensor)))
+    return tuple(tensor_outlines)
 
 
 def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
-    """What torch knows of a tensor. A trace sees pieces as the logical tensors, which are plain."""
+    """What a trace sees of a tensor. It sees a piece as the logical tensor, which is plain."""
     value = tensor.tensor
     if tensor.shape != tuple(value.shape) or is_plain(tensor):
         seen = (value.requires_grad, value.is_leaf, bool(value._backward_hooks))
@@ -239,7 +247,7 @@ def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
 
 
 def _attributes(tensor: StateTensor) -> Hashable | None:
-    """What somebody has attached to a tensor; None if it is not plain data."""
+    """The attributes that somebody has set on a tensor; None if they are not plain data."""
     attached = vars(tensor.tensor)
     if not all(isinstance(v, (bool, int, float, str, type(None))) for v in attached.values()):
         return None

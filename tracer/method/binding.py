@@ -27,23 +27,23 @@ _PASS_ON = frozenset(
         ),
     }
 )
-"""Modules of decorators that pass on the very arguments which they are given."""
+"""Files whose decorators pass their arguments on unchanged."""
 
 
 def check_arguments(call: Call) -> None:
-    """Return if the method can be called with so many arguments, by these names.
+    """Check that the method takes this many arguments, by these names.
 
-    A method whose signature cannot be asked for is called as it is asked to; so is what a decorator
-    wraps that may change arguments.
+    A method without a signature passes the check. So does one under a decorator that may change
+    the arguments.
 
     Raises:
-        TraceError: it cannot.
+        TraceError: the arguments do not fit.
     """
     try:
         parameters = inspect.signature(_taker(call.function), follow_wrapped=False)
     except (TypeError, ValueError):
-        return  # of a builtin, say
-    # By the shape of the call alone: leaves may stand for what cannot be made before it runs.
+        return  # a builtin, say
+    # None stands for each argument: some values do not exist before the step runs.
     args, kwargs = call.signature.spec.children()
     try:
         parameters.bind(*[None] * args.num_children, **dict.fromkeys(kwargs.context))
@@ -52,11 +52,14 @@ def check_arguments(call: Call) -> None:
 
 
 def explain_misfit(error: Exception, call: Call) -> TraceError | None:
-    """The error to raise instead if `error` says that a decorated method cannot take arguments.
+    """Translate `error` if it says that a decorated method does not take its arguments.
 
-    A decorator of the user's may add arguments, take some or rename them, so what it wraps cannot
-    be asked before it runs. If it then calls that in a way in which it cannot be called, this is
-    what Python says, and the method's code has not been entered.
+    A decorator of the user's may add, drop or rename arguments, so the method's signature says
+    nothing before the call. If the decorator then passes arguments that do not fit, Python raises
+    a `TypeError` before it enters the method's code.
+
+    Returns:
+        The error to raise instead; None if `error` says anything else.
     """
     wrapped = innermost(call.function)
     entry = f"{getattr(wrapped, '__qualname__', '')}() "
@@ -71,14 +74,14 @@ def explain_misfit(error: Exception, call: Call) -> TraceError | None:
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is below all decorators that say what they wrap."""
+    """Return the function below all decorators that set `__wrapped__`."""
     while (below := _below(function)) is not function:
         function = below
     return function
 
 
 def definition(function: Callable[..., Any]) -> Location | None:
-    """The place where a function is defined, decorators looked through; None if not in Python."""
+    """Return the line that defines a function, below its decorators; None if not in Python."""
     code = getattr(innermost(function), "__code__", None)
     if code is None:
         return None
@@ -95,7 +98,7 @@ def _refusal(parameters: inspect.Signature, reason: str, call: Call) -> TraceErr
 
 
 def _taker(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what takes the arguments: below all that is known to pass them on as they are."""
+    """Return the function below all decorators that are known to pass arguments on unchanged."""
     while _passes_on(function):
         function = _below(function)
     return function
@@ -113,7 +116,7 @@ def _passes_on(function: Callable[..., Any]) -> bool:
 
 
 def _below(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a function wraps, bound as it is; the function itself if it does not say."""
+    """Return what a function wraps, bound to the same object; itself if it wraps nothing."""
     if not isinstance(function, MethodType):
         plain: Callable[..., Any] = inspect.getattr_static(function, "__wrapped__", function)
         return plain

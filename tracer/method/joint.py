@@ -1,8 +1,8 @@
 """Run a call under make_fx: one graph of its forward and, on request, its backward.
 
 The state of the actor is replaced by fake tensors for the time of the trace, the call runs on
-fake inputs, and `torch.autograd.grad` inside the same trace records the backward. Whatever happens,
-the actor, its attributes and all generators are afterwards as they were before.
+fake inputs, and `torch.autograd.grad` inside the same trace records the backward. Afterwards the
+actor, its attributes and all generators are as they were before, whatever happens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
 
 @dataclass(frozen=True)
 class Wanted:
-    """The derivative that is wanted: indices of value outputs and of value inputs."""
+    """The derivative to trace: indices of value outputs and of value inputs."""
 
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -59,28 +59,29 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Joint:
-    """One graph of a call and its backward. Nodes are those of `graph`, values are fakes.
+    """One graph of a call and its backward. Nodes belong to `graph`; values are fakes.
 
     Attributes:
         owner: holds the constants that the graph refers to.
         graph: forward, then backward.
-        state: placeholder and state tensor, for all state.
+        state: for each tensor of the state, its placeholder and the tensor.
         inputs: placeholders of the value inputs.
         cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
         outputs: nodes of the value outputs.
-        rebinds: slots that the call has given a new tensor, with its node.
-        wanted_outputs: those of `Wanted`.
-        wanted_inputs: those of `Wanted` that a wanted output depends on.
-        input_grads: the cotangents of these.
+        rebinds: slots in which the call has put a new tensor, with the tensor's node.
+        wanted_outputs: the outputs of `Wanted`.
+        wanted_inputs: the inputs of `Wanted` that a wanted output depends on.
+        input_grads: the cotangents of `wanted_inputs`.
         reaching: for each output, the value inputs that autograd may send its gradient to.
-        state_grads: gradients of the trained state, where there is one.
+        state_grads: trained tensors of the state that get a gradient, with its node.
         forward: names of the nodes that exist without the backward.
         results: what the call returns.
-        recorder: locations, random draws.
+        recorder: knows the user's lines and random draws.
         functions: the torch functions of the forward, in order.
-        written, backward_written: state that the forward, the backward writes to in place.
+        written, backward_written: indices of the state tensors that the forward, and the backward,
+            write to in place.
         reads: names of attributes that the trace relied on, by object id.
-        initial: changes that are right if the call makes them when it is first called only.
+        initial: changes that are right only if the first call alone makes them.
     """
 
     owner: fx.GraphModule
@@ -109,12 +110,14 @@ def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None =
     """Trace a call, with its backward if `wanted` is given.
 
     Args:
-        blocks: what its modules may be copies of.
+        call: the call.
+        wanted: the derivative to trace as well, if any.
+        blocks: blocks that its modules may be copies of.
 
     Raises:
         TraceError: it cannot be traced.
-        UsesGradients: it works on gradients and is to be called as it is.
-        BlocksMisled: it is to be traced without blocks.
+        UsesGradients: it works on gradients, so it must be called and not traced.
+        BlocksMisled: it must be traced without blocks.
     """
     try:
         with random_state_watched(call), refusals_raised():
@@ -128,7 +131,7 @@ def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None =
 
 
 def run_call(call: Call, blocks: Blocks | None = None) -> OpLog:
-    """Run a call on fakes, as `trace_call` does, for the operators that it issues.
+    """Run a call on fakes, as `trace_call` does, and return the log of its operators.
 
     Raises:
         TraceError: it cannot be traced.
@@ -201,7 +204,7 @@ class _Run(Scene):
         return self._joint(owner)
 
     def run(self) -> OpLog:
-        """The call once more, without making a graph, in a third of the time."""
+        """Run the call again without a graph, in a third of the time."""
         with self.fakes_in_place(), disable_autocast_cache():
             self._traced(self.state, self.inputs)
         for change in self.initial:
@@ -209,7 +212,7 @@ class _Run(Scene):
         return self.recorder.log
 
     def _plain_fake(self, real: torch.Tensor) -> torch.Tensor:
-        """What `FakeTensorMode.from_tensor` makes of a plain tensor, in a tenth of the time."""
+        """Make what `FakeTensorMode.from_tensor` makes of a plain tensor, ten times as fast."""
         plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
         fake = FakeTensor(self.mode, plain, real.device)
         if isinstance(real, torch.nn.Parameter):
@@ -236,17 +239,21 @@ class _Run(Scene):
             )
         with self.mode:
             fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.call.device)
-            wanted = self.wanted is not None and index in self.wanted.inputs
-            if not (leaf.requires_grad or wanted):
+            is_differentiated = self.wanted is not None and index in self.wanted.inputs
+            if not (leaf.requires_grad or is_differentiated):
                 return fake
-            # Not a leaf of autograd, as the output of another call is not.
+            # Like the output of another call, it must not be a leaf of autograd.
             with torch.enable_grad():
                 return fake.requires_grad_(True).clone()
 
     def _traced(
         self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run what make_fx traces; give outputs, rebound state, gradients and secret writers."""
+        """Run what make_fx traces.
+
+        Returns:
+            Outputs, rebound state, gradients, and results of operators that write in secret.
+        """
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
             guard = FunctionGuard(self.call.what, self.calls.run)
@@ -324,14 +331,14 @@ class _Run(Scene):
         held = [fake.grad for fake in self.state]
         with self.recorder, FunctionGuard(self.call.what, run_plainly):
             grad = torch.autograd.grad
-            found = call_user(grad, chosen, sources, cotangents, allow_unused=True)
+            gradients = call_user(grad, chosen, sources, cotangents, allow_unused=True)
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
             raise _works_on_gradients(self.call)
         many = len(self.wanted.inputs)
-        pairs = zip(self.wanted.inputs, found[:many], strict=True)
+        pairs = zip(self.wanted.inputs, gradients[:many], strict=True)
         self.dependent = [i for i, g in pairs if g is not None]
-        self.graded = [i for i, g in zip(trained, found[many:], strict=True) if g is not None]
-        return [g for g in found if g is not None]
+        self.graded = [i for i, g in zip(trained, gradients[many:], strict=True) if g is not None]
+        return [g for g in gradients if g is not None]
 
     def _cotangent(self, output: torch.Tensor) -> torch.Tensor:
         fake = torch.empty(output.shape, dtype=output.dtype, device=output.device)
@@ -377,7 +384,7 @@ class _Run(Scene):
 
 
 def ends(spec: pytree.TreeSpec, leaves: Sequence[Any], rebinds: Sequence[Rebind]) -> Any:
-    """What the forward of a call gives, as a log of functions compares it."""
+    """What the forward of a call returns and rebinds, for a function log to compare."""
     replaced = [(r.slot.path, r.value, r.shared) for r in rebinds]
     return (spec, leaves, replaced)
 
@@ -385,9 +392,9 @@ def ends(spec: pytree.TreeSpec, leaves: Sequence[Any], rebinds: Sequence[Rebind]
 def inputs_reached(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each output, the inputs to which autograd's graph leads from it.
+    """For each output, the indices of the inputs to which autograd's graph leads from it.
 
-    What a `torch.autograd.Function` keeps to itself shows in the backward alone.
+    A `torch.autograd.Function` may send no gradient to an input. Only the backward shows that.
     """
     numbers = {
         get_gradient_edge(tensor).node: i for i, tensor in enumerate(inputs) if tensor.requires_grad
@@ -413,7 +420,7 @@ def _reached_from(start: Node, numbers: Mapping[Node, int]) -> tuple[int, ...]:
 
 
 def is_plain(state: StateTensor) -> bool:
-    """True if a tensor is a leaf that has its memory to itself, and nothing special about it."""
+    """True if a tensor is a dense, contiguous leaf that fills its storage, without flags."""
     tensor = state.tensor
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)

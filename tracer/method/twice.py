@@ -1,8 +1,8 @@
-"""Run a traced call a second time: what is not the same then depends on hidden state.
+"""Run a traced call a second time: a difference shows that it depends on hidden state.
 
-A generator, an iterator, a counter, the clock: whatever a method reads that changes by itself would
-be read once, while it is traced, and every execution would get what the trace has got. Nobody can
-list all of that. So the call is run twice, and the operators, constants and results are compared.
+A method may read a generator, an iterator, a counter or the clock. The trace would read it once,
+and every execution would use that value. Nobody can list all such state. So the call runs twice,
+and its operators, constants and results are compared.
 """
 
 from __future__ import annotations
@@ -27,71 +27,76 @@ _REMEDY = (
 def settled(
     call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None
 ) -> tuple[Call, Joint]:
-    """Trace a call, as `trace_call` does, with what it does only when it is first called done.
+    """Trace a call, as `trace_call` does, after the changes that only its first call makes.
 
-    An attribute that is made when it is first needed is one. The actor keeps it, as it would of an
-    eager call, and the guard compares it from then on.
+    Such a change is an attribute that is made when it is first needed. The actor keeps it, as after
+    an eager call, and the guard compares it in every execution.
+
+    Args:
+        call: the call.
+        wanted: the derivative to trace as well, if any.
+        blocks: blocks that modules may be copies of.
 
     Returns:
-        The call, on the actor as it is then, and its trace.
+        The call, on the actor after these changes, and its trace.
 
     Raises:
-        TraceError: it cannot be traced, or changes what a graph cannot change in every call.
+        TraceError: it cannot be traced, or every call makes a change that a graph cannot make.
         UsesGradients: it works on gradients.
     """
     joint = trace_call(call, wanted, blocks)
     if not joint.initial:
         return call, joint
     try:
-        for each in joint.initial:
-            each.change.put(each.change.after)
+        for initialization in joint.initial:
+            initialization.change.put(initialization.change.after)
         call = replace(call, state=collect(call.state.objects[0][0], call.given))
         second = _without_changes(call, wanted, joint)
     except BaseException:
-        for each in joint.initial:
-            each.change.put(each.change.before)
+        for initialization in joint.initial:
+            initialization.change.put(initialization.change.before)
         raise
-    for each in joint.initial:
-        if each.owner is not None:
-            second.reads[each.owner].add(str(each.change.key))
+    for initialization in joint.initial:
+        if initialization.owner is not None:
+            second.reads[initialization.owner].add(str(initialization.change.key))
     return call, second
 
 
-def _without_changes(call: Call, wanted: Wanted | None, first: Joint) -> Joint:
+def _without_changes(call: Call, derivative: Wanted | None, first: Joint) -> Joint:
     refusal = first.initial[0].refusal
     try:
-        second = trace_call(call, wanted)
+        second = trace_call(call, derivative)
     except TraceError as error:
         raise refusal() from error
-    found = first.recorder.log.difference(second.recorder.log)
-    if second.initial or found is not None:
+    difference = first.recorder.log.difference(second.recorder.log)
+    if second.initial or difference is not None:
         raise refusal()
     return second
 
 
 def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) -> None:
-    """Return if the call does the same once more.
+    """Check that a second run of the call does the same as its trace.
 
-    The second run makes no graph, which saves most of the time. Some code sees the difference; so
-    where there is one, runs are compared that are alike.
+    The second run makes no graph, which saves most of the time. Some code behaves differently
+    without a graph. So if the logs differ, two runs of one kind are compared.
 
     Raises:
-        TraceError: it does not.
+        TraceError: two runs of one kind differ, or the second one fails.
     """
     first = joint.recorder.log
     try:
         second = run_call(call, blocks)
         if first.difference(second) is None:
             return
-        found = second.difference(run_call(call)) or first.difference(_trace_again(call))
+        difference = second.difference(run_call(call)) or first.difference(_trace_again(call))
     except UsesGradients as why:
         raise _refusal(call, f"{_NOT_TWICE} {why}", None) from None
     except TraceError as error:
         reason = error.reason.removeprefix(f"{call.what} cannot be traced: ")
         raise _refusal(call, f"{_NOT_TWICE} {reason}", error.loc) from error
-    if found is not None:
-        what, loc = found
-        raise _refusal(call, f"run twice, it does not do the same: {what}", loc)
+    if difference is not None:
+        words, loc = difference
+        raise _refusal(call, f"run twice, it does not do the same: {words}", loc)
 
 
 _NOT_TWICE = "it works at first, but not the second time:"

@@ -1,4 +1,4 @@
-"""What the rooms above speak of: specs and stand-ins of values, actors' state and pieces, plans.
+"""The data that all of the tracer uses: specs and stand-ins of values, actors' state, plans.
 
 In: Python values and actors. Out: their types, their memory and who shares it.
 """

@@ -29,7 +29,7 @@ from .heap.kinds import (
 )
 
 _MANY = 10_000
-"""Items of a larger container are not looked into."""
+"""A container with more items is not walked."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,7 +52,7 @@ class Slot:
         """Return what is there now.
 
         Raises:
-            LookupError: nothing is.
+            LookupError: nothing is there.
         """
         value = self.holder[self.key]
         for index in self.within:
@@ -106,10 +106,10 @@ class ActorState:
 
     Attributes:
         tensors: its tensors, each once.
-        objects: (object, path): what has attributes: the actor, its modules, its plain objects.
-        containers: (container, path): every dict, list, set and deque, `__dict__`s included.
+        objects: (object, path) of what has attributes: the actor, its modules, its plain objects.
+        containers: (container, path) of every dict, list, set and deque, `__dict__`s included.
         trainers: optimizers and the like, which are not walked.
-        others: (value, path): arrays, generators and the like, which can change in place.
+        others: (value, path) of arrays, generators and the like, which can change in place.
     """
 
     tensors: list[StateTensor] = field(default_factory=list)
@@ -125,7 +125,8 @@ def collect(
     """Walk an actor's attributes.
 
     Args:
-        given: objects that its method is given, with names. Their tensors are no state.
+        actor: the actor.
+        given: objects among its method's arguments, with names. Their tensors are no state.
         trainers: whether what optimizers and the like hold is state as well.
 
     Raises:
@@ -143,12 +144,13 @@ def collect(
 
 
 def reach(value: Any, behind: Callable[[Any], Iterable[Any]] = lambda value: ()) -> ActorState:
-    """Everything that any value reaches, by way of optimizers and the like as well.
+    """Walk everything that a value reaches, optimizers and the like included.
 
     Parameters that are not initialised yet are left out.
 
     Args:
-        behind: what else is to be walked where there is such a value.
+        value: where the walk begins.
+        behind: gives what else to walk where there is such a value.
     """
     walk = _Reach(behind)
     walk.visit(value, "", None)
@@ -236,15 +238,15 @@ class _Walk:
 
 
 class _Reach(_Walk):
-    """A walk that takes tensors in sets as well, and leaves out what is not initialised yet."""
+    """A walk that takes tensors in sets, too, and skips parameters that are not initialised yet."""
 
     def __init__(self, behind: Callable[[Any], Iterable[Any]]) -> None:
         super().__init__()
         self._behind = behind
 
     def visit(self, value: Any, path: str, slot: _Place) -> None:
-        for each in self._behind(value):
-            super().visit(each, path, None)
+        for item in self._behind(value):
+            super().visit(item, path, None)
         super().visit(value, path, slot)
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, slot: _Place) -> None:
@@ -258,9 +260,10 @@ _MODULE_DICTS = frozenset({"_parameters", "_buffers", "_modules"})
 def put_state(state: ActorState, values: Sequence[torch.Tensor]) -> None:
     """Put other tensors into all slots of an actor's state.
 
-    Weak references in lists follow: `nn.LSTM` keeps some, and compares.
+    Weak references in lists follow: `nn.LSTM` keeps some to its parameters, and compares them.
 
     Args:
+        state: the state whose slots to fill.
         values: one for each of `state.tensors`.
     """
     instead = {id(t.tensor): value for t, value in zip(state.tensors, values, strict=True)}

@@ -1,6 +1,6 @@
-"""Put the gradients of an actor on a mesh into buckets, each of which is reduced by itself.
+"""Put the gradients of an actor on a mesh into buckets, which are reduced one by one.
 
-Backwards are cut at buckets, so that one is reduced while the rest of a backward runs.
+A backward is cut at its buckets, so that one is reduced while the rest of the backward runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...ir.types import Place
 from .actor_state import StateTensor
 
 BUCKET = 25 << 20
-"""Bytes of a bucket at most, on each rank, unless one gradient is larger; as DDP's are."""
+"""The most bytes of a bucket on each rank, unless one gradient is larger; the same as in DDP."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class GradientLayout:
     """How ranks hold what backwards add to one gradient.
 
     Attributes:
-        layout: along its summands it is to be reduced.
-        bucket: with which others.
+        layout: its layout; it must be reduced along the axes of its summands.
+        bucket: the number of its bucket.
     """
 
     layout: Layout
@@ -35,10 +35,10 @@ class Buckets:
     """The buckets of one actor in one step.
 
     A gradient comes into a bucket when the first backward that adds to it is derived, in the order
-    in which that backward has its gradients. So all ranks find the same.
+    in which that backward has its gradients. So all ranks make the same buckets.
 
     Attributes:
-        limit: bytes of a bucket at most, unless one gradient is larger.
+        limit: the most bytes of a bucket, unless one gradient is larger.
         of: the bucket of each gradient, by path.
     """
 
@@ -48,10 +48,10 @@ class Buckets:
     _nbytes: int = 0
 
     def enter(self, gradients: Iterable[tuple[str, int]]) -> None:
-        """Put gradients into buckets, those that are in one already aside.
+        """Put gradients into buckets, except those that are in one already.
 
         Args:
-            gradients: paths with bytes on each rank, in the order in which they are there.
+            gradients: paths with bytes on each rank, in the order in which a backward has them.
         """
         for path, nbytes in gradients:
             if path in self.of:
@@ -63,12 +63,14 @@ class Buckets:
 
 
 def whole_gradients(tensors: Iterable[StateTensor]) -> dict[str, GradientLayout]:
-    """The gradients of some tensors, by path, where every rank adds the same to them."""
-    return {each.path: GradientLayout(Layout((WHOLE,) * each.tensor.dim())) for each in tensors}
+    """The layouts of the gradients of tensors, by path, if every rank adds the same to them."""
+    return {
+        tensor.path: GradientLayout(Layout((WHOLE,) * tensor.tensor.dim())) for tensor in tensors
+    }
 
 
 def numel_at_rank(shape: tuple[int, ...], layout: Layout, place: Place) -> int:
-    """Elements of a tensor that a rank holds in a layout: the mean, where pieces are uneven."""
+    """The number of elements that a rank holds in a layout; the mean, where pieces are uneven."""
     cutting = {axis for cut in layout.cuts for axis in cut.axes}
     pieces = math.prod(size for axis, size in place.axes if axis in cutting)
     return math.prod(shape) // pieces
@@ -76,5 +78,5 @@ def numel_at_rank(shape: tuple[int, ...], layout: Layout, place: Place) -> int:
 
 def buckets_of(paths: Iterable[str], buckets: Mapping[str, int]) -> tuple[int, ...]:
     """The buckets of some gradients, ascending, as `Function.buckets` names them."""
-    found = sorted({buckets.get(path, 0) for path in paths})
-    return () if found == [0] else tuple(found)
+    numbers = sorted({buckets.get(path, 0) for path in paths})
+    return () if numbers == [0] else tuple(numbers)

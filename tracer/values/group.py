@@ -23,13 +23,13 @@ class GroupActor:
     """An actor on a mesh, as this process knows it.
 
     Attributes:
-        name: as that of its handle.
+        name: the name of its handle.
         mesh: the ranks that hold its pieces.
         plan: how its tensors and the arguments of its methods are laid out.
         logical: its tensors when it was made, by path; empty where this process holds no pieces.
         instances: the objects with the pieces of the ranks that this process plays, by rank.
         bucket_bytes: as `Cls.on` takes it.
-        memory: of each rank, what is known to hold pieces; opaque methods look at it.
+        memory: the memory that holds pieces, by rank; opaque methods look tensors up there.
     """
 
     name: str
@@ -46,7 +46,7 @@ class GroupActor:
         return min(self.instances, key=self.mesh.ranks.index)
 
     def group(self, inputs: tuple[Layout | None, ...]) -> Group:
-        """The ranks, as they call a method with values that are laid out so."""
+        """The group for a call of a method, with values in these layouts."""
         return Group(self.mesh, inputs, tuple(self.instances), self)
 
     def state(self, rank: int) -> ActorState:
@@ -78,7 +78,7 @@ class GroupActor:
 
     def tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that a rank's instance holds, by path."""
-        return {each.path: each.tensor for each in collect(self.instances[rank]).tensors}
+        return {tensor.path: tensor.tensor for tensor in collect(self.instances[rank]).tensors}
 
     def shape(self, path: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """The shape of the logical tensor of which a rank holds a piece."""
@@ -96,7 +96,7 @@ class GroupActor:
 
     @property
     def gathered(self) -> dict[str, Layout]:
-        """The layouts in which tensors are used that are cut further where they rest, by path."""
+        """The layouts in which stored parameters are used, by path."""
         return {
             path: tensor.used or Layout((WHOLE,) * len(tensor.shape))
             for path, tensor in self.logical.items()
@@ -111,8 +111,8 @@ class Group:
     Attributes:
         place: the ranks.
         inputs: the layouts of the values that the function takes, in order; None: copies.
-        played: those that this process plays.
-        actor: whose function it is, if it is an actor's.
+        played: the ranks that this process plays.
+        actor: the actor whose function it is, if any.
     """
 
     place: Place
@@ -122,6 +122,6 @@ class Group:
 
     @property
     def has_layouts(self) -> bool:
-        """True if any rank holds less than the whole of anything that a function may take."""
+        """True if an input of a function, or a tensor of its actor, is laid out over the ranks."""
         state = self.actor.layouts if self.actor is not None else {}
         return bool(state) or any(layout is not None for layout in self.inputs)

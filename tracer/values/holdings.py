@@ -1,8 +1,8 @@
 """List what actors hold: their memory and the objects that can change, each with its path.
 
-Actors are compared by it. Where this process plays all ranks, it holds all actors. Where it does
-not, the owner of an actor compares it with what later actors of other ranks are made of, while both
-are there; nothing is kept alive for that.
+Comparing holdings shows what actors share. A process that plays all ranks holds all actors. If it
+does not, the owner of an actor compares it with the constructor's arguments of later actors of
+other ranks, while both exist; nothing is kept alive for that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Holding:
     """Memory and objects that an actor, or anything else, holds at one moment.
 
     Attributes:
-        memory: for each piece of memory, the tensors that it is of, by path.
+        memory: for each storage, the tensors in it, by path.
         objects: for each object that can change, by identity, its path.
-        plain: those of these that are plain data, which a step does not look into: no part of a
-            module, nor of a library's object.
+        plain: the keys of objects that are plain data, which a step does not look into: no part of
+            a module, nor of a library's object.
         values: the tensors and objects, by path.
     """
 
@@ -48,13 +48,13 @@ class Holding:
             holding.values.setdefault(held.path, held.tensor)
             for key in _memory_keys(held.tensor):
                 holding.memory.setdefault(key, {})[held.path] = held.tensor
-        whole = tuple(f"{path}." for each, path in state.objects if path and _is_whole(each))
-        for each, path in _changeable(state):
-            key = ("object", id(each))
+        whole = tuple(f"{path}." for obj, path in state.objects if path and _is_whole(obj))
+        for obj, path in _changeable(state):
+            key = ("object", id(obj))
             holding.objects.setdefault(key, path)
             if not f"{path}.".startswith(whole):
                 holding.plain.add(key)
-                holding.values.setdefault(path, each)
+                holding.values.setdefault(path, obj)
         return holding
 
     @property
@@ -63,14 +63,14 @@ class Holding:
         return frozenset((*self.memory, *self.objects))
 
     def path_of(self, key: Hashable) -> str | None:
-        """The path of something; None if it is not here, or not plain."""
+        """The path of the memory or object with a key; None if it is not here, or not plain."""
         if key in self.memory:
             return next(iter(self.memory[key]))
         return self.objects.get(key) if key in self.plain else None
 
 
 def _is_whole(value: Any) -> bool:
-    """True if an object counts as a whole, and what it holds is not compared by itself."""
+    """True if an object is compared as a whole, and not by what it holds."""
     return isinstance(value, torch.nn.Module) or is_foreign(type(value))
 
 
@@ -86,16 +86,16 @@ def _memory_keys(tensor: torch.Tensor) -> Iterator[Hashable]:
 
 def _changeable(state: ActorState) -> Iterator[tuple[Any, str]]:
     """The Python objects of a state that can change, with their paths."""
-    frozen = [each for each, _ in state.objects if _is_frozen(each)]
-    fixed = {id(each) for each in frozen} | {id(getattr(each, "__dict__", None)) for each in frozen}
-    for each, _ in state.objects:
-        if isinstance(each, torch.nn.Module):  # it stands for what torch keeps in it
-            attributes = vars(each)
+    frozen = [obj for obj, _ in state.objects if _is_frozen(obj)]
+    fixed = {id(obj) for obj in frozen} | {id(getattr(obj, "__dict__", None)) for obj in frozen}
+    for obj, _ in state.objects:
+        if isinstance(obj, torch.nn.Module):  # it stands for what torch keeps in it
+            attributes = vars(obj)
             fixed.add(id(attributes))
             fixed.update([id(attributes[name]) for name in _OF_MODULES if name in attributes])
-    for each, path in (*state.objects, *state.containers, *state.others):
-        if id(each) not in fixed:
-            yield each, path
+    for obj, path in (*state.objects, *state.containers, *state.others):
+        if id(obj) not in fixed:
+            yield obj, path
     for trainer in state.trainers:
         yield trainer, type(trainer).__name__
 
@@ -113,13 +113,13 @@ def _is_frozen(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Held:
-    """Something that an actor holds.
+    """A tensor or an object that an actor holds.
 
     Attributes:
-        actor, rank: the actor.
-        made: where it was made.
-        order: when, among all actors.
-        path: where it holds it.
+        actor, rank: the actor's name and rank.
+        made: the line of the user's program that made the actor.
+        order: how many actors were made before it.
+        path: the path of what it holds, from the actor.
     """
 
     actor: str
@@ -131,13 +131,13 @@ class Held:
 
 @dataclass
 class Use:
-    """Uses of an actor's memory by its functions; actors of other ranks may hold it, too.
+    """How an actor's functions use its memory, which actors of other ranks may hold, too.
 
     Attributes:
-        reads, changes: the paths of the tensors that its traced functions have been seen to read,
-            and to change, with the function that did.
-        is_traced, is_opaque: whether methods of it were traced, and called as they are.
-        paths: where the actor holds a tensor, by storage; while a step is traced.
+        reads: the paths of the tensors that its traced functions read.
+        changes: for each tensor that they change, by path, the function that does.
+        is_traced, is_opaque: whether it has methods that were traced, and opaque methods.
+        paths: the paths of its tensors, by storage; only while a step is traced.
     """
 
     reads: set[str] = field(default_factory=set)
@@ -162,7 +162,7 @@ class Use:
         return Use(self.reads & set(paths), changes, self.is_traced, self.is_opaque)
 
     def includes(self, path: str) -> bool:
-        """True if the actor uses what is there; if only opaque methods use it, it uses all."""
+        """True if the actor uses the tensor there; one with opaque methods alone uses them all."""
         only_opaque = self.is_opaque and not self.is_traced
         return only_opaque or path in self.reads or path in self.changes
 
@@ -172,17 +172,18 @@ class Member:
     """An actor, as this process knows it.
 
     Attributes:
-        name, rank: as those of its handle.
-        world: what it was made in.
-        held: in a tuple the instance; empty where another process holds it.
-        made: where in the user's program.
-        order: how many have been made before it.
-        keys: what it held when it was made, where actors live in several processes.
-        kept: of what it was made of, by path there, where it holds that.
-        met: later actors of other ranks that were made of what it holds, as (what it holds, their
-            name, path in what they were made of).
+        name, rank: those of its handle.
+        world: the world that it was made in.
+        held: the instance, in a tuple; empty where another process holds it.
+        made: the line of the user's program that made it.
+        order: how many actors were made before it.
+        keys: the keys of what it held when it was made.
+        kept: for each constructor's argument that it has kept, by the path in the arguments, its
+            own path.
+        met: later actors of other ranks whose constructors got what it holds, as (what it holds,
+            their name, path in their arguments).
         use: what the functions of earlier steps do to its memory.
-        group: what is known of it if it is on a mesh; `rank` is then one of those.
+        group: the actor on a mesh, if it is one; `rank` is then one of its ranks.
     """
 
     name: str
@@ -198,7 +199,7 @@ class Member:
     group: GroupActor | None = None
 
     def at(self, path: str) -> Held:
-        """Return what it holds there."""
+        """Describe what it holds there."""
         return Held(self.name, self.rank, self.made, self.order, path)
 
 
@@ -219,7 +220,7 @@ class Actors:
     """The actors that a factory has made, for as long as they have handles.
 
     Args:
-        member_of: the actor that a value is a handle of; None of any other value.
+        member_of: gives the actor of a handle; None for any other value.
     """
 
     def __init__(self, member_of: Callable[[Any], Member | None]) -> None:
@@ -238,24 +239,25 @@ class Actors:
         return sorted(members, key=lambda member: member.name)
 
     def note_given(self, member: Member, given: Any) -> None:
-        """Note which local actors hold what an actor has just been made of, where others do not.
+        """Note which local actors hold what the constructor of a new actor has got.
 
         Args:
+            member: the new actor.
             given: the arguments of its constructor.
         """
-        things = Holding.of(reach(given))
+        argument_holding = Holding.of(reach(given))
         if member.held:
-            mine = self.holding(member)
-            member.keys = mine.keys
-            member.kept = dict(_matches(things, mine))
+            holding = self.holding(member)
+            member.keys = holding.keys
+            member.kept = dict(_matches(argument_holding, holding))
         for other in self.local(member.world):
-            if other.rank != member.rank and not other.keys.isdisjoint(things.keys):
-                theirs = self.holding(other)  # as it is now
-                for path, own in _matches(things, theirs):
-                    other.met.append((other.at(own), member.name, path))
+            if other.rank != member.rank and not other.keys.isdisjoint(argument_holding.keys):
+                other_holding = self.holding(other)  # as it is now
+                for path, own_path in _matches(argument_holding, other_holding):
+                    other.met.append((other.at(own_path), member.name, path))
 
     def holding(self, member: Member) -> Holding:
-        """Return what an actor holds now, and what others of its rank hold whose handle it has."""
+        """Return what an actor holds now, and what actors of its rank hold whose handles it has."""
 
         def behind(value: Any) -> tuple[Any, ...]:
             other = self._member_of(value)
@@ -264,9 +266,9 @@ class Actors:
         return Holding.of(reach(member.held, behind))
 
 
-def _matches(things: Holding, holding: Holding) -> Iterator[tuple[str, str]]:
-    """Find what is in both, by its paths in both."""
-    for key in (*things.memory, *things.objects):
-        path, own = things.path_of(key), holding.path_of(key)
-        if path is not None and own is not None:
-            yield path, own
+def _matches(first: Holding, second: Holding) -> Iterator[tuple[str, str]]:
+    """The paths, in each of two holdings, of what both hold."""
+    for key in (*first.memory, *first.objects):
+        path, own_path = first.path_of(key), second.path_of(key)
+        if path is not None and own_path is not None:
+            yield path, own_path

@@ -44,7 +44,7 @@ class RankBodies:
 
     @staticmethod
     def of(bodies: Mapping[int, Body]) -> Bodies:
-        """The bodies of some ranks; the one body, if it is one rank."""
+        """The bodies of some ranks; for one rank, its body."""
         return RankBodies(bodies) if len(bodies) > 1 else next(iter(bodies.values()))
 
     def at(self, rank: int) -> Body:
@@ -60,7 +60,7 @@ Guard = Callable[[], str | None]
 
 
 class Peers(Protocol):
-    """The world as the tracer needs it: who plays which rank, and how all hear of something."""
+    """What the tracer needs of the world: who plays which rank, and how processes communicate."""
 
     @property
     def rank(self) -> int: ...
@@ -81,7 +81,7 @@ class MethodTarget:
 
     Attributes:
         remat: whether its derivative computes again what it needs of the forward.
-        function: what is called with the instance, if not its own method of that name.
+        function: the function to call with the instance; None: its own method of that name.
         shared: what the actor shares with other actors of its rank.
         use: notes what its functions do to its memory.
         group: the ranks that call it together; None where one rank calls it.
@@ -146,13 +146,13 @@ class TracedFunction:
         results: the pytree that a call returns; its value leaves are the declaration's outputs.
         state_outputs: indices of the outputs that eager Python would return as live references
             to the actor's parameters or buffers.
-        body: what to run (not sent to other ranks); None of a program.
+        body: what to run (not sent to other ranks); None for a program.
         program, parts: the body of a program, and the functions that it calls.
         guard: what the trace relied on (not sent to other ranks).
-        strict: of an opaque function, a body that raises where a result requires a gradient, for
+        strict: for an opaque function, a body that raises where a result requires a gradient, for
             calls that a loss depends on (not sent to other ranks).
-        views: pairs (output, input) that share memory in plain Python. Of those that are no
-            aliases in the declaration, the body gives a copy.
+        views: pairs (output, input) that share memory in plain Python. The body gives a copy where
+            the declaration has no alias for the pair.
         reaching: for each output, the inputs that its gradient may go to.
     """
 
@@ -172,7 +172,7 @@ class TracedFunction:
 class TracedPart:
     """A function of a derivative, or of a program: a half of a backward, say.
 
-    `body` is None, and `program` its body, where it is a program.
+    If it is a program, `program` is its body, and `body` is None.
     """
 
     declaration: Function
@@ -196,9 +196,10 @@ class TracedVjp:
     Attributes:
         vjp: names its functions.
         first, second: the forward and the backward.
-        halves: those of the backward.
+        halves: the halves of the backward.
         called: the functions that these call, where they are programs.
-        gradients: of an actor on a mesh, what the backward adds to `.grad` of its tensors, by path.
+        gradients: for an actor on a mesh, what the backward adds to `.grad` of its tensors, by
+            path.
     """
 
     vjp: Vjp
@@ -258,7 +259,7 @@ class Call:
     """A call to trace.
 
     Attributes:
-        what: in words, such as `Stage.forward`.
+        what: the call in words, such as `Stage.forward`.
         function: what is called.
         state: the state of the actor; empty for a function of values alone.
         signature: the arguments, a pytree `(args, kwargs)`.
@@ -285,8 +286,8 @@ class Call:
 
     def refusal(self, reason: str, remedy: str, loc: Location | None = None) -> TraceError:
         """The error for a call that cannot be traced."""
-        what = f"{self.what} cannot be traced: {reason}"
-        return TraceError(what, loc=loc or self.error_loc, remedy=remedy)
+        message = f"{self.what} cannot be traced: {reason}"
+        return TraceError(message, loc=loc or self.error_loc, remedy=remedy)
 
     def values(self) -> list[tuple[TensorSpec | ObjectSpec, str]]:
         """The value leaves of the signature, each with its name in words."""
@@ -337,7 +338,7 @@ def _remedy_for_objects(leaf: Any) -> str:
 
 
 def given_objects(signature: Tree) -> tuple[tuple[Any, str], ...]:
-    """The objects among the arguments of a method that have attributes of the user's."""
+    """The arguments of a method that are objects with the user's attributes, with their names."""
     return tuple(
         (leaf.value, argument_name(signature, i))
         for i, leaf in enumerate(signature.leaves)
@@ -355,7 +356,7 @@ def argument_name(signature: Tree, index: int) -> str:
 
 
 Owner: TypeAlias = tuple[int, ...] | None
-"""The ranks that trace a function, the first of which tells the others; None: every rank."""
+"""The ranks that trace a function: the first one tells all others. None: every rank traces it."""
 
 VjpKey: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
@@ -374,21 +375,21 @@ class Callee:
         specs: the results that are values.
         needed: which of its operands require a gradient.
         differentiable: whether any of its results requires one.
-        propagates_grad: whether a missing operand gradient makes the result's missing.
-        may_accumulate: whether it may send gradients to its operands and to its actor's parameters
-            in plain Python, for all that is known, because it is opaque; cg sends none.
+        propagates_grad: whether its results may lack a gradient if an operand may lack one.
+        may_accumulate: whether it is opaque, and so might send gradients to its operands and its
+            actor's parameters in plain Python; cg sends none.
         symbol: its name, for ops.
-        base: what the names of its results derive from.
+        base: the name from which those of its results derive.
         is_single: whether its result is one value and nothing else.
         shares: whether its results may share memory with anything.
         views: pairs (result, operand) that may share memory in plain Python.
         reaching: for each result, the operands that its gradient may go to.
-        vjps: its derivatives so far, by masks of outputs and of inputs that were asked for, and by
-            the functions that may write to its actor between forward and backward. Their own masks
-            are exact.
-        strict_body: of an opaque function, a body that raises where a result requires a gradient;
+        vjps: its derivatives so far, by the masks of outputs and inputs that were requested, and by
+            the functions that may write to its actor between forward and backward. The masks of
+            a derivative itself are exact.
+        strict_body: for an opaque function, a body that raises where a result requires a gradient;
             None where it cannot run.
-        strict: the name by which that body is in the module, once it is.
+        strict: the name of that body in the module, once it is there.
     """
 
     declaration: Function

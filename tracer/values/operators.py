@@ -19,8 +19,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def is_random(op: object, args: Any, kwargs: Any) -> bool:
     """True if a call of an operator draws from a random number generator.
 
-    What drops something out counts only if it does so in this call. A backward does not draw: it is
-    given what its forward has drawn.
+    A dropout counts only if it drops anything in this call. A backward does not draw: it gets what
+    its forward has drawn.
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False
@@ -33,11 +33,11 @@ def is_random(op: object, args: Any, kwargs: Any) -> bool:
 
 
 def argument_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, name: str) -> Any:
-    """An argument of a call by name; its default, or None if the operator has no such argument."""
+    """An argument of a call, by name, or its default; None if the operator has no such argument."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == name:
-            given = args[position] if position < len(args) else kwargs.get(name)
-            return argument.default_value if given is None else given
+            value = args[position] if position < len(args) else kwargs.get(name)
+            return argument.default_value if value is None else value
     return None
 
 
@@ -58,7 +58,7 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "aten::cudnn_batch_norm": _RUNNING,
     "aten::miopen_batch_norm": _RUNNING,
 }
-"""Operators that write to arguments in training mode without a word in their schema."""
+"""Operators that write to arguments in training mode, which their schema does not say."""
 
 
 def written_values(op: object, args: Any, kwargs: Any) -> Iterator[Any]:

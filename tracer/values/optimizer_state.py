@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .actor_state import ActorState, StateTensor, collect
 
 _COUNT = "step"
-"""What torch's optimizers call their number of steps, which is no part of a parameter."""
+"""Torch's key for the number of steps, which an optimizer does not keep element by element."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Kept:
     """A tensor that an optimizer keeps for a parameter, and that has its shape.
 
     Attributes:
-        optimizer: keeps it.
-        parameter: what it is kept for.
-        tensor: what is kept.
+        optimizer: the optimizer.
+        parameter: the parameter.
+        tensor: the tensor that is kept.
     """
 
     optimizer: torch.optim.Optimizer
@@ -32,29 +32,29 @@ class Kept:
 def kept_by_optimizers(state: ActorState) -> Iterator[Kept]:
     """The tensors of parameters' shapes that an actor's optimizers keep for them."""
     for optimizer in optimizers_of(state):
-        for each in state.tensors:
-            for key, value in optimizer.state.get(each.tensor, {}).items():
-                is_alike = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape
+        for parameter in state.tensors:
+            for key, value in optimizer.state.get(parameter.tensor, {}).items():
+                is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.tensor.shape
                 if is_alike and key != _COUNT:
-                    yield Kept(optimizer, each, value)
+                    yield Kept(optimizer, parameter, value)
 
 
 def optimizers_of(state: ActorState) -> list[torch.optim.Optimizer]:
     """The optimizers of an actor, and those of its schedulers."""
-    found: dict[int, torch.optim.Optimizer] = {}
+    optimizers: dict[int, torch.optim.Optimizer] = {}
     for trainer in state.trainers:
-        each = trainer.optimizer if isinstance(trainer, LRScheduler) else trainer
-        if isinstance(each, torch.optim.Optimizer):
-            found[id(each)] = each
-    return list(found.values())
+        optimizer = trainer.optimizer if isinstance(trainer, LRScheduler) else trainer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizers[id(optimizer)] = optimizer
+    return list(optimizers.values())
 
 
 def move(instance: object, device: torch.device) -> None:
-    """Move the tensors of an actor to a device, with what its optimizers keep beside them.
+    """Move the tensors of an actor to a device, with those that its optimizers keep.
 
-    In place: an optimizer, say, knows a parameter by its identity.
+    The tensors stay the same objects: an optimizer knows a parameter by its identity.
     """
     state = collect(instance)
-    kept = [each.tensor for each in kept_by_optimizers(state)]
-    for tensor in (*(each.tensor for each in state.tensors), *kept):
+    optimizer_tensors = [entry.tensor for entry in kept_by_optimizers(state)]
+    for tensor in (*(state_tensor.tensor for state_tensor in state.tensors), *optimizer_tensors):
         tensor.data = tensor.data.to(device)

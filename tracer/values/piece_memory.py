@@ -1,4 +1,4 @@
-"""The memory that is known to hold pieces of tensors that are cut."""
+"""Remember which memory holds pieces of tensors that are cut."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ...ir.layout import Layout
 
 
 class PieceMemory:
-    """Says of a tensor whether it is a piece, and how the whole is cut.
+    """Knows which tensors are pieces, and how the logical tensors are cut.
 
-    Memory counts, not the tensor: `p.data` and `p.detach()` are as much a piece as `p` is. No
-    memory is kept alive.
+    It goes by memory, not by tensor: `p.data` and `p.detach()` are pieces if `p` is one. It keeps
+    no memory alive.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class PieceMemory:
             self._held[key] = held, layout
 
     def layout(self, tensor: torch.Tensor) -> Layout | None:
-        """The layout of the whole that it is a piece of; None if it is no piece."""
-        found = self._held.get(memory_key(tensor))  # type: ignore[arg-type]
-        return None if found is None else found[1]
+        """The layout of the logical tensor that a tensor is a piece of; None if it is no piece."""
+        entry = self._held.get(memory_key(tensor))  # type: ignore[arg-type]
+        return None if entry is None else entry[1]
 
     def forget_freed(self) -> None:
         """Forget memory that has been freed."""
@@ -38,9 +38,10 @@ class PieceMemory:
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Where a tensor lies, which no other storage has while a weak reference to it is held.
+    """The storage of a tensor, and its offset there in bytes; None if it has no plain storage.
 
-    Gradients may lie behind each other in one storage.
+    The key is unique as long as somebody holds a weak reference to the storage. The offset tells
+    gradients apart that lie one behind another in one storage.
     """
     if tensor.layout is not torch.strided:
         return None

@@ -1,4 +1,4 @@
-"""Keep of an actor's tensors the pieces of one rank, and remember what they are pieces of."""
+"""Keep one rank's pieces of an actor's tensors, and remember the logical tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class LogicalTensor:
     """The logical tensor that a tensor of an actor's state is a piece of.
 
     Attributes:
-        path: where it hangs, from the actor.
-        shape: of the whole tensor.
-        layout: over the actor's mesh; None if every rank holds a copy.
-        used: the layout to which it is gathered where it is used; None if a whole copy is.
+        path: its path, from the actor.
+        shape: the shape of the whole tensor.
+        layout: its layout over the actor's mesh; None if every rank holds a copy.
+        used: the layout in which it is used, after a gather; None if ranks use a whole copy.
     """
 
     path: str
@@ -43,7 +43,7 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
     Args:
         instance: the actor, with whole tensors; they may be on the meta device.
         plan: says how tensors are cut where they are used.
-        store: cuts those that are trained further, where they rest; scalars stay as they are.
+        store: cuts trained tensors further, where they rest; scalars stay whole.
         mesh: the ranks that hold it.
 
     Raises:
@@ -52,30 +52,40 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
             memory with another.
     """
     state = collect(instance)
-    kept = [(each.parameter.path, each.tensor) for each in kept_by_optimizers(state)]
-    tensors = [(each.path, each.tensor) for each in state.tensors]
-    storages = Counter(_storage(tensor) for _, tensor in (*tensors, *kept))
-    shared = {path for path, tensor in (*tensors, *kept) if storages[_storage(tensor)] > 1}
-    found = []
-    for each in state.tensors:
-        sharding = used = _sharding(each, plan)
-        if each.is_trained and each.tensor.dim():  # a scalar has no dimension to cut
+    optimizer_tensors = [
+        (entry.parameter.path, entry.tensor) for entry in kept_by_optimizers(state)
+    ]
+    tensors = [(state_tensor.path, state_tensor.tensor) for state_tensor in state.tensors]
+    storages = Counter(_storage(tensor) for _, tensor in (*tensors, *optimizer_tensors))
+    shared = {
+        path for path, tensor in (*tensors, *optimizer_tensors) if storages[_storage(tensor)] > 1
+    }
+    logical = []
+    for state_tensor in state.tensors:
+        sharding = used = _sharding(state_tensor, plan)
+        if state_tensor.is_trained and state_tensor.tensor.dim():  # not a scalar
             sharding = sharding & store
-        what, shape = f"'{each.path}'", tuple(each.tensor.shape)
-        layout = sharding.layout(mesh, shape, what)
-        if layout is not None and each.path in shared:
+        tensor_name, shape = f"'{state_tensor.path}'", tuple(state_tensor.tensor.shape)
+        layout = sharding.layout(mesh, shape, tensor_name)
+        if layout is not None and state_tensor.path in shared:
             raise ValueError(
-                f"{what} is cut, and shares memory with another tensor of the actor, or what an "
-                "optimizer keeps for it does; give each its own memory, or leave it whole"
+                f"{tensor_name} is cut, and shares memory with another tensor of the actor, or "
+                "what an optimizer keeps for it does; give each its own memory, or leave it whole"
             )
-        found.append(LogicalTensor(each.path, shape, layout, used.layout(mesh, shape, what)))
-    return tuple(found)
+        logical.append(
+            LogicalTensor(state_tensor.path, shape, layout, used.layout(mesh, shape, tensor_name))
+        )
+    return tuple(logical)
 
 
 def _sharding(tensor: StateTensor, plan: Plan) -> Sharding:
-    """The sharding that the plan gives a tensor by whichever of its names."""
-    found = [(slot.path, plan.of_tensor(slot.path)) for slot in tensor.slots]
-    named = [(path, sharding) for path, sharding in found if sharding is not None]
+    """The sharding that the plan gives a tensor by any of its paths.
+
+    Raises:
+        ValueError: it gives two paths different shardings.
+    """
+    shardings = [(slot.path, plan.of_tensor(slot.path)) for slot in tensor.slots]
+    named = [(path, sharding) for path, sharding in shardings if sharding is not None]
     for path, sharding in named[1:]:
         if sharding != named[0][1]:
             raise ValueError(
@@ -93,31 +103,33 @@ def _storage(tensor: torch.Tensor) -> object:
 def keep_pieces(
     instance: object, logical: tuple[LogicalTensor, ...], mesh: Mesh, rank: int
 ) -> None:
-    """Put a rank's pieces in the place of an actor's whole tensors, gradients included.
+    """Replace an actor's whole tensors by a rank's pieces, gradients included.
 
-    An optimizer may have made its state in the constructor, as Adagrad does: what it keeps for a
-    parameter, and has its shape, is cut as the parameter is.
+    The tensors stay the same objects, so an optimizer still knows them. Tensors on the meta device
+    do not change.
 
-    What is on the meta device stays as it is.
-
-    The tensors stay the objects that they are, so an optimizer still has them.
+    An optimizer may have made its state in the constructor, as Adagrad does. The tensors that it
+    keeps for a parameter, in its shape, are cut like the parameter.
 
     Args:
+        instance: the actor, with whole tensors.
         logical: what `lay_out` has returned for it.
+        mesh: the ranks that hold it.
+        rank: the rank whose pieces to keep.
     """
     position = mesh.position(rank)
     state = collect(instance)
     beside: dict[int, list[torch.Tensor]] = {}
     for own in kept_by_optimizers(state):
         beside.setdefault(id(own.parameter), []).append(own.tensor)
-    for each, kept in zip(state.tensors, logical, strict=True):
-        if kept.layout is None or each.tensor.is_meta:
+    for state_tensor, logical_tensor in zip(state.tensors, logical, strict=True):
+        if logical_tensor.layout is None or state_tensor.tensor.is_meta:
             continue
-        region = kept.layout.region(kept.shape, position)
-        for held in beside.get(id(each), ()):
+        region = logical_tensor.layout.region(logical_tensor.shape, position)
+        for held in beside.get(id(state_tensor), ()):
             held.data = piece(held.data, region)
-        tensor, grad = each.tensor, each.tensor.grad
-        tensor.grad = None  # of another shape than the tensor will have
+        tensor, grad = state_tensor.tensor, state_tensor.tensor.grad
+        tensor.grad = None  # its shape is not that of the piece
         tensor.data = piece(tensor.data, region)
         tensor.grad = None if grad is None else piece(grad, region)
 

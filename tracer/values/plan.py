@@ -20,13 +20,13 @@ from .mesh import describe
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of a tensor none of which may be cut, such as heads.
+    """The parts of a tensor, such as heads: a cut may lie between two of them, but not within one.
 
     Attributes:
-        axes: that cut the tensor between its parts.
-        count: of the parts.
-        what: they are, in words.
-        remedy: what to do where ranks would have less than one, or not whole ones.
+        axes: the axes that cut the tensor between its parts.
+        count: the number of parts.
+        what: what the parts are, in words.
+        remedy: what to do where ranks would not have whole parts.
     """
 
     axes: tuple[str, ...]
@@ -62,14 +62,16 @@ class Sharding:
         first cut, and each piece along those of the second.
 
         Args:
+            mesh: the ranks that hold the tensor.
+            shape: the shape of the logical tensor.
             what: the tensor in words, for messages.
 
         Raises:
             ValueError: the mesh lacks an axis, an axis is used twice, there is no such dimension,
-                or the blocks of one are not of equal size.
+                the blocks of one are not of equal size, or a part would be cut.
         """
         sizes = dict(mesh.grid)
-        found = [WHOLE] * len(shape)
+        dim_cuts = [WHOLE] * len(shape)
         used: set[str] = set()
         for dim, cut in self.cuts:
             if not -len(shape) <= dim < len(shape):
@@ -88,7 +90,7 @@ class Sharding:
                     f"{what} has {shape[dim]} entries in dimension {dim}, which are not "
                     f"{cut.blocks} blocks of equal size"
                 )
-            found[dim] = _both(found[dim], cut, sizes, what, dim)
+            dim_cuts[dim] = _both(dim_cuts[dim], cut, sizes, what, dim)
         for parts in self.parts:
             pieces = math.prod(sizes[axis] for axis in parts.axes)
             if parts.count % pieces:
@@ -96,14 +98,14 @@ class Sharding:
                     f"{what} has {parts.count} {parts.what}, which cannot be cut to {pieces} equal "
                     f"pieces along {', '.join(parts.axes)}; {parts.remedy}"
                 )
-        return Layout.of(found)
+        return Layout.of(dim_cuts)
 
 
-def _both(first: Cut, second: Cut, sizes: Mapping[str, int], what: str, dim: int) -> Cut:
-    """A cut along the axes of one, then those of another, without axes of size 1."""
+def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, dim: int) -> Cut:
+    """A cut along the axes of `first`, then along those of `second`, without axes of size 1."""
     if first and second.blocks not in (1, first.blocks):
         raise ValueError(
-            f"{what} is cut in {first.blocks} blocks along {first}, then in {second.blocks} "
+            f"{tensor_name} is cut in {first.blocks} blocks along {first}, then in {second.blocks} "
             f"along {second}, in dimension {dim}; give the blocks with the first cut"
         )
     axes = first.axes + tuple(axis for axis in second.axes if sizes[axis] > 1)
@@ -171,8 +173,8 @@ class Plan:
 
         Args:
             shardings: by pattern.
-            optional: the model whose plan this is, of which an actor may have a part: patterns may
-                match nothing, but not all of them.
+            optional: the model whose plan this is. An actor may have a part of the model, so some
+                patterns may match nothing, but not all of them.
 
         Raises:
             TypeError: a value is no sharding.
@@ -188,8 +190,8 @@ class Plan:
             for pattern, sharding in items
             for alternative in pattern.split("|")
         )
-        kept = () if optional is None else ((optional, frozenset(shardings)),)
-        return Plan(items, alternatives, kept)
+        optional_plans = () if optional is None else ((optional, frozenset(shardings)),)
+        return Plan(items, alternatives, optional_plans)
 
     def __or__(self, other: Plan) -> Plan:
         """Both; where both name a tensor or an argument, this one counts."""
@@ -208,8 +210,8 @@ class Plan:
         return self._first(lambda form: form == f"{method}({argument})")
 
     def _first(self, matches: Matches) -> Sharding | None:
-        found = (sharding for form, _, sharding in self._alternatives if matches(form))
-        return next(found, None)
+        shardings = (sharding for form, _, sharding in self._alternatives if matches(form))
+        return next(shardings, None)
 
     def check(self, cls: type, paths: Iterable[str], arguments: Iterable[tuple[str, str]]) -> None:
         """Refuse patterns that match nothing: a misspelt one would leave a tensor whole.
@@ -249,13 +251,15 @@ class Plan:
 
 
 def _own(cls: type, arguments: Iterable[str]) -> list[str]:
-    """The arguments of a class's own methods, without those that each module has."""
+    """The arguments of a class's own methods, without methods that every module has."""
     of_modules = {
         name
         for name, value in vars(nn.Module).items()
         if inspect.getattr_static(cls, name, None) is value
     }
-    return sorted(each for each in arguments if each.partition("(")[0] not in of_modules)
+    return sorted(
+        argument for argument in arguments if argument.partition("(")[0] not in of_modules
+    )
 
 
 def _is_argument(form: str) -> bool:

@@ -1,9 +1,9 @@
 """Find what actors share, and say what their functions do to it.
 
 Two actors of one rank may share a parameter (an optimizer beside its stage), a module, a list.
-Their calls then keep an order, as those of one actor do. Of traced functions it is known which
-memory they touch; what they read of Python's objects they have read when they were traced. A method
-that is called as it is may touch everything. What actors of different ranks share is in `apart.py`.
+Their calls then keep an order, like the calls of one actor. A traced function touches memory that
+is known, and has read Python's objects when it was traced. An opaque method may touch everything.
+`apart.py` checks what actors of different ranks share.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .operators import (
 
 @dataclass
 class Sharing:
-    """Things that the actors of a world share, as far as this process knows.
+    """State that the actors of a world share, as far as this process knows.
 
     Attributes:
         together: for each local actor, what it shares with others of its rank.
-        memory, objects: what actors of different ranks hold: the holders of each thing; the same on
-            all ranks.
+        memory, objects: the holders of each storage, and of each object, that actors of different
+            ranks hold; the same on all ranks.
         members: the local actors by name.
         holdings: what they hold.
-        uses: what notes how they use it.
+        uses: notes of how they use it.
     """
 
     together: dict[str, tuple[Shared, ...]] = field(default_factory=dict)
@@ -46,18 +46,18 @@ def plays_all(peers: Peers) -> bool:
 
 
 def find_sharing(actors: Actors, peers: Peers) -> Sharing:
-    """Find what the actors of a world share. Collective, where there are other processes."""
+    """Find what the actors of a world share. It is collective if there are other processes."""
     members = actors.local(peers)
-    found = Sharing(members={m.name: m for m in members})
-    found.holdings = {m.name: actors.holding(m) for m in members}
-    common = list(_common(found.holdings))
-    found.together = _together(found, common)
+    sharing = Sharing(members={m.name: m for m in members})
+    sharing.holdings = {m.name: actors.holding(m) for m in members}
+    common = list(_common(sharing.holdings))
+    sharing.together = _together(sharing, common)
     if plays_all(peers):
-        _find_apart(found, common)
+        _find_apart(sharing, common)
     else:
-        _agree_apart(found, peers)
-    found.uses = {name: _use(m, found.holdings[name]) for name, m in found.members.items()}
-    return found
+        _agree_apart(sharing, peers)
+    sharing.uses = {name: _use(m, sharing.holdings[name]) for name, m in sharing.members.items()}
+    return sharing
 
 
 def _use(member: Member, holding: Holding) -> Use:
@@ -70,7 +70,7 @@ def _use(member: Member, holding: Holding) -> Use:
 
 
 def _common(holdings: dict[str, Holding]) -> Iterator[tuple[Hashable, list[str]]]:
-    """Return what several actors hold, with their names."""
+    """Return the keys of what several actors hold, with the actors' names."""
     holders: dict[Hashable, list[str]] = {}
     for name, holding in holdings.items():
         for key in (*holding.memory, *holding.objects):
@@ -79,55 +79,63 @@ def _common(holdings: dict[str, Holding]) -> Iterator[tuple[Hashable, list[str]]
 
 
 def _together(
-    found: Sharing, common: Iterable[tuple[Hashable, list[str]]]
+    sharing: Sharing, common: Iterable[tuple[Hashable, list[str]]]
 ) -> dict[str, tuple[Shared, ...]]:
-    rank = {name: member.rank for name, member in found.members.items()}
+    rank = {name: member.rank for name, member in sharing.members.items()}
     memory: dict[str, dict[str, set[int | None]]] = {}
     for key, names in common:
-        for one in names:
-            mine = found.holdings[one].memory.get(key, {}).values()
-            for other in names:
-                if other != one and rank[other] == rank[one]:
-                    known = memory.setdefault(one, {}).setdefault(other, set())
-                    known.update(map(storage_key, mine))
+        for name in names:
+            tensors = sharing.holdings[name].memory.get(key, {}).values()
+            for other_name in names:
+                if other_name != name and rank[other_name] == rank[name]:
+                    known = memory.setdefault(name, {}).setdefault(other_name, set())
+                    known.update(map(storage_key, tensors))
     return {
-        one: tuple(Shared(other, frozenset(keys)) for other, keys in sorted(others.items()))
-        for one, others in memory.items()
+        name: tuple(
+            Shared(other_name, frozenset(keys)) for other_name, keys in sorted(others.items())
+        )
+        for name, others in memory.items()
     }
 
 
-def _find_apart(found: Sharing, common: Iterable[tuple[Hashable, list[str]]]) -> None:
+def _find_apart(sharing: Sharing, common: Iterable[tuple[Hashable, list[str]]]) -> None:
     """Find what actors of different ranks hold, where this process has all actors."""
     seen = set()
     for key, names in common:
-        paths = [(name, found.holdings[name].path_of(key)) for name in names]
-        held = tuple(found.members[name].at(path) for name, path in paths if path is not None)
-        if len({each.rank for each in held}) > 1 and held not in seen:
+        paths = [(name, sharing.holdings[name].path_of(key)) for name in names]
+        held = tuple(sharing.members[name].at(path) for name, path in paths if path is not None)
+        if len({holder.rank for holder in held}) > 1 and held not in seen:
             seen.add(held)
-            is_memory = all(key in found.holdings[name].memory for name in names)
-            (found.memory if is_memory else found.objects).append(held)
+            is_memory = all(key in sharing.holdings[name].memory for name in names)
+            (sharing.memory if is_memory else sharing.objects).append(held)
 
 
-def _agree_apart(found: Sharing, peers: Peers) -> None:
-    """Find the same among processes, which tell each other what their actors were made of."""
-    mine = [(*met, _is_memory(found, met[0])) for m in found.members.values() for met in m.met]
-    met = [each for theirs in peers.allgather(mine) for each in theirs]
+def _agree_apart(sharing: Sharing, peers: Peers) -> None:
+    """Find the same among processes, which exchange what their actors' constructors got."""
+    own_records = [
+        (*met, _is_memory(sharing, met[0])) for m in sharing.members.values() for met in m.met
+    ]
+    met = [record for records in peers.allgather(own_records) for record in records]
     if not met:
         return
     answers = {
-        (name, path): found.members[name].at(found.members[name].kept[path])
+        (name, path): sharing.members[name].at(sharing.members[name].kept[path])
         for _, name, path, _ in met
-        if name in found.members and path in found.members[name].kept
+        if name in sharing.members and path in sharing.members[name].kept
     }
-    kept = {key: held for theirs in peers.allgather(answers) for key, held in theirs.items()}
+    all_answers = {
+        key: held
+        for process_answers in peers.allgather(answers)
+        for key, held in process_answers.items()
+    }
     for held, name, path, is_memory in met:
-        other = kept.get((name, path))
+        other = all_answers.get((name, path))
         if other is not None:
-            (found.memory if is_memory else found.objects).append((held, other))
+            (sharing.memory if is_memory else sharing.objects).append((held, other))
 
 
-def _is_memory(found: Sharing, held: Held) -> bool:
-    keys = found.holdings[held.actor].memory.values()
+def _is_memory(sharing: Sharing, held: Held) -> bool:
+    keys = sharing.holdings[held.actor].memory.values()
     return any(held.path in tensors for tensors in keys)
 
 
@@ -144,10 +152,10 @@ def shares_of(
         effect: the function's effect on its actor.
         reads, changes: the memory that it reads, and that it writes to or accumulates into.
     """
-    found: dict[str, Effect] = {}
-    for each in shared:
-        if not each.memory.isdisjoint(changes):
-            found[each.other] = effect
-        elif not each.memory.isdisjoint(reads):
-            found[each.other] = Effect.READ
-    return Shares.of(found) if found else NO_SHARES
+    effects: dict[str, Effect] = {}
+    for share in shared:
+        if not share.memory.isdisjoint(changes):
+            effects[share.other] = effect
+        elif not share.memory.isdisjoint(reads):
+            effects[share.other] = Effect.READ
+    return Shares.of(effects) if effects else NO_SHARES

@@ -94,7 +94,7 @@ Fill = Callable[[Sequence[Any]], Any]
 """Takes a value for each value leaf of a pytree, in order, and makes the pytree."""
 
 _Make = Callable[[Iterator[Any]], Any]
-"""The same for a part of the pytree; takes its values from those that are left."""
+"""Makes a part of the pytree; takes its values from an iterator over those that are left."""
 
 
 def filler(tree: Tree) -> Fill:
@@ -135,7 +135,7 @@ def ir_type(leaf: Leaf, place: Place | None = None) -> ValueType:
     """The IR type of a value leaf.
 
     Raises:
-        ValueError: the leaf is static, or torch has no such element type in the IR.
+        ValueError: the leaf is static, or the IR has no such element type.
     """
     match leaf:
         case TensorSpec(dtype, shape, _):
@@ -159,11 +159,11 @@ def ir_dtype(dtype: torch.dtype) -> DType:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Torch's element type of the IR's name."""
+    """The torch element type for the IR's name."""
     return _TO_TORCH[dtype]
 
 
-_TO_TORCH: dict[DType, torch.dtype] = {each: getattr(torch, each.torch_name) for each in DType}
+_TO_TORCH: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.torch_name) for dtype in DType}
 _FROM_TORCH = {torch_: ir for ir, torch_ in _TO_TORCH.items()}
 
 

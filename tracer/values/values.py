@@ -35,7 +35,7 @@ class ObjectMarker:
 
 
 class NotAValue:
-    """Base of what a step may hold but neither pass on nor return, such as an actor's handle."""
+    """Base of objects that a step may hold, but neither pass on nor return: handles of actors."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class Storage:
 
 
 class Recording(Protocol):
-    """The session that made a value, as values need it."""
+    """What values need of the session that made them."""
 
     def remedy_for_parts(self, value: Value) -> str: ...
     def remedy_for_tensors(self, value: Value) -> str: ...
@@ -87,7 +87,7 @@ class Traced:
         value: its name and type in the IR.
         spec: its dtype, shape, and whether gradients flow through it.
         order: counts the values of the step in the order in which they were made.
-        storage: what it may share memory with; None while it is alone.
+        storage: the memory that it may share with other values; None while it is alone.
     """
 
     trace: Recording
@@ -141,17 +141,17 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 def is_consistent(tensor: TracedTensor) -> bool:
-    """True if the tensor still says of its gradient what the trace says.
+    """True if the tensor's `requires_grad` is still that of the trace.
 
-    It does not if it came out of a `torch.autograd.Function`, which works on tensors behind the
-    tracer's back. Must be called where torch functions are not intercepted.
+    A `torch.autograd.Function` changes it, since it works on tensors behind the tracer's back. Call
+    this where torch functions are not intercepted.
     """
     spec = tensor.traced.spec
     return isinstance(spec, TensorSpec) and spec.requires_grad == _REQUIRES_GRAD(tensor)
 
 
 def share(one: TracedTensor, other: TracedTensor) -> Storage:
-    """Note that two values may share memory."""
+    """Note that two values may share memory, and return the record of that memory."""
     storage, merged = storage_of(one), storage_of(other)
     if storage is merged:
         return storage
@@ -167,7 +167,7 @@ def share(one: TracedTensor, other: TracedTensor) -> Storage:
 
 
 def storage_of(tensor: TracedTensor) -> Storage:
-    """Return what is known of a value's memory; from now on it is kept."""
+    """Return the record of a value's memory; make it if there is none yet."""
     traced = tensor.traced
     if traced.storage is None:
         traced.storage = Storage([weakref.ref(tensor)])
@@ -175,7 +175,7 @@ def storage_of(tensor: TracedTensor) -> Storage:
 
 
 class StaleValue(TraceError):
-    """A step, traced a second time, comes upon a value of the first time."""
+    """A step that is traced a second time uses a value of its first trace."""
 
 
 def escaped(what: str) -> TraceError:
@@ -187,17 +187,17 @@ def escaped(what: str) -> TraceError:
     )
 
 
-def _refused(what: str) -> Callable[..., NoReturn]:
-    """A method of `ObjectValue` that refuses what it would do."""
+def _refused(use: str) -> Callable[..., NoReturn]:
+    """A method of `ObjectValue` that refuses a use of the object, such as a copy."""
 
     def refuse(self: ObjectValue, *args: object) -> NoReturn:
-        self._unknown(what)
+        self._unknown(use)
 
     return refuse
 
 
 class ObjectValue:
-    """A Python object that exists only when the step runs; it can be handed on, nothing else."""
+    """A Python object that exists only when the step runs; a step can only hand it on."""
 
     __slots__ = ("__weakref__", "traced")
 
@@ -208,8 +208,8 @@ class ObjectValue:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        given = (*tree_leaves(args), *tree_leaves(kwargs or {}))
-        value = next(leaf for leaf in given if isinstance(leaf, cls))
+        leaves = (*tree_leaves(args), *tree_leaves(kwargs or {}))
+        value = next(leaf for leaf in leaves if isinstance(leaf, cls))
         raise TraceError(
             f"torch.{getattr(func, '__name__', func)} of %{value.traced.value.name}, an object "
             "that is known only when the step runs",
@@ -221,19 +221,19 @@ class ObjectValue:
     def __repr__(self) -> str:
         return f"<value %{self.traced.value.name} of a traced step: {self.traced.value.type}>"
 
-    def _unknown(self, what: str, remedy: str = IN_A_METHOD) -> NoReturn:
+    def _unknown(self, use: str, remedy: str = IN_A_METHOD) -> NoReturn:
         raise TraceError(
-            f"{what} %{self.traced.value.name}, an object that is known only when the step runs",
+            f"{use} %{self.traced.value.name}, an object that is known only when the step runs",
             loc=caller_location(),
             remedy=remedy,
         )
 
     def refuse_as_tensor(self, what: str) -> NoReturn:
-        """Refuse to take the object for a tensor, and say how it comes that it is an object."""
+        """Refuse to use the object as a tensor, and say why it is an object."""
         self._unknown(what, self.traced.trace.remedy_for_tensors(self.traced.value))
 
-    def _no_parts(self, what: str) -> NoReturn:
-        self._unknown(what, self.traced.trace.remedy_for_parts(self.traced.value))
+    def _no_parts(self, use: str) -> NoReturn:
+        self._unknown(use, self.traced.trace.remedy_for_parts(self.traced.value))
 
     def __iter__(self) -> NoReturn:
         self._no_parts("iteration over")

@@ -1,4 +1,4 @@
-"""Notice that what a trace relied on is no longer so.
+"""Notice when something that a trace relied on has changed.
 
-In: what a trace has read of Python. Out: a check for every execution, and what it says of a change.
+In: what a trace has read of Python. Out: a check for every execution, which says what has changed.
 """

@@ -1,7 +1,7 @@
-"""Compare what a trace relied on, as flat lists of identities, in C in every execution.
+"""Compare in every execution what a trace relied on: flat lists of identities, compared in C.
 
-Equal values may be other objects. So where identities differ, somebody has to look closer; where
-they do not, nothing has changed.
+If all identities are the same, nothing has changed. If some differ, the values may still be equal,
+and the guard looks closer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Flat:
 
     Attributes:
         tensors: holder and key of each tensor, by the number of its node.
-        met: pairs of node and value that are in the lists.
+        met: nodes and values that are in the lists, as pairs of `id`s.
     """
 
     def __init__(self) -> None:
@@ -42,29 +42,29 @@ class Flat:
         self._digests: list[tuple[Any, Any, Any]] = []
 
     def entry(self, holder: Any, key: Any, value: Any) -> None:
-        """`holder[key]` is this very object."""
+        """Expect that `holder[key]` is this very object."""
         self._holders.append(holder)
         self._keys.append(key)
         self._values.append(value)
 
     def absent(self, holder: Any, name: str) -> None:
-        """`holder` has no such key."""
+        """Expect that `holder` has no such key."""
         self._lacking.append(holder)
         self._absent.append(name)
 
     def slot(self, obj: Any, name: str, value: Any) -> None:
-        """The attribute of an object without a dict is this very object, or `MISSING`."""
+        """Expect that an attribute without a dict is this very object, or `MISSING`."""
         self._slotted.append(obj)
         self._slots.append(name)
         self._contents.append(value)
 
     def of_type(self, obj: Any, cls: type) -> None:
-        """The object is of this class."""
+        """Expect that the object is of this class."""
         self._objects.append(obj)
         self._types.append(cls)
 
     def size(self, container: Any) -> None:
-        """The container has as many items as now."""
+        """Expect that the container has as many items as now."""
         if not container:
             self._empty.append(container)
         else:
@@ -72,18 +72,19 @@ class Flat:
             self._sizes.append(len(container))
 
     def many(self, values: Iterable[Any]) -> None:
-        """Going over `values` gives the very objects that it gives now, as many or more."""
+        """Expect that `values` gives the very objects that it gives now, and perhaps more."""
         self._many.append((values, list(values)))
 
     def digest(self, value: Any, make: Any, digest: Any) -> None:
-        """`make(value)` is equal to `digest`."""
+        """Expect that `make(value)` equals `digest`."""
         self._digests.append((value, make, digest))
 
     def holds(self) -> bool:
-        """True if everything is as it was, as far as identities say.
+        """True if everything is as expected, by identity.
 
         Raises:
-            LookupError, and whatever values raise that are of another type now.
+            LookupError: an entry is gone.
+            Exception: whatever a value raises that has another type now.
         """
         return (
             not any(self._empty)

@@ -36,15 +36,17 @@ def build_guard(
 ) -> Guard | None:
     """A guard over the attributes `reads` (by object id) and the tensors `used`.
 
-    It is called with the actor as it was traced: attributes at their own values.
+    Call it when the actor is as it was before the trace, with its own tensors.
 
     Args:
-        call: what was traced.
-        who: the actor's class, for the message.
+        call: the call that was traced.
+        reads: names of the attributes that were read, by object id.
+        used: the tensors that the trace has used.
+        who: the actor's class, for messages.
         method: the actor's method, by name.
 
     Returns:
-        None if the trace relied on nothing.
+        The guard; None if the trace relied on nothing.
     """
     if not used and not any(reads.values()):
         return None
@@ -82,13 +84,13 @@ class _Guard:
             node.flatten(value, flat)
         self._flat = flat
         self._tensors = [_expected(t, flat.tensors.get(n)) for n, t in self._used.items()]
-        self._places = [(each.holder, each.key) for each in self._tensors]
-        self._learned = [i for i, each in enumerate(self._tensors) if each.kind[2]]
+        self._places = [(expected.holder, expected.key) for expected in self._tensors]
+        self._learned = [i for i, expected in enumerate(self._tensors) if expected.kind[2]]
         self._alike = never
         self._ties = [places for places in flat.tensors.values() if len(places) > 1]
 
     def check(self) -> str | None:
-        """None, or what has changed."""
+        """Say what has changed; None if nothing has."""
         try:
             if not self._holds():
                 return self._look_closer()
@@ -117,47 +119,47 @@ class _Guard:
         return True
 
     def _look_closer(self) -> str | None:
-        """Say what has changed; where identities have and nothing else, follow them."""
+        """Say what has changed. If only identities have, expect the new ones in later checks."""
         met = Comparison()
         for value, path, node in self._roots:
             try:
-                found = node.differ(value, path, met)
+                difference = node.differ(value, path, met)
             except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
                 return f"{self._who} has changed since it was traced; {_AGAIN}"
-            if found is not None:
-                return self._explain(found)
+            if difference is not None:
+                return self._explain(difference)
         self._flatten()
         return self._explain_tensors()
 
-    def _explain(self, found: Difference) -> str:
-        if found.after is MISSING:
-            return f"{self._who} has lost the attribute '{found.path}'; {_AGAIN}"
-        if found.before.startswith("one tensor with"):
-            other = found.before.partition("'")[2].removesuffix("'")
-            both = f"'{other}' and '{found.path}'"
+    def _explain(self, difference: Difference) -> str:
+        if difference.after is MISSING:
+            return f"{self._who} has lost the attribute '{difference.path}'; {_AGAIN}"
+        if difference.before.startswith("one tensor with"):
+            tied_path = difference.before.partition("'")[2].removesuffix("'")
+            both = f"'{tied_path}' and '{difference.path}'"
             return f"{self._who}: {both} were one tensor when it was traced; {_AGAIN}"
-        path = f"'{found.path}'" if found.path else "it"
+        path = f"'{difference.path}'" if difference.path else "it"
         again = _AGAIN
-        if found.path.rpartition(".")[2] == "training":
+        if difference.path.rpartition(".")[2] == "training":
             again = f"set it back by train() or eval(); or {_AGAIN}"
-        before, after = shorten(found.before), shorten(show_value(found.after))
+        before, after = shorten(difference.before), shorten(show_value(difference.after))
         if before == after:
             return f"{self._who}: {path} is another object now, {after} as before; {again}"
         return f"{self._who}: {path} was {before} when it was traced and is {after} now; {again}"
 
     def _explain_tensors(self) -> str | None:
-        for each in self._tensors:
-            tensor = each.holder[each.key]
+        for expected in self._tensors:
+            tensor = expected.holder[expected.key]
             if tensor.requires_grad and (
                 tensor._backward_hooks or tensor._post_accumulate_grad_hooks
             ):
                 return (
-                    f"{self._who}: '{each.path}' has a gradient hook now, which a traced step does "
-                    f"not call; {_AGAIN}"
+                    f"{self._who}: '{expected.path}' has a gradient hook now, which a traced step "
+                    f"does not call; {_AGAIN}"
                 )
-            if _kind(tensor) != each.kind:
+            if _kind(tensor) != expected.kind:
                 return (
-                    f"{self._who}: shape, dtype, layout or requires_grad of '{each.path}' has "
+                    f"{self._who}: shape, dtype, layout or requires_grad of '{expected.path}' has "
                     f"changed since it was traced (now {tensor.dtype}, {tuple(tensor.shape)}, "
                     f"requires_grad={tensor.requires_grad}); {_AGAIN}"
                 )

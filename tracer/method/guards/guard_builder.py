@@ -22,11 +22,17 @@ from .nodes import GuardNode, IdentityNode, TensorNode, ValueNode, WeakNode, ele
 
 _MODULE_GROUPS = ("", "_modules", "_parameters", "_buffers")
 _OF_MODULES = frozenset(vars(torch.nn.Module)) - {"forward", "__call__"}
-"""Names that modules have by their class, and to which nobody gives an attribute."""
+"""Names that `torch.nn.Module` defines, and that nobody sets on an instance."""
 
 
 class GuardBuilder:
-    """Makes nodes of what a trace has read."""
+    """Makes nodes of what a trace has read.
+
+    Args:
+        actor: the actor that was traced.
+        reads: names of the attributes that were read, by object id.
+        used: the tensors that the trace has used.
+    """
 
     def __init__(self, actor: Any, reads: dict[int, set[str]], used: Sequence[StateTensor]) -> None:
         self._actor = actor
@@ -58,55 +64,61 @@ class GuardBuilder:
             return ValueNode(members, members(value), repr(value))
         if isinstance(value, (list, tuple, dict, collections.deque)):
             pinned = value if id(value) in self._pinned else None
-            made = self._nodes[id(value)] = ContainerNode(type(value), keys_of(value), pinned)
-            made.items = [self.node(item) for item in values_of(value)]
-            return made
+            container_node = self._nodes[id(value)] = ContainerNode(
+                type(value), keys_of(value), pinned
+            )
+            container_node.items = [self.node(item) for item in values_of(value)]
+            return container_node
         return IdentityNode(value)
 
     def _object(self, obj: Any) -> GuardNode:
-        made = self._nodes[id(obj)] = ObjectNode(type(obj), obj)
+        object_node = self._nodes[id(obj)] = ObjectNode(type(obj), obj)
         names = set(self._reads[id(obj)])
         attributes = group_of(obj, "")
         groups = _MODULE_GROUPS if isinstance(obj, torch.nn.Module) else ("",)
         if EVERYTHING in names:
             names |= set(attributes)
-            made.whole = tuple(attributes)
+            object_node.whole = tuple(attributes)
         if any(id(group_of(obj, name)) in self._pinned for name in groups):
-            made.pinned = True
+            object_node.pinned = True
         names = {name for name in names if not name.startswith("__")}
-        found: set[str] = set()
+        held_names: set[str] = set()
         for group in groups:
             space = group_of(obj, group)
-            present = {n: self.node(space[n]) for n in sorted(names - found) if n in space}
-            found |= present.keys()
-            made.groups.append((group, present, set()))
-        names -= found
+            present = {n: self.node(space[n]) for n in sorted(names - held_names) if n in space}
+            held_names |= present.keys()
+            object_node.groups.append((group, present, set()))
+        names -= held_names
         known = {name for name in names if hasattr(type(obj), name)}
-        for group, _, absent in made.groups:
-            # What the class has is hidden by the object's own attributes alone.
+        for group, _, absent in object_node.groups:
+            # Only the object's own attributes hide those of its class.
             absent |= names - _OF_MODULES - (known if group else set())
-        self._slots(obj, names, made)
+        self._slots(obj, names, object_node)
         self._inherited.setdefault(type(obj), set()).update(names)
-        return made
+        return object_node
 
-    def _slots(self, obj: Any, names: set[str], made: ObjectNode) -> None:
+    def _slots(self, obj: Any, names: set[str], object_node: ObjectNode) -> None:
         for name in sorted(names):
             if isinstance(getattr(type(obj), name, None), MemberDescriptorType):
                 value = getattr(obj, name, MISSING)
-                made.slots[name] = None if value is MISSING else self.node(value)
+                object_node.slots[name] = None if value is MISSING else self.node(value)
 
     def classes(self) -> list[tuple[Any, str, GuardNode]]:
-        """Nodes of what the objects seen so far have from their classes, or lack there."""
-        found: dict[type, set[str]] = {}
+        """Nodes of the attributes that objects so far have from their classes, or lack there.
+
+        Returns:
+            (class, its name for messages, node) for each class.
+        """
+        names_of_class: dict[type, set[str]] = {}
         for cls, names in self._inherited.items():
             left = names | {"__call__"}
             for base in cls.__mro__[:-1]:
-                found.setdefault(base, set()).update(left)
+                names_of_class.setdefault(base, set()).update(left)
                 left -= vars(base).keys()
         actor = type(self._actor).__mro__
         return [
             (cls, "" if cls in actor else cls.__name__, self._class(cls, names))
-            for cls, names in found.items()
+            for cls, names in names_of_class.items()
         ]
 
     def _class(self, cls: type, names: set[str]) -> GuardNode:

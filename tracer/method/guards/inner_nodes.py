@@ -15,7 +15,7 @@ from .flat import Flat
 from .nodes import Comparison, Difference, GuardNode, TensorNode, ValueNode, WeakNode, show_value
 
 _FEW = 16
-"""Of a longer list, the items are compared in one go."""
+"""The items of a longer list are compared in one go."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class ContainerNode(GuardNode):
     Attributes:
         kind: its class.
         keys: its keys or indices.
-        pinned: the container itself, if a body looks tensors up in this very one.
+        pinned: the container itself, if a body looks tensors up in it.
         items: the nodes of what it holds.
     """
 
@@ -44,9 +44,9 @@ class ContainerNode(GuardNode):
         if isinstance(now, dict):
             path = path.removesuffix("_modules").removesuffix(".")
         for key, node, value in zip(self.keys, self.items, values_of(now), strict=True):
-            found = _differ(node, value, join(path, key), met)
-            if found is not None:
-                return found
+            difference = _differ(node, value, join(path, key), met)
+            if difference is not None:
+                return difference
         return None
 
     def flatten(self, now: Any, flat: Flat) -> None:
@@ -92,9 +92,9 @@ class ObjectNode(GuardNode):
         kind: its class.
         original: the object.
         pinned: whether a body looks tensors up among its attributes.
-        groups: for each of its dicts: what was read there, and what was asked for in vain.
-        slots: attributes without a dict; None: it was not there.
-        whole: whether code has looked at all attributes at once.
+        groups: for each of its dicts: its name, nodes of what was read, and names that it lacked.
+        slots: nodes of attributes without a dict; None for an attribute that was not there.
+        whole: the names of all attributes, if code has looked at all of them at once.
     """
 
     has_children: ClassVar[bool] = True
@@ -114,9 +114,11 @@ class ObjectNode(GuardNode):
             return Difference(path, self.show(), now)
         for name, present, absent in self.groups:
             space = group_of(now, name)
-            found = _differ_in(space, present, path, met) or self._shadowed(space, absent, path)
-            if found is not None:
-                return found
+            difference = _differ_in(space, present, path, met) or self._shadowed(
+                space, absent, path
+            )
+            if difference is not None:
+                return difference
         if self.whole is not None and tuple(group_of(now, "")) != self.whole:
             return Difference(path, f"an object with {', '.join(self.whole)}", now)
         for name, node in self.slots.items():
@@ -126,13 +128,16 @@ class ObjectNode(GuardNode):
                     before = "not there" if node is None else node.show()
                     return Difference(join(path, name), before, value)
                 continue
-            found = _differ(node, value, join(path, name), met)
-            if found is not None:
-                return found
+            difference = _differ(node, value, join(path, name), met)
+            if difference is not None:
+                return difference
         return None
 
     def _shadowed(self, space: Any, absent: set[str], path: str) -> Difference | None:
-        """An attribute that was not there; one that is as that of the class makes no difference."""
+        """The difference of an attribute that the object has gained.
+
+        One that equals the attribute of the class makes none, and is compared in later checks.
+        """
         for key in [key for key in absent if key in space]:
             inherited = inspect.getattr_static(self.kind, key, MISSING)
             if not is_plain(inherited) or static_key(inherited) != static_key(space[key]):
@@ -169,7 +174,7 @@ class ObjectNode(GuardNode):
 
 
 def group_of(obj: Any, name: str) -> Any:
-    """The attributes of an object, or those of its dicts that has this name."""
+    """The attributes of an object, or its dict with this name, such as `_parameters`."""
     attributes = vars(obj) if hasattr(obj, "__dict__") else {}
     return attributes[name] if name else attributes
 
@@ -183,9 +188,9 @@ def _differ_in(
     for key, node in present.items():
         if key not in space:
             return Difference(join(path, key), node.show(), MISSING)
-        found = _differ(node, space[key], join(path, key), met)
-        if found is not None:
-            return found
+        difference = _differ(node, space[key], join(path, key), met)
+        if difference is not None:
+            return difference
     return None
 
 

@@ -1,8 +1,8 @@
 """Leaves of a guard: values that a trace has read, to compare with what is there later.
 
-A guard is a tree of nodes. A node keeps a value that says everything about itself by type and
-value, and all else by identity. `differ` compares thoroughly, path by path; `flatten` gives what is
-compared before every execution.
+A guard is a tree of nodes. A node keeps plain data by type and value, and everything else by
+identity. `differ` compares thoroughly, path by path; `flatten` gives what is compared before every
+execution.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Comparison:
     """One thorough comparison: what has been met on the way.
 
     Attributes:
-        tensors: the tensor that stands where each node of a tensor was taken.
-        met: pairs of node and value that have been compared, or are being.
+        tensors: the tensor that stands there now, with its path, by the number of its node.
+        met: nodes and values that have been, or are being, compared, as pairs of `id`s.
     """
 
     tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class GuardNode:
 
 @dataclass(frozen=True, slots=True)
 class ValueNode(GuardNode):
-    """A value that says everything about itself, by a key.
+    """A value that is compared by a key.
 
     Attributes:
         key_of: makes the key: `static_key`, `elements` of an array, or `members` of a set.
-        key: what it made of the value that was read.
+        key: the key of the value that was read.
         shown: that value in words.
     """
 
@@ -99,7 +99,7 @@ class ValueNode(GuardNode):
 
 @dataclass(frozen=True, slots=True)
 class IdentityNode(GuardNode):
-    """An object that is looked at as a whole: by identity, or as it compares itself."""
+    """An object that is compared as a whole: by identity, or by its own `==`."""
 
     value: Any
 
@@ -114,7 +114,7 @@ class IdentityNode(GuardNode):
 
 @dataclass(frozen=True, slots=True)
 class TensorNode(GuardNode):
-    """A tensor: of the actor's state, so another one may stand there by now.
+    """A tensor of the actor's state: another one may have taken its place.
 
     `number` is the same for all places of a tied tensor.
     """
@@ -149,7 +149,7 @@ class WeakNode(GuardNode):
 
 
 def elements(value: Any) -> Any:
-    """Key that arrays with the same elements have in common; None for what is no array."""
+    """The key of an array's elements; None if the value is no array."""
     if isinstance(value, np.ndarray):
         content = np.ascontiguousarray(value)
         dtype = str(value.dtype)
@@ -164,15 +164,15 @@ def elements(value: Any) -> Any:
 
 
 def members(value: Any) -> Any:
-    """Key that sets with the same items have in common; None for what is no set."""
+    """The key of a set's type and items; None if the value is no set."""
     return (type(value), frozenset(value)) if isinstance(value, (set, frozenset)) else None
 
 
 def show_value(value: Any) -> str:
-    """A value in words, whatever its class does about that."""
+    """A value in words, even if its class cannot show it."""
     try:
         return repr(value)
-    except Exception:  # of the user's own
+    except Exception:  # from a `__repr__` of the user's
         return f"an object of class {type(value).__qualname__}"
 
 

@@ -1,4 +1,4 @@
-"""Compare tensors with those that were there before, in C++, by TorchDynamo's guard."""
+"""Compare tensors with earlier ones in C++, by TorchDynamo's guard."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def never(*args: Any) -> bool:
 
 
 def check_of(tensors: Sequence[Tensor], strides: bool) -> Callable[..., bool]:
-    """A check of as many arguments: type, dtype, shape, device, layout and `requires_grad`.
+    """A check of as many tensors: type, dtype, shape, device, layout and `requires_grad`.
 
-    It is stricter than a step is: what it refuses may fit all the same.
+    It is stricter than a step: a tensor that it refuses may still fit.
 
     Args:
-        tensors: what arguments are compared with; at least one.
+        tensors: the tensors to compare with; at least one.
         strides: True to compare strides as well.
     """
     sizes: list[Any] = [list(tensor.shape) for tensor in tensors]

@@ -2,7 +2,7 @@
 
 `self.ema = 0.9 * self.ema + 0.1 * x` gives an attribute a new tensor. That becomes an output of the
 graph which the body writes back. Any other change would happen once, while tracing. It is refused,
-unless it brings no traced value and a second run, after it, makes no change any more (`twice.py`).
+unless it stores no traced value and a second run after it makes no more changes (`twice.py`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _WARM_UP = (
 
 @dataclass(frozen=True, eq=False)
 class Rebind:
-    """A slot of the state that the call gives a new tensor.
+    """A slot of the state in which the call puts a new tensor.
 
     Attributes:
         tensor: the state tensor that was there.
-        slot: where.
+        slot: the slot.
         value: the new tensor, a fake.
         shared: whether its memory is also that of an input, an output or other state.
     """
@@ -55,13 +55,13 @@ class Rebind:
 
 @dataclass(frozen=True, eq=False)
 class Initialization:
-    """A change that may be one of the first call only, such as of an attribute made when needed.
+    """A change that perhaps only the first call makes, such as of an attribute made when needed.
 
     Attributes:
-        owner: the `id` of the object whose attribute it is; None inside of a container.
-        change: the change, which has been taken back.
-        refusal: makes what to raise if it is not of the first call only; a
-            `TraceError` that has been made counts as raised (`errors.py`).
+        owner: the `id` of the object whose attribute has changed; None inside of a container.
+        change: the change, which is undone after the trace.
+        refusal: makes the error to raise if other calls make the change, too. It is a function,
+            since a `TraceError` counts as raised once it is made (`errors.py`).
     """
 
     owner: int | None
@@ -77,25 +77,29 @@ def sort_changes(
     inputs: Sequence[torch.Tensor],
     watch: Watch,
 ) -> tuple[list[Rebind], list[Initialization]]:
-    """The rebound tensors among the changes of a call, and changes that may be of the first alone.
+    """Sort the changes of a call: rebound tensors, and changes that perhaps only the first makes.
 
     Args:
+        changes: what has changed in the actor's containers.
+        call: the call.
         fakes: the fake of each state tensor.
+        outputs, inputs: the fakes that the call returns and takes.
+        watch: knows the lines of writes.
 
     Raises:
         TraceError: there is a change that a graph cannot make.
     """
     judge = _Judge(call, fakes, watch)
     judged = [judge.judge(change) for change in changes]
-    rebinds = [found for found in judged if isinstance(found, Rebind)]
+    rebinds = [outcome for outcome in judged if isinstance(outcome, Rebind)]
     judge.refuse_ties(rebinds)
     taken = [storage_key(t) for t in (*outputs, *inputs, *fakes)]
     new = [storage_key(r.value) for r in rebinds]
-    found = [
+    outcome = [
         Rebind(r.tensor, r.slot, r.value, shared=key in taken or new.count(key) > 1)
         for r, key in zip(rebinds, new, strict=True)
     ]
-    return found, [found for found in judged if isinstance(found, Initialization)]
+    return outcome, [outcome for outcome in judged if isinstance(outcome, Initialization)]
 
 
 class _Judge:
@@ -133,9 +137,9 @@ class _Judge:
                 "store x.detach(); history that outlives the call cannot be kept"
                 + self._normed(change),
             )
-        for other in tensor.slots:
-            if other.holder is change.holder and other.key == change.key:
-                return Rebind(tensor, other, new, shared=False)
+        for slot in tensor.slots:
+            if slot.holder is change.holder and slot.key == change.key:
+                return Rebind(tensor, slot, new, shared=False)
         raise self._refusal(change)()
 
     def _known(self) -> set[int]:
@@ -162,9 +166,12 @@ class _Judge:
         )
 
     def refuse_ties(self, rebinds: Sequence[Rebind]) -> None:
-        """Return if no rebound tensor shares its memory with other state from now on.
+        """Refuse a rebound tensor that shares its memory with other state.
 
-        In eager Python a later write to the one would be seen in the other.
+        In eager Python, a later write to one of them would be seen in the other.
+
+        Raises:
+            TraceError: there is such a tensor.
         """
         if not rebinds:
             return
@@ -174,10 +181,10 @@ class _Judge:
             key = storage_key(rebind.value)
             if key is not None and many[key] > 1:
                 path = rebind.slot.path
-                other = next(t for k, t in now if k == key and t is not rebind.tensor)
+                tied_tensor = next(t for k, t in now if k == key and t is not rebind.tensor)
                 raise self.call.refusal(
-                    f"it lets '{path}' share its memory with '{other.path}', so that a write to "
-                    "one would change the other",
+                    f"it lets '{path}' share its memory with '{tied_tensor.path}', so that a write "
+                    "to one would change the other",
                     f"assign a copy, made by .clone(), to '{path}'",
                     self._line(rebind.slot.holder, rebind.slot.key),
                 )
@@ -201,21 +208,21 @@ class _Judge:
         return self.call.refusal(reason, remedy, self._line(change.holder, change.key))
 
     def _line(self, container: Any, key: Any) -> Location | None:
-        """The line that has written to an attribute last."""
+        """The line of the last write to an attribute."""
         owner = _owners(self.call.state).get(id(container))
         return self.watch.writes.get((owner, str(key))) if owner is not None else None
 
 
 def _owners(state: ActorState) -> dict[int, int]:
-    """For the dicts that hold attributes: the object whose attributes they hold, by ids.
+    """For each dict that holds attributes, the object that they belong to, by ids.
 
-    To ask for them counts as a read of all attributes, so it is left until an error needs them.
+    Looking at these dicts counts as a read of all attributes, so it waits until a change needs it.
     """
-    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
     for obj, _ in state.objects:
         attributes = vars(obj) if hasattr(obj, "__dict__") else {}
-        found[id(attributes)] = id(obj)
+        owners[id(attributes)] = id(obj)
         if isinstance(obj, torch.nn.Module):
             for name in ("_parameters", "_buffers", "_modules"):
-                found[id(attributes[name])] = id(obj)
-    return found
+                owners[id(attributes[name])] = id(obj)
+    return owners

@@ -1,8 +1,8 @@
 """Let `torch.utils.checkpoint` do in a trace what it does in eager code.
 
-Where it sees a graph being made, its selective policies keep every value, and leave marks that the
-partitioner of `torch.compile` goes by. A trace runs the backward itself, so what a policy saves is
-taken from the forward, and the rest is computed again right there.
+While torch makes a graph, selective policies keep every value, and leave marks for the partitioner
+of `torch.compile`. A trace runs the backward itself. So there a policy saves what it says, and the
+backward computes the rest again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 
 @contextmanager
 def checkpoints_as_eager() -> Iterator[None]:
-    """Inside the `with` block, policies of checkpoints choose what is saved."""
+    """Let policies of checkpoints choose what is saved inside the `with` block."""
     names: dict[str, Any] = vars(torch.utils.checkpoint)
     asks = names["_is_compiling"]
     names["_is_compiling"] = lambda function, args, kwargs: False

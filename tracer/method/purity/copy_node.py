@@ -1,4 +1,4 @@
-"""Copy a node of a graph into another one."""
+"""Copy a node of a graph into another graph."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from torch import fx
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """What `graph.node_copy(node, copy_of)` does, in two thirds of the time.
+    """Do what `graph.node_copy(node, copy_of)` does, in two thirds of the time.
 
-    `Graph.create_node` looks for symbolic numbers among all arguments, to warn of them. Those of a
-    node that is copied have been looked through, so the copy gets them when it is there.
+    `Graph.create_node` searches all arguments for symbolic numbers, to warn of them. The arguments
+    of a copied node have been searched before, so the copy gets them after it is made.
+
+    Args:
+        graph: gets the copy.
+        node: the node to copy.
+        copy_of: gives the copy of each node that `node` takes.
     """
     new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     new.args = fx.node.map_arg(node.args, copy_of)

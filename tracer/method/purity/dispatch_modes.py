@@ -40,7 +40,7 @@ CLONE_REMEDY = "values of a step are immutable: work on a copy (x = x.clone()), 
 
 
 def nothing_to_check(args: Iterable[Any], written: Iterable[Any]) -> None:
-    """The `check` of an `OpRecorder` that tells nobody."""
+    """The `check` of an `OpRecorder` that checks nothing."""
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -48,17 +48,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         what: the call in words.
-        inputs: storage of each input value, with a name for messages.
+        inputs: the name of each input value for messages, by storage.
         state: storages of the actor's state.
         written: storages of the state that were written to.
         locations: the user's line of each node, by name.
         log: the operators of the forward, in order.
-        functions: the torch functions that call them.
+        functions: the torch functions that call these operators.
         draws: whether random numbers were drawn.
         secret: results of operators that write in secret; returning them keeps them alive.
         backward: whether the backward is being traced now.
         backward_writes: storages of the state that the backward wrote to.
-        check: is told of the arguments of each operator, and of those that it writes to.
+        check: is called with the arguments of each operator, and with those that it writes to.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_random(func, args, kwargs)
         self._note_writes(func, args, kwargs)
         nodes = nodes_so_far()
-        # Lines take time, and those of a first run do for a second one, which makes no graph.
+        # Finding lines takes time. A second run, which makes no graph, uses those of the first.
         location = None if nodes is None else self._location()
         if not self.backward:
             self.log.note(func, args, kwargs, location)
@@ -164,16 +164,16 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 (self.backward_writes if self.backward else self.written).add(key)
 
     def _location(self) -> Location | None:
-        found, _ = current_location()
+        location, _ = current_location()
         if self.backward:
             node = torch._C._current_autograd_node()
-            if found is None and node is not None:
+            if location is None and node is not None:
                 return self._by_sequence.get(node._sequence_nr())
-            return found
-        if found is not None:
-            found = self._lines.setdefault((found.file, found.line), found)
-            self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = found
-        return found
+            return location
+        if location is not None:
+            location = self._lines.setdefault((location.file, location.line), location)
+            self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = location
+        return location
 
     def _error(self, reason: str, remedy: str) -> TraceError:
         return refusal_here(self.what, reason, remedy)
@@ -201,7 +201,8 @@ class FunctionGuard(TorchFunctionMode):
     """Refuses torch functions that take values out of tensors, and spots work on gradients.
 
     Args:
-        run: is asked for the results of all others.
+        what: the call in words.
+        run: runs all other functions.
     """
 
     def __init__(self, what: str, run: Run) -> None:
@@ -230,7 +231,7 @@ class FunctionGuard(TorchFunctionMode):
 
 
 Run: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Gives the result of a torch function, of its arguments."""
+"""Takes a torch function and its arguments, and gives the result."""
 
 
 def run_plainly(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Let `type(x)` give, for a fake tensor in the user's files, the type of what it stands for.
+"""Let `type(x)` of a fake tensor give the type that it stands for, in the user's files.
 
 `type(x) is torch.Tensor` and `{nn.Parameter: ...}[type(p)]` must take the branch that they take
 when the step runs. A fake is of a class of its own, and nothing can change what `type` says of it.
@@ -24,7 +24,7 @@ class _Type:
     """Stands for `type`.
 
     Args:
-        kinds: the type of what a fake stands for, by the `id` of the fake; of all others it is
+        kinds: the type that a fake stands for, by the `id` of the fake; other fakes stand for a
             `torch.Tensor`.
     """
 
@@ -72,11 +72,11 @@ class _Type:
 
 @contextmanager
 def real_kinds(kinds: Mapping[int, type], space: dict[str, Any]) -> Iterator[None]:
-    """Inside the `with` block, `type(x)` of a fake is what it stands for, in the user's files.
+    """Let `type(x)` of a fake give its real type inside the `with` block, in the user's files.
 
     Args:
-        kinds: as `_Type` takes them.
-        space: the names of the module of what is traced.
+        kinds: the type that a fake stands for, by the `id` of the fake.
+        space: the globals of the traced function.
     """
     instead = _Type(kinds)
     spaces = [names for names in (space, *_user_spaces()) if "type" not in names]
@@ -90,9 +90,9 @@ def real_kinds(kinds: Mapping[int, type], space: dict[str, Any]) -> Iterator[Non
 
 
 class _UserSpaces:
-    """The names of the user's modules, looked for when modules have come or gone since last time.
+    """The globals of the user's modules, searched anew when modules have come or gone.
 
-    A process that has imported torch has thousands of modules. To read the file of each in every
+    A process that has imported torch has thousands of modules. Looking up the file of each in every
     trace takes a tenth of the time of tracing.
     """
 

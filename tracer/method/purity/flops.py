@@ -1,7 +1,7 @@
 """Count the floating-point operations of a graph, as torch's flop counter does.
 
-Matrix products, convolutions and attention count, two operations for each multiply-add. All else
-is bound by memory, and counts for nothing.
+Matrix products, convolutions and attention count, with two operations for each multiply-add.
+Everything else is bound by memory, and counts as zero.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def count_flops(graph: fx.Graph) -> Flops:
 
 
 def _with_all_heads(node: fx.Node, args: Any) -> Any:
-    """Arguments of attention with as many heads of keys and values as of queries, as it computes.
+    """Arguments of attention, with as many heads of keys and values as of queries.
 
-    Before torch 2.12 its formulas take no others.
+    The kernels compute with all heads; torch's formulas before 2.12 take nothing else.
     """
     op = node.target
     if not (isinstance(op, torch._ops.OpOverload) and op._schema.name in _ATTENTION):
         return args
     names = [argument.name for argument in op._schema.arguments]
-    given = list(args)
-    heads = given[names.index("query")].shape[1]
+    operands = list(args)
+    heads = operands[names.index("query")].shape[1]
     for index in (names.index("key"), names.index("value")):
-        batch, _, *others = given[index].shape
-        given[index] = given[index].new_empty(batch, heads, *others)
-    return given
+        batch, _, *others = operands[index].shape
+        operands[index] = operands[index].new_empty(batch, heads, *others)
+    return operands
 
 
 def _value(node: fx.Node) -> Any:
@@ -63,9 +63,11 @@ def _value(node: fx.Node) -> Any:
 
 
 def _element_type(args: Any, kwargs: Any, result: Any) -> DType:
-    """Of the first factor; bfloat16 if the IR has no name for it, as for other narrow types."""
-    found = [value.dtype for value in tree_leaves((args, kwargs, result)) if torch.is_tensor(value)]
-    numbers = [dtype for dtype in found if dtype.is_floating_point or dtype.is_complex]
+    """The element type of the first factor; bfloat16 for narrow types that the IR does not name."""
+    dtypes = [
+        value.dtype for value in tree_leaves((args, kwargs, result)) if torch.is_tensor(value)
+    ]
+    numbers = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     with suppress(ValueError, IndexError):
-        return ir_dtype((numbers or found)[0])
+        return ir_dtype((numbers or dtypes)[0])
     return DType.BF16

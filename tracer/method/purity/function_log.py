@@ -2,7 +2,7 @@
 
 Whatever Python does in a method, its graph follows from the torch functions that it calls: from
 their order, their arguments, and torch's own settings. A call that uses the same functions on the
-same arguments has the same graph, whatever it has read to decide so.
+same arguments has the same graph, whatever else it has read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 Form: TypeAlias = tuple[Any, ...]
-"""What equal arguments have in common; tensors count by the number that they have in the log."""
+"""The key of arguments: equal arguments have equal keys. A tensor is its number in the log."""
 
 
 Numbers: TypeAlias = Callable[[Any], int | None]
-"""Gives the number of a tensor; None of what is none, or is not known."""
+"""Gives the number of a known tensor; None for anything else."""
 
 
 class Unlike(BaseException):
@@ -34,7 +34,7 @@ class Unlike(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One use of a torch function: with what arguments and settings, and what it gave."""
+    """One call of a torch function: its arguments, torch's settings and its result."""
 
     function: Any
     arguments: Form
@@ -45,18 +45,18 @@ class Entry:
 class FunctionLog:
     """The torch functions that a call uses, in order.
 
-    A log is `complete` if nothing but these functions has made its tensors: another call that uses
-    the same ones has the same graph. It is not where a function takes what cannot be compared, such
-    as a Python function, or where operators run that no torch function has called, as in a
-    `torch.autograd.Function` or a scripted module.
+    A log is `complete` if only these functions have made its tensors: another call that uses the
+    same functions has the same graph. It is not complete if a function takes something that cannot
+    be compared, such as a Python function. Nor is it if operators run that no torch function has
+    called, as in a `torch.autograd.Function` or a scripted module.
 
     Attributes:
         mode: makes the fakes.
         state, inputs: the fakes of the call's state and of its inputs.
         entries: the functions.
-        ends: what the call has returned and replaced; the settings that it has left behind.
+        ends: what the call has returned and rebound, and torch's settings after it.
         complete: see above.
-        busy: whether a function is being run.
+        busy: whether a function is running.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class FunctionLog:
             self._number(tensor)
 
     def begin(self) -> None:
-        """The call begins."""
+        """Note that the call begins."""
         self._depth = depth_of_modes()
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a torch function, and note it."""
         if not self.complete or self.busy or depth_of_modes() < self._depth:
-            return function(*args, **kwargs)  # torch's own, where it has switched the trace off
+            return function(*args, **kwargs)  # torch's own, while it has switched the trace off
         try:
             arguments = self.form_of_call(function, args, kwargs)
             settings = torch_settings(self._depth)
@@ -102,11 +102,11 @@ class FunctionLog:
         return result
 
     def note_operator(self) -> None:
-        """An operator is issued."""
+        """Note that an operator is issued."""
         self.complete &= self.busy
 
     def note_end(self, values: Any) -> None:
-        """The call is over, and these are the values that it gives."""
+        """Note the end of the call, and the values that it gives."""
         try:
             self.ends = self.form_of_end(values)
         except Unlike:
@@ -114,41 +114,46 @@ class FunctionLog:
         self.complete = self.complete and not _has_python_backward(self._held)
 
     def form_of_end(self, values: Any) -> Form:
-        """What calls with the same results have in common."""
+        """The key of a call's results; calls with the same results have equal keys.
+
+        Raises:
+            Unlike: a result cannot be compared.
+        """
         return form_of(values, self.number_of), torch_settings(depth_of_modes())
 
     def form_of_call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
-        """What equal calls of a function have in common.
+        """The key of a function's arguments; equal calls have equal keys.
 
         Raises:
-            Unlike: it takes something that cannot be compared, or is none of torch's own.
+            Unlike: an argument cannot be compared, or the function is not torch's own.
         """
         return form_of_call(function, args, kwargs, self.number_of)
 
     def number_of(self, value: Any) -> int | None:
-        """The number of a tensor that is known; None of all else."""
+        """The number of a known tensor; None for anything else."""
         return self._numbers.get(id(value))
 
     @property
     def count(self) -> int:
-        """How many tensors have got a number."""
+        """How many tensors have a number."""
         return len(self._held)
 
     def tensor(self, number: int) -> torch.Tensor:
-        """The tensor that has a number."""
+        """The tensor with this number."""
         return self._held[number]
 
     def fold(self, start: int, first: int, folded: Entry, outputs: Sequence[torch.Tensor]) -> None:
-        """Let one entry stand for all since `start`.
+        """Replace all entries since `start` by one.
 
         Args:
-            first: the number of the first tensor that these have made.
-            folded: the entry.
-            outputs: the tensors that are known from now on.
+            start: the index of the first entry to replace.
+            first: the number of the first tensor that these entries have made.
+            folded: the entry that replaces them.
+            outputs: the tensors, of those that they have made, that stay known.
         """
-        kept = {id(tensor) for tensor in outputs}
+        output_ids = {id(tensor) for tensor in outputs}
         for tensor in self._held[first:]:
-            if id(tensor) not in kept:
+            if id(tensor) not in output_ids:
                 self._numbers.pop(id(tensor), None)
         self.entries[start:] = [folded]
 
@@ -157,7 +162,7 @@ class FunctionLog:
             self._held.append(tensor)
 
     def _note_result(self, result: Any) -> bool:
-        """Number the tensors of a result; False if it holds anything that may not be kept."""
+        """Number the tensors of a result; False if it holds anything that the log cannot keep."""
         if isinstance(result, torch.Tensor):
             self._number(result)
             return True
@@ -169,10 +174,15 @@ class FunctionLog:
 def form_of_call(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number_of: Numbers
 ) -> Form:
-    """What equal calls of a function have in common, with the numbers that tensors have.
+    """The key of a function's arguments; equal calls have equal keys.
+
+    Args:
+        function: the function.
+        args, kwargs: its arguments.
+        number_of: gives the numbers of tensors.
 
     Raises:
-        Unlike: it takes something that cannot be compared, or is none of torch's own.
+        Unlike: an argument cannot be compared, or the function is not torch's own.
     """
     if not _is_of_torch(function):
         raise Unlike
@@ -181,10 +191,10 @@ def form_of_call(
 
 
 def form_of(value: Any, number_of: Numbers) -> Any:
-    """What equal arguments have in common.
+    """The key of an argument; equal arguments have equal keys.
 
     Raises:
-        Unlike: it is nothing that can be compared.
+        Unlike: it cannot be compared.
     """
     kind = type(value)
     if kind in _EXACT:
@@ -208,7 +218,7 @@ def form_of(value: Any, number_of: Numbers) -> Any:
 
 
 def renumbered(form: Any, number: Callable[[int], int]) -> Any:
-    """The form with other numbers of tensors."""
+    """The form with other numbers for its tensors."""
     if type(form) is int:
         return number(form)
     kind, *parts = form
@@ -220,12 +230,12 @@ def renumbered(form: Any, number: Callable[[int], int]) -> Any:
 
 
 class Rerun:
-    """Goes through entries along with another call, which gets what was noted in place of results.
+    """Follows the entries of a log while another call runs, and gives it the logged results.
 
     Args:
-        entries: of a call that has been traced.
-        number_of: the numbers of tensors.
-        result_of: what to give for a result that was noted.
+        entries: the entries of a traced call.
+        number_of: gives the numbers of tensors.
+        result_of: gives what the call gets for a logged result.
     """
 
     def __init__(
@@ -241,13 +251,14 @@ class Rerun:
         self._depth = depth_of_modes()
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the function has given before.
+        """The logged result of the function.
 
         Raises:
-            Unlike: it is another function than was noted, or has other arguments; or one was.
+            Unlike: the function, its arguments or the settings differ from the log, or have
+                differed before.
         """
         if depth_of_modes() < self._depth:
-            return function(*args, **kwargs)  # torch's own, where it has switched the trace off
+            return function(*args, **kwargs)  # torch's own, while it has switched the trace off
         entry = next(self._next, None)
         if self._failed or entry is None or entry.function != function:
             raise self.failure()
@@ -262,26 +273,26 @@ class Rerun:
         return list(result) if type(result) is list else result
 
     def finish(self) -> None:
-        """Return if the call is over where the first one was.
+        """Check that the call has used all entries.
 
         Raises:
-            Unlike: it is not.
+            Unlike: it has not, or it has differed before.
         """
         if self._failed or next(self._next, None) is not None:
             raise Unlike
 
     def failure(self) -> Unlike:
-        """The exception to raise; from now on, everything is unlike."""
+        """The exception to raise for a difference; every later function raises it, too."""
         self._failed = True
         return Unlike()
 
 
 class CopiedFunction(torch.autograd.Function):
-    """A function whose forward and backward issue operators of a graph that is known."""
+    """A function whose forward and backward issue operators of a known graph."""
 
 
 class OfGraph:
-    """A function that is no torch function, and that depends on its arguments as these do."""
+    """A function that, like one of torch, depends on its arguments and torch's settings alone."""
 
 
 _EXACT = frozenset(
@@ -290,7 +301,7 @@ _EXACT = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     }
 )
-"""Types of plain data whose values are the same thing where they are equal."""
+"""Types of plain data whose equal values can replace each other."""
 
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
@@ -298,7 +309,7 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 def _is_of_torch(function: Any) -> bool:
     """True if a function is one of torch's own, which depends on its arguments and settings alone.
 
-    Users can let their functions pass by the modes of torch as well.
+    Functions of users can come through torch's modes as well.
     """
     if isinstance(function, OfGraph):
         return True
@@ -350,7 +361,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "privateuseone")
 
 
 def depth_of_modes() -> int:
-    """How many dispatch modes there are now."""
+    """How many dispatch modes are active."""
     return int(_C._len_torch_dispatch_stack())
 
 
@@ -361,7 +372,7 @@ def torch_settings(depth: int) -> Form:
         depth: how many dispatch modes belong to the trace.
 
     Raises:
-        Unlike: the call has entered another dispatch mode, or lets Python functions look at what
+        Unlike: the call has entered another dispatch mode, or has set hooks on the tensors that
             autograd saves, as a checkpoint does.
     """
     if depth_of_modes() != depth or _C._autograd._top_saved_tensors_default_hooks(False):

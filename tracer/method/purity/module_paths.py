@@ -1,9 +1,8 @@
-"""Let modules of torch take paths that a graph can record, with the results of their own paths.
+"""Let torch's modules take paths that a graph can record, with the results of their usual paths.
 
 `nn.LSTM` and `nn.GRU` go step by step. `nn.TransformerEncoder` has a fast path for inference: given
-a mask of padding, torch packs the rows that count and fills the others with zeros. While a call is
-traced it takes the general path, in which padded rows hold numbers like any others. So the zeros
-are put in here.
+a mask of padding, torch packs the rows that count and fills the others with zeros. In a trace it
+takes the general path, which computes padded rows like all others. So they are zeroed here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ...values.actor_state import ActorState
 
 @contextmanager
 def padded_rows_zeroed(state: ActorState) -> Iterator[None]:
-    """Inside the `with` block, encoders give for padded rows what they give in plain Python."""
+    """Let encoders give zeros for padded rows inside the `with` block, as in plain Python."""
     if not any(isinstance(obj, nn.TransformerEncoder) for obj, _ in state.objects):
         yield
         return
@@ -30,9 +29,9 @@ def padded_rows_zeroed(state: ActorState) -> Iterator[None]:
 
     @functools.wraps(general)
     def forward(self: nn.TransformerEncoder, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        src, padding = given["src"], given.get("src_key_padding_mask")
-        if given.get("mask") is not None or padding is None or not _is_fast(self, src):
+        arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        src, padding = arguments["src"], arguments.get("src_key_padding_mask")
+        if arguments.get("mask") is not None or padding is None or not _is_fast(self, src):
             return general(self, *args, **kwargs)
         norm = self.norm
         if norm is not None:
@@ -56,7 +55,7 @@ _SIGNATURE = inspect.signature(nn.TransformerEncoder.forward)
 
 
 def _is_fast(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
-    """True if plain Python would pack the rows, but for the mask's values."""
+    """True if plain Python would pack the rows, provided that the mask's values allow it."""
     first: Any = encoder.layers[0]
     tensors = (src, *first.parameters())
     return (
@@ -70,7 +69,7 @@ def _is_fast(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
 
 
 def _rows(encoder: nn.TransformerEncoder, padding: torch.Tensor) -> torch.Tensor:
-    """The padded rows; none, if any sequence has padding before its end, and that is looked at."""
+    """The padded rows; none if the encoder checks the mask and finds padding before an end."""
     padded = padding.bool()
     if not getattr(encoder, "mask_check", True):
         return padded
@@ -82,8 +81,8 @@ def _rows(encoder: nn.TransformerEncoder, padding: torch.Tensor) -> torch.Tensor
 def without_fused_recurrence(state: ActorState) -> Iterator[None]:
     """Trace LSTM and GRU step by step, in actors that have such modules.
 
-    oneDNN's fused kernels save for the backward only where gradients are enabled when they run,
-    and cuDNN's arrange the memory of their weights, which a graph cannot.
+    oneDNN's fused kernels save tensors for the backward only if gradients are enabled when they
+    run. cuDNN's rearrange the memory of their weights, which a graph cannot do.
     """
     recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
     backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []

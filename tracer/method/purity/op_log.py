@@ -54,23 +54,29 @@ class OpLog:
         self._lines: list[Location | None] = []
 
     def note(self, op: object, args: Any, kwargs: Any, loc: Location | None) -> None:
-        """An operator is issued."""
+        """Note an operator that is issued."""
         self._entries.append((str(op), (self._form(args), self._form(kwargs))))
         self._lines.append(loc)
 
     def note_result(self, path: str, value: Any) -> None:
-        """The run has given this value, by the name `path`."""
+        """Note a result of the run, by the name `path`."""
         self._entries.append((f"the result {path}", self._form(value)))
         self._lines.append(None)
 
     def mark(self) -> tuple[int, int]:
-        """What has been noted so far."""
+        """Return a mark of what has been noted so far."""
         return len(self._entries), len(self._held)
 
     def note_block(
         self, name: str, taken: Sequence[torch.Tensor], since: tuple[int, int] | None = None
     ) -> None:
-        """A block that was traced before is issued as one, or what has been noted since a mark."""
+        """Note a block as one entry.
+
+        Args:
+            name: the name of its class.
+            taken: the tensors that it takes.
+            since: a mark: the entries since then are the block's, and are dropped.
+        """
         if since is not None:
             entries, held = since
             del self._entries[entries:], self._lines[entries:]
@@ -99,11 +105,14 @@ class OpLog:
         return Verbatim(f"%{number}")
 
     def difference(self, other: OpLog) -> tuple[str, Location | None] | None:
-        """The first entry that another run does not have, in words, with its line."""
+        """The first entry in which another run differs, in words, with its line; None if none."""
         pairs = zip(self._entries, other._entries, self._lines, strict=False)
-        for mine, theirs, loc in pairs:
-            if mine != theirs:
-                return f"{_words(mine, theirs)} at first, and {_words(theirs, mine)} then", loc
+        for entry, other_entry, loc in pairs:
+            if entry != other_entry:
+                return (
+                    f"{_words(entry, other_entry)} at first, and {_words(other_entry, entry)} then",
+                    loc,
+                )
         common = min(len(self._entries), len(other._entries))
         if len(self._entries) == len(other._entries):
             return None
@@ -112,9 +121,9 @@ class OpLog:
         return f"{longer._entries[common][0]} {when}", longer._lines[common]
 
 
-def _words(mine: tuple[str, Any], theirs: tuple[str, Any]) -> str:
-    """An entry; with its arguments, if these are what differs."""
-    if mine[0] != theirs[0]:
-        return mine[0]
-    text = repr(mine[1][0] if mine[0].startswith("aten") else mine[1])
-    return f"{mine[0]}{text}" if len(text) < 100 else f"{mine[0]} of other values"
+def _words(entry: tuple[str, Any], other_entry: tuple[str, Any]) -> str:
+    """An entry in words; with its arguments, if only these differ."""
+    if entry[0] != other_entry[0]:
+        return entry[0]
+    text = repr(entry[1][0] if entry[0].startswith("aten") else entry[1])
+    return f"{entry[0]}{text}" if len(text) < 100 else f"{entry[0]} of other values"

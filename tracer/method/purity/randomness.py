@@ -42,7 +42,7 @@ class _WatchedGenerator:
 
 
 def _called_by_torch() -> bool:
-    """True if torch does it for itself, as `torch.utils.checkpoint` does."""
+    """True if the caller is torch itself, as in `torch.utils.checkpoint`."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
@@ -53,7 +53,7 @@ def _called_by_torch() -> bool:
 def generator_watched(what: str) -> Iterator[None]:
     """Refuse to seed or set torch's generator inside the `with` block, with the user's line.
 
-    A fork of it would leave no trace behind.
+    A fork of the generator restores its state, so a comparison of states would not show it.
     """
     names: dict[str, Any] = vars(torch.random)
     generator = names["default_generator"]
@@ -69,7 +69,7 @@ def random_state_watched(call: Call) -> Iterator[None]:
     """Refuse a call that draws from, or seeds, a generator outside the graph while it is traced.
 
     Python's and NumPy's draws would be baked into the graph, and `torch.manual_seed` would act
-    once instead of in every execution. All generators are put back.
+    once instead of in every execution. All generators get their states back.
 
     Raises:
         TraceError: on exit, if one of them has moved.

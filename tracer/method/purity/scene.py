@@ -1,4 +1,4 @@
-"""Let a call run on fakes: they stand in the place of its actor's state, and all is put back."""
+"""Run a call on fakes in place of its actor's state, and put everything back afterwards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .watch import Watch
 
 
 class Scene:
-    """What a call finds when it is traced, instead of its actor as it is.
+    """The surroundings of a call that is traced: its actor holds fakes in place of its state.
 
     Attributes:
         call: the call.
         mode: makes the fakes.
         state, inputs: the fakes.
-        watch: what it reads and writes of its actor's attributes.
-        initial: changes that it has made and that may be of the first call only.
+        watch: notes which of its actor's attributes the call reads and writes.
+        initial: changes that it has made, and that perhaps only the first call makes.
     """
 
     def __init__(self, call: Call, mode: FakeTensorMode) -> None:
@@ -42,13 +42,19 @@ class Scene:
 
     @contextmanager
     def fakes_in_place(self) -> Iterator[None]:
-        """Runs a call with fakes for the state; afterwards all is as before, whatever happens."""
+        """Put fakes in place of the state inside the `with` block.
+
+        Afterwards everything is as before, whatever happens.
+
+        Raises:
+            TraceError: on exit, if the call has made a change that a graph cannot make.
+        """
         state = self.call.state
         original = Snapshot(state.containers)
         contents = Snapshot(state.others)
         surroundings = SideEffects(self.call.function, state)
         with ExitStack() as stack:
-            # Interrupted half way, each of them is done once more: the weights must come back.
+            # An undo that is interrupted runs once more: the weights must come back.
             for undo in (
                 original.restore,
                 self.watch.restore,
@@ -64,7 +70,7 @@ class Scene:
 
     @contextmanager
     def _as_it_runs(self) -> Iterator[None]:
-        """Fakes in the place of tensors, watched attributes, and what else makes it look real."""
+        """Enter the modes in which a call on fakes behaves like a real one, and is watched."""
         state, function = self.call.state, self.call.function
         space = getattr(inspect.unwrap(function), "__globals__", {})
         kinds = {id(f): type(t.tensor) for f, t in zip(self.state, state.tensors, strict=True)}

@@ -1,8 +1,8 @@
 """Find what a traced call changes outside of its actor: globals, closures, classes, defaults.
 
-Such a change would happen once, while the call is traced, and what is left behind may be a fake. It
-is taken back, and is an error that names what has changed; but what a function does in its first
-call only, such as to fill a table of numbers, is done for good (`twice.py`).
+Such a change would happen once, while the call is traced, and might leave a fake behind. It is
+undone, and the error names what has changed. A change that only the first call makes, such as
+filling a table of numbers, stays (`twice.py`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _REMEDY = (
 
 
 class SideEffects:
-    """State outside of an actor that a function, and the actor's classes, refer to at one moment.
+    """A snapshot of the state outside an actor that a function and the actor's classes refer to.
 
-    Of a function of an installed package, only traced values that it leaves behind are noticed:
-    nobody but its authors could change what else it does.
+    For a function of an installed package, only traced values that it leaves behind count: only
+    its authors could change what else it does.
 
     Args:
-        function: what is to be traced.
-        state: the actor's state, which is looked after elsewhere.
+        function: the function to trace.
+        state: the actor's state, which is checked elsewhere.
     """
 
     def __init__(self, function: Callable[..., Any], state: ActorState) -> None:
@@ -52,10 +52,10 @@ class SideEffects:
         """Look for changes that a call has made.
 
         Returns:
-            Those that may be of the first call only.
+            The changes that perhaps only the first call makes.
 
         Raises:
-            TraceError: there is another one.
+            TraceError: there is any other change.
         """
         changes = [change for change in self._snapshot.changes() if self._counts(change)]
         for change in changes:
@@ -74,7 +74,7 @@ class SideEffects:
         return has_fake(change.after) or (self._strict and not hidden)
 
     def undo(self) -> None:
-        """Take every change back."""
+        """Undo every change."""
         for change in self._snapshot.changes():
             if self._counts(change) or isinstance(change.holder, type):
                 change.put(change.before)

@@ -19,7 +19,7 @@ _RESHAPING_IN_PLACE = frozenset(
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Remove what does nothing at run time, in place: `detach`, `alias`, a transpose undone.
+    """Remove in place what does nothing at run time: `detach`, `alias`, and double transposes.
 
     They stay where the graph changes shape or strides of a tensor in place, since then the two
     sides of an alias differ.
@@ -37,7 +37,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _transposed_twice(node: fx.Node) -> object:
-    """Return the tensor of which a node is the transpose of a transpose; None if of none."""
+    """Return the tensor that a node transposes a second time; None if it does no such thing."""
     inner = node.args[0] if node.target in _TRANSPOSES else None
     if isinstance(inner, fx.Node) and inner.target is node.target:
         return inner.args[0] if inner.args[1:] == node.args[1:] else None

@@ -25,7 +25,7 @@ EVERYTHING = "__dict__"
 
 
 class UsesGradients(BaseException):
-    """Ends a trace: the call works on gradients, so it is to be called as it is.
+    """Ends a trace: the call works on gradients, so it must be called and not traced.
 
     Not an `Exception`, so that no handler in the user's code takes it for a failure.
     """
@@ -34,8 +34,8 @@ class UsesGradients(BaseException):
 class Watch:
     """Notes accesses to the attributes of an actor's objects, inside a `with` block.
 
-    The classes of the objects are given methods that note, so objects stay of their classes. Of
-    other objects of these classes nothing is noted.
+    The classes of the objects get methods that take notes, so the objects keep their classes.
+    Accesses to other objects of these classes are not noted.
 
     Attributes:
         reads: for the `id` of each object, the names that were read.
@@ -53,7 +53,7 @@ class Watch:
         self.reads.update((id(obj), set()) for obj, _ in self._state.objects)
         classes = {type(obj): self._noting for obj, _ in self._state.objects}
         classes |= {type(trainer): self._forbidding for trainer in self._state.trainers}
-        # All are made of the methods that there are before any of them is replaced.
+        # Make all new methods before replacing any: they call the original ones.
         spaces = [(cls, make(cls)) for cls, make in classes.items()]
         try:
             refusing = {cls for cls, space in spaces if not self._patch(cls, space)}
@@ -74,18 +74,18 @@ class Watch:
         self.restore()
 
     def _patch(self, cls: type, space: dict[str, Any]) -> bool:
-        """Give a class these methods; False if it takes none."""
+        """Give a class these methods; False if it does not take them."""
         for name, method in space.items():
-            self._patched.append((cls, name, vars(cls).get(name, MISSING)))  # before Ctrl-C
+            self._patched.append((cls, name, vars(cls).get(name, MISSING)))  # first, for Ctrl-C
             try:
                 type.__setattr__(cls, name, method)
-            except TypeError:  # not of Python
+            except TypeError:  # a class that is not written in Python
                 self._patched.pop()
                 return False
         return True
 
     def restore(self) -> None:
-        """Give all classes their own methods again; can be done twice."""
+        """Give all classes their own methods again; may be called twice."""
         while self._patched:
             cls, name, before = self._patched[-1]
             if before is not MISSING:

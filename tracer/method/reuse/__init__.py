@@ -1,4 +1,4 @@
-"""Use traces again: that of a method for an actor that is alike, that of a layer for the next.
+"""Use traces again: a method's for an actor that is alike, a layer's for the next layer.
 
 In: the torch functions that a traced call has used, and a call to compare with it. Out: its graph,
 with the state of the other call; or nothing, where anything is different.

@@ -1,4 +1,4 @@
-"""Blocks: what is known of a module that has been traced, to compare the next one with it."""
+"""Blocks: what is known of a traced module, so that the next one can be compared with it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .templates import First, Template, like
 
 @dataclass(eq=False)
 class Block:
-    """A block that has been traced: a function of the tensors that it takes from elsewhere.
+    """A traced block: a function of the tensors that it takes from outside.
 
-    Tensors have numbers of their own in it: what it takes has negative ones, in the order of its
-    first use, and what it makes has the others.
+    A block numbers its tensors. Those that it takes have negative numbers, in the order of their
+    first use. Those that it makes are numbered from 0.
 
     Attributes:
-        name: its class.
-        entries: the torch functions, with stand-ins for what they gave.
-        taken: what is known of the tensors that it takes.
-        ends: what it gives, by numbers.
-        stand_ins: for all tensors that it makes.
-        given: those of them that it gives.
-        requires_grad: which of these require a gradient.
-        first: where it was traced.
-        template: its operators; None until another block needs them.
+        name: the name of its class.
+        entries: its torch functions, with stand-ins for their results.
+        taken: the metadata of the tensors that it takes.
+        ends: what it returns, with numbers for tensors.
+        stand_ins: stand-ins for all tensors that it makes.
+        given: the stand-ins of the tensors that it returns.
+        requires_grad: which tensors of `given` require a gradient.
+        first: its trace.
+        template: its operators; None until a module copies them.
     """
 
     name: str
@@ -47,20 +47,20 @@ class Block:
 
     @property
     def form(self) -> Form:
-        """What blocks have in common that are the same."""
-        entries = tuple((each.function, each.arguments, each.settings) for each in self.entries)
+        """The key that equal blocks have in common."""
+        entries = tuple((entry.function, entry.arguments, entry.settings) for entry in self.entries)
         return self.name, entries, self.taken, self.ends, self.requires_grad
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Stands for a tensor that a block takes, and that a function has given back as it is."""
+    """Stands for a tensor that a block takes, where a function has returned it unchanged."""
 
     position: int
 
 
 Copier: TypeAlias = Callable[[Block, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
-"""Gives what a block gives for other tensors."""
+"""Takes a block and other tensors, and gives the block's results for them."""
 
 
 class Copy(OfGraph):
@@ -90,7 +90,11 @@ class Numbering:
         self._numbers = {id(tensor): number for number, tensor in enumerate(block.stand_ins)}
 
     def number_of(self, value: Any) -> int | None:
-        """The number of a tensor; one that it takes gets the next, if it is as that was."""
+        """The number of a tensor; None for anything else.
+
+        A tensor from outside gets the next negative number, if it is like the tensor that the block
+        has taken there. If not, it gets none.
+        """
         number = self._numbers.get(id(value))
         if number is not None or self._log.number_of(value) is None:
             return number
@@ -103,7 +107,7 @@ class Numbering:
         return ~position
 
     def result_of(self, result: Any) -> Any:
-        """What a function gives: for what it has taken, that itself."""
+        """The result of a function, with the module's own tensors in place of each `Taken`."""
         if isinstance(result, Taken):
             return self.taken[result.position]
         return [*map(self.result_of, result)] if type(result) is list else result
@@ -122,10 +126,12 @@ class Recording:
         self._nodes = len(nodes_so_far())
 
     def block(self, name: str, result: Any, known: Sequence[Block]) -> Block | None:
-        """The block, which the logs know as one from now on; None if it cannot be one.
+        """Make the block, and fold its entries in the logs into one; None if it cannot be a block.
 
         Args:
-            known: of these, one that is the same and has no template is taken, with a new trace.
+            name: the name of the module's class.
+            result: what the module has returned.
+            known: blocks of the class. An equal one is used again, with the new trace.
         """
         log, count = self._log, self._count
         entries = log.entries[self._entries :]
@@ -141,38 +147,42 @@ class Recording:
             return ~numbers.index(old)
 
         try:
-            made = [log.tensor(i) for i in range(count, log.count)]
-            stand_ins = [_stand_in(tensor, log.mode) for tensor in made]
+            block_tensors = [log.tensor(i) for i in range(count, log.count)]
+            stand_ins = [_stand_in(tensor, log.mode) for tensor in block_tensors]
             new = [self._entry(entry, number, stand_ins) for entry in entries]
             leaves, spec = pytree.tree_flatten(result)
             ends = renumbered(form_of((spec, leaves), log.number_of), number)
         except Unlike:
             return None
         taken = [log.tensor(i) for i in numbers]
-        given = [made[i] for i in _made_numbers(ends)]
+        outputs = [block_tensors[i] for i in _made_numbers(ends)]
         nodes = itertools.islice(reversed(nodes_so_far()), len(nodes_so_far()) - self._nodes)
-        first = First([*nodes][::-1], taken, given)
+        first = First([*nodes][::-1], taken, outputs)
         if not first.is_pure:
             return None
         shown = [stand_ins[i] for i in _made_numbers(ends)]
-        flags = tuple(tensor.requires_grad for tensor in given)
+        flags = tuple(tensor.requires_grad for tensor in outputs)
         metadata = tuple(map(_metadata, taken))
         block = Block(name, new, metadata, ends, stand_ins, shown, flags, first)
-        for other in known:
-            if other.form == block.form:
-                other.first = first
-                block = other
+        for known_block in known:
+            if known_block.form == block.form:
+                known_block.first = first
+                block = known_block
         arguments: Form = (tuple(numbers), ())
-        copy = Entry(Copy(block, self._copy), arguments, entries[0].settings, tuple(given))
-        log.fold(self._entries, count, copy, given)
+        copy = Entry(Copy(block, self._copy), arguments, entries[0].settings, tuple(outputs))
+        log.fold(self._entries, count, copy, outputs)
         self._recorder.log.note_block(name, taken, self._mark)
-        self._recorder.log.note_result("", tuple(given))
+        self._recorder.log.note_result("", tuple(outputs))
         return block
 
     def _entry(
         self, entry: Entry, number: Callable[[int], int], stand_ins: Sequence[torch.Tensor]
     ) -> Entry:
-        """An entry of the block."""
+        """An entry of the log as an entry of the block.
+
+        Raises:
+            Unlike: its result holds what no stand-in can replace.
+        """
         positional, named = entry.arguments
         arguments = (
             tuple([renumbered(form, number) for form in positional]),
@@ -180,10 +190,14 @@ class Recording:
         )
 
         def stand_in(value: Any) -> Any:
-            found = self._log.number_of(value)
-            if found is None:
+            log_number = self._log.number_of(value)
+            if log_number is None:
                 return value
-            return stand_ins[found - self._count] if found >= self._count else Taken(~number(found))
+            return (
+                stand_ins[log_number - self._count]
+                if log_number >= self._count
+                else Taken(~number(log_number))
+            )
 
         result = entry.result
         if isinstance(result, torch.Tensor):
@@ -192,30 +206,30 @@ class Recording:
             result = type(result)(map(stand_in, result))
         leaves = pytree.tree_leaves(result)
         known = set(map(id, stand_ins))
-        if any(isinstance(each, torch.Tensor) and id(each) not in known for each in leaves):
-            raise Unlike  # of a class of its own, such as that of a maximum with its index
-        if type(result) is tuple and any(isinstance(each, Taken) for each in result):
+        if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in leaves):
+            raise Unlike  # in a class of its own, such as that of a maximum with its index
+        if type(result) is tuple and any(isinstance(item, Taken) for item in result):
             raise Unlike
         return replace(entry, arguments=arguments, result=result)
 
 
 def _made_numbers(ends: Form) -> list[int]:
-    """The numbers of the tensors that a block makes and gives, in order."""
-    found: set[int] = set()
+    """The numbers of the tensors that a block makes and returns, in order."""
+    numbers: set[int] = set()
 
     def note(number: int) -> int:
-        found.add(number)
+        numbers.add(number)
         return number
 
     renumbered(ends, note)
-    return sorted(number for number in found if number >= 0)
+    return sorted(number for number in numbers if number >= 0)
 
 
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A tensor like this one that no graph knows.
 
     Raises:
-        Unlike: there is none.
+        Unlike: the tensor is not dense, or is conjugated or negated lazily.
     """
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         raise Unlike
@@ -223,7 +237,7 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _metadata(tensor: torch.Tensor) -> Form:
-    """What tensors have in common that can stand for each other."""
+    """The key of tensors that can stand for each other."""
     kind = (tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_leaf, tuple(tensor.shape))
     if tensor.layout is not torch.strided:
         return (*kind, tensor.layout)

@@ -1,9 +1,9 @@
-"""Trace blocks that a method repeats, such as equal layers, once.
+"""Trace only once the blocks that a method repeats, such as equal layers.
 
-The first of several modules of one class is traced as all code is. Of the next one, only the Python
-runs (`function_log.py`): if it calls the same torch functions, as far as tensors of its own stand
-for those of the first, then the operators of the first are copied, forward and backward. A block
-changes nothing: no tensor in place, and no attribute.
+The first of several modules of one class is traced like any code. Of the next one, only the Python
+runs (`function_log.py`). If it calls the same torch functions, with its own tensors in place of
+those of the first, the operators of the first are copied, forward and backward. A block changes
+neither tensors in place nor attributes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .templates import BlocksMisled, Emitter, Template, graph_so_far
 
 Handler: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 _MANY = 6
-"""So many blocks of one class that differ are kept, and compared with the next one."""
+"""The most blocks of one class that are kept, and compared with the next module."""
 
 
 @dataclass(eq=False)
@@ -53,10 +53,10 @@ class Blocks:
 
 
 def repeated_classes(state: ActorState) -> frozenset[type]:
-    """The classes of modules of which there are several, outermost first, that have submodules."""
+    """The outermost classes with submodules that several modules of an actor have."""
     modules = [obj for obj, _ in state.objects if isinstance(obj, nn.Module)]
     counts = Counter(type(module) for module in modules if module._modules)
-    found: set[type] = set()
+    classes: set[type] = set()
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
@@ -64,7 +64,7 @@ def repeated_classes(state: ActorState) -> frozenset[type]:
             return
         seen.add(id(module))
         if counts[type(module)] > 1 and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.add(type(module))
+            classes.add(type(module))
             return
         for child in module._modules.values():
             if child is not None:
@@ -72,20 +72,20 @@ def repeated_classes(state: ActorState) -> frozenset[type]:
 
     for module in modules[:1]:
         visit(module)
-    return frozenset(found)
+    return frozenset(classes)
 
 
 class ModuleCalls:
-    """Calls of modules in a method that is traced, or that is compared with one.
+    """Calls of modules in a method that is traced, or that is compared with a trace.
 
     Args:
-        blocks: those that are known.
-        classes: whose modules may be blocks.
-        log: of the method.
-        outer: handles torch functions of the method.
-        watch: sees attributes that are written.
-        wanted: whether gradients are.
-        recorder: sees operators; None where none is issued.
+        blocks: the known blocks.
+        classes: the classes whose modules may be blocks.
+        log: the method's torch functions.
+        outer: runs torch functions outside of blocks.
+        watch: notes writes of attributes.
+        wanted: whether gradients are wanted.
+        recorder: notes operators; None where none is issued.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ModuleCalls:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        """Inside the `with` block, calls of modules come by here."""
+        """Intercept calls of modules inside the `with` block."""
         if not self._classes:
             yield
             return
@@ -158,15 +158,15 @@ class ModuleCalls:
         assert self._recorder is not None
         recording = Recording(self.copy, self._log, self._recorder)
         result = call(module, *args, **kwargs)
-        made: Block | None = None
+        new_block: Block | None = None
         if len(self._watch.writes) == writes:
             with torch._C.DisableTorchFunction():
-                made = recording.block(type(module).__qualname__, result, known)
-        if made is None:
+                new_block = recording.block(type(module).__qualname__, result, known)
+        if new_block is None:
             self._blocks.refused.add(type(module))
             self._classes -= {type(module)}
-        elif made not in known:
-            known.append(made)
+        elif new_block not in known:
+            known.append(new_block)
         return result
 
     def _can_copy(self, block: Block) -> bool:
@@ -185,7 +185,7 @@ class ModuleCalls:
         """The result of a module that is like a block.
 
         Raises:
-            Unlike: it is not.
+            Unlike: the module is not like the block.
         """
         self._blocks.tried = True
         numbering = Numbering(block, self._log)
@@ -201,15 +201,15 @@ class ModuleCalls:
     def _taken_over(
         self, block: Block, numbering: Numbering, inner: Rerun, result: Any, writes: int
     ) -> Any:
-        """The result of a module whose Python has gone along with that of a block.
+        """The result of a module whose Python has called the torch functions of a block.
 
         Raises:
-            Unlike: it has not ended there, or has written to attributes.
+            Unlike: it has called fewer, returns something else, or has written to attributes.
         """
         inner.finish()
         leaves, spec = pytree.tree_flatten(result)
-        given = form_of((spec, leaves), numbering.number_of)
-        if given != block.ends or len(numbering.taken) != len(block.taken):
+        ends = form_of((spec, leaves), numbering.number_of)
+        if ends != block.ends or len(numbering.taken) != len(block.taken):
             raise Unlike
         if len(self._watch.writes) != writes:
             raise Unlike
@@ -220,7 +220,7 @@ class ModuleCalls:
         return pytree.tree_unflatten([instead.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def copy(self, block: Block, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What a block gives for other tensors: its operators are issued once more."""
+        """Issue the operators of a block for other tensors, and return its results."""
         recorder = self._recorder
         assert recorder is not None
         if nodes_so_far() is not None and block.template is None:
@@ -228,27 +228,32 @@ class ModuleCalls:
         recorder.log.note_block(block.name, taken)
         flags = block.requires_grad
         emitter = Emitter(block.template, block.given, flags, recorder, self._log.mode)
-        given = emitter.run(taken)
-        recorder.log.note_result("", given)
+        outputs = emitter.run(taken)
+        recorder.log.note_result("", outputs)
         recorder.draws |= any(map(_is_random, block.template.forward if block.template else ()))
-        self._close(block, taken, given)
-        return given
+        self._close(block, taken, outputs)
+        return outputs
 
     def _close(
-        self, block: Block, taken: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        self, block: Block, taken: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
         if not self._closed.isdisjoint(map(id, taken)):
             raise BlocksMisled
-        self._memory.update(map(storage_key, (*taken, *made)))
+        self._memory.update(map(storage_key, (*taken, *outputs)))
         if block.template is not None:
             several = block.template.used_several_times
             self._closed.update(id(taken[i]) for i in several if taken[i].requires_grad)
 
     def check_operator(self, args: Iterable[Any], written: Iterable[Any]) -> None:
-        """An operator is issued outside of blocks.
+        """Check an operator that is issued outside of blocks.
+
+        Args:
+            args: what it takes.
+            written: what it writes to.
 
         Raises:
-            BlocksMisled: it takes what blocks keep to themselves, or changes what they use.
+            BlocksMisled: it takes a tensor that only blocks may use, or writes to memory of blocks.
+            Unlike: a module is being compared with a block, which issues no operators.
         """
         if self._inner is not None:
             raise self._inner.failure()
@@ -261,10 +266,10 @@ class ModuleCalls:
             raise BlocksMisled
 
     def check_end(self, values: Iterable[Any]) -> None:
-        """The method gives these values.
+        """Check the values that the method gives.
 
         Raises:
-            BlocksMisled: as above.
+            BlocksMisled: one is a tensor that only blocks may use.
         """
         self.check_operator(values, ())
 

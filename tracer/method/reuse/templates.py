@@ -30,7 +30,7 @@ from ..purity.function_log import CopiedFunction
 
 
 class BlocksMisled(BaseException):
-    """A trace with blocks would not be what it is without them: it is to be made again.
+    """A trace with blocks would differ from one without: the call must be traced without blocks.
 
     Not an `Exception`, so that no handler in the user's code takes it for a failure.
     """
@@ -38,7 +38,7 @@ class BlocksMisled(BaseException):
 
 @dataclass(frozen=True, eq=False)
 class First:
-    """The trace of a block: its nodes, and the tensors that it has taken and given."""
+    """The trace of a block: its nodes, the tensors that it has taken, and its results."""
 
     nodes: Sequence[fx.Node]
     taken: Sequence[torch.Tensor]
@@ -46,7 +46,7 @@ class First:
 
     @property
     def is_pure(self) -> bool:
-        """True if it changes nothing, and depends on nothing else than what it takes."""
+        """True if it changes nothing, and depends only on the tensors that it takes."""
         sources = [node_of(tensor) for tensor in self.taken]
         results = [node_of(tensor) for tensor in self.given]
         own = set(self.nodes)
@@ -73,11 +73,11 @@ class Template:
         graph: all of them, the forward first.
         taken, cotangents: placeholders.
         forward, backward: operators, in order.
-        given: what the forward gives.
-        gradients: those of what the block takes; None where there is none.
+        given: the results of the forward.
+        gradients: the gradient of each tensor that the block takes; None where there is none.
         locations: the user's lines.
-        used_several_times: positions of what several operators take.
-        memory: the memory of what it takes, and of cotangents.
+        used_several_times: positions, among `taken`, of tensors that are used more than once.
+        memory: the storage of the tensor that each placeholder stood for.
     """
 
     graph: fx.Graph
@@ -96,10 +96,14 @@ class Template:
         """Take the operators of a block from the graph in which it was traced.
 
         Args:
-            wanted: whether the backward is wanted, too. It is traced here, and taken out again.
+            first: the trace of the block.
+            recorder: knows the user's lines.
+            wanted: whether the backward is wanted, too. It is traced here, and its nodes are then
+                removed from that graph.
 
         Raises:
-            BlocksMisled: what the block takes depends on each other.
+            BlocksMisled: tensors that the block takes depend on each other, or its backward cannot
+                be copied.
         """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -119,14 +123,14 @@ class Template:
             i for i, tensor in enumerate(first.taken) if _uses(_node(tensor), first.nodes) > 1
         )
         forward = [copy(node) for node in first.nodes]
-        given = [copies[_node(tensor)] for tensor in first.given]
-        made = Template(
-            graph, taken, [], forward, [], given, [None] * len(taken), locations, several, {}
+        outputs = [copies[_node(tensor)] for tensor in first.given]
+        template = Template(
+            graph, taken, [], forward, [], outputs, [None] * len(taken), locations, several, {}
         )
-        made.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
+        template.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
         if wanted and any(tensor.requires_grad for tensor in first.given):
-            made._add_backward(first, recorder, copies, copy)
-        return made
+            template._add_backward(first, recorder, copies, copy)
+        return template
 
     def _add_backward(
         self,
@@ -167,8 +171,9 @@ class Emitter:
 
     Args:
         template: the operators; None where no graph is made.
-        stand_ins: tensors like those that it gives, which no graph knows.
-        requires_grad: which of them require a gradient.
+        stand_ins: tensors like the results, which no graph knows.
+        requires_grad: which results require a gradient.
+        recorder: gets the user's lines.
         mode: makes fakes.
     """
 
@@ -190,13 +195,13 @@ class Emitter:
         self._memory: dict[int | None, torch.UntypedStorage] = {}
 
     def run(self, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the block gives."""
+        """The results of the block."""
         if any(self.requires_grad):
             return _Emitted.apply(self, *taken)  # type: ignore[no-any-return,no-untyped-call]
         return self.forward(taken)
 
     def forward(self, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the block gives, without gradients."""
+        """The results of the block, without gradients."""
         template = self._template
         if template is None or nodes_so_far() is None:
             return tuple(like(tensor, self._mode) for tensor in self._stand_ins)
@@ -206,16 +211,16 @@ class Emitter:
         return tuple(self._tracked(node) for node in template.given)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of what the block takes.
+        """The gradients of the tensors that the block takes.
 
         Raises:
-            BlocksMisled: the backward of the first one was given other gradients.
+            BlocksMisled: the template has no backward for these gradients.
         """
         template = self._template
-        given = [g for g, needed in zip(gradients, self.requires_grad, strict=True) if needed]
-        if template is None or len(given) != len(template.cotangents):
+        cotangents = [g for g, needed in zip(gradients, self.requires_grad, strict=True) if needed]
+        if template is None or len(cotangents) != len(template.cotangents):
             raise BlocksMisled
-        for node, gradient in zip(template.cotangents, given, strict=True):
+        for node, gradient in zip(template.cotangents, cotangents, strict=True):
             if gradient is None or node_of(gradient) is None or not gradient.is_contiguous():
                 raise BlocksMisled
             self._take(node, gradient)
@@ -223,7 +228,7 @@ class Emitter:
         return [None if node is None else self._tracked(node) for node in template.gradients]
 
     def _take(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        """Let a tensor be what a placeholder stands for."""
+        """Let a placeholder stand for a tensor."""
         assert self._template is not None
         self._nodes[node], self._values[node] = _node(tensor), tensor
         self._memory[self._template.memory[node]] = tensor.untyped_storage()
@@ -231,7 +236,7 @@ class Emitter:
     def _issue(self, template: Template, nodes: Sequence[fx.Node]) -> None:
         graph, copies = graph_so_far(), self._nodes
         locations = self._recorder.locations
-        # Without the function modes, which each look at an attribute of a tensor would go through.
+        # Without function modes: every access to a tensor's attribute would go through them.
         with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction():
             for node in nodes:
                 value = self._values[node] = self._like(node.meta["val"])
@@ -241,9 +246,9 @@ class Emitter:
                     locations[new.name] = template.locations[node]
 
     def _like(self, value: Any) -> Any:
-        """A value as the first block has it, with memory of this one.
+        """A fake like a value of the first block, in the memory of this one.
 
-        An operator would find the same, in ten times the time.
+        An operator would give the same, in ten times the time.
         """
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._like, value))
@@ -272,12 +277,12 @@ class _Emitted(CopiedFunction):
 
     @staticmethod
     def forward(ctx: Any, emitter: Emitter, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = emitter.forward(taken)
+        outputs = emitter.forward(taken)
         ctx.emitter = emitter
         ctx.set_materialize_grads(False)
-        pairs = zip(given, emitter.requires_grad, strict=True)
+        pairs = zip(outputs, emitter.requires_grad, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, needed in pairs if not needed))
-        return given
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -318,10 +323,10 @@ def _node(tensor: torch.Tensor) -> fx.Node:
 
 def _uses(node: fx.Node, users: Sequence[fx.Node]) -> int:
     """How often operators take a node."""
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
     for user in users:
-        fx.node.map_arg((user.args, user.kwargs), found.append)
-    return found.count(node)
+        fx.node.map_arg((user.args, user.kwargs), operands.append)
+    return operands.count(node)
 
 
 def _is_operator(node: fx.Node) -> bool:
@@ -329,7 +334,7 @@ def _is_operator(node: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node, foreign: set[int | None]) -> bool:
-    """True if a node computes a value, and writes to no memory that is foreign."""
+    """True if a node computes a value, and writes to no foreign memory."""
     target = node.target
     if target is operator.getitem:
         return True
@@ -345,7 +350,7 @@ def _is_pure(node: fx.Node, foreign: set[int | None]) -> bool:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """True if all that a node computes is dense tensors, as far as it is tensors."""
+    """True if all tensors that a node computes are dense."""
     values = node.meta.get("val")
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     return all(
@@ -357,7 +362,11 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _refuse_dependent(tensors: Sequence[torch.Tensor]) -> None:
-    """Return if no tensor has been computed of another one: gradients would go both ways."""
+    """Refuse tensors of which one was computed from another: gradients would go both ways.
+
+    Raises:
+        BlocksMisled: there are such tensors.
+    """
     edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
     pending: list[Any] = [next_ for edge in edges for next_, _ in edge.node.next_functions]
     seen: set[Any] = {None}

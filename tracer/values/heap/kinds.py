@@ -38,7 +38,7 @@ SCALARS: tuple[type, ...] = (
     torch.memory_format,
     torch.Size,
 )
-"""Types whose values say everything about them."""
+"""Types of plain data: type and value say everything about such an object."""
 
 TRAINERS: tuple[type, ...] = (
     torch.optim.Optimizer,
@@ -46,7 +46,7 @@ TRAINERS: tuple[type, ...] = (
     torch.optim.lr_scheduler.ReduceLROnPlateau,
     torch.amp.GradScaler,
 )
-"""Objects that work on gradients; a method that touches one is called as it is."""
+"""Objects that work on gradients; a method that touches one is called, and not traced."""
 
 CONTAINERS = (dict, list, set, collections.deque)
 """Containers that can change."""
@@ -57,7 +57,7 @@ _HOLDERS: tuple[type, ...] = (
     collections.UserDict,
     collections.UserList,
 )
-"""Classes of Python's own whose objects are nothing but what they hold."""
+"""Classes of the standard library whose objects only hold other values."""
 
 _STATEFUL: tuple[type, ...] = (
     np.ndarray,
@@ -71,7 +71,7 @@ _STATEFUL: tuple[type, ...] = (
 """Values that change in place, and that are neither containers nor objects of the user's."""
 
 _LARGE = 1 << 20
-"""Bytes of an array from which on it is not copied, and not looked at."""
+"""An array with more bytes is neither copied nor compared."""
 
 _PACKAGE = __name__.partition(".")[0]
 _OWN_ROOMS = tuple(
@@ -81,12 +81,12 @@ _OWN_ROOMS = tuple(
 
 
 def is_plain(value: Any) -> bool:
-    """True if a value says everything about itself, and is no class."""
+    """True if a value is plain data, and no class."""
     return isinstance(value, SCALARS) and not isinstance(value, type)
 
 
 def is_walked(value: Any) -> bool:
-    """True if an object's attributes count as those of what holds it."""
+    """True if an object's attributes count as state of whatever holds the object."""
     if isinstance(value, (torch.nn.Module, *_HOLDERS)):
         return True
     return isinstance(getattr(value, "__dict__", None), dict) and is_of_model(value)
@@ -104,7 +104,7 @@ def is_of_model(value: Any) -> bool:
 
 
 def is_foreign(cls: type) -> bool:
-    """True if a class is of an installed package, or of Python itself."""
+    """True if a class belongs to an installed package, or to Python itself."""
     root = cls.__module__.partition(".")[0]
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     return root in ("torch", "numpy", _PACKAGE) or (
@@ -158,5 +158,5 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
 
 
 def join(path: str, key: object) -> str:
-    """The path of what a value at `path` holds by a key."""
+    """The path of an item, by its key and the path of what holds it."""
     return f"{path}.{key}" if path else str(key)

@@ -1,8 +1,8 @@
 """Walk what a function's Python refers to: variables, classes, containers and objects, with paths.
 
 `reach_all` follows functions, classes and modules that the user wrote as far as they go: a step's
-Python is a few lines. `reach_near` looks three containers deep at what a method's code names, for a
-method may use a library. Nothing is kept alive for long.
+Python is a few lines. `reach_near` looks three containers deep at what a method's code names, since
+a method may use a library. Nothing is kept alive for long.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .snapshot import MISSING, Names, Snapshot, read_cell
 from .variables import closure_of, is_users, names_of
 
 NEAR = 3
-"""So many containers deep `reach_near` looks."""
+"""How many containers deep `reach_near` looks."""
 _FEW = 1000
-"""Items of a container at which `reach_near` still looks."""
+"""The most items of a container that `reach_near` takes."""
 _MANY = 10_000
-"""Items of a container into which `reach_all` still looks; containers that `reach_near` takes."""
+"""The most items of a container that `reach_all` walks; the most containers of `reach_near`."""
 _LARGE = 100_000
-"""Items of a container at which `reach_all` still looks."""
+"""The most items of a container that `reach_all` takes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,12 +76,13 @@ def reach_all(
 ) -> Reach:
     """Walk everything that a function refers to and that the user wrote.
 
-    Of installed packages nobody but their authors knows what they change, and why: they are left
-    out.
+    Installed packages are left out: only their authors know what they change, and why.
 
     Args:
-        instance_of: in a tuple what a handle stands for, empty where another process holds it; None
-            for what is no handle. It is walked only where some code says `.local`.
+        function: where the walk begins.
+        instance_of: gives the actor of a handle in a tuple, which is empty where another process
+            holds the actor; None for anything but a handle. Actors are walked only if some code
+            uses `.local`.
     """
     return _Walk(instance_of).run(function)
 
@@ -133,7 +134,7 @@ class _Walk:
     def _visit_function(self, function: FunctionType) -> None:
         code = function.__code__
         if not is_own_file(code.co_filename) and not code.co_filename.startswith("<"):
-            return  # what was typed in is the user's, too
+            return  # code that was typed in is the user's, too
         name = function.__name__
         for variable, cell in closure_of(function):
             if not variable.startswith("__"):
@@ -180,7 +181,7 @@ class _Walk:
             return
         instance = self._instance_of(value)
         if instance is not None:
-            self._instances += [(each, path) for each in instance]
+            self._instances += [(obj, path) for obj in instance]
             return
         kind: Any = type(value)
         if is_foreign(kind) and not isinstance(
@@ -204,14 +205,15 @@ def reach_near(
 ) -> Reach:
     """Walk what a function's code names: its closure, its globals, its defaults and some classes.
 
-    All names of its module are looked at, and containers among them, but not into these.
+    All containers among the names of its module are taken, but not walked.
 
     Args:
-        known: containers that are looked after elsewhere.
-        classes: classes to be looked at beside those that the code names.
+        function: the function.
+        known: containers that are checked elsewhere.
+        classes: classes to take beside those that the code names.
         depth: how many containers deep to look.
     """
-    found = Reach()
+    reach = Reach()
     code = getattr(function, "__code__", None)
     space: dict[str, Any] = getattr(function, "__globals__", {})
     cells = {id(cell): (cell, name) for name, cell in _closures(function, NEAR)}
@@ -223,17 +225,17 @@ def reach_near(
         near.append((function.__name__, vars(function)))
     held = dict.fromkeys([*classes, *(value for _, value in near if _is_class_of_user(value))])
     near += [(f"{cls.__name__}.{name}", v) for cls in held for name, v in list(vars(cls).items())]
-    found.variables = [*cells.values(), *((cls, cls.__name__) for cls in held)]
-    found.containers.append((space, ""))
+    reach.variables = [*cells.values(), *((cls, cls.__name__) for cls in held)]
+    reach.containers.append((space, ""))
     seen = {id(container) for container in known}
-    _add_containers(near, depth, found, seen)
-    _add_containers(space.items(), 0, found, seen)
-    found.caches = [value for _, value in (*space.items(), *near) if is_cache(value)]
-    return found
+    _add_containers(near, depth, reach, seen)
+    _add_containers(space.items(), 0, reach, seen)
+    reach.caches = [value for _, value in (*space.items(), *near) if is_cache(value)]
+    return reach
 
 
 def _add_containers(
-    named: Iterable[tuple[str, Any]], depth: int, found: Reach, seen: set[int]
+    named: Iterable[tuple[str, Any]], depth: int, reach: Reach, seen: set[int]
 ) -> None:
     """Add the containers among values, and the attributes of plain objects among them."""
     for name, value in named:
@@ -243,14 +245,14 @@ def _add_containers(
             content = vars(value)
         else:
             continue
-        many = len(content) > _FEW or len(found.containers) > _MANY
+        many = len(content) > _FEW or len(reach.containers) > _MANY
         if name.startswith("__") or many or id(content) in seen:
             continue
         seen.add(id(content))
-        found.containers.append((content, name))
+        reach.containers.append((content, name))
         if depth:
             inner = [(f"{name}.{key}", item) for key, item in items_of(content)]
-            _add_containers(inner, depth - 1, found, seen)
+            _add_containers(inner, depth - 1, reach, seen)
 
 
 def _is_class_of_user(value: Any) -> bool:
@@ -280,9 +282,9 @@ def has_fake(value: Any, depth: int = NEAR) -> bool:
 
 
 def reaches_tensor(value: Any, known: set[int]) -> bool:
-    """True if a tensor can be reached from a value, not looking into what is `known` (by id).
+    """True if a value reaches a tensor, other than through objects in `known` (by id).
 
-    What it has looked into is known from then on.
+    The walk adds the objects that it has entered to `known`.
     """
     if isinstance(value, torch.Tensor):
         return True
@@ -299,13 +301,13 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, ModuleType):
         return []
-    found: list[Any] = list(getattr(value, "__dict__", {}).values())
-    found += slots_of(value).values()
+    parts: list[Any] = list(getattr(value, "__dict__", {}).values())
+    parts += slots_of(value).values()
     if isinstance(value, MethodType):
-        found += [value.__self__, value.__func__]
+        parts += [value.__self__, value.__func__]
     elif isinstance(value, FunctionType):
-        found += [read_cell(cell) for _, cell in closure_of(value)]  # MISSING holds no tensor
-        found += _defaults_of(value)
+        parts += [read_cell(cell) for _, cell in closure_of(value)]  # MISSING holds no tensor
+        parts += _defaults_of(value)
     elif isinstance(value, functools.partial):
-        found += [value.func, *value.args, *value.keywords.values()]
-    return found
+        parts += [value.func, *value.args, *value.keywords.values()]
+    return parts

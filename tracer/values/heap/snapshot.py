@@ -1,8 +1,8 @@
 """Snapshots of Python state: shallow copies of what can change, to name changes and undo them.
 
-No tensor is copied. Comparing goes by identity, and by value where a value says everything about
-itself. What can change is a container, the attributes of a class, a variable, an array, a
-generator, or an object with slots; a `Kind` says how to copy each and how to put a copy back.
+No tensor is copied. Comparison goes by identity, and for plain data by value. A snapshot covers
+containers, attributes of classes, variables, arrays, generators and objects with slots; a `Kind`
+says how to copy each and how to put a copy back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MISSING = _Missing()
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Some of the names of a module, which may be bound to something else."""
+    """Some names of a module, which may be bound again."""
 
     space: dict[str, Any]
     names: tuple[str, ...]
@@ -48,8 +48,8 @@ class Change:
         holder: the container, class, names, variable, array or object that changed.
         key: the key, index or name; None where the holder changed as a whole.
         path: in words, from where the walk began: `hist` or `blocks.0.step`.
-        before, after: the values; `MISSING` where there was, or is, none. Of a holder as a whole,
-            copies of what it held, and of what it holds.
+        before, after: the values; `MISSING` where there was, or is, none. For a holder as a whole,
+            copies of its contents.
     """
 
     holder: Any
@@ -59,14 +59,14 @@ class Change:
     after: Any
 
     def put(self, content: Any) -> None:
-        """Let the changed place hold this, be it from before or after the change."""
+        """Put a content in the changed place: `before` undoes the change, `after` repeats it."""
         if self.key is None:
             _kind_of(self.holder).put(self.holder, content)
         else:
             _put_part(self.holder, self.key, content)
 
     def words(self) -> str:
-        """In words, from what to what the place has changed."""
+        """The change in words, such as `from 1 to 2`."""
         return f"from {self._show(self.before)} to {self._show(self.after)}"
 
     def _show(self, content: Any) -> str:
@@ -75,9 +75,10 @@ class Change:
         return show(content)
 
     def watch(self) -> Callable[[], bool]:
-        """A function that says whether the place has changed since this call.
+        """Return a function that says whether the place has changed since this call.
 
-        Of a part that was not there before, another may come: `table[len(table)] = x`.
+        If the part was not there before, any change of the holder counts: the next part may come
+        under another key, as in `table[len(table)] = x`.
         """
         now = Snapshot([(self.holder, "")])
         if self.key is None or self.before is MISSING:
@@ -108,16 +109,16 @@ class Snapshot:
         self._caches = [(cache, cache.cache_info().misses) for cache in caches]
 
     def changes(self) -> list[Change]:
-        """Return what has changed since."""
-        found: list[Change] = []
+        """Return the changes since the snapshot."""
+        changes: list[Change] = []
         for value, path, kind, copy in self._copies:
             now = kind.read(value)
             if not kind.is_same(now, copy):
-                found += _differences(value, path, kind, copy, now)
-        return found
+                changes += _differences(value, path, kind, copy, now)
+        return changes
 
     def filled_caches(self) -> list[Any]:
-        """The functions that remember a new result."""
+        """The functions that have remembered a result since the snapshot."""
         return [cache for cache, misses in self._caches if cache.cache_info().misses != misses]
 
     def clear_caches(self) -> None:
@@ -153,10 +154,10 @@ class Kind:
     """Reads, restores and compares the contents of values of one kind.
 
     Attributes:
-        read: what a value holds now; a container itself, else a copy.
-        put: lets a value hold a copy again.
+        read: gives what a value holds now: a container itself, or else a copy.
+        put: puts a copy back into a value.
         is_same: compares what `read` gives with a copy.
-        has_parts: whether what is read is a dict or list whose parts are told apart.
+        has_parts: whether `read` gives a dict or list whose parts are compared one by one.
     """
 
     read: Callable[[Any], Any]
@@ -165,7 +166,7 @@ class Kind:
     has_parts: bool = False
 
     def copy(self, value: Any) -> Any:
-        """Return what a value holds now, apart from it."""
+        """Return a copy of what a value holds now."""
         content = self.read(value)
         if content is not value:
             return content
@@ -277,7 +278,7 @@ def _put_part(holder: Any, key: Any, content: Any) -> None:
 
 
 def read_cell(cell: CellType) -> Any:
-    """Return what a variable of a closure is bound to; `MISSING` if to nothing."""
+    """Return the value of a closure's variable; `MISSING` if it is not bound."""
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell

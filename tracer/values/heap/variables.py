@@ -11,7 +11,7 @@ from typing import Any
 from ...source import is_own_file
 
 DEPTH = 3
-"""Attributes of attributes that are followed."""
+"""How many attributes deep a variable is followed."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Variable:
     """A variable, or an attribute of the object that it holds.
 
     Attributes:
-        name: of the variable.
+        name: the name of the variable.
         space: the cell of a variable of a function, or the dictionary of a module.
         attributes: from the variable's object to the attribute; none for the variable itself.
     """
@@ -43,11 +43,11 @@ class Variable:
 def variables_of(fn: Callable[..., Any]) -> Iterator[Variable]:
     """The variables that a function reads, and the attributes that it may read of each.
 
-    What other functions read, which it calls, is not among them.
+    Variables of other functions, which it calls, are not among them.
 
     Args:
-        fn: a function, a bound method (whose object counts as a variable, `self`), or what wraps
-            one; others read nothing.
+        fn: a function, a bound method (whose object counts as a variable, `self`), or a wrapper of
+            one; anything else reads nothing.
     """
     roots: list[Variable] = []
     if isinstance(fn, MethodType):
@@ -64,7 +64,7 @@ def variables_of(fn: Callable[..., Any]) -> Iterator[Variable]:
 
 
 def _with_attributes(variable: Variable, read: Set[str]) -> Iterator[Variable]:
-    """A variable, and the attributes with some names below it."""
+    """A variable, and the attributes below it that have some names."""
     yield variable
     value = variable.value()
     if len(variable.attributes) == DEPTH or isinstance(value, type):
@@ -72,12 +72,12 @@ def _with_attributes(variable: Variable, read: Set[str]) -> Iterator[Variable]:
     if isinstance(value, ModuleType) and not is_users(value):
         return
     try:
-        found = read & vars(value).keys()
+        attributes = read & vars(value).keys()
     except TypeError:  # it has none
         return
-    for each in sorted(found):
+    for attribute in sorted(attributes):
         yield from _with_attributes(
-            replace(variable, attributes=(*variable.attributes, each)), read
+            replace(variable, attributes=(*variable.attributes, attribute)), read
         )
 
 
@@ -90,7 +90,10 @@ def names_of(code: CodeType) -> Iterator[str]:
 
 
 def closure_of(function: Any) -> list[tuple[str, CellType]]:
-    """The variables of functions around a function, with their cells; none of anything else."""
+    """The variables that a function takes from functions around it, with their cells.
+
+    Anything but a function has none.
+    """
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return list(zip(names, getattr(function, "__closure__", None) or (), strict=False))
 
