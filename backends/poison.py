@@ -91,14 +91,14 @@ def _fields(error: BaseException) -> dict[str, Any]:
     An AttributeError's object, which may be anything, is left out.
     """
     kinds = (MemberDescriptorType, GetSetDescriptorType)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for cls in type(error).__mro__:
         for name, descriptor in vars(cls).items():
             if isinstance(descriptor, kinds) and name not in _NOT_FIELDS and name[:2] != "__":
                 value = getattr(error, name, None)
                 if value is not None:
-                    found.setdefault(name, value)
-    return found
+                    fields.setdefault(name, value)
+    return fields
 
 
 def _set_fields(error: BaseException, values: Mapping[str, Any]) -> None:
@@ -109,12 +109,12 @@ def _set_fields(error: BaseException, values: Mapping[str, Any]) -> None:
 
 def _portable(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Those attributes that can be pickled."""
-    found = {}
+    portable = {}
     for name, value in attributes.items():
         with contextlib.suppress(Exception):  # whatever a user's class does when it is pickled
             pickle.dumps(value, 5)
-            found[name] = value
-    return found
+            portable[name] = value
+    return portable
 
 
 def _unpacked(content: bytes) -> BaseException | None:
@@ -153,8 +153,8 @@ def _mixed(failure: Failure, original: BaseException) -> RemoteError:
 
 
 def _class_for(cls: type[BaseException]) -> type[RemoteError]:
-    found = _classes.get(cls)
-    if found is None:
+    error_class = _classes.get(cls)
+    if error_class is None:
         name = f"RemoteError({cls.__qualname__})"
         space: dict[str, Any] = {
             "__module__": RemoteError.__module__,
@@ -162,8 +162,8 @@ def _class_for(cls: type[BaseException]) -> type[RemoteError]:
             "__str__": lambda self: self.failure.describe(),
             "__reduce__": lambda self: (_rebuilt, (self.failure, _packed(self.__cause__))),
         }
-        found = _classes[cls] = type(name, (RemoteError, cls), space)
-    return found
+        error_class = _classes[cls] = type(name, (RemoteError, cls), space)
+    return error_class
 
 
 def _builtin_base(cls: type[BaseException]) -> Any:

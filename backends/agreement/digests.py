@@ -83,18 +83,18 @@ def _parts(value: Any, seen: _Seen) -> list[bytes]:
     if isinstance(value, (dict, UserDict, MappingProxyType)):
         return sorted(_summary(k, seen) + _summary(v, seen) for k, v in value.items())
     if isinstance(value, (set, frozenset)):
-        return sorted(_summary(each, seen) for each in value)
+        return sorted(_summary(element, seen) for element in value)
     if isinstance(value, np.ndarray):
-        return [_summary(each, seen) for each in value.reshape(-1)]
+        return [_summary(element, seen) for element in value.reshape(-1)]
     in_order = isinstance(value, (list, tuple, deque))
-    found = [_summary(each, seen) for each in value] if in_order else []
+    digests = [_summary(element, seen) for element in value] if in_order else []
     held = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for base in type(value).__mro__:
         slots = (name for name, at in vars(base).items() if isinstance(at, MemberDescriptorType))
         held |= {name: getattr(value, name, None) for name in slots}
     if is_dataclass(value):
-        held |= {each.name: getattr(value, each.name, None) for each in fields(value)}
-    return found + sorted(name.encode() + _summary(part, seen) for name, part in held.items())
+        held |= {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return digests + sorted(name.encode() + _summary(part, seen) for name, part in held.items())
 
 
 def _hashed(content: bytes) -> bytes:

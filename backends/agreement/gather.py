@@ -49,17 +49,19 @@ def gather(world: World, purpose: str, value: T) -> list[T]:
     Raises:
         PlanMismatch: they do not, for example after an error that one rank alone has caught.
     """
-    heard: list[Any] = world.allgather(_Given(purpose, value))
-    purposes = [each.purpose if isinstance(each, _Given) else "another call" for each in heard]
+    answers: list[Any] = world.allgather(_Given(purpose, value))
+    purposes = [
+        answer.purpose if isinstance(answer, _Given) else "another call" for answer in answers
+    ]
     groups = grouped(purposes)
     if len(groups) > 1:
-        shown = ", and ".join(f"{named(ranks)} to {what}" for what, ranks in groups.items())
+        shown = ", and ".join(f"{named(ranks)} to {text}" for text, ranks in groups.items())
         raise PlanMismatch(
             f"the ranks have come to different calls: {shown}. Every rank must make the same calls "
             "in the same order: look for an error that one rank alone has caught, or for a call "
             "that depends on the rank"
         )
-    return [each.value for each in heard]
+    return [answer.value for answer in answers]
 
 
 def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) -> None:
@@ -76,8 +78,8 @@ def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) ->
     """
     if world.is_virtual:
         return
-    mine = hashlib.sha256(repr([(key, part.text) for key, part in parts.items()]).encode())
-    if len(set(gather(world, f"the question whether {subject}", mine.hexdigest()))) == 1:
+    own_hash = hashlib.sha256(repr([(key, part.text) for key, part in parts.items()]).encode())
+    if len(set(gather(world, f"the question whether {subject}", own_hash.hexdigest()))) == 1:
         return
     everywhere = world.allgather({key: (part.words, part.text) for key, part in parts.items()})
     raise PlanMismatch(f"{subject}: {_first_difference(everywhere)}{advice}")
@@ -132,6 +134,8 @@ def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> st
             return f"{words} {disagreement(texts)}"
         shown = (f"{text} on {named(ranks)}" for text, ranks in groups.items())
         return f"{words} {', and '.join(shown)}. "
-    first = next(found for found in zip(*everywhere, strict=True) if len(set(found)) > 1)
+    first = next(
+        rank_keys for rank_keys in zip(*everywhere, strict=True) if len(set(rank_keys)) > 1
+    )
     shown = (f"{key} on {named(ranks)}" for key, ranks in grouped(first).items())
     return f"their order differs: where it begins to, there is {', and '.join(shown)}. "

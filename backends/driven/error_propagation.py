@@ -103,9 +103,9 @@ class ErrorPropagation:
         if self._distrusted is not None and function.actor is not None:
             return self._distrusted
         for earlier, poison in self._failed:
-            other = earlier.function
-            assert other is not None
-            if other.conflicts_with(function):
+            failed_function = earlier.function
+            assert failed_function is not None
+            if failed_function.conflicts_with(function):
                 return poison
         return None
 

@@ -151,14 +151,14 @@ class Executions:
         Raises:
             TransportError: a rank has ended.
         """
-        mine = [queue.rank for queue in self._queues if queue.rank in graph.contexts]
+        ranks = [queue.rank for queue in self._queues if queue.rank in graph.contexts]
         pause = self._waiting.pause
         polls, closings = 0, -1
         with self._waiting.serving():
             while True:
                 if closings != self._closings and not self.in_doubt:
                     closings = self._closings
-                    if graph.closed.issuperset(mine):
+                    if graph.closed.issuperset(ranks):
                         break
                 if self.turn():
                     polls = 0
@@ -346,8 +346,8 @@ class Executions:
         started, scheduler = graph.started, self.schedulers[rank]
 
         def begin() -> bool:
-            for other in siblings:
-                if other.running:
+            for sibling in siblings:
+                if sibling.running:
                     return False
             number = started[rank]
             # First: an interruption may be the failure of a method, and the execution goes on.

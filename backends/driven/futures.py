@@ -95,7 +95,7 @@ class Future(Outcome):
     def remove_done_callback(self, callback: Callback) -> int:
         """Call `callback` no more; how often it would have been called."""
         before = self._callbacks or []
-        self._callbacks = [each for each in before if each != callback]
+        self._callbacks = [registered for registered in before if registered != callback]
         return len(before) - len(self._callbacks)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -122,9 +122,9 @@ class Future(Outcome):
     def __reduce__(self) -> NoReturn:
         raise self._stays("pickled or sent")
 
-    def _stays(self, what: str) -> TypeError:
+    def _stays(self, action: str) -> TypeError:
         return TypeError(
-            f"{self!r} cannot be {what}: executions go on only where they were started. Take the "
+            f"{self!r} cannot be {action}: executions go on only where they were started. Take the "
             "value first, by result(), and use that"
         )
 

@@ -62,10 +62,10 @@ class Graph:
         self.patience: float | None = None
         self.limit: float | None = None
         self.overdue = False
-        mine = contexts.get(driver, ())
-        self.free = list(reversed(range(len(mine))))
-        self.futures: list[Outcome | None] = [None] * len(mine)
-        for index, context in enumerate(mine):
+        driver_contexts = contexts.get(driver, ())
+        self.free = list(reversed(range(len(driver_contexts))))
+        self.futures: list[Outcome | None] = [None] * len(driver_contexts)
+        for index, context in enumerate(driver_contexts):
             for instance, rebuild in zip(context.instances, rebuilds, strict=True):
                 instance.on_end = self._resolver(index, rebuild)
                 instance.on_failure = self._failer(index)

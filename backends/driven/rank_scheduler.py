@@ -118,7 +118,9 @@ class RankScheduler:
                 for instance in in_flight:
                     if not instance.engine.running:
                         # Also where Ctrl-C comes in the middle of another one.
-                        self.in_flight = [each for each in in_flight if each.engine.running]
+                        self.in_flight = [
+                            candidate for candidate in in_flight if candidate.engine.running
+                        ]
                         break
 
     def check_idle(self) -> None:

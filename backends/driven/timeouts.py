@@ -86,7 +86,7 @@ def positions_in_flight(
         record = FlightRecord(first.module, [instance.position() for instance in instances])
         head = f"  @{first.module.name} {first.execution}"
         lines += [f"{head}: {line.strip()}" for line in record.describe().splitlines()]
-    modules = list({id(each[0].module): each[0].module for each in executions.values()}.values())
+    modules = list({id(group[0].module): group[0].module for group in executions.values()}.values())
     for rank in sorted(sights):
         lines.append(f"  {describe_sight(rank, sights[rank], modules)}")
     return lines

@@ -170,8 +170,8 @@ def index_uses(body: Body) -> list[IndexUse]:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             use = _USES.get(node.target.overloadpacket)
             if use is not None:
-                what, sizes = use
-                uses.append(IndexUse(what, sizes(node), body.locations.get(node)))
+                name, sizes = use
+                uses.append(IndexUse(name, sizes(node), body.locations.get(node)))
     return list(dict.fromkeys(uses))
 
 

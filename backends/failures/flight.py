@@ -102,14 +102,14 @@ class FlightRecord:
 
     def blocked(self) -> list[Blocked]:
         """The ranks that wait, in ascending order."""
-        found = []
+        entries = []
         for rank in sorted(self._positions):
             position = self._positions[rank]
             if position.running and position.reporter is not None:
-                found.append(self._explain_report(position, position.reporter))
+                entries.append(self._explain_report(position, position.reporter))
             elif position.running and position.awaited is not None:
-                found.append(self._explain(position, position.awaited))
-        return found
+                entries.append(self._explain(position, position.awaited))
+        return entries
 
     def cycle(self) -> tuple[int, ...]:
         """Ranks each of which waits for the next, and the last for the first; () if none do."""
@@ -166,21 +166,21 @@ class FlightRecord:
         if isinstance(op, Collective):
             return self._explain_collective(position, op, head)
         assert isinstance(op, (Send, Recv))
-        what = f"message {op.seq} of channel {op.chan}"
-        other = self._find(op.peer, op)
-        if other is None:
-            return Blocked(position.rank, f"{head}: rank {op.peer} never has {what}", (op.peer,))
-        theirs = "recv" if isinstance(op, Send) else "send"
+        message = f"message {op.seq} of channel {op.chan}"
+        counterpart = self._find(op.peer, op)
+        if counterpart is None:
+            return Blocked(position.rank, f"{head}: rank {op.peer} never has {message}", (op.peer,))
+        peer_opcode = "recv" if isinstance(op, Send) else "send"
         if op.peer not in self._positions:
-            reason = f"{head}: it needs rank {op.peer}'s {theirs} of {what}"
+            reason = f"{head}: it needs rank {op.peer}'s {peer_opcode} of {message}"
             return Blocked(position.rank, reason, (op.peer,))
-        if self._issued(position, op.peer, other):
+        if self._issued(position, op.peer, counterpart):
             holder = op.peer if isinstance(op, Send) else position.rank
-            reason = f"{head}: {what} is posted on both sides"
+            reason = f"{head}: {message} is posted on both sides"
             if op.slot is not None:
                 reason += f", but rank {holder} has not freed slot {op.slot}"
             return Blocked(position.rank, reason, (holder,))
-        reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
+        reason = f"{head}: rank {op.peer} has not come to its {peer_opcode} of {message}"
         return Blocked(position.rank, reason, (op.peer,))
 
     def _explain_report(self, position: Position, reporter: int) -> Blocked:
@@ -201,27 +201,29 @@ class FlightRecord:
     def _explain_collective(self, position: Position, op: Collective, head: str) -> Blocked:
         missing, unknown = [], []
         for rank in op.group.ranks:
-            other = self._find(rank, op)
-            if other is not None and rank not in self._positions:
+            counterpart = self._find(rank, op)
+            if counterpart is not None and rank not in self._positions:
                 unknown.append(rank)
-            elif other is None or not self._issued(position, rank, other):
+            elif counterpart is None or not self._issued(position, rank, counterpart):
                 missing.append(rank)
-        what = f"{op.opcode} {op.seq} of channel {op.chan}"
-        found = [f"{_names(missing)} has not come to {what}"] if missing or not unknown else []
+        collective = f"{op.opcode} {op.seq} of channel {op.chan}"
+        clauses = (
+            [f"{_names(missing)} has not come to {collective}"] if missing or not unknown else []
+        )
         if unknown:
-            found.append(f"it is not known whether {_names(unknown)} has come to {what}")
-        reason = f"{head}: {', and '.join(found)}"
+            clauses.append(f"it is not known whether {_names(unknown)} has come to {collective}")
+        reason = f"{head}: {', and '.join(clauses)}"
         return Blocked(position.rank, reason, tuple(sorted((*missing, *unknown))))
 
     def _find(self, rank: int, op: Send | Recv | Collective) -> int | None:
         """Index of the op of `rank` that matches `op`."""
         program = self._programs.get(rank)
-        wanted = _COUNTERPART.get(type(op), type(op))
-        for index, other in enumerate(program.ops if program is not None else ()):
+        op_type = _COUNTERPART.get(type(op), type(op))
+        for index, candidate in enumerate(program.ops if program is not None else ()):
             if (
-                isinstance(other, wanted)
-                and isinstance(other, (Send, Recv, Collective))
-                and (other.chan, other.seq) == (op.chan, op.seq)
+                isinstance(candidate, op_type)
+                and isinstance(candidate, (Send, Recv, Collective))
+                and (candidate.chan, candidate.seq) == (op.chan, op.seq)
             ):
                 return index
         return None
@@ -291,8 +293,8 @@ def _follow(rank: int, edges: dict[int, tuple[int, ...]], path: list[int], dead:
     if rank in dead:
         return False
     path.append(rank)
-    for other in edges.get(rank, ()):
-        if _follow(other, edges, path, dead):
+    for successor in edges.get(rank, ()):
+        if _follow(successor, edges, path, dead):
             return True
     path.pop()
     dead.add(rank)

@@ -279,9 +279,9 @@ class Binder:
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
         boxed = self._boxed.get(function.name) if op.key is None else None
-        given = given_away(self._program, self._layout, self._at) if boxed is not None else ()
-        if boxed is not None and given:
-            run = instructions.call_boxed(boxed, self._code.registers, inputs, outputs, given)
+        emptied = given_away(self._program, self._layout, self._at) if boxed is not None else ()
+        if boxed is not None and emptied:
+            run = instructions.call_boxed(boxed, self._code.registers, inputs, outputs, emptied)
         else:
             run = instructions.call(body, self._code.registers, inputs, outputs)
         targets = list(outputs)

@@ -83,5 +83,5 @@ class LinkedProgram:
     @property
     def progress(self) -> tuple[Callable[[], None], ...]:
         """The functions that move the communicators on."""
-        unique = {id(each): each for each in self.communicators.values()}
-        return tuple(each.progress for each in unique.values())
+        unique = {id(communicator): communicator for communicator in self.communicators.values()}
+        return tuple(communicator.progress for communicator in unique.values())

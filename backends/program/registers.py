@@ -142,13 +142,13 @@ class _Layouter:
     def releases(self) -> dict[int, tuple[Value, ...]]:
         roots = {value: self._storage.of(value) for value in self.registers}
         uses, frees = self.last_touches(roots)
-        found: dict[int, tuple[Value, ...]] = {}
+        released: dict[int, tuple[Value, ...]] = {}
         for future in self.first_waits:
             root = roots[future]
             at = frees.get(root)
             if at is not None and uses.get(root, -1) < at:
-                found[at] = (*found.get(at, ()), future)
-        return found
+                released[at] = (*released.get(at, ()), future)
+        return released
 
     def escaping(self) -> frozenset[Value]:
         return self.sharing_with(

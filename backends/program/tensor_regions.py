@@ -48,10 +48,10 @@ def assembling(
     boxes = [(index, *box) for index, region in enumerate(regions) for box in _boxes(region)]
 
     def assemble(parts: Sequence[Tensor]) -> Tensor:
-        made = torch.empty(shape, dtype=dtype, device=device)
+        whole = torch.empty(shape, dtype=dtype, device=device)
         for index, here, there in boxes:
-            made[here].copy_(parts[index][there])
-        return made
+            whole[here].copy_(parts[index][there])
+        return whole
 
     return assemble
 
@@ -64,8 +64,8 @@ def reserving(
     parts = [taking(region, shape) for region in regions]
 
     def reserve() -> list[Tensor]:
-        made = torch.empty(shape, dtype=dtype, device=device)
-        return [made, *(part(made) for part in parts)]
+        whole = torch.empty(shape, dtype=dtype, device=device)
+        return [whole, *(part(whole) for part in parts)]
 
     return reserve
 
@@ -74,11 +74,11 @@ def _boxes(region: Region) -> list[tuple[_Box, _Box]]:
     """The indices of each block of a region: in the whole tensor, and in one of the region."""
     dims: list[list[tuple[slice, slice]]] = []
     for intervals in region:
-        found, at = [], 0
+        slices, at = [], 0
         for start, stop in intervals:
-            found.append((slice(start, stop), slice(at, at + stop - start)))
+            slices.append((slice(start, stop), slice(at, at + stop - start)))
             at += stop - start
-        dims.append(found)
+        dims.append(slices)
     return [
         (tuple(here for here, _ in pairs), tuple(there for _, there in pairs))
         for pairs in product(*dims)

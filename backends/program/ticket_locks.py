@@ -45,10 +45,10 @@ class TicketLocks:
 
     def of(self, actor: str) -> TicketLock:
         """The lock of an actor."""
-        found = self._by_actor.get(actor)
-        if found is None:
-            found = self._by_actor[actor] = TicketLock()
-        return found
+        lock = self._by_actor.get(actor)
+        if lock is None:
+            lock = self._by_actor[actor] = TicketLock()
+        return lock
 
     def reset(self) -> None:
         """Forget all tickets; no execution is in progress."""
@@ -104,7 +104,7 @@ def locked_ops(
     Calls that touch no state need none. What an opaque method has made may be changed by its
     actor's next call, so the lock is held until it has been used and sent.
     """
-    found: dict[str, list[int]] = {}
+    indices_of: dict[str, list[int]] = {}
     makers: dict[int, list[str]] = {}
     for index, op in enumerate(program.ops):
         if isinstance(op, Call):
@@ -112,11 +112,11 @@ def locked_ops(
             if function.actor is not None and function.effect is not Effect.PURE:
                 states = [name for name, _ in function.touches if name is not None]
                 for name in states:
-                    found.setdefault(name, []).append(index)
+                    indices_of.setdefault(name, []).append(index)
                 if function.kind is FunctionKind.OPAQUE:
                     makers.update((registers[value], states) for value in op.results)
         if isinstance(op, Call | Send | Collective):
             for value in op.operands:
                 for name in makers.get(registers[value], ()):
-                    found[name].append(index)
-    return found
+                    indices_of[name].append(index)
+    return indices_of

@@ -266,7 +266,9 @@ class Traffic:
         for port in ports:
             if port.line is not None:
                 port.line.remove(port)
-                self._agenda += [other.rendezvous for other in takewhile(_is_first, port.line)]
+                self._agenda += [
+                    follower.rendezvous for follower in takewhile(_is_first, port.line)
+                ]
 
     def reset(self) -> None:
         """Forget all that is on its way."""

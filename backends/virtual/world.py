@@ -191,12 +191,12 @@ def _isolated(inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
     seen: set[int] = set()
     result = []
     for values in inputs:
-        mine = {id(value) for value in values}
+        ids = {id(value) for value in values}
         result.append(
             [
                 value.clone() if isinstance(value, torch.Tensor) and id(value) in seen else value
                 for value in values
             ]
         )
-        seen |= mine
+        seen |= ids
     return result

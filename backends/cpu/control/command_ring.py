@@ -51,8 +51,8 @@ class CommandRing:
         self._tag = node.reserve_tags(1)
         nbytes = max(len(near), 1) * 8 * _RING
         own = {driver: nbytes} if node.rank == driver else {}
-        theirs = {driver: (driver, nbytes)} if node.rank in near else {}
-        memory = node.share(own, theirs, "the commands of a graph")
+        to_open = {driver: (driver, nbytes)} if node.rank in near else {}
+        memory = node.share(own, to_open, "the commands of a graph")
         self._words = memory.get(driver, memoryview(bytearray())).cast("Q")
         self._near: dict[int, _Near] = {}
         self._far: dict[int, _Far] = {}
@@ -84,8 +84,8 @@ class CommandRing:
                 for word, rank in sleepers:
                     if waiting[word]:
                         node.ring(rank)
-            for other in far:
-                other.put(command)
+            for sender in far:
+                sender.put(command)
 
         return put
 

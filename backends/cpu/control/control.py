@@ -394,7 +394,7 @@ class Control:
             return
         self._node.fence()
         if rows.plan(rank) != rows.plan(self._node.rank):
-            plans = {each: rows.plan(each) for each in (self._node.rank, rank)}
+            plans = {peer: rows.plan(peer) for peer in (self._node.rank, rank)}
             raise other_plan(rows, self.epoch, plans)
 
     def _report(self) -> None:

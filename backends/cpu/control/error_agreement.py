@@ -60,7 +60,9 @@ class ErrorAgreement:
             self._link.tell_all(Failed(rank, epoch, content, refused))
         until = monotonic() + GRACE
         polls = 0
-        while monotonic() < until and not all(self._has_voted(each, epoch) for each in range(size)):
+        while monotonic() < until and not all(
+            self._has_voted(voter, epoch) for voter in range(size)
+        ):
             polls += 1
             pause(polls)
         contents = ((r, c) for r in range(size) if (c := self.content(r, epoch)))

@@ -70,16 +70,16 @@ class Link:
 
     def receive(self) -> list[News]:
         """The news that have come since the last call."""
-        found = []
+        received = []
         while (message := self._comm.improbe()) is not None:
             news = message.recv()
             if isinstance(news, Goodbye):
                 self._talking.discard(news.rank)
             else:
-                found.append(news)
+                received.append(news)
         while self._sent and self._sent[0].Test():
             self._sent.popleft()
-        return found
+        return received
 
     def part(self, rank: int) -> None:
         """Say the last word of this rank."""

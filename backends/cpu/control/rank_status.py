@@ -74,14 +74,14 @@ class StatusTable:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._words = node.words
-        self._mine = mine = node.rank * ROW
+        self._mine = own_row = node.rank * ROW
         self._barriers = [
             [rank * ROW + REACHED + barrier for rank in range(node.size)] for barrier in Barrier
         ]
         self._local_barriers = [[words[rank] for rank in node.local] for words in self._barriers]
         self._reached = [words[node.rank] for words in self._barriers]
         self._plans = [[rank * ROW + PLANS + odd for rank in node.local] for odd in (0, 1)]
-        self._my_plans = (mine + PLANS, mine + PLANS + 1)
+        self._my_plans = (own_row + PLANS, own_row + PLANS + 1)
         self._doing = ""
 
     # -- this rank's ------------------------------------------------------------------------
@@ -235,9 +235,9 @@ class StatusTable:
         words, odd = self._words, epoch & 1
         if self._node.order is not None:
             self._node.fence()  # who sees that a rank has reached the end also sees its plan
-        mine = words[self._my_plans[odd]]
+        own_plan = words[self._my_plans[odd]]
         for word in self._plans[odd]:
-            if words[word] != mine:
+            if words[word] != own_plan:
                 return word // ROW
         return None
 
@@ -285,7 +285,7 @@ class StatusTable:
             return f"rank {rank} is outside of executions, {after}"
         if self.awaits_inputs(rank):
             late = ", ".join(
-                f"rank {each}" for each in self.missing(Barrier.INPUTS, self.epoch(rank))
+                f"rank {absent}" for absent in self.missing(Barrier.INPUTS, self.epoch(rank))
             )
             return f"rank {rank} is at the begin of {named(self.epoch(rank))}, and waits for {late}"
         if not self.has_reported(rank):

@@ -132,11 +132,11 @@ class Serving:
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
         node = self._node
-        found = dict(node.world.look(ranks, seconds))
+        sights = dict(node.world.look(ranks, seconds))
         for rank in ranks:
             where = f"rank {rank} cannot be asked, as those of other machines"
-            found.setdefault(rank, Sight(f"{where}; it is {node.process(rank)}"))
-        return found
+            sights.setdefault(rank, Sight(f"{where}; it is {node.process(rank)}"))
+        return sights
 
     def pause_simply(self, polls: int) -> None:
         """Give way, without a deadline."""

@@ -35,8 +35,8 @@ def full_fence() -> Fence:
         TransportError: nothing of that is there.
     """
     if native is not None:
-        found: Fence = native.fence
-        return found
+        native_fence: Fence = native.fence
+        return native_fence
     if platform.machine() in _X86_64:
         return _lock_fence()
     fence = libatomic_fence() or membarrier_fence()

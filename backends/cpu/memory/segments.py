@@ -152,15 +152,15 @@ def share(
     Returns:
         The memory by names, and what went wrong by ranks; then none of it is of use.
     """
-    made: dict[Name, Segment] = {}
+    created: dict[Name, Segment] = {}
     opened: dict[Name, memoryview] = {}
     problem = ""
     try:
         for name, nbytes in own.items():
-            made[name] = kind.create(nbytes)
+            created[name] = kind.create(nbytes)
     except OSError as error:
         problem = str(error)
-    told = world.allgather(({name: made[name].key for name in made}, problem))
+    told = world.allgather(({name: created[name].key for name in created}, problem))
     try:
         if not any(text for _, text in told):
             for name, (rank, nbytes) in others.items():
@@ -168,7 +168,7 @@ def share(
     except OSError as error:
         problem = str(error)
     problems = world.allgather(problem)
-    for segment in made.values():
+    for segment in created.values():
         kind.seal(segment.key)
-    memory = {name: memoryview(segment.memory) for name, segment in made.items()}
+    memory = {name: memoryview(segment.memory) for name, segment in created.items()}
     return memory | opened, {rank: text for rank, text in enumerate(problems) if text}

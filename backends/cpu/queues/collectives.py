@@ -262,8 +262,8 @@ class _SplitAllReduce:
 
     def run(self, value: Any) -> Steps:
         tensors = yield from self._whole.pieces(value)
-        mine = slice(self._begin, self._begin + self._part)
-        part = reduce([tensor.reshape(-1)[mine] for tensor in tensors], self._op)
+        own_slice = slice(self._begin, self._begin + self._part)
+        part = reduce([tensor.reshape(-1)[own_slice] for tensor in tensors], self._op)
         self._whole.release()
         missing = self._part - part.numel()
         if missing:

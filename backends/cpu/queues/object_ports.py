@@ -105,13 +105,13 @@ class ObjectRecvPort(InPlaceRecvPort):
         return super().peek_error()
 
     def take(self) -> Any:
-        kept, self._kept = self._kept, None
-        if kept is None:
+        outcome, self._kept = self._kept, None
+        if outcome is None:
             self._queue.in_ring.remove(self)
             return self._read()
-        if isinstance(kept, Exception):
-            raise kept
-        return kept[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome[0]
 
     def _read(self) -> Any:
         """The object, out of its slot, which may be overwritten from then on.

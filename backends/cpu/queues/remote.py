@@ -98,7 +98,7 @@ class _RemoteQueue(Generic[Message]):
 
     def close(self) -> None:
         """Give back the persistent requests that are not under way."""
-        waiting = {id(request) for each in self._under_way for request in each.requests}
+        waiting = {id(request) for pending in self._under_way for request in pending.requests}
         for request, _ in self._persistent.values():
             if id(request) not in waiting:
                 request.Free()

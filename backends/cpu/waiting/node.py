@@ -107,8 +107,8 @@ class Node:
         first = {node: rank for rank, node in reversed(list(enumerate(world.nodes)))}
         self.leaders = tuple(sorted(first.values()))
         self.copier = Copier()
-        mine = (os.getpid(), socket.gethostname(), os.sched_getaffinity(0))
-        everyone = world.allgather(mine)
+        process = (os.getpid(), socket.gethostname(), os.sched_getaffinity(0))
+        everyone = world.allgather(process)
         self.pids = [pid for pid, *_ in everyone]
         self.hosts = [host for _, host, _ in everyone]
         self.cores = len(set[int]().union(*(everyone[rank][2] for rank in self.local)))
