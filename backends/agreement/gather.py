@@ -27,7 +27,7 @@ class Part:
     """One of the texts that must be equal on all ranks.
 
     Attributes:
-        words: its name for messages, as `the seed is`. Each rank has words of its own.
+        words: its name in messages, such as `the seed is`; ranks may have different words.
         text: the rank's text, which is compared.
     """
 
@@ -44,10 +44,19 @@ class _Given:
 
 
 def gather(world: World, purpose: str, value: T) -> list[T]:
-    """The values of all ranks, as `World.allgather` gives them, if all give them for one purpose.
+    """Gather the values of all ranks, and check that all give them for the same purpose.
+
+    Args:
+        world: all ranks.
+        purpose: what the value is for, in words for messages.
+        value: this rank's value, which must be picklable.
+
+    Returns:
+        The values, by rank.
 
     Raises:
-        PlanMismatch: they do not, for example after an error that one rank alone has caught.
+        PlanMismatch: the ranks have different purposes, for example after an error that one rank
+            alone has caught.
     """
     answers: list[Any] = world.allgather(_Given(purpose, value))
     purposes = [
@@ -65,16 +74,17 @@ def gather(world: World, purpose: str, value: T) -> list[T]:
 
 
 def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) -> None:
-    """Return if all ranks give the same parts; collective.
+    """Check that all ranks have the same parts; collective.
 
     Args:
         world: all ranks.
         subject: what the ranks do, for messages: `the ranks have ...`.
-        parts: by keys that are the same on all ranks, in the order in which to report differences.
+        parts: the parts to compare, by keys that are the same on all ranks, in the order in which
+            to report differences.
         advice: for the user, about a difference.
 
     Raises:
-        PlanMismatch: a part differs; on all ranks, which then can go on.
+        PlanMismatch: a part differs. All ranks raise it, and can go on afterwards.
     """
     if world.is_virtual:
         return
@@ -92,7 +102,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def grouped(texts: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks that say each of the texts."""
+    """Group the ranks by their texts, which are in the order of ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
@@ -121,7 +131,7 @@ def _first_line(one: str, other: str) -> tuple[int, str, str]:
 
 
 def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> str:
-    """Name the first part that differs, with each rank's text; parts of all ranks come first."""
+    """Name the first part that differs, by rank; parts that all ranks have come first."""
     keys = list(dict.fromkeys(key for parts in everywhere for key in parts))
     keys.sort(key=lambda key: any(key not in parts for parts in everywhere))
     for key in keys:

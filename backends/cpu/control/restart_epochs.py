@@ -9,7 +9,7 @@ from .rank_status import State
 
 
 class SharedRestartEpochs:
-    """Restart epochs in the rows of the control block; `RestartEpochs` says what its methods do.
+    """Restart epochs in the rows of the control block; `RestartEpochs` describes the methods.
 
     Args:
         node: this machine, which has all ranks.
@@ -45,12 +45,12 @@ class SharedRestartEpochs:
                 )
         if behind:
             node.wake_all()
-        node.fence()  # what the others did before they came here can be seen from here on
+        node.fence()  # from here on this rank sees what the others did before
         return behind
 
     def is_wanted(self, driver: int) -> bool:
         words, epoch = self._node.words, self.mine
-        if self._node.rank != driver:  # who serves looks often, and the driver looks at all
+        if self._node.rank != driver:  # a serving rank looks often, so at one word only
             return words[driver * ROW + RESTART] > epoch
         return any(words[rank * ROW + RESTART] > epoch for rank in range(self._node.size))
 
