@@ -129,7 +129,7 @@ class Future(Outcome):
         )
 
     async def _attend(self) -> None:
-        """Move the execution on inside an event loop, for who waits for a callback."""
+        """Move the execution on inside an event loop, for callers that wait for a callback."""
         try:
             if not self.is_done:
                 await _Watch(self, self._progress)
