@@ -27,7 +27,7 @@ class Position:
             does not wait.
         running: True while an execution is in progress.
         is_ending: True if the rank has done its part, and waits until all have ended theirs.
-        reporter: the rank whose report it waits for that its program has ended, if it does.
+        reporter: the rank whose report of its program's end it waits for; None if there is none.
         seconds: how long ago it last began to wait or went on; None where that is not known.
     """
 
@@ -46,8 +46,8 @@ class Activity:
     """A process's description of what it does.
 
     Attributes:
-        text: in words, one line or more, of which each names the rank that it is of.
-        thread: the one that does it; None for the main thread.
+        text: one line or more, in words; each line names its rank.
+        thread: the id of the thread that does it; None for the main thread.
     """
 
     text: str
@@ -56,12 +56,12 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """A process as another one has found it by asking.
+    """What another process has found out about a process by asking.
 
     Attributes:
-        text: in words, with the line that its Python is at.
-        function: of a process that gave no answer: the function that cg has called there, by its
-            stack. The actor is not in the stack, but the program tells.
+        text: what the process does, in words, with the line that its Python is at.
+        function: of a process that gave no answer, the function that cg has called there, from its
+            stack. The stack does not show the actor, but the program does.
     """
 
     text: str
@@ -73,7 +73,7 @@ class Blocked:
     """A rank that waits.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         reason: where it waits and for what, in words.
         on: the ranks that have to act before it can go on.
     """
@@ -87,8 +87,8 @@ class FlightRecord:
     """Explains the positions of the ranks of one scheduled module.
 
     Args:
-        module: scheduled.
-        positions: of the ranks of which any is known.
+        module: the scheduled module.
+        positions: the positions of ranks, as far as they are known.
         devices: the ranks whose hosts put their programs on devices, and do not wait for these.
     """
 
@@ -112,7 +112,7 @@ class FlightRecord:
         return entries
 
     def cycle(self) -> tuple[int, ...]:
-        """Ranks each of which waits for the next, and the last for the first; () if none do."""
+        """A cycle of ranks, of which each waits for the next; () if there is none."""
         edges = {blocked.rank: blocked.on for blocked in self.blocked()}
         for start in edges:
             path: list[int] = []
@@ -124,7 +124,8 @@ class FlightRecord:
         """Describe every known rank in a line, and the cycle if there is one.
 
         Args:
-            sights: of ranks that were asked; they know more than their positions say.
+            sights: what was found out about ranks that were asked; it says more than their
+                positions.
         """
         blocked = {entry.rank: entry.reason for entry in self.blocked()}
         lines = []
@@ -184,9 +185,10 @@ class FlightRecord:
         return Blocked(position.rank, reason, (op.peer,))
 
     def _explain_report(self, position: Position, reporter: int) -> Blocked:
-        """The calls of such a rank lead to nothing that is sent here, so they are named.
+        """Explain a wait for the report of a rank that sends this one nothing else.
 
-        Where devices run all of the module, ranks report ahead of it.
+        So the last call of that rank is named. Where devices run the whole module, ranks report
+        ahead of it.
         """
         program = self._programs[reporter]
         if is_device_only(self._module):
@@ -244,7 +246,7 @@ def method_of(op: Call, module: Module) -> tuple[str | None, str]:
     function = module.functions[op.fn.name]
     if function.actor is None:
         return None, function.name
-    # A name of Python has no dots: what follows one tells the functions of a method apart.
+    # A name of Python has no dots: the part after one tells the functions of a method apart.
     return function.actor, function.name.removeprefix(f"{function.actor}.").partition(".")[0]
 
 
@@ -252,9 +254,9 @@ def describe_sight(rank: int, sight: Sight, modules: Sequence[Module]) -> str:
     """A rank's own description; without one, the calls that its stack may belong to.
 
     Args:
-        rank: which.
-        sight: what it was found to do.
-        modules: scheduled; what it may be in.
+        rank: the rank.
+        sight: what was found out about it.
+        modules: the scheduled modules that it may be executing.
     """
     calls: dict[str, None] = {}
     for module in modules if sight.function else ():

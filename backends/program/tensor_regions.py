@@ -1,4 +1,4 @@
-"""Take a region of a tensor, and put a tensor together of regions."""
+"""Take a region of a tensor, and put a tensor together from regions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Box: TypeAlias = tuple[slice, ...]
 
 
 def taking(region: Region, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Takes a region of tensors of a shape: a view, unless a dimension has several intervals."""
+    """Make a function that takes a region: a view, if each dimension has one interval."""
     parts = [
         (dim, intervals)
         for dim, (intervals, size) in enumerate(zip(region, shape, strict=True))
@@ -43,7 +43,7 @@ def _entries(value: Tensor, dim: int, intervals: Intervals) -> Tensor:
 def assembling(
     type_: TensorType, regions: Sequence[Region], device: torch.device | None = None
 ) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Makes tensors of a type of parts, each of which is a region of them."""
+    """Make a function that makes a tensor from parts, each of which is a region of it."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
     boxes = [(index, *box) for index, region in enumerate(regions) for box in _boxes(region)]
 
@@ -59,7 +59,7 @@ def assembling(
 def reserving(
     type_: TensorType, regions: Sequence[Region], device: torch.device | None = None
 ) -> Callable[[], list[Tensor]]:
-    """Takes memory for tensors of a type: the whole, and views of blocks of it."""
+    """Make a function that allocates a tensor; it returns the whole, and views of regions."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
     parts = [taking(region, shape) for region in regions]
 
@@ -71,7 +71,7 @@ def reserving(
 
 
 def _boxes(region: Region) -> list[tuple[_Box, _Box]]:
-    """The indices of each block of a region: in the whole tensor, and in one of the region."""
+    """The indices of each block of a region: in the whole tensor, and in a tensor of the region."""
     dims: list[list[tuple[slice, slice]]] = []
     for intervals in region:
         slices, at = [], 0

@@ -26,7 +26,8 @@ class TicketLock:
     Attributes:
         issued: how many tickets have been taken.
         passed: how many executions have made their last call.
-        ended: behind what the last tail of a program has done with it; see `devices.programs.tail`.
+        ended: an event behind the last tail that has used the actor; see
+            `devices/programs/tail.py`.
     """
 
     __slots__ = ("ended", "issued", "passed")
@@ -99,10 +100,10 @@ class Tickets:
 def locked_ops(
     program: Program, functions: Mapping[str, Function], registers: Mapping[Value, int]
 ) -> dict[str, list[int]]:
-    """By actor, the ops of a program from the first to the last of which its lock is held.
+    """The ops that need an actor's lock, by actor; it is held from the first to the last.
 
-    Calls that touch no state need none. What an opaque method has made may be changed by its
-    actor's next call, so the lock is held until it has been used and sent.
+    Calls that touch no state need no lock. An actor's next call may change a value that an opaque
+    method has made, so the lock is held until the value has been used and sent.
     """
     indices_of: dict[str, list[int]] = {}
     makers: dict[int, list[str]] = {}

@@ -37,7 +37,7 @@ class VirtualFabric:
         return rendezvous
 
     def release_held(self) -> bool:
-        """Let the message that is held complete; whether there was one."""
+        """Let the message that is held complete; return whether there was one."""
         held, self.traffic.held = self.traffic.held, None
         if held is None:
             return False
@@ -82,20 +82,20 @@ class VirtualCommunicator:
         return self._port(op, channel, result)
 
     def progress(self) -> None:
-        """Nothing moves but by the ranks' own steps."""
+        """Return: nothing moves but by the ranks' own steps."""
 
     def reset(self) -> None:
         """Forget all messages in flight, of all ranks."""
         self._fabric.reset()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Return: there is nothing to give back."""
 
     def _port(
         self, op: Send | Recv | Collective, channel: Channel, type_: ValueType
     ) -> VirtualPort:
         line: deque[VirtualPort] | None = None
-        if op.stream is not None:  # it is this communicator's alone
+        if op.stream is not None:  # the stream is this communicator's alone
             line = self._fabric.traffic.line((id(self), op.stream))
         return VirtualPort(op, self._rank, type_, self._fabric.rendezvous(channel), line)
 
