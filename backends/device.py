@@ -1,8 +1,8 @@
 """The protocols of an accelerator, as the run time uses it; a rank on the host has none.
 
 Work is put on streams, which are queues: work on one stream runs in order, work on two may overlap.
-An event is a mark in a queue that other queues, or the host, wait for. The run time knows a kind of
-device by nothing but its implementation of these protocols.
+An event is a mark in a queue that other queues, or the host, wait for. The run time sees a device
+through these protocols alone, whatever its kind.
 """
 
 from __future__ import annotations

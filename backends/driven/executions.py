@@ -213,7 +213,7 @@ class Executions:
         return moved
 
     def wait(self, future: Outcome, timeout: object) -> None:
-        """Go on until a future is done, at most for a number of seconds; None: without a limit."""
+        """Go on until a future is done, or `timeout` seconds have passed; None sets no limit."""
         limit = None if timeout is None else seconds(timeout)
         if limit is not None:
             if not self._until(lambda: future.is_done, limit):

@@ -1,4 +1,4 @@
-"""The future of one execution: what `execute` gives to whoever called it."""
+"""The future of one execution: what `execute` returns."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """One of the executions of a graph that may be in flight at a time, on one rank.
 
 It runs the same instructions as a step that all ranks run together (`program/executor.py`), but it
-ends by itself: there is no commit, and an exception is data that travels to whoever started the
-execution.
+ends by itself: there is no commit, and an exception is data that travels to the driver.
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ class Instance:
     # -- reports ----------------------------------------------------------------------------
 
     def _add_reports(self, reports: Reports) -> None:
-        """Send a report when all else is done; await those of others."""
+        """Send a report when all else is done; await the reports of others."""
         await_reports(self._code, self.program, reports)
         last = KEEP._replace(op=last_op(self.program))
         for port in reports.send:

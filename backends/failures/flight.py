@@ -27,7 +27,7 @@ class Position:
             does not wait.
         running: True while an execution is in progress.
         is_ending: True if the rank has done its part, and waits until all have ended theirs.
-        reporter: the rank whose report of its program's end it waits for; None if there is none.
+        reporter: the rank that is to report the end of its program, if it waits for that report.
         seconds: how long ago it last began to wait or went on; None where that is not known.
     """
 
@@ -89,7 +89,8 @@ class FlightRecord:
     Args:
         module: the scheduled module.
         positions: the positions of ranks, as far as they are known.
-        devices: the ranks whose hosts put their programs on devices, and do not wait for these.
+        devices: the ranks whose hosts put their programs on devices, and do not wait for the
+            devices.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FlightRecord:
         return entries
 
     def cycle(self) -> tuple[int, ...]:
-        """A cycle of ranks, of which each waits for the next; () if there is none."""
+        """Ranks that wait for each other in a cycle, each for the next; () if there is no cycle."""
         edges = {blocked.rank: blocked.on for blocked in self.blocked()}
         for start in edges:
             path: list[int] = []

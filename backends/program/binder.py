@@ -295,7 +295,7 @@ class Binder:
         self._emit(run, info)
 
     def _body(self, function: Function) -> Body | None:
-        """The Python that a call of a function runs; None if there is none on this rank."""
+        """The Python that a call of a function runs; None if this rank has none."""
         if function.kind is FunctionKind.BUILTIN:
             return builtins.implementation(function)
         body = self._bodies.get(function.body_name)

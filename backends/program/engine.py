@@ -179,8 +179,9 @@ class Engine:
         """Run other instructions from the next execution on.
 
         Args:
-            instructions: these do the same as the bound program.
-            locate: maps them to those of the bound program; None if they correspond one to one.
+            instructions: instructions that do the same as those of the bound program.
+            locate: maps their indices to those of the bound program; None if they correspond one to
+                one.
         """
         self._instructions = instructions
         self._locate = locate

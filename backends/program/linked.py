@@ -20,8 +20,8 @@ class LinkedModule:
         bodies: for every function that their programs call, by `Function.body_name`; builtins need
             none.
         constants: the values that `constant` ops refer to, by name.
-        seed: of all random numbers; the same on all ranks.
-        fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
+        seed: the seed of all random numbers; the same on all ranks.
+        fallbacks: is told of graphs that are not replayed; None to make one on demand.
         rank_bodies: bodies that some ranks have in the place of `bodies`, by rank and name.
     """
 
@@ -63,8 +63,8 @@ class LinkedProgram:
             none.
         constants: the values that `constant` ops refer to, by name.
         communicators: for every channel that the program uses, by channel id.
-        seed: of all random numbers; the same on all ranks.
-        fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
+        seed: the seed of all random numbers; the same on all ranks.
+        fallbacks: is told of graphs that are not replayed; None to make one on demand.
     """
 
     module: Module

@@ -27,7 +27,7 @@ class Layout:
         clears: registers to be emptied at a `free`, by the index of that op.
         releases: futures whose port is released at a `free`, by the index of that op.
         escaping: values that may outlive the execution, or be changed, in a user's hands.
-        handled: values that an opaque method has taken or made, so that its actor may change them.
+        handled: values that an opaque method has taken or made, and that its actor may change.
         made: the values of `handled` that such a method has made.
     """
 

@@ -43,7 +43,7 @@ def _entries(value: Tensor, dim: int, intervals: Intervals) -> Tensor:
 def assembling(
     type_: TensorType, regions: Sequence[Region], device: torch.device | None = None
 ) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Make a function that makes a tensor from parts, each of which is a region of it."""
+    """Make a function that puts a tensor together from parts, each a region of it."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
     boxes = [(index, *box) for index, region in enumerate(regions) for box in _boxes(region)]
 

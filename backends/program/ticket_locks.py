@@ -17,7 +17,7 @@ from ...ir.ops.module import Function, FunctionKind, Program
 from ..device import Event
 
 STREAMS: Final = "the streams of the device"
-"""The lock of a rank's streams, beside those of its actors, whose names have no spaces."""
+"""The name of the lock of a rank's streams; names of actors have no spaces."""
 
 
 class TicketLock:

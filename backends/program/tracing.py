@@ -51,7 +51,7 @@ class Log(Protocol):
     """Records the instructions of a bound program."""
 
     def wrap(self, code: Code) -> list[Instruction]:
-        """Instructions that do what those of `code` do, and record themselves."""
+        """The instructions of `code`, each wrapped so that it is recorded."""
 
 
 class Recordable(Protocol):
@@ -89,7 +89,7 @@ class InstructionLog:
         self._ranges = ranges
 
     def wrap(self, code: Code) -> list[Instruction]:
-        """Instructions that do what those of `code` do, and record themselves."""
+        """The instructions of `code`, each wrapped so that it is recorded."""
         self.origins = tuple(Origin(info.op, info.role, info.awaited) for info in code.infos)
         return [
             self._timed(index, self._marked(index, instruction), code)

@@ -66,7 +66,7 @@ class InputCheck:
 
 
 def checked(body: Body, function: Function) -> Body:
-    """`body`, with its results checked against the declaration of `function`.
+    """Make `body` check its results against the declaration of `function`.
 
     The body raises `ResultError` where it would return a wrong number of values, or a tensor of
     another dtype or shape.

@@ -1,7 +1,7 @@
 """Compute the outcome of a collective from its declared exchange and the group's tensors.
 
-This is the definition that every communicator is held against. Tensors stand in group order,
-and reductions run in that order, so results do not depend on who arrived first.
+This is the definition that every communicator is held against. Tensors stand in group order, and
+reductions run in that order, so results do not depend on which rank arrived first.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Rendezvous(ABC):
         self._traffic.progress(self)
 
     def free(self, slot: int, value: Any) -> None:
-        """Let a slot, in which `value` has been, take its next message."""
+        """Let a slot that has held `value` take its next message."""
         if self.poison:
             overwrite(value)
         self._occupied.discard(slot)
@@ -225,8 +225,8 @@ class CollectiveRendezvous(Rendezvous):
 class Traffic:
     """The order in which the messages of one fabric complete.
 
-    A message completes when all its ends are first on their streams; those of a batch are first
-    together. It then lets those behind it on these streams try again.
+    A message completes when all its ends are first on their streams; the ports of a batch are first
+    together. Then the messages behind it on these streams are tried again.
 
     Attributes:
         held: channel and number of a message that must not complete yet, if any.

@@ -391,7 +391,7 @@ class Control:
         if rows.has_ended(rank):
             raise lost(self._table, rank, self.epoch)
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
-            # It gave up the end of a step in the very moment in which the others reached it.
+            # It gave up the end of a step at the very moment at which the others reached it.
             raise PeerLost(
                 f"rank {rank} has given up {named(last)}, which the other ranks have finished. Use "
                 "a longer timeout; start the job again",

@@ -61,7 +61,7 @@ class Barrier(enum.IntEnum):
 
 
 def named(epoch: int) -> str:
-    """An execution as messages name it: they count from 0, and epochs from 1, since 0 is none."""
+    """An execution as messages name it: executions count from 0, and epochs from 1."""
     return f"execution {epoch - 1}"
 
 
@@ -100,7 +100,7 @@ class StatusTable:
         words[row + STATE] = _RUNNING
 
     def call(self, number: int, epoch: int, doing: str) -> None:
-        """Say that this rank is in the world's collective call `number`, and in which, in words."""
+        """Say that this rank is in collective call `number` of the world, which `doing` names."""
         self._tell(self._node.rank, doing)
         self._doing = doing
         self._node.fence()  # a rank that sees the number also sees the words

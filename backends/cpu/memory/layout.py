@@ -25,7 +25,7 @@ AT: Final = 4
 AWAITED: Final = 5
 RUNNING: Final = 6
 BEAT: Final = 7
-# Second line: the last epoch of which the rank has reached each barrier; how many collective calls
+# Second line: the last epoch in which the rank has reached each barrier; how many collective calls
 # of the world it has made, in the upper half, and its epoch in the last of them; the digest of its
 # arguments to its execution; and the plans of its last two executions, the one of the odd epoch
 # second. A rank is never two executions ahead of another.
@@ -36,8 +36,7 @@ PLANS: Final = WORDS + 6
 # What other machines are told of a rank: where it is, how far it has come, and its digest.
 STATUS_WORDS: Final = DIGEST + 1
 # Third line: the last epoch that has failed here, and the pickled error's bytes, if the failure
-# began here. An error larger than its room in the block lies in a segment, of which the line has
-# the key.
+# began here. An error larger than its room in the block lies in a segment, whose key is here.
 FAILED: Final = 2 * WORDS
 ERROR_KEY: Final = 2 * WORDS + 1
 ERROR_BYTES: Final = 2 * WORDS + 2

@@ -1,7 +1,7 @@
 """The ports of an object's broadcast inside one machine: the root writes it once, and all read it.
 
-They use the queues of the group's collectives, in the order of these. Where another collective is
-under way, or the object is not small, the broadcast runs as all other collectives do.
+They use the queues of the group's other collectives, in one order with them. Where another
+collective is under way, or the object is not small, the broadcast runs as all other collectives do.
 """
 
 from __future__ import annotations

@@ -222,8 +222,8 @@ class LocalReceiver:
         """Find the message in `slot` whose header has `size`; called once for each message.
 
         Returns:
-            The memory, the offset, and whether the memory is lent to this receiver, who gives it
-            back when nothing refers to it any more.
+            The memory, the offset, and whether the memory is lent to this receiver. Lent memory
+            goes back when nothing refers to it any more.
         """
         header, _, payload = self._places[slot]
         if size & INLINE:

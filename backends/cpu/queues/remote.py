@@ -1,9 +1,9 @@
 """Queues between machines: MPI messages, never blocking.
 
-A message has one part, or two, of which the second has a tag of its own. A tensor is the first
-part. It goes through a persistent request on a buffer of its planned slot, if it has one, else from
-and into storage of its own. An error in place of a tensor is the second part, after an empty first
-one. The first part of any other message has the length and the beginning, the second part the rest.
+A message has one part or two; the second has a tag of its own. A tensor is the first part. It goes
+through a persistent request on a buffer of its planned slot, if it has one, else from and into
+storage of its own. An error in place of a tensor is the second part, after an empty first one. The
+first part of any other message has the length and the beginning, the second part the rest.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ class SharedBuffer:
     """A segment of a sender, for one message at a time.
 
     Attributes:
-        name: its number, of which the queue has no other; the lowest bits are its place in the
-            queue.
+        name: its number, unique in the queue; the lowest bits are its place in the queue.
         key: the segment's key.
         memory: all of it; a message begins at byte `LINE`.
         lent: how often it has been lent.

@@ -15,9 +15,9 @@ which is 3 to 4 ms on Linux. Ranks that wait return within microseconds. A threa
 share of a large message returns within half a millisecond, and sleeping would cost more."""
 
 NEAR: Final = 0.02
-"""Two long yields at most so many seconds apart show contention, whatever short ones are between
-them: ranks that wait on the same core give way to each other hundreds of times meanwhile. Long
-yields farther apart come from a hypervisor, which takes the core away for a while."""
+"""Seconds within which two long yields show contention, whatever short ones are between them: ranks
+that wait on the same core give way to each other hundreds of times meanwhile. Long yields farther
+apart come from a hypervisor, which takes the core away for a while."""
 
 SHORTEST: Final = 0.05
 LONGEST: Final = 0.8

@@ -39,8 +39,8 @@ class Doorbell:
         """Make the bell.
 
         Args:
-            folder: where to give the pipe a name, which `seal` takes away. None: others find it
-                through /proc, and it has none.
+            folder: the folder in which the pipe gets a name, until `seal` takes it away. With None
+                it gets no name, and others find it through /proc.
         """
         self._name: Path | None = None
         if folder is None:
