@@ -17,7 +17,7 @@ Callback = Callable[["Future"], object]
 
 
 class _Watch:
-    """Awaited, it lasts until a future is done; unlike the future it raises no error of its own."""
+    """An awaitable that ends when a future is done; it does not raise the future's error."""
 
     def __init__(self, future: Future, progress: Progress) -> None:
         self._future = future

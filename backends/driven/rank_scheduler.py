@@ -124,7 +124,7 @@ class RankScheduler:
                         break
 
     def check_idle(self) -> None:
-        """Return unless executions of this rank are being moved on.
+        """Check that executions of this rank are not being moved on.
 
         Raises:
             RuntimeError: another thread does that; or a method that an execution calls is running,

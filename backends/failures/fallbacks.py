@@ -31,7 +31,7 @@ class Fallbacks:
     Args:
         module: the scheduled module.
         rank: the rank of the program.
-        write: takes a line for the dump, if there is one.
+        write: writes a line to the dump, if there is one.
 
     Attributes:
         reasons: the reason for each graph, by the graph's number.

@@ -273,7 +273,7 @@ class StatusTable:
         return [self._position(rank, now) for rank in range(self._node.size)]
 
     def whereabouts(self, rank: int) -> str:
-        """Describe a rank that may be in another plan, or in none."""
+        """Describe where a rank is, even if it executes another plan, or none."""
         if self.has_ended(rank):
             return f"rank {rank} has ended"
         state = self.state(rank)
