@@ -3,7 +3,7 @@
 The binder (`program/binder.py`) asks for a `Port` for every communication op of a rank's program,
 once, and the engine (`program/engine.py`) then only calls it. A transport is a `Communicator`:
 something that makes ports. It never sees the IR's programs, so a third party can add one by
-implementing this file's protocols and registering it by name (`registry.py`).
+implementing this file's protocols and registering it by name (`transports/registry.py`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Port(Protocol):
     def fail(self, poison: Poison) -> None:
         """Issue the op with an error in place of its operand.
 
-        It takes the place of the message that was expected: whoever receives it, in a collective
-        every rank of the group, gets the poison raised by `take`.
+        The error takes the place of the expected message: on the receiver, or on every rank of a
+        collective's group, `take` raises the poison.
         """
 
     def poll(self) -> bool:
@@ -68,11 +68,11 @@ class Port(Protocol):
 
 @runtime_checkable
 class ReleasingPort(Protocol):
-    """A port whose `release` may be left out where it says so; that of other ports is called."""
+    """A port that says whether `release` has to be called; for any other port it has to."""
 
     @property
     def needs_release(self) -> bool:
-        """True if it holds a buffer until `release`, which therefore has to be called."""
+        """True if the port holds a buffer until `release`, which therefore has to be called."""
 
 
 @runtime_checkable
@@ -163,7 +163,7 @@ class World(Protocol):
 
     @property
     def device(self) -> Device | None:
-        """The accelerator of this process's rank, on which its tensors are; None: on the host."""
+        """The accelerator that holds the tensors of this process's rank; None if the host does."""
 
     def plays(self, rank: int) -> bool:
         """Return whether this process holds the actors of `rank`."""
@@ -178,7 +178,7 @@ class World(Protocol):
         """Wait until every rank has come here."""
 
     def end_job(self, message: str) -> None:
-        """End all ranks, because of something that this one cannot go on from; not collective."""
+        """End all ranks after a failure from which this one cannot recover; not collective."""
 
 
 Body = Callable[..., Sequence[Any]]
@@ -191,11 +191,13 @@ values that are detached from the graph.
 
 @runtime_checkable
 class StatefulBody(Protocol):
-    """A body that says what of an actor it works on: a device's graph holds for the same memory.
+    """A body that names the tensors of its actor that it works on.
+
+    A device graph is valid only as long as these tensors lie in the same memory.
 
     Attributes:
-        state: gives the parameters and buffers that it works on.
-        trained: gives the parameters whose `.grad` it changes.
+        state: returns the parameters and buffers that it works on.
+        trained: returns the parameters whose `.grad` it changes.
     """
 
     def __call__(self, *inputs: Any) -> Sequence[Any]: ...
@@ -207,16 +209,17 @@ class StatefulBody(Protocol):
 
 @runtime_checkable
 class GraphBody(StatefulBody, Protocol):
-    """The body of a traced function, of which more is known than how to call it.
+    """The body of a traced function, with its fx graph.
 
     Attributes:
-        run: what a call does.
-        locate: the user's line that stands behind a traceback through the body, or None.
-        graph: what it runs.
-        locations: the user's line of its nodes.
+        run: the function that a call runs.
+        locate: finds the user's line behind a traceback through the body, or None.
+        graph: the fx graph that it runs.
+        locations: the user's line of each node, where it is known.
         rebinds: whether it puts new tensors in the place of buffers.
-        new_gradients: memory for `.grad` of parameters that have none, by their id: whoever calls
-            the body fills it for the time of the call. The body makes gradients of others itself.
+        new_gradients: memory for the `.grad` of parameters that have none, by the parameter's `id`.
+            A caller fills this mapping for the time of a call; the body allocates all other
+            gradients itself.
     """
 
     @property
@@ -234,14 +237,14 @@ class GraphBody(StatefulBody, Protocol):
 
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-"""A call with the inputs in a list, which it empties, so that each goes after its last use."""
+"""A call that takes its inputs in a list and empties it, so each input goes after its last use."""
 
 
 @runtime_checkable
 class BoxedBody(Protocol):
-    """A body that lets go of what it is given, each input after its last use.
+    """A body that lets go of each input after its last use.
 
-    A call by arguments cannot: whoever calls holds them until it returns.
+    A call by arguments cannot do that: its caller holds them until it returns.
     """
 
     @property
@@ -251,6 +254,6 @@ class BoxedBody(Protocol):
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]
 """Makes this process's communicator for the channels of a plan that it is to serve.
 
-All ranks call it in the same order, with the channels in ascending order of id, including those
-that this rank has no part in: it may communicate through the world.
+All ranks call it in the same order, with the channels in ascending order of id. These include
+channels in which this rank has no part, so a factory may communicate through the world.
 """

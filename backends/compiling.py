@@ -1,7 +1,7 @@
 """A decorator for mypyc, which makes machine code of some modules (docs/design/0033).
 
-It is not compiled itself: mypyc knows the decorator by its name, and Python needs something that
-has one, whether or not mypyc's own package is there.
+This module is not compiled itself. mypyc recognises the decorator by its name alone, and Python
+needs a decorator of that name even where mypyc's package is not installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
 
     def mypyc_attr(**_):
-        """Leaves a class as it is."""
+        """Return a decorator that leaves its class unchanged."""
         return lambda class_: class_
 
 

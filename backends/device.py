@@ -1,8 +1,8 @@
-"""The protocols that the run time needs of an accelerator; a rank on the host has none.
+"""The protocols of an accelerator, as the run time uses it; a rank on the host has none.
 
-Work is put on streams, which are queues: what is on one runs in order, what is on two may overlap.
-An event is a mark in a queue that other queues, or the host, wait for. Whoever implements these
-protocols says nowhere else what kind of device it is.
+Work is put on streams, which are queues: work on one stream runs in order, work on two may overlap.
+An event is a mark in a queue that other queues, or the host, wait for. The run time sees a device
+through these protocols alone, whatever its kind.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Fabric:
     """The transport that joins devices of a kind.
 
     Attributes:
-        name: of its communicator, as in `cg.via(x, name)`.
+        name: the name of its communicator, as in `cg.via(x, name)`.
         reduces: the element types that its reductions take.
-        rendezvous: whether it does the messages of a rank one after the other, each when its other
-            end has come, so that they need one order on all ranks.
+        rendezvous: whether it carries the messages of a rank one after the other, each when its
+            other end has come, so that messages need one order on all ranks.
     """
 
     name: str
@@ -35,24 +35,23 @@ class Fabric:
 
 
 class Event(Protocol):
-    """A mark in a queue; recording it again moves it. Until then, and before the first time, it
-    counts as passed."""
+    """A mark in a queue; recording it again moves it. Before the first time it counts as passed."""
 
     def record(self, stream: Any, /) -> None:
-        """Put the mark behind all that is on the stream now."""
+        """Put the mark behind all work that is on the stream now."""
 
     def query(self) -> bool:
         """True if the queue has passed it."""
 
     def synchronize(self) -> None:
-        """Block the host until it has."""
+        """Block the host until the queue has passed it."""
 
 
 class Queue(Protocol):
     """A stream of the device."""
 
     def wait_event(self, event: Any, /) -> None:
-        """Let all that is put on the stream from now on wait for the event."""
+        """Let all later work on the stream wait for the event."""
 
     def synchronize(self) -> None:
         """Block the host until the stream is empty."""
@@ -70,9 +69,9 @@ class Device(Protocol):
 
     Attributes:
         kind: torch's word for it, as in `torch.device(kind, index)`.
-        index: which of its kind.
+        index: its number among the devices of its kind.
         torch_device: the device as torch names it.
-        fabric: what joins it to others of its kind; None where nothing does.
+        fabric: the transport that joins it to others of its kind; None where there is none.
     """
 
     kind: str
@@ -93,28 +92,29 @@ class Device(Protocol):
         """A new event that notes when its queue passes it; see `elapsed`."""
 
     def elapsed(self, start: Event, end: Event) -> float:
-        """Milliseconds from one such event to another, both passed."""
+        """Milliseconds from one timer to another, both passed."""
 
     def raw(self, queue: Queue) -> int:
         """The stream as the device's own libraries take it."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Inside, the compute stream is torch's current one.
+        """A context in which the compute stream is torch's current one.
 
-        It begins behind what is on the caller's stream, and the caller's stream goes on behind it,
-        without blocking the host. Inside of another session it changes nothing.
+        Its work runs after the work on the caller's stream, and before the later work of that
+        stream; the host is not blocked. Inside another session it changes nothing.
         """
 
     def on(self, queue: Queue) -> AbstractContextManager[None]:
-        """Inside a session: the stream is torch's current one in place of the compute stream."""
+        """A context inside a session, in which `queue` is torch's current stream."""
 
     def caller(self) -> Queue:
-        """The stream of whoever calls: torch's current one; inside a session, that from before."""
+        """The caller's stream: torch's current one, or, inside a session, the one before it."""
 
     def keep(self, tensors: Sequence[torch.Tensor], queue: Queue) -> None:
-        """A stream will use these tensors of another one.
+        """Note that a stream will use tensors of another stream.
 
-        Their memory is then not used again before that stream has come to where they are dropped.
+        Their memory is then not used again before that stream has passed the point at which they
+        are dropped.
         """
 
     def seed(self, seed: int) -> None:
@@ -124,7 +124,7 @@ class Device(Protocol):
         """The state of that generator."""
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Put the generator back."""
+        """Set the state of that generator."""
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory of the shape and type of `like` that the device can copy to by itself."""
@@ -135,32 +135,32 @@ class Device(Protocol):
     def capture(self, work: Callable[[], None], queue: Queue) -> Graph:
         """Record what `work` puts on a stream, and on those that join it, as a graph.
 
-        Nothing of it runs. The graph is to be replayed on that stream. All graphs of a stream that
-        there are share one pool of memory.
+        None of the work runs. The graph is to be replayed on that stream. All graphs of a stream
+        share one pool of memory.
         """
 
     def begins_pool(self, queue: Queue) -> bool:
-        """True if the next graph of a stream is the first of its pool, to which no other writes.
+        """True if the next graph of a stream is the first of its pool, where no other writes.
 
-        Graphs captured later leave alone what somebody holds of the pool by then.
+        Graphs that are captured later do not write to memory of the pool that is in use by then.
         """
 
     def nodes(self, queue: Queue) -> tuple[Any, ...] | None:
-        """What the next work on a stream stands behind in the graph that is being captured.
+        """The nodes that the next work on a stream waits for, in the graph that is being captured.
 
-        None if the stream is not captured, and where the device cannot tell.
+        None if the stream is not captured, or the device cannot tell.
         """
 
     def follow_alone(self, queue: Queue, event: Event, nodes: tuple[Any, ...]) -> None:
-        """Let the next work on a stream that is captured stand behind an event, and nothing else.
+        """Let the next work on a stream that is captured wait for an event, and nothing else.
 
         Args:
-            nodes: `nodes` of the stream on which the event was recorded, at that moment. What the
-                stream has stood behind must come before them.
+            nodes: `nodes` of the stream on which the event was recorded, at that moment. The nodes
+                that `queue` waits for now must come before them.
         """
 
     def give_back(self) -> None:
-        """Give memory that nobody uses back, for graphs to take; blocks as `synchronize` does."""
+        """Give back unused memory, for graphs to take; blocks as `synchronize` does."""
 
     def synchronize(self) -> None:
         """Block the host until the device has nothing to do."""

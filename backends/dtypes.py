@@ -6,7 +6,9 @@ import torch
 
 from ..ir.types import DType, TensorType
 
-TORCH_DTYPES: dict[DType, torch.dtype] = {each: getattr(torch, each.torch_name) for each in DType}
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    dtype: getattr(torch, dtype.torch_name) for dtype in DType
+}
 _IR_DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPES.items()}
 
 

@@ -40,10 +40,10 @@ class Failure:
     @property
     def where(self) -> str:
         """The op or method that was running, and its rank."""
-        what = self.op
+        operation = self.op
         if self.method is not None:
-            what = f"{self.actor}.{self.method}" if self.actor else self.method
-        return f"on rank {self.rank} in {what}"
+            operation = f"{self.actor}.{self.method}" if self.actor else self.method
+        return f"on rank {self.rank} in {operation}"
 
     def describe(self) -> str:
         """The message that a user reads."""

@@ -39,7 +39,7 @@ class Poison(Exception):
         self._pickled = pickled
 
     def to_bytes(self) -> bytes:
-        """For a message; an exception that cannot be pickled stays behind."""
+        """The poison as bytes of a message; an exception that cannot be pickled is left out."""
         if self._pickled is None and self.original is not None:
             self._pickled = _packed(self.original)
         return pickle.dumps((self.failure, self._pickled), 5)
@@ -53,10 +53,10 @@ class Poison(Exception):
     def error(self) -> RemoteError:
         """The error that the caller sees.
 
-        An instance of `RemoteError` and of the original exception's class, with the original's
-        arguments and attributes, where that is an `Exception`, such a class can be made and the
-        original could be brought here; else a plain `RemoteError`, which only names it. The
-        original is its `__cause__`.
+        It is an instance of both `RemoteError` and the original exception's class, with the
+        original's arguments and attributes; the original is its `__cause__`. It is a plain
+        `RemoteError`, which only names the original, if the original is no `Exception`, has not
+        come to this rank, or has a class that cannot be combined.
         """
         original = self.original
         if original is None and self._pickled:
@@ -71,9 +71,9 @@ class Poison(Exception):
 
 
 def _packed(error: BaseException) -> bytes:
-    """An exception as bytes; none if it cannot be pickled.
+    """An exception as bytes; empty if it cannot be pickled.
 
-    Python's own way calls the class with `args` again, which many users' classes do not take.
+    Python's own pickle calls the class with `args` again, which many users' classes do not take.
     """
     cls = type(error)
     whole: Any = error
@@ -86,35 +86,35 @@ def _packed(error: BaseException) -> bytes:
 
 
 def _fields(error: BaseException) -> dict[str, Any]:
-    """The fields of an exception outside of `__dict__`: in slots, or as the interpreter's own do.
+    """The fields of an exception outside of `__dict__`: in slots, or built into the interpreter.
 
     An AttributeError's object, which may be anything, is left out.
     """
     kinds = (MemberDescriptorType, GetSetDescriptorType)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for cls in type(error).__mro__:
         for name, descriptor in vars(cls).items():
             if isinstance(descriptor, kinds) and name not in _NOT_FIELDS and name[:2] != "__":
                 value = getattr(error, name, None)
                 if value is not None:
-                    found.setdefault(name, value)
-    return found
+                    fields.setdefault(name, value)
+    return fields
 
 
 def _set_fields(error: BaseException, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        with contextlib.suppress(AttributeError, TypeError):  # what can be read only
+        with contextlib.suppress(AttributeError, TypeError):  # a field that can only be read
             setattr(error, name, value)
 
 
 def _portable(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those attributes that can be pickled."""
-    found = {}
+    """The attributes that can be pickled."""
+    portable = {}
     for name, value in attributes.items():
         with contextlib.suppress(Exception):  # whatever a user's class does when it is pickled
             pickle.dumps(value, 5)
-            found[name] = value
-    return found
+            portable[name] = value
+    return portable
 
 
 def _unpacked(content: bytes) -> BaseException | None:
@@ -127,7 +127,7 @@ def _unpacked(content: bytes) -> BaseException | None:
         error.args = args
         error.__dict__.update(attributes)
         _set_fields(error, fields)
-    except Exception:  # its class is not there, or is not what it was
+    except Exception:  # its class does not exist here, or is another one
         return None
     return error
 
@@ -153,8 +153,8 @@ def _mixed(failure: Failure, original: BaseException) -> RemoteError:
 
 
 def _class_for(cls: type[BaseException]) -> type[RemoteError]:
-    found = _classes.get(cls)
-    if found is None:
+    error_class = _classes.get(cls)
+    if error_class is None:
         name = f"RemoteError({cls.__qualname__})"
         space: dict[str, Any] = {
             "__module__": RemoteError.__module__,
@@ -162,8 +162,8 @@ def _class_for(cls: type[BaseException]) -> type[RemoteError]:
             "__str__": lambda self: self.failure.describe(),
             "__reduce__": lambda self: (_rebuilt, (self.failure, _packed(self.__cause__))),
         }
-        found = _classes[cls] = type(name, (RemoteError, cls), space)
-    return found
+        error_class = _classes[cls] = type(name, (RemoteError, cls), space)
+    return error_class
 
 
 def _builtin_base(cls: type[BaseException]) -> Any:

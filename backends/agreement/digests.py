@@ -1,8 +1,8 @@
-"""Digests of values: the same on all ranks where the values are, and short enough to be compared.
+"""Digests of values: short, and equal on all ranks that hold equal values.
 
-Tensors and arrays count by their bits, so `nan` is `nan` and `-0.0` is not `0.0`, and so does plain
-data in containers and in the attributes of objects. A value that only one process can hold,
-such as a function or a lock, counts by its type.
+Tensors and arrays count by their bits, so `nan` equals `nan`, and `-0.0` differs from `0.0`. Plain
+data counts by its value, also in containers and in the attributes of objects. A value that only one
+process can hold, such as a function or a lock, counts by its type.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ import torch
 _PLAIN: Final = (int, float, complex, bool, str, bytes, bytearray, type(None), slice, range)
 _TORCH: Final = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 _WRITTEN: Final = (date, time, timedelta, Decimal, Fraction, PurePath, UUID, np.generic)
-"""Types whose text has the whole value."""
+"""Types whose `repr` shows the whole value."""
 _CODE: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 
 _Seen = tuple[int, ...]
-"""The containers that a value is in, by identity."""
+"""The `id` of each container that a value is in."""
 
 _DEEPEST: Final = 64
 
 
 def digest(value: object) -> int:
-    """32 bits that say what a value is. A tensor on a device is copied to the host for it."""
+    """A digest of a value, of 32 bits. A tensor on a device is copied to the host for it."""
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
     return zlib.crc32(_summary(value, ()))
 
 
 def joined(digests: list[int]) -> int:
-    """64 bits, never 0, that say what several values are."""
+    """One digest of 64 bits, never 0, of the digests of several values."""
     return int.from_bytes(_hashed(repr(digests).encode()), "little") | 1
 
 
@@ -62,7 +62,7 @@ def _of_tensor(tensor: torch.Tensor) -> int:
 
 
 def _summary(value: Any, seen: _Seen) -> bytes:
-    """A few bytes that say what a value is."""
+    """A digest of a value, of 8 bytes."""
     kind = type(value).__qualname__
     if isinstance(value, enum.Enum):
         return _hashed(f"{kind}.{value.name}".encode())
@@ -83,18 +83,18 @@ def _parts(value: Any, seen: _Seen) -> list[bytes]:
     if isinstance(value, (dict, UserDict, MappingProxyType)):
         return sorted(_summary(k, seen) + _summary(v, seen) for k, v in value.items())
     if isinstance(value, (set, frozenset)):
-        return sorted(_summary(each, seen) for each in value)
+        return sorted(_summary(element, seen) for element in value)
     if isinstance(value, np.ndarray):
-        return [_summary(each, seen) for each in value.reshape(-1)]
+        return [_summary(element, seen) for element in value.reshape(-1)]
     in_order = isinstance(value, (list, tuple, deque))
-    found = [_summary(each, seen) for each in value] if in_order else []
+    digests = [_summary(element, seen) for element in value] if in_order else []
     held = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for base in type(value).__mro__:
         slots = (name for name, at in vars(base).items() if isinstance(at, MemberDescriptorType))
         held |= {name: getattr(value, name, None) for name in slots}
     if is_dataclass(value):
-        held |= {each.name: getattr(value, each.name, None) for each in fields(value)}
-    return found + sorted(name.encode() + _summary(part, seen) for name, part in held.items())
+        held |= {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return digests + sorted(name.encode() + _summary(part, seen) for name, part in held.items())
 
 
 def _hashed(content: bytes) -> bytes:

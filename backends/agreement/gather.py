@@ -27,7 +27,7 @@ class Part:
     """One of the texts that must be equal on all ranks.
 
     Attributes:
-        words: its name for messages, as `the seed is`. Each rank has words of its own.
+        words: its name in messages, such as `the seed is`; ranks may have different words.
         text: the rank's text, which is compared.
     """
 
@@ -44,40 +44,52 @@ class _Given:
 
 
 def gather(world: World, purpose: str, value: T) -> list[T]:
-    """The values of all ranks, as `World.allgather` gives them, if all give them for one purpose.
+    """Gather the values of all ranks, and check that all give them for the same purpose.
+
+    Args:
+        world: all ranks.
+        purpose: what the value is for, in words for messages.
+        value: this rank's value, which must be picklable.
+
+    Returns:
+        The values, by rank.
 
     Raises:
-        PlanMismatch: they do not, for example after an error that one rank alone has caught.
+        PlanMismatch: the ranks have different purposes, for example after an error that one rank
+            alone has caught.
     """
-    heard: list[Any] = world.allgather(_Given(purpose, value))
-    purposes = [each.purpose if isinstance(each, _Given) else "another call" for each in heard]
+    answers: list[Any] = world.allgather(_Given(purpose, value))
+    purposes = [
+        answer.purpose if isinstance(answer, _Given) else "another call" for answer in answers
+    ]
     groups = grouped(purposes)
     if len(groups) > 1:
-        shown = ", and ".join(f"{named(ranks)} to {what}" for what, ranks in groups.items())
+        shown = ", and ".join(f"{named(ranks)} to {text}" for text, ranks in groups.items())
         raise PlanMismatch(
             f"the ranks have come to different calls: {shown}. Every rank must make the same calls "
             "in the same order: look for an error that one rank alone has caught, or for a call "
             "that depends on the rank"
         )
-    return [each.value for each in heard]
+    return [answer.value for answer in answers]
 
 
 def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) -> None:
-    """Return if all ranks give the same parts; collective.
+    """Check that all ranks have the same parts; collective.
 
     Args:
         world: all ranks.
         subject: what the ranks do, for messages: `the ranks have ...`.
-        parts: by keys that are the same on all ranks, in the order in which to report differences.
+        parts: the parts to compare, by keys that are the same on all ranks, in the order in which
+            to report differences.
         advice: for the user, about a difference.
 
     Raises:
-        PlanMismatch: a part differs; on all ranks, which then can go on.
+        PlanMismatch: a part differs. All ranks raise it, and can go on afterwards.
     """
     if world.is_virtual:
         return
-    mine = hashlib.sha256(repr([(key, part.text) for key, part in parts.items()]).encode())
-    if len(set(gather(world, f"the question whether {subject}", mine.hexdigest()))) == 1:
+    own_hash = hashlib.sha256(repr([(key, part.text) for key, part in parts.items()]).encode())
+    if len(set(gather(world, f"the question whether {subject}", own_hash.hexdigest()))) == 1:
         return
     everywhere = world.allgather({key: (part.words, part.text) for key, part in parts.items()})
     raise PlanMismatch(f"{subject}: {_first_difference(everywhere)}{advice}")
@@ -90,7 +102,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def grouped(texts: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks that say each of the texts."""
+    """Group the ranks by their texts, which are in the order of ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
@@ -119,7 +131,7 @@ def _first_line(one: str, other: str) -> tuple[int, str, str]:
 
 
 def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> str:
-    """Name the first part that differs, with each rank's text; parts of all ranks come first."""
+    """Name the first part that differs, by rank; parts that all ranks have come first."""
     keys = list(dict.fromkeys(key for parts in everywhere for key in parts))
     keys.sort(key=lambda key: any(key not in parts for parts in everywhere))
     for key in keys:
@@ -132,6 +144,8 @@ def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> st
             return f"{words} {disagreement(texts)}"
         shown = (f"{text} on {named(ranks)}" for text, ranks in groups.items())
         return f"{words} {', and '.join(shown)}. "
-    first = next(found for found in zip(*everywhere, strict=True) if len(set(found)) > 1)
+    first = next(
+        rank_keys for rank_keys in zip(*everywhere, strict=True) if len(set(rank_keys)) > 1
+    )
     shown = (f"{key} on {named(ranks)}" for key, ranks in grouped(first).items())
     return f"their order differs: where it begins to, there is {', and '.join(shown)}. "

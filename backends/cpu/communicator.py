@@ -30,14 +30,14 @@ _RESET_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A rank that sends on a channel, and who receives from it.
+    """A rank that sends on a channel, and the ranks that receive from it.
 
     Attributes:
         channel: the channel.
         source: the sending rank.
         local: the receivers on the sender's machine, in group order; they share one segment.
         remote: the other receivers; each has MPI messages of its own.
-        tag: tag of the first remote receiver's messages; each takes two.
+        tag: the first remote receiver's message tag; each receiver takes two tags.
     """
 
     channel: Channel
@@ -76,7 +76,8 @@ class CpuCommunicator:
         self._node = node
         self._active: Active = {}
         self.progress = mover(self._active)
-        # By channels: queues with the ranks that receive from them, and by senders.
+        # Queues to send on, by channel and by their receivers; queues to receive from, by channel
+        # and sender.
         self._senders: dict[int, dict[tuple[int, ...], LocalSender | RemoteSender]] = {}
         self._receivers: dict[tuple[int, int], LocalReceiver | RemoteReceiver] = {}
         self._groups: dict[int, Group] = {}
@@ -141,7 +142,7 @@ class CpuCommunicator:
     def _broadcast_port(
         self, op: Broadcast, group: Group, channel: Channel, type_: ObjectType
     ) -> Port | None:
-        """A faster one where the root and all others are on one machine."""
+        """A faster port, if the root and all other members are on one machine; else None."""
         if len({self._node.world.nodes[rank] for rank in channel.ranks}) > 1:
             return None
         if self._node.rank != op.root:
@@ -185,7 +186,7 @@ class CpuCommunicator:
     # -- making queues ----------------------------------------------------------------------
 
     def _endpoints(self, channels: Sequence[Channel]) -> Iterator[Endpoint]:
-        """Every member that sends on every channel, on all ranks in the same order."""
+        """The endpoints of all channels, in the same order on all ranks."""
         nodes = self._node.world.nodes
         for channel in channels:
             sources = channel.ranks if channel.collective else channel.ranks[:1]
@@ -253,7 +254,7 @@ class CpuCommunicator:
     # -- after a failure --------------------------------------------------------------------
 
     def _reset_remote(self) -> None:
-        """Bring what each side has asked for and sent to the same count, and complete it all."""
+        """Bring both sides of each queue to the same number of messages, and complete them all."""
         node = self._node
         senders = {
             (channel, peer): queue

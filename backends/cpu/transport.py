@@ -43,12 +43,16 @@ class CpuTransport:
     def fail(
         self, error: BaseException, refused: bool, resets: Sequence[Callable[[], None]]
     ) -> BaseException:
-        """Tell every rank that the execution has failed here; which error all of them raise.
+        """Tell every rank that the execution has failed here.
 
         Args:
             error: what was raised here.
             refused: whether that was before this rank began its program.
-            resets: what makes this rank ready for another execution, once all ranks are there.
+            resets: called by `recover_if_due`, once all ranks have come, to make this rank ready
+                for another execution.
+
+        Returns:
+            The error that all ranks raise.
         """
         self._resets = tuple(resets)
         return self.control.fail(error, refused)
@@ -56,13 +60,13 @@ class CpuTransport:
     def recover_if_due(self) -> None:
         """Start afresh if the last execution has failed; every rank calls it before the next.
 
-        That it is the next execution which waits for the others, and not the failed one, lets a
-        rank raise at once while another is still busy.
+        The next execution waits for the other ranks, and the failed one does not, so a rank can
+        raise at once while another is still busy.
 
         Raises:
             StepTimeout, TransportError: a rank does not come.
-            TransportError: the ranks have executed different plans. Each has then begun a step
-                that others have not, so that no two of them agree on what comes next.
+            TransportError: the ranks have diverged. Each may have begun a step that others have
+                not, so they cannot agree on what comes next.
         """
         if self.control.diverged is not None:
             raise out_of_step(self.control.diverged)

@@ -14,10 +14,10 @@ from ..program.instruction_info import InstructionInfo, Role
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Ports by which ranks say how their programs fare, beside the programs' own messages.
+    """Ports by which ranks report success or failure, beside their programs' own messages.
 
-    The driver is told of the end of ranks whose failures never propagate to it. In a program that
-    only devices run each rank tells all others ahead of the work whether it can do its part.
+    Ranks whose failures never propagate to the driver report their end to it. In a program that
+    only devices run, each rank tells all others, ahead of the work, whether it can do its part.
 
     Attributes:
         send: where to send the rank's report.
@@ -29,7 +29,7 @@ class Reports:
 
 
 def leave_out_clears(code: Code) -> None:
-    """Drop what empties registers at the very end: they all are emptied then."""
+    """Drop the instructions at the very end that clear registers: all are cleared then."""
     count = len(code.infos)
     while count and code.infos[count - 1].is_clear:
         count -= 1
@@ -37,9 +37,9 @@ def leave_out_clears(code: Code) -> None:
 
 
 def send_inputs_first(code: Code, program: Program) -> None:
-    """Send inputs before anything is asked for: whoever waits for one can then start.
+    """Send inputs before any receive is posted, so that ranks that wait for them can start.
 
-    Sends keep their order among each other, and so do all other instructions.
+    Sends keep their order, and so do all other instructions.
     """
     first = []
     for index, info in enumerate(code.infos):
@@ -67,7 +67,7 @@ def post_reports(code: Code, reports: Reports) -> None:
 
 
 def last_op(program: Program) -> int:
-    """Index of the op that instructions behind all others count to."""
+    """Index of the op that instructions behind all others belong to."""
     return max(len(program.ops) - 1, 0)
 
 

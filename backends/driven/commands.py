@@ -19,7 +19,7 @@ BITS: Final = 40
 
 
 class Kind(enum.IntEnum):
-    """Names the kinds of commands."""
+    """The kind of a command."""
 
     EXECUTE = 1
     CLOSE = 2
@@ -27,13 +27,13 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, taken apart.
+    """A command, unpacked.
 
     Attributes:
         kind: what to do.
-        graph: with which graph, by its number in the world.
-        variant: which of its variants to execute.
-        context: in which execution context of the graph, by its index.
+        graph: the number of the graph in the world.
+        variant: the index of the variant to execute.
+        context: the index of the graph's execution context to use.
     """
 
     kind: Kind
@@ -60,17 +60,17 @@ class CommandTransport(Protocol):
     """Carries commands from the driver to all other ranks, in order."""
 
     def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
-        """Tells other ranks of a command; for the driver.
+        """Make the function by which the driver tells other ranks of a command.
 
-        It may wait for a rank that lags far behind.
+        The function may wait for a rank that lags far behind.
 
         Args:
-            to: the ranks that it concerns.
-            wake: those of them that are woken for it if they sleep.
+            to: the ranks that the command concerns.
+            wake: those of them that are woken if they sleep.
         """
 
     def reader(self, rank: int) -> Callable[[], int]:
-        """Gives the next command for a rank that this process plays, or 0 if there is none yet."""
+        """Make the function that takes the next command for a rank of this process, or 0."""
 
     def mend(self) -> None:
         """On the driver: be ready for the next command after one that was interrupted."""
@@ -109,19 +109,19 @@ class VirtualCommands:
 
 
 Action = Callable[[], bool]
-"""Does what a command asks of a rank; false if it has to wait for executions before it."""
+"""Does what a command asks of a rank; returns false if executions before it have to end first."""
 
 
 class CommandQueue:
     """The commands of one driver for one rank.
 
     Args:
-        rank: whose.
-        read: the next command, or 0 (`CommandTransport.reader`).
-        decode: gives the action of a command; called once for each that differs.
+        rank: the rank that obeys them.
+        read: takes the next command, or 0 (`CommandTransport.reader`).
+        decode: returns the action of a command; called once for each different command.
 
     Attributes:
-        rank: whose.
+        rank: the rank that obeys them.
     """
 
     __slots__ = ("_actions", "_decode", "_held", "_read", "rank")
@@ -138,8 +138,8 @@ class CommandQueue:
     def take(self) -> bool:
         """Do what the next command asks for.
 
-        False if there is no command, or it has to wait. It waits for executions before it alone,
-        so it is always the next to be done.
+        False if there is no command, or it has to wait. A command waits only for executions before
+        it, so it is always the next to be done.
         """
         command = self._held or self._read()
         if not command:
@@ -160,6 +160,6 @@ class CommandQueue:
         return command
 
     def forget(self, graph: int) -> None:
-        """The graph with this number is closed."""
+        """Forget the actions of the graph with this number, which is closed."""
         for command in [r for r in self._actions if Command.unpack(r).graph == graph]:
             del self._actions[command]

@@ -2,7 +2,7 @@
 
 The results of what fails are poisoned. A call with a poisoned operand is not run, and its results
 are poisoned; so is a later call on an actor whose state the failed one should have prepared. A
-message of a poisoned value carries the error. Everything else happens as if nothing had been.
+message of a poisoned value carries the error. Everything else runs as without a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ErrorPropagation:
 
     Attributes:
         poison: what has failed first.
-        kept: the last interruption that it could take as the failure of a method.
+        kept: the last interruption that was taken as the failure of a method.
     """
 
     def __init__(self, linked: LinkedProgram, code: Code) -> None:
@@ -55,7 +55,7 @@ class ErrorPropagation:
             raise error
 
     def guarded(self, first: int) -> list[Instruction]:
-        """The instructions from index `first` on, each run only if what it takes is no error."""
+        """The instructions from index `first` on, each run only if no operand is an error."""
         return [self._guarded(index) for index in range(first, len(self._code.instructions))]
 
     def _guarded(self, index: int) -> Instruction:
@@ -78,7 +78,7 @@ class ErrorPropagation:
                 self.fail(index, error)
             except BaseException as error:
                 if info.role is not Role.COMPUTE and is_interruption(error):
-                    raise  # nobody can say how far a message has come
+                    raise  # nobody can say how far the message has come
                 self.fail(index, error)  # and so it is not run again
                 if leaves(error):
                     self.kept = error
@@ -96,16 +96,16 @@ class ErrorPropagation:
         return None
 
     def _state(self, info: InstructionInfo) -> Poison | None:
-        """The error that has made the state wrong that a call finds, if one has."""
+        """The error that has spoiled the state that a call uses, if there is one."""
         function = info.function
         if function is None:
             return None
         if self._distrusted is not None and function.actor is not None:
             return self._distrusted
         for earlier, poison in self._failed:
-            other = earlier.function
-            assert other is not None
-            if other.conflicts_with(function):
+            failed_function = earlier.function
+            assert failed_function is not None
+            if failed_function.conflicts_with(function):
                 return poison
         return None
 

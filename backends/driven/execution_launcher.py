@@ -27,7 +27,7 @@ class Launcher:
         """Start an execution.
 
         Args:
-            variant: for which signature.
+            variant: the index of the variant.
             inputs: values for the parameters of the driver's program, checked.
             block: whether to wait if the graph is at its capacity.
 
@@ -46,7 +46,7 @@ class Launcher:
             number = graph.count
             graph.count = number + 1
             context = graph.free.pop()
-            # The others are told first: they come on their way while all else is done here.
+            # The others are told first, so that they begin while the rest is done here.
             self._publish(self._command + variant * CONTEXTS + context)
             future = self._spare.pop() if self._spare else Future(executions, number)
             future.execution = number
@@ -58,5 +58,5 @@ class Launcher:
             raise
         if executions.has_due:
             executions.call_back()
-        self._spare.append(Future(executions, -1))  # the next one's, while the others work
+        self._spare.append(Future(executions, -1))  # for the next execution, while the others work
         return future

@@ -43,11 +43,11 @@ class Executions:
 
     Args:
         ranks: those that this process plays.
-        commands: makes what carries commands from a driver to the other ranks.
+        commands: makes the transport of commands from a driver to the other ranks.
         waiting: how to wait.
         epochs: how all ranks start over after an interruption; None if they cannot.
         shuffle: as in `RankScheduler`.
-        on_departure: told of each exception for the whole process that a method has raised.
+        on_departure: called with each exception for the whole process that a method has raised.
 
     Attributes:
         schedulers: the ranks that this process plays.
@@ -125,7 +125,7 @@ class Executions:
         """On the driver: end the graph's executions, then the graph, on all ranks.
 
         Args:
-            graph: which.
+            graph: the graph to end.
             at_once: True to wait for nothing that is in flight.
 
         Raises:
@@ -151,14 +151,14 @@ class Executions:
         Raises:
             TransportError: a rank has ended.
         """
-        mine = [queue.rank for queue in self._queues if queue.rank in graph.contexts]
+        ranks = [queue.rank for queue in self._queues if queue.rank in graph.contexts]
         pause = self._waiting.pause
         polls, closings = 0, -1
         with self._waiting.serving():
             while True:
                 if closings != self._closings and not self.in_doubt:
                     closings = self._closings
-                    if graph.closed.issuperset(mine):
+                    if graph.closed.issuperset(ranks):
                         break
                 if self.turn():
                     polls = 0
@@ -180,7 +180,7 @@ class Executions:
     # -- executions -------------------------------------------------------------------------
 
     def publisher(self, graph: Graph) -> Callable[[int], None]:
-        """Tells the participants of an open graph of a command; for the driver."""
+        """Make the function by which the driver tells the participants of a graph of a command."""
         return self._commands[graph.driver].publisher(sorted(graph.participants), graph.wake)
 
     def turn(self) -> bool:
@@ -213,7 +213,7 @@ class Executions:
         return moved
 
     def wait(self, future: Outcome, timeout: object) -> None:
-        """Go on until a future is done, at most for a number of seconds; None: without a limit."""
+        """Go on until a future is done, or `timeout` seconds have passed; None sets no limit."""
         limit = None if timeout is None else seconds(timeout)
         if limit is not None:
             if not self._until(lambda: future.is_done, limit):
@@ -234,7 +234,7 @@ class Executions:
             self._waiting.rest()
 
     def later(self, future: Future) -> None:
-        """Call the callbacks of a future that is done, as soon as no program is in the way."""
+        """Call the callbacks of a future that is done, as soon as no instruction is running."""
         self._due.append(future)
         self.has_due = True
 
@@ -251,9 +251,9 @@ class Executions:
         return Activity("\n".join(lines).strip(), *threads[:1]) if lines else None
 
     def _timeout(self, late: str, waited: float | None) -> StepTimeout:
-        """Make the error of a caller that has waited: where the executions in flight are.
+        """Make the error of a caller that has waited, with the positions of executions in flight.
 
-        Other ranks are asked for no longer than the caller has waited by now.
+        Other ranks get no longer to answer than the caller has waited.
         """
         busy = (graph for graph in self.graphs.values() if graph.in_flight)
         ranks = sorted({rank for graph in busy for rank in graph.participants})
@@ -270,9 +270,9 @@ class Executions:
         """Go on until `done`, or the time is up; true if it is done.
 
         Args:
-            done: true when to end.
+            done: returns whether to end.
             timeout: seconds; None for no limit.
-            moving: True to count them from the last move on.
+            moving: True to count the seconds from the last move on.
         """
         deadline = None if timeout is None else monotonic() + timeout
         polls = 0
@@ -301,7 +301,7 @@ class Executions:
         return moved
 
     def _peek_errors(self) -> None:
-        """Let futures fail whose executions have, before the driver's program comes to it."""
+        """Fail the futures of failed executions before the driver's program comes to the error."""
         self._hear()
         scheduler = None if self.driver is None else self.schedulers.get(self.driver)
         try:
@@ -346,11 +346,12 @@ class Executions:
         started, scheduler = graph.started, self.schedulers[rank]
 
         def begin() -> bool:
-            for other in siblings:
-                if other.running:
+            for sibling in siblings:
+                if sibling.running:
                     return False
             number = started[rank]
-            # First: an interruption may be the failure of a method, and the execution goes on.
+            # Counted first: an interruption may be taken as a method's failure, and the execution
+            # goes on.
             started[rank] = number + 1
             scheduler.begin(instance, (), number)
             return True
@@ -360,7 +361,7 @@ class Executions:
     def _close_here(self, number: int, rank: int) -> bool:
         graph = self.graphs.get(number)
         if graph is None or rank in graph.closed:
-            return True  # the driver was interrupted when it said so, and has said it again
+            return True  # an interrupted driver has sent the command again
         if not graph.is_idle(rank):
             return False
         self._release(graph, rank)
@@ -398,10 +399,10 @@ class Executions:
             if self._on_departure is not None:
                 self._on_departure(error)
         elif any(scheduler.is_busy for scheduler in self._all) and not is_interruption(error):
-            self.in_doubt = False  # a method has asked for what it must not ask for
+            self.in_doubt = False  # a method has made a call that it must not make
 
     def _reset(self, epochs: RestartEpochs) -> None:
-        """Bring what carries messages and commands back to its beginning; nobody uses it now."""
+        """Bring the transports of messages and commands, now unused, back to their beginning."""
         for queue in self._queues:
             while number := queue.drop():
                 command = Command.unpack(number)

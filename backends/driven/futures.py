@@ -1,4 +1,4 @@
-"""The future of one execution: what `execute` gives to whoever called it."""
+"""The future of one execution: what `execute` returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Callback = Callable[["Future"], object]
 
 
 class _Watch:
-    """Awaited, it lasts until a future is done; unlike the future it raises no error of its own."""
+    """An awaitable that ends when a future is done; it does not raise the future's error."""
 
     def __init__(self, future: Future, progress: Progress) -> None:
         self._future = future
@@ -95,7 +95,7 @@ class Future(Outcome):
     def remove_done_callback(self, callback: Callback) -> int:
         """Call `callback` no more; how often it would have been called."""
         before = self._callbacks or []
-        self._callbacks = [each for each in before if each != callback]
+        self._callbacks = [registered for registered in before if registered != callback]
         return len(before) - len(self._callbacks)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -122,14 +122,14 @@ class Future(Outcome):
     def __reduce__(self) -> NoReturn:
         raise self._stays("pickled or sent")
 
-    def _stays(self, what: str) -> TypeError:
+    def _stays(self, action: str) -> TypeError:
         return TypeError(
-            f"{self!r} cannot be {what}: executions go on only where they were started. Take the "
+            f"{self!r} cannot be {action}: executions go on only where they were started. Take the "
             "value first, by result(), and use that"
         )
 
     async def _attend(self) -> None:
-        """Move the execution on inside an event loop, for who waits for a callback."""
+        """Move the execution on inside an event loop, for callers that wait for a callback."""
         try:
             if not self.is_done:
                 await _Watch(self, self._progress)

@@ -13,32 +13,32 @@ from .outcomes import Outcome, resolve
 from .rank_scheduler import ExecutionContext
 
 Rebuild = Callable[[Sequence[Any]], Any]
-"""Makes what the step returns of what the driver's program returns."""
+"""Makes the step's result from what the driver's program returns."""
 
 
 class Graph:
     """The part of a graph that this process holds.
 
     Args:
-        name: of the step, for messages.
+        name: the step's name, for messages.
         driver: the rank that starts executions.
-        modules: scheduled, one for each variant.
+        modules: the scheduled modules, one for each variant.
         contexts: the execution contexts of each rank that this process plays.
-        rebuilds: for each variant; None where the driver gets nothing.
+        rebuilds: one for each variant; None where the driver gets nothing.
 
     Attributes:
-        number: of the graph in its world; set when it is opened.
+        number: the graph's number in its world; set when it is opened.
         world: number of ranks.
         participants: the ranks besides the driver that executions need.
         wake: those of them that a command has to wake.
         free: the driver's contexts that have no execution, by index.
         count: how many executions the driver has started.
-        started: for each other rank, how many it has.
+        started: how many executions each rank of this process has started, as one that serves.
         closed: the ranks on which the graph is closed.
         patience: seconds that the driver waits for a free execution context; None for no limit.
         limit: seconds without a move, after which the driver waits no longer to close the graph,
             or for ranks to start over; None for no limit.
-        overdue: whether it has waited that long to close it.
+        overdue: whether the driver has waited that long to close the graph.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Graph:
         self.patience: float | None = None
         self.limit: float | None = None
         self.overdue = False
-        mine = contexts.get(driver, ())
-        self.free = list(reversed(range(len(mine))))
-        self.futures: list[Outcome | None] = [None] * len(mine)
-        for index, context in enumerate(mine):
+        driver_contexts = contexts.get(driver, ())
+        self.free = list(reversed(range(len(driver_contexts))))
+        self.futures: list[Outcome | None] = [None] * len(driver_contexts)
+        for index, context in enumerate(driver_contexts):
             for instance, rebuild in zip(context.instances, rebuilds, strict=True):
                 instance.on_end = self._resolver(index, rebuild)
                 instance.on_failure = self._failer(index)
@@ -87,7 +87,7 @@ class Graph:
         return not any(context.busy for context in self.contexts[rank])
 
     def go_on_from(self, execution: int, ranks: Iterable[int]) -> None:
-        """Give the next execution this number; of the other ranks, on those of this process."""
+        """Give the next execution this number, on the driver and on `ranks`, which serve."""
         self.count = execution
         for rank in ranks:
             self.started[rank] = execution
@@ -109,7 +109,7 @@ class Graph:
                 resolve(future, value, None, instance.delivery)
             instance.outputs = ()
             instance.delivery = None
-            futures[context] = None  # a future that is not done can always be found
+            futures[context] = None  # last: a future that is not done can always be found
             free.append(context)
 
         return end

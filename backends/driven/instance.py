@@ -1,8 +1,7 @@
 """One of the executions of a graph that may be in flight at a time, on one rank.
 
 It runs the same instructions as a step that all ranks run together (`program/executor.py`), but it
-ends by itself: there is no commit, and an exception is data that travels to whoever started the
-execution.
+ends by itself: there is no commit, and an exception is data that travels to the driver.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ class Instance:
 
     Args:
         linked: the program, and what it runs with.
-        code: the same, bound with tickets; it is arranged for executions in flight.
+        code: the program, bound with tickets; it is arranged here for executions in flight.
         statistics: counts the executions of all instances of the graph on this rank.
         guards: checked before each execution; where one is broken, all calls of the execution
             fail.
         reports: what the rank sends or receives beside the program's own messages.
 
     Attributes:
-        engine: what runs it.
+        engine: the engine that runs it.
         outputs: what the last execution has returned; a poison stands where a value failed.
         poison: what failed first in the last execution, as far as this rank has learnt of it.
-        delivery: to be called before the last execution's result is used; None if that is a value
-            as any other.
+        delivery: a function to call before the last execution's result is used; None if there is
+            nothing to do.
         on_end: called when an execution has ended.
-        on_failure: called when something has failed in it, which goes on to its end.
-        kept: the last interruption that it could take as the failure of a method.
+        on_failure: called at the first failure of an execution, which still goes on to its end.
+        kept: the last interruption that was taken as the failure of a method.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class Instance:
                 break
 
     def abandon(self) -> None:
-        """Give up the execution in progress, if any; idempotent. Messages are not its business."""
+        """Give up the execution in progress, if any; idempotent. Its messages stay in flight."""
         if self.engine.running:
             self._statistics.failures += 1
         self.engine.abandon()
@@ -137,9 +136,9 @@ class Instance:
         self.delivery = None
 
     def record(self, log: Log | None) -> None:
-        """Record every instruction from the next execution on; None: no longer.
+        """Record every instruction from the next execution on; with None, stop recording.
 
-        What runs after a failure, and because of it, is not recorded.
+        Instructions that run after a failure, in place of the program's, are not recorded.
         """
         self.engine.record(log)
 
@@ -188,7 +187,7 @@ class Instance:
             raise error
 
     def _propagate(self, index: int, error: BaseException) -> None:
-        """Instruction `index` has failed: run those behind it as far as they do not need it."""
+        """Instruction `index` has failed: run those behind it that do not depend on it."""
         propagation = ErrorPropagation(self._linked, self._code)
         propagation.fail(index, error)
         self._propagation = propagation
@@ -196,14 +195,14 @@ class Instance:
         self._learn(propagation.poison)
 
     def _distrust(self, error: Exception) -> None:
-        """Run nothing of what the graph calls on this rank."""
+        """Run none of the methods that the graph calls on this rank."""
         propagation = self._propagation = ErrorPropagation(self._linked, self._code)
         propagation.distrust(error)
         self.engine.replace_rest(propagation.guarded(0))
         self._learn(propagation.poison)
 
     def _learn(self, poison: Poison | None) -> None:
-        """Something has failed, here or elsewhere."""
+        """Note the first failure of the execution, here or elsewhere."""
         if self.poison is None and poison is not None:
             self.poison = poison
             if self.on_failure is not None:
@@ -212,7 +211,7 @@ class Instance:
     # -- reports ----------------------------------------------------------------------------
 
     def _add_reports(self, reports: Reports) -> None:
-        """Send a report when all else is done; await those of others."""
+        """Send a report when all else is done; await the reports of others."""
         await_reports(self._code, self.program, reports)
         last = KEEP._replace(op=last_op(self.program))
         for port in reports.send:

@@ -1,7 +1,7 @@
 """The outcome of an execution: the part of its future that every execution goes through.
 
-It is compiled, and futures, which extend it, are not: users find in them all that Python's objects
-have, such as weak references.
+`Outcome` is compiled, and `Future`, which extends it, is not, so that futures have all that
+Python's objects have, such as weak references.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Progress(Protocol):
         """
 
     def later(self, future: Any) -> None:
-        """Call the future's callbacks once nothing is in the middle of something."""
+        """Call the future's callbacks as soon as no instruction is running."""
 
     def watch(self, future: Any) -> Generator[Any, None, None]:
         """Go on inside an asyncio event loop until the future is done."""
@@ -53,7 +53,7 @@ class Waiting(Protocol):
         """Ask ranks of other processes what they do; the answers, by rank."""
 
     def serving(self) -> AbstractContextManager[object]:
-        """Around the time in which this process serves."""
+        """A context around the time in which this process serves."""
 
     def watch(self, turn: Callable[[], bool], future: Any) -> Generator[Any, None, None]:
         """Wait for a future inside an asyncio event loop."""
@@ -78,12 +78,12 @@ class Outcome:
         self._callbacks: list[Callable[[Any], object]] | None = None
 
     def _take(self, timeout: object) -> Any:
-        """The result, or the error, as `Future.result` has it."""
+        """Return the result, or raise the error, as `Future.result` does."""
         if not self.is_done:
             self._progress.wait(self, timeout)
         if self._poison is not None:
-            # A new one each time: its traceback leads to whoever holds the future, so a future that
-            # kept it would be part of a cycle, and of no use to anybody but the garbage collector.
+            # A new error each time: its traceback refers to the frames that hold the future, so a
+            # future that kept it would be part of a reference cycle.
             raise self._poison.error()
         if self._delivery is not None:
             self._delivery()
@@ -93,9 +93,9 @@ class Outcome:
 def resolve(
     outcome: Outcome, value: Any, poison: Poison | None, delivery: Callable[[], None] | None = None
 ) -> None:
-    """The execution has ended; `delivery` is called before the value is used.
+    """Note how an execution has ended; `delivery` is called before the value is used.
 
-    It is no method, for one that a subclass may replace is looked up each time.
+    This is no method, because a method that a subclass may replace is looked up at each call.
     """
     outcome._value = value
     if delivery is not None:

@@ -40,12 +40,12 @@ class RankScheduler:
     """Schedules the executions of graphs that are in flight on one rank.
 
     Args:
-        rank: which.
+        rank: the rank.
         shuffle: makes executions take turns in a random order and in small random numbers of
             instructions, to show that results do not depend on it.
 
     Attributes:
-        locks: of this rank's actors.
+        locks: the ticket locks of this rank's actors.
         in_flight: the executions that have started and not ended, in the order of their start.
     """
 
@@ -57,7 +57,7 @@ class RankScheduler:
         self._busy_in = 0
 
     def begin(self, instance: Instance, inputs: Sequence[object], execution: int) -> None:
-        """Start an execution, and go on with it as far as it comes."""
+        """Start an execution, and go on with it until it has to wait."""
         instance.start(inputs, execution)
         self.in_flight.append(instance)
         if self._random is not None:
@@ -70,9 +70,9 @@ class RankScheduler:
             self._busy_in = 0
 
     def has_kept(self, error: BaseException) -> bool:
-        """True if all is in order although `error` has come out of what this rank runs.
+        """True if `error`, which has come out of this rank's executions, leaves them in order.
 
-        A method that it interrupted has failed, and its execution goes on.
+        It interrupted a method, which has failed, and the execution goes on.
         """
         for instance in self.in_flight:
             if instance.kept is error:
@@ -102,7 +102,7 @@ class RankScheduler:
         move. While they do, the others are not looked at.
 
         Raises:
-            RuntimeError: as `check_idle` says.
+            RuntimeError: as `check_idle`.
         """
         self.check_idle()
         self._busy_in = get_ident()
@@ -117,12 +117,14 @@ class RankScheduler:
             else:
                 for instance in in_flight:
                     if not instance.engine.running:
-                        # Also where Ctrl-C comes in the middle of another one.
-                        self.in_flight = [each for each in in_flight if each.engine.running]
+                        # Also if Ctrl-C has come in the middle of another execution.
+                        self.in_flight = [
+                            candidate for candidate in in_flight if candidate.engine.running
+                        ]
                         break
 
     def check_idle(self) -> None:
-        """Return unless executions of this rank are being moved on.
+        """Check that executions of this rank are not being moved on.
 
         Raises:
             RuntimeError: another thread does that; or a method that an execution calls is running,

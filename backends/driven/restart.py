@@ -1,10 +1,10 @@
 """Start the executions of a world over after an interruption that leaves them in doubt.
 
-A signal's handler may raise between any two calls of this package. Where that cuts something in two
-that other ranks see, a message or a command, nobody can say how far it has come. So all executions
-in flight are given up, on all ranks, and what carries records and messages is brought back to its
-beginning. Ranks go through it in epochs, and each epoch can be begun again at any point: what it
-does may be done twice, and one store says that it is done.
+A signal's handler may raise between any two calls of this package. If it cuts the sending of a
+message or a command in two, nobody can say how far that has come. So all ranks give up their
+executions in flight, and bring the transports of commands and messages back to their beginning.
+They do so in epochs. Each epoch can be begun again at any point: its work may be done twice, and
+one store says that it is done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .outcomes import resolve
 
 
 class RestartState(enum.IntEnum):
-    """The state of a restart; the words that ranks share count epochs, three for each restart."""
+    """The state of a restart; ranks share counts of epochs, three for each restart."""
 
     RUNNING = 0
     STOPPED = 1
@@ -37,7 +37,7 @@ class RestartEpochs(Protocol):
         """The number of epochs that this process has gone through."""
 
     def reach(self, epoch: int) -> None:
-        """Say that this process has gone through so many epochs, and all that it did before."""
+        """Say that this process has gone through `epoch` epochs; its earlier stores are visible."""
 
     def missing(self, epoch: int) -> list[int]:
         """The ranks that have gone through fewer; they are woken."""
@@ -46,14 +46,14 @@ class RestartEpochs(Protocol):
         """True if the driver, or for the driver another rank, has begun to start over."""
 
     def tell(self, number: int) -> None:
-        """As the driver, before it reaches a stage: the number of the next execution."""
+        """As the driver, before it reaches an epoch: tell the number of the next execution."""
 
     def told(self, driver: int) -> int:
         """The number that the driver has told."""
 
 
 def cannot_start_over(why: str) -> TransportError:
-    """The error of all that is asked for after an interruption, where ranks cannot start over."""
+    """The error of every call after an interruption, where ranks cannot start over."""
     return TransportError(
         f"this process was interrupted ({why}) while it moved executions on, and nobody can say "
         "how far their messages have come. Graphs that span machines, devices, or transports of "

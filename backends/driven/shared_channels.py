@@ -13,10 +13,11 @@ _Key = tuple[tuple[int, ...], bool, str | None, Traffic | None, int]
 
 
 def share_channels(modules: Sequence[Module]) -> list[Channel]:
-    """Number the channels of all modules anew, so that alike ones are one, and large enough.
+    """Number the channels of all modules anew, so that modules share channels that are alike.
 
     Channels are alike if they join the same ranks by the same transport, for the same traffic; the
-    n-th such channel of one module is the n-th of another.
+    n-th such channel of one module is the n-th of another. A shared channel is large enough for all
+    its modules.
 
     Returns:
         The channels, in ascending order of their new ids.

@@ -1,4 +1,4 @@
-"""Read timeouts, and describe the executions in flight when one is over."""
+"""Read timeouts, and describe the executions in flight when one has passed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rank_scheduler import RankScheduler
 
 
 def seconds(timeout: object) -> float | None:
-    """A time to wait, as it was given; None if it is infinite.
+    """A timeout as a number of seconds; None if it is infinite.
 
     Raises:
         TypeError: it is no number.
@@ -71,8 +71,8 @@ def positions_in_flight(
     """The positions of executions in flight, a line for each rank of `schedulers` and of `sights`.
 
     Args:
-        schedulers: of this process.
-        sights: of ranks of other processes.
+        schedulers: the rank schedulers of this process.
+        sights: what was found out about ranks of other processes.
     """
     executions: dict[tuple[int, int], list[Instance]] = {}
     for scheduler in schedulers:
@@ -86,7 +86,7 @@ def positions_in_flight(
         record = FlightRecord(first.module, [instance.position() for instance in instances])
         head = f"  @{first.module.name} {first.execution}"
         lines += [f"{head}: {line.strip()}" for line in record.describe().splitlines()]
-    modules = list({id(each[0].module): each[0].module for each in executions.values()}.values())
+    modules = list({id(group[0].module): group[0].module for group in executions.values()}.values())
     for rank in sorted(sights):
         lines.append(f"  {describe_sight(rank, sights[rank], modules)}")
     return lines

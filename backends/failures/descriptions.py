@@ -39,9 +39,9 @@ def failure_at(
 
 
 def note_departure(error: BaseException, failure: Failure) -> None:
-    """Say on an exception that is for the whole process which method it has come out of.
+    """Note on an exception for the whole process which method it has come out of.
 
-    Nobody makes a `RemoteError` of it, so this is all that its readers are told.
+    Nobody makes a `RemoteError` of it, so the note is all that its readers are told.
     """
     called = "" if failure.location is None else f", called from {failure.location}"
     note = f"{failure.where}{called}"

@@ -1,10 +1,10 @@
 """Say what a device that has failed was most likely doing, and why.
 
 A kernel that is given an index out of range stops its device for good. The host learns of it by
-whatever it asks of the device next, in another method or in the caller's program. Nothing can be
-asked about the kernel any more: on an H100 with torch 2.11 every event gives the same error then,
-also one that the device had passed long before. What is known is what the host had put there, and
-which methods of that use indices, at which lines.
+whatever it asks of the device next, in another method or in the caller's program. The device
+answers no question about the kernel any more: on an H100 with torch 2.11 every event then raises
+the same error, even one that the device had passed long before. What is known is the work that the
+host had put on the device, and which of its methods use indices, at which lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FATAL: Final = (
     *("illegal instruction", "invalid program counter", "hardware stack error"),
     *("uncorrectable", "launch timed out", "aicore exception", "vector core exception"),
 )
-"""Words of the errors after which a device does nothing any more, of CUDA, HIP and CANN."""
+"""Words of the errors of CUDA, HIP and CANN after which a device does nothing any more."""
 
 _CAUSES: Final = {
     ASSERTED: (
@@ -49,7 +49,7 @@ REMEDY = (
 )
 
 MOST = 12
-"""Uses of indices that are named."""
+"""The most uses of indices that a message names."""
 
 
 class DeviceFault(RuntimeError):
@@ -59,7 +59,7 @@ class DeviceFault(RuntimeError):
 def fault_in(error: BaseException) -> BaseException | None:
     """The error by which a device has failed, if it stands behind `error`; else None.
 
-    That of another rank, which comes as a `RemoteError`, is none of this rank's device.
+    The error of another rank's device comes as a `RemoteError`, and does not count.
     """
     seen: set[int] = set()
     at: BaseException | None = error
@@ -90,7 +90,7 @@ class IndexUse:
 
     Attributes:
         what: the op, in words.
-        sizes: of each dimension that is indexed, as far as they are known.
+        sizes: the sizes of the dimensions that are indexed, as far as they are known.
         location: the user's line.
     """
 
@@ -157,12 +157,12 @@ _USES: Final[Mapping[Any, tuple[str, _Sizes]]] = {
         ("assignment to indices", _by_list),
     ),
 }
-"""Ops that fail by an index, with their words. A backward uses those of its forward, which has come
-before it."""
+"""Ops that fail by an index, in words, and the sizes that they index. A backward uses the indices
+of its forward, which has come before it."""
 
 
 def index_uses(body: Body) -> list[IndexUse]:
-    """The uses of indices in a traced function, in their order; also of one that is fused."""
+    """The uses of indices in a traced function, fused or not, in their order."""
     if not isinstance(body, GraphBody):
         return []
     uses = []
@@ -170,15 +170,16 @@ def index_uses(body: Body) -> list[IndexUse]:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             use = _USES.get(node.target.overloadpacket)
             if use is not None:
-                what, sizes = use
-                uses.append(IndexUse(what, sizes(node), body.locations.get(node)))
+                name, sizes = use
+                uses.append(IndexUse(name, sizes(node), body.locations.get(node)))
     return list(dict.fromkeys(uses))
 
 
 def suspects(ops: Sequence[Op], module: Module, bodies: Mapping[str, Body]) -> list[str]:
-    """Describe the methods that some ops of a program call and that use indices, in their order.
+    """Describe the methods that use indices, among those that some ops call, in their order.
 
-    A method that is called several times, as for each microbatch and by its backward, comes once.
+    A method that is called several times, as for each microbatch and by its backward, is listed
+    once.
     """
     lines: list[str] = []
     hidden: dict[str, None] = {}

@@ -26,15 +26,15 @@ class Refusal:
 class Fallbacks:
     """The graphs of a rank's program that are put on the device op by op, and why.
 
-    Each is told once, however many executions of the program may be in flight.
+    Each graph is reported once, however many executions of the program may be in flight.
 
     Args:
-        module: scheduled.
-        rank: whose program.
-        write: takes a line for the dump, if there is one.
+        module: the scheduled module.
+        rank: the rank of the program.
+        write: writes a line to the dump, if there is one.
 
     Attributes:
-        reasons: by number of the graph.
+        reasons: the reason for each graph, by the graph's number.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Fallbacks:
         self._write = write
 
     def warn(self, graph: int, refusal: Refusal) -> None:
-        """A graph cannot be captured: warn of it, and write it down."""
+        """Warn that a graph cannot be captured, and write it down."""
         if graph in self.reasons:
             return
         self.note(graph, refusal.reason)
@@ -59,12 +59,12 @@ class Fallbacks:
         )
 
     def note(self, graph: int, reason: str) -> None:
-        """A graph is better not captured: write it down."""
+        """Write down that a graph is better not captured."""
         if graph in self.reasons:
             return
         self.reasons[graph] = reason
         if self._write is not None:
-            with suppress(OSError):  # no step ends for a file
+            with suppress(OSError):  # a step does not fail because of a file
                 self._write(f"rank {self._rank}: graph {graph} is put on op by op: {reason}\n")
 
     def _extent(self, graph: int) -> str:

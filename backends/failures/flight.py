@@ -27,7 +27,7 @@ class Position:
             does not wait.
         running: True while an execution is in progress.
         is_ending: True if the rank has done its part, and waits until all have ended theirs.
-        reporter: the rank whose report it waits for that its program has ended, if it does.
+        reporter: the rank that is to report the end of its program, if it waits for that report.
         seconds: how long ago it last began to wait or went on; None where that is not known.
     """
 
@@ -46,8 +46,8 @@ class Activity:
     """A process's description of what it does.
 
     Attributes:
-        text: in words, one line or more, of which each names the rank that it is of.
-        thread: the one that does it; None for the main thread.
+        text: one line or more, in words; each line names its rank.
+        thread: the id of the thread that does it; None for the main thread.
     """
 
     text: str
@@ -56,12 +56,12 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """A process as another one has found it by asking.
+    """What another process has found out about a process by asking.
 
     Attributes:
-        text: in words, with the line that its Python is at.
-        function: of a process that gave no answer: the function that cg has called there, by its
-            stack. The actor is not in the stack, but the program tells.
+        text: what the process does, in words, with the line that its Python is at.
+        function: of a process that gave no answer, the function that cg has called there, from its
+            stack. The stack does not show the actor, but the program does.
     """
 
     text: str
@@ -73,7 +73,7 @@ class Blocked:
     """A rank that waits.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         reason: where it waits and for what, in words.
         on: the ranks that have to act before it can go on.
     """
@@ -87,9 +87,10 @@ class FlightRecord:
     """Explains the positions of the ranks of one scheduled module.
 
     Args:
-        module: scheduled.
-        positions: of the ranks of which any is known.
-        devices: the ranks whose hosts put their programs on devices, and do not wait for these.
+        module: the scheduled module.
+        positions: the positions of ranks, as far as they are known.
+        devices: the ranks whose hosts put their programs on devices, and do not wait for the
+            devices.
     """
 
     def __init__(
@@ -102,17 +103,17 @@ class FlightRecord:
 
     def blocked(self) -> list[Blocked]:
         """The ranks that wait, in ascending order."""
-        found = []
+        entries = []
         for rank in sorted(self._positions):
             position = self._positions[rank]
             if position.running and position.reporter is not None:
-                found.append(self._explain_report(position, position.reporter))
+                entries.append(self._explain_report(position, position.reporter))
             elif position.running and position.awaited is not None:
-                found.append(self._explain(position, position.awaited))
-        return found
+                entries.append(self._explain(position, position.awaited))
+        return entries
 
     def cycle(self) -> tuple[int, ...]:
-        """Ranks each of which waits for the next, and the last for the first; () if none do."""
+        """Ranks that wait for each other in a cycle, each for the next; () if there is no cycle."""
         edges = {blocked.rank: blocked.on for blocked in self.blocked()}
         for start in edges:
             path: list[int] = []
@@ -124,7 +125,8 @@ class FlightRecord:
         """Describe every known rank in a line, and the cycle if there is one.
 
         Args:
-            sights: of ranks that were asked; they know more than their positions say.
+            sights: what was found out about ranks that were asked; it says more than their
+                positions.
         """
         blocked = {entry.rank: entry.reason for entry in self.blocked()}
         lines = []
@@ -166,27 +168,28 @@ class FlightRecord:
         if isinstance(op, Collective):
             return self._explain_collective(position, op, head)
         assert isinstance(op, (Send, Recv))
-        what = f"message {op.seq} of channel {op.chan}"
-        other = self._find(op.peer, op)
-        if other is None:
-            return Blocked(position.rank, f"{head}: rank {op.peer} never has {what}", (op.peer,))
-        theirs = "recv" if isinstance(op, Send) else "send"
+        message = f"message {op.seq} of channel {op.chan}"
+        counterpart = self._find(op.peer, op)
+        if counterpart is None:
+            return Blocked(position.rank, f"{head}: rank {op.peer} never has {message}", (op.peer,))
+        peer_opcode = "recv" if isinstance(op, Send) else "send"
         if op.peer not in self._positions:
-            reason = f"{head}: it needs rank {op.peer}'s {theirs} of {what}"
+            reason = f"{head}: it needs rank {op.peer}'s {peer_opcode} of {message}"
             return Blocked(position.rank, reason, (op.peer,))
-        if self._issued(position, op.peer, other):
+        if self._issued(position, op.peer, counterpart):
             holder = op.peer if isinstance(op, Send) else position.rank
-            reason = f"{head}: {what} is posted on both sides"
+            reason = f"{head}: {message} is posted on both sides"
             if op.slot is not None:
                 reason += f", but rank {holder} has not freed slot {op.slot}"
             return Blocked(position.rank, reason, (holder,))
-        reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
+        reason = f"{head}: rank {op.peer} has not come to its {peer_opcode} of {message}"
         return Blocked(position.rank, reason, (op.peer,))
 
     def _explain_report(self, position: Position, reporter: int) -> Blocked:
-        """The calls of such a rank lead to nothing that is sent here, so they are named.
+        """Explain a wait for the report of a rank that sends this one nothing else.
 
-        Where devices run all of the module, ranks report ahead of it.
+        So the last call of that rank is named. Where devices run the whole module, ranks report
+        ahead of it.
         """
         program = self._programs[reporter]
         if is_device_only(self._module):
@@ -201,27 +204,29 @@ class FlightRecord:
     def _explain_collective(self, position: Position, op: Collective, head: str) -> Blocked:
         missing, unknown = [], []
         for rank in op.group.ranks:
-            other = self._find(rank, op)
-            if other is not None and rank not in self._positions:
+            counterpart = self._find(rank, op)
+            if counterpart is not None and rank not in self._positions:
                 unknown.append(rank)
-            elif other is None or not self._issued(position, rank, other):
+            elif counterpart is None or not self._issued(position, rank, counterpart):
                 missing.append(rank)
-        what = f"{op.opcode} {op.seq} of channel {op.chan}"
-        found = [f"{_names(missing)} has not come to {what}"] if missing or not unknown else []
+        collective = f"{op.opcode} {op.seq} of channel {op.chan}"
+        clauses = (
+            [f"{_names(missing)} has not come to {collective}"] if missing or not unknown else []
+        )
         if unknown:
-            found.append(f"it is not known whether {_names(unknown)} has come to {what}")
-        reason = f"{head}: {', and '.join(found)}"
+            clauses.append(f"it is not known whether {_names(unknown)} has come to {collective}")
+        reason = f"{head}: {', and '.join(clauses)}"
         return Blocked(position.rank, reason, tuple(sorted((*missing, *unknown))))
 
     def _find(self, rank: int, op: Send | Recv | Collective) -> int | None:
         """Index of the op of `rank` that matches `op`."""
         program = self._programs.get(rank)
-        wanted = _COUNTERPART.get(type(op), type(op))
-        for index, other in enumerate(program.ops if program is not None else ()):
+        op_type = _COUNTERPART.get(type(op), type(op))
+        for index, candidate in enumerate(program.ops if program is not None else ()):
             if (
-                isinstance(other, wanted)
-                and isinstance(other, (Send, Recv, Collective))
-                and (other.chan, other.seq) == (op.chan, op.seq)
+                isinstance(candidate, op_type)
+                and isinstance(candidate, (Send, Recv, Collective))
+                and (candidate.chan, candidate.seq) == (op.chan, op.seq)
             ):
                 return index
         return None
@@ -242,7 +247,7 @@ def method_of(op: Call, module: Module) -> tuple[str | None, str]:
     function = module.functions[op.fn.name]
     if function.actor is None:
         return None, function.name
-    # A name of Python has no dots: what follows one tells the functions of a method apart.
+    # A name of Python has no dots: the part after one tells the functions of a method apart.
     return function.actor, function.name.removeprefix(f"{function.actor}.").partition(".")[0]
 
 
@@ -250,9 +255,9 @@ def describe_sight(rank: int, sight: Sight, modules: Sequence[Module]) -> str:
     """A rank's own description; without one, the calls that its stack may belong to.
 
     Args:
-        rank: which.
-        sight: what it was found to do.
-        modules: scheduled; what it may be in.
+        rank: the rank.
+        sight: what was found out about it.
+        modules: the scheduled modules that it may be executing.
     """
     calls: dict[str, None] = {}
     for module in modules if sight.function else ():
@@ -291,8 +296,8 @@ def _follow(rank: int, edges: dict[int, tuple[int, ...]], path: list[int], dead:
     if rank in dead:
         return False
     path.append(rank)
-    for other in edges.get(rank, ()):
-        if _follow(other, edges, path, dead):
+    for successor in edges.get(rank, ()):
+        if _follow(successor, edges, path, dead):
             return True
     path.pop()
     dead.add(rank)

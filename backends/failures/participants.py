@@ -41,8 +41,8 @@ def woken_by_command(modules: Sequence[Module], driver: int) -> tuple[int, ...]:
 def is_device_only(module: Module) -> bool:
     """True if devices run the whole module, so that no host can fail in it.
 
-    Then all its messages are part of graphs. `capture` makes them so in a program that one rank
-    drives only where the ranks' devices can do everything by themselves.
+    Then all its messages are part of device graphs. In a driven graph, `capture` puts them there
+    only where the ranks' devices can do everything by themselves.
     """
     messages = [
         op

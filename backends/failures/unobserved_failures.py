@@ -65,7 +65,7 @@ def _reaching(
         sources = [(node[0], op)]
         if isinstance(op, (Recv, Collective)) and _receives(node[0], op):
             sources += messages.get((op.chan, op.seq), [])  # type: ignore[arg-type] # both are set
-        work += [(rank, value) for rank, other in sources for value in other.operands]
+        work += [(rank, value) for rank, source_op in sources for value in source_op.operands]
     return reached
 
 

@@ -63,9 +63,9 @@ class Binder:
 
     Args:
         linked: the program, and what it runs with.
-        tickets: of a program several executions of which may be in flight; None for one that runs
-            alone on its actors.
-        target: where tensors live; on the host if None.
+        tickets: the tickets of a program that may have several executions in flight; None for a
+            program that runs alone on its actors.
+        target: the device of tensors; None for the host.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Binder:
                 self._fail(op, f"the module declares no function @{op.fn.name}")
 
     def _make_locks(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
-        """What acquires an actor's lock ahead of an op, and what releases it behind one, by op."""
+        """The instructions that acquire locks ahead of ops, and release them behind ops, by op."""
         acquires: dict[int, list[Instruction]] = {}
         releases: dict[int, list[Instruction]] = {}
         if self._tickets is not None:
@@ -279,9 +279,9 @@ class Binder:
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
         boxed = self._boxed.get(function.name) if op.key is None else None
-        given = given_away(self._program, self._layout, self._at) if boxed is not None else ()
-        if boxed is not None and given:
-            run = instructions.call_boxed(boxed, self._code.registers, inputs, outputs, given)
+        emptied = given_away(self._program, self._layout, self._at) if boxed is not None else ()
+        if boxed is not None and emptied:
+            run = instructions.call_boxed(boxed, self._code.registers, inputs, outputs, emptied)
         else:
             run = instructions.call(body, self._code.registers, inputs, outputs)
         targets = list(outputs)
@@ -295,18 +295,18 @@ class Binder:
         self._emit(run, info)
 
     def _body(self, function: Function) -> Body | None:
-        """The Python that a call of a function runs; None if there is none on this rank."""
+        """The Python that a call of a function runs; None if this rank has none."""
         if function.kind is FunctionKind.BUILTIN:
             return builtins.implementation(function)
         body = self._bodies.get(function.body_name)
         return body.run if isinstance(body, GraphBody) else body
 
     def _adapted(self, body: Body, function: Function) -> Body:
-        """A body as it is called; what an opaque one returns is checked."""
+        """The body that a call runs; the results of an opaque one are checked."""
         return checked(body, function) if function.kind is FunctionKind.OPAQUE else body
 
     def _seeded(self, body: Body, key: int) -> Body:
-        """A body that draws random numbers."""
+        """A body that draws random numbers, with the generator seeded for each call."""
         return seeded(body, self._seed, key, self._execution)
 
     # -- communication ----------------------------------------------------------------------
@@ -389,10 +389,11 @@ class Binder:
         self._code.outputs = tuple(map(self._output, op.operands))
 
     def _output(self, value: Value) -> int:
-        """The register of what the caller gets.
+        """The register of a value that the caller gets.
 
-        Several executions may be in flight, and an actor may change in one what its method has
-        returned in another. From other ranks the caller gets copies anyway.
+        If several executions may be in flight, it holds a copy of what a method of this rank has
+        returned, because its actor may change that in another execution. Values from other ranks
+        are copies anyway.
         """
         source = self._register(value)
         if self._tickets is None or value not in self._layout.made:
@@ -411,7 +412,7 @@ class Binder:
         return target, instructions.apply(self._code.registers, source, target, _duplicate(value))
 
     def _finish(self) -> None:
-        """Await what nobody waited for, and release what nobody freed."""
+        """Await the ops that no `wait` awaits, and release the ports that no `free` releases."""
         for future, port in self._ports.items():
             if future not in self._layout.first_waits:
                 self._emit(port.poll, InstructionInfo(Role.AWAIT, port=port), self._indices[future])
@@ -419,7 +420,7 @@ class Binder:
             self._release(future)
 
 
-# By way of the instance, so that what runs on a device can bind some ops in its own way.
+# Methods of the instance, so that the binder of a device can bind some ops in its own way.
 _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
     Constant: lambda binder, op: binder._bind_constant(op),
     View: lambda binder, op: binder._bind_view(op),
@@ -437,7 +438,7 @@ _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
 
 
 def _duplicate(value: Value) -> Callable[[Any], Any]:
-    """The function that copies it."""
+    """The function that copies a value."""
     return torch.clone if isinstance(value.type, TensorType) else duplicate_object
 
 

@@ -1,4 +1,4 @@
-"""A bound program: instructions, what is known of each, and the registers that they work on."""
+"""A bound program: instructions, their descriptions, and the registers that they work on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Code:
 
     Attributes:
         instructions: what to call, in order.
-        infos: for each instruction what is known of it.
+        infos: the description of each instruction.
         registers: the list that the instructions work on.
         template: what the registers hold before the inputs are written.
         outputs: registers that the program returns.
-        progress: moves on what the program has begun, while it waits.
+        progress: functions that move on what the program has begun, called while it waits.
         tickets: taken anew for each execution; None if one is in flight at a time.
         execution: number of the execution in progress, or of the last one; -1 before the first.
     """
@@ -35,12 +35,12 @@ class Code:
     execution: int = -1
 
     def put_first(self, front: Sequence[Instruction]) -> None:
-        """Begin with some instructions of bookkeeping."""
+        """Put instructions of bookkeeping ahead of all others."""
         self.instructions[:0] = front
         self.infos[:0] = [KEEP] * len(front)
 
     def insert(self, at: int | None, instruction: Instruction, info: InstructionInfo) -> None:
-        """Put an instruction at a place; behind all others if that is None."""
+        """Insert an instruction at an index; behind all others if that is None."""
         index = len(self.instructions) if at is None else at
         self.instructions.insert(index, instruction)
         self.infos.insert(index, info)

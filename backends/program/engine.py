@@ -1,8 +1,8 @@
 """Run the instructions of a bound program: the one loop of all ranks and graphs.
 
 An instruction that is not done makes the engine wait. Given a pause, it waits inside the loop; else
-it returns, and goes on from there when it is called again. What an instruction raises goes to the
-owner, who raises it, or puts other instructions in the place of those that are left.
+it returns, and goes on from there at the next call. An instruction's error goes to the owner, which
+raises it, or replaces the instructions that are left.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .instructions import Instruction, getter
 from .linked import LinkedProgram
 from .tracing import Log
 
-# A step of a few microseconds notices the microsecond that entering `torch.no_grad()` takes.
+# Entering `torch.no_grad()` takes a microsecond, which a step of a few microseconds notices.
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 Locate = Callable[[int], int]
-"""Maps an instruction that runs to the one of the bound program in whose place it runs."""
+"""Maps the index of an instruction that runs to that of the bound program's instruction for it."""
 
 
 class Owner(Protocol):
-    """Whose program an engine runs."""
+    """The owner of the program that an engine runs."""
 
     def failed(self, error: BaseException) -> None:
         """Takes an instruction's error: raises it, or replaces the instructions that are left."""
@@ -45,11 +45,12 @@ class Engine:
     """Runs a bound program, one execution after the other.
 
     An owner calls `start`, and `advance` until it is true; or `abandon` at any time. The engine
-    does not hold its owner, so a program that nobody holds any more goes at once, with its memory.
+    does not refer to its owner, so a program that nobody refers to any more is freed at once, with
+    its memory.
 
     Args:
         linked: the program.
-        code: the same, bound.
+        code: the bound program.
         tally: counts the executions that end.
         runs_without_grad: True if autograd has to be off while instructions run.
 
@@ -57,9 +58,9 @@ class Engine:
         code: the bound program.
         pending: the instruction that it waits at, if it waits.
         running: True while an execution is in progress.
-        located: where in the bound program the instructions are that this execution runs; None if
-            it runs one for each of them.
-        is_pausing: True if an error has come out of a pause, and not out of an instruction.
+        located: maps this execution's instructions to those of the bound program; None if they
+            correspond one to one.
+        is_pausing: True while it pauses, and after an error that has come out of a pause.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Engine:
 
         Args:
             owner: is told how it ends.
-            limit: None for no limit.
+            limit: the most instructions to run; None for no limit.
             pause: what to do between two fruitless polls; None to return where it has to wait.
 
         Returns:
@@ -120,13 +121,13 @@ class Engine:
         try:
             pending = self.pending
             if pending is not None:
-                # A second look costs less than to come back here.
+                # A second poll costs less than coming back here.
                 if not (pending() or pending()):
                     for move_on in self._progress:
                         move_on()
                     return False
                 self.resume()
-            # What it waits at only passes values on; the rest may compute.
+            # The pending instruction only passes values on; the rest may compute.
             had_grad = self.runs_without_grad and _is_grad_enabled()
             try:
                 if had_grad:
@@ -164,10 +165,10 @@ class Engine:
         self.running = False
 
     def replace_rest(self, instructions: Sequence[Instruction]) -> None:
-        """Let an execution go on with others than it has begun with.
+        """Replace the instructions that are left in this execution.
 
         Args:
-            instructions: one for each of the last ones of the bound program.
+            instructions: one for each of the last instructions of the bound program.
         """
         self.resume()
         self.located = None
@@ -178,18 +179,19 @@ class Engine:
         """Run other instructions from the next execution on.
 
         Args:
-            instructions: what does the same as the bound program.
-            locate: says which of the bound program each is; None if there is one for each.
+            instructions: instructions that do the same as those of the bound program.
+            locate: maps their indices to those of the bound program; None if they correspond one to
+                one.
         """
         self._instructions = instructions
         self._locate = locate
 
     def record(self, log: Log | None) -> None:
-        """Record every instruction from the next execution on; None: no longer."""
+        """Record every instruction from the next execution on; with None, stop recording."""
         self.use(self.code.instructions if log is None else log.wrap(self.code))
 
     def outputs(self) -> tuple[Any, ...]:
-        """The program's outputs; its instructions have all run."""
+        """The program's outputs, when all its instructions have run."""
         return self._get_outputs(self._registers)
 
     def move_on(self) -> None:
@@ -198,7 +200,7 @@ class Engine:
             move_on()
 
     def resume(self) -> None:
-        """Count what was waited for as blocked time."""
+        """End a wait, and count it as blocked time."""
         if self.pending is not None:
             self.pending = None
             now = perf_counter()
@@ -216,7 +218,7 @@ class Engine:
     def index(self) -> int:
         """Index in the bound program of the instruction that was begun last."""
         begun = max(self.begun - 1, 0)
-        locate = self.located  # once: other threads ask for the position, too
+        locate = self.located  # read once: other threads ask for the position, too
         at = begun if locate is None else locate(begun)
         return min(at, len(self.code.infos) - 1)
 

@@ -29,12 +29,12 @@ class Executable:
 
     Args:
         linked: the program, and what it runs with.
-        code: the program as it is bound; the host's binder does that if None.
+        code: the bound program; if None, the host's binder binds it.
 
     Attributes:
-        program: what it runs.
-        module: what the program is part of.
-        statistics: of the executions that have ended.
+        program: the program that it runs.
+        module: the module of the program.
+        statistics: statistics of the executions that have ended.
         outputs: what the last finished execution has returned; kept until the next one starts.
 
     Raises:
@@ -126,8 +126,8 @@ class Executable:
     def reset(self) -> None:
         """Give up the execution in progress, if any, and be ready for the next.
 
-        What methods have done to their actors stays done. Messages in flight are the business of
-        the communicators' `reset`.
+        What methods have done to their actors stays done. Messages in flight stay there until the
+        communicators' `reset`.
         """
         self._engine.abandon()
         self._has_failed = False
@@ -150,7 +150,7 @@ class Executable:
         return self._engine.position()
 
     def record(self, log: Log | None) -> None:
-        """Record every instruction from the next execution on; None: no longer."""
+        """Record every instruction from the next execution on; with None, stop recording."""
         self._engine.record(log)
 
     def ended(self, outputs: tuple[Any, ...]) -> None:
@@ -165,7 +165,7 @@ class Executable:
         op = self.program.ops[self._engine.position().op]
         failure = failure_at(op, self.program, self.module, error, self._bodies)
         if leaves(error):
-            # It is for the whole process; then it says which method it came out of.
+            # It is for the whole process, so a note says which method it came out of.
             if failure.method is not None:
                 note_departure(error, failure)
             raise error
@@ -175,7 +175,7 @@ class Executable:
 
 def _remote(failure: Failure, error: BaseException) -> RemoteError:
     failed = RemoteError(failure)
-    failed.__cause__ = error  # machine code made of this module would leave `from` out
+    failed.__cause__ = error  # `from` alone does not set it where this module is compiled
     return failed
 
 

@@ -1,7 +1,7 @@
 """Describe each instruction of a bound program: its op, its role, and what it reads and writes.
 
-The plain list of instructions says nothing about itself, which makes it fast. An execution in which
-something has failed goes on by these descriptions (`driven/error_propagation.py`).
+The plain list of instructions says nothing about itself, which makes it fast. After a failure, an
+execution goes on by these descriptions (`driven/error_propagation.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Role(enum.Enum):
 
 
 class InstructionInfo(NamedTuple):
-    """The facts about one instruction; a tuple, since that is made fast, for each of thousands.
+    """The description of one instruction; a tuple, as thousands are made, and tuples are made fast.
 
     Attributes:
         role: what it does.
@@ -36,7 +36,7 @@ class InstructionInfo(NamedTuple):
         targets: registers that it writes.
         port: what ISSUE starts, and AWAIT polls.
         function: what COMPUTE calls, if it is a call.
-        reporter: the rank whose report AWAIT waits for, if it is no op of the program.
+        reporter: the rank whose report AWAIT waits for, if it waits for a report and not for an op.
         op: index of its op in the program.
         awaited: the communication op whose completion it waits for, as an index into the program;
             None for one that never blocks.

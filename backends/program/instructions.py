@@ -1,7 +1,7 @@
 """The instructions: closures over a list of registers, as short as they can be.
 
-An instruction takes nothing and returns whether it is done; one that is not is called again
-later. Nothing is looked up or decided in it that could be decided when it is made.
+An instruction takes nothing and returns whether it is done; one that is not is called again later.
+Whatever can be looked up or decided when it is made is not left to its calls.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Registers = list[Any]
 def filled(
     type_: TensorType, fill: float | int | bool, device: torch.device | None = None
 ) -> Callable[[], Tensor]:
-    """Makes tensors of `type_` all of whose elements are `fill`."""
+    """Make a function that makes tensors of `type_` filled with `fill`."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
     return lambda: torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def store(registers: Registers, target: int, make: Callable[[], Any]) -> Instruction:
-    """Write what `make` makes."""
+    """Write the value that `make` makes."""
 
     def run() -> bool:
         registers[target] = make()
@@ -42,7 +42,7 @@ def store(registers: Registers, target: int, make: Callable[[], Any]) -> Instruc
 def store_all(
     registers: Registers, targets: Sequence[int], make: Callable[[], Sequence[Any]]
 ) -> Instruction:
-    """Write all that `make` makes to registers side by side."""
+    """Write the values that `make` makes to registers side by side."""
     first, last = targets[0], targets[0] + len(targets)
 
     def run() -> bool:
@@ -63,7 +63,7 @@ def move(registers: Registers, source: int, target: int) -> Instruction:
 
 
 def copy_into(registers: Registers, source: int, buffer: int, target: int) -> Instruction:
-    """Copy a tensor into a buffer, and write that."""
+    """Copy a tensor into a buffer, and write the buffer."""
 
     def run() -> bool:
         registers[target] = registers[buffer].copy_(registers[source])
@@ -202,7 +202,7 @@ def call_boxed(
     outputs: Sequence[int],
     given: Sequence[int],
 ) -> Instruction:
-    """Call what takes its inputs in a list, with those registers emptied that are given away."""
+    """Call `body` with its inputs in a list; the registers of `given` are emptied before."""
     get = getter(inputs)
     count = len(outputs)
     first = outputs[0] if outputs else 0
@@ -250,14 +250,14 @@ def _call_for_one(
 
 
 def _only(results: Sequence[Any]) -> Any:
-    """The one result; unpacking would make an iterator for it."""
+    """The only result, without the iterator that unpacking would make."""
     if len(results) != 1:
         raise ValueError(f"the function returned {len(results)} values instead of 1")
     return results[0]
 
 
 def getter(indices: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
-    """Reads several registers into a tuple."""
+    """Make a function that reads several registers into a tuple."""
     if not indices:
         return lambda registers: ()
     if len(indices) == 1:

@@ -1,4 +1,4 @@
-"""A scheduled module, and a rank's program, with all that their names stand for."""
+"""A scheduled module, and a rank's program, with the bodies and values behind their names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class LinkedModule:
     """A scheduled module, and what the ranks that this process plays run it with.
 
     Attributes:
-        module: scheduled; declares functions and channels.
+        module: the scheduled module, which declares functions and channels.
         bodies: for every function that their programs call, by `Function.body_name`; builtins need
             none.
         constants: the values that `constant` ops refer to, by name.
-        seed: of all random numbers; the same on all ranks.
-        fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
-        rank_bodies: bodies that some ranks have in the place of those, by rank and name.
+        seed: the seed of all random numbers; the same on all ranks.
+        fallbacks: is told of graphs that are not replayed; None to make one on demand.
+        rank_bodies: bodies that some ranks have in the place of `bodies`, by rank and name.
     """
 
     module: Module
@@ -40,7 +40,7 @@ class LinkedModule:
     def program(
         self, rank: int, communicators: Mapping[int, Communicator] | None = None
     ) -> LinkedProgram:
-        """The program of a rank, with what serves its channels, by channel id."""
+        """The program of a rank, with the communicators of its channels, by channel id."""
         return LinkedProgram(
             self.module,
             rank,
@@ -57,14 +57,14 @@ class LinkedProgram:
     """The program of a rank, with all that a binder needs to bind it.
 
     Attributes:
-        module: what the program is part of, scheduled; declares functions and channels.
-        rank: whose program.
+        module: the scheduled module of the program, which declares functions and channels.
+        rank: the rank of the program.
         bodies: for every function that the program calls, by `Function.body_name`; builtins need
             none.
         constants: the values that `constant` ops refer to, by name.
         communicators: for every channel that the program uses, by channel id.
-        seed: of all random numbers; the same on all ranks.
-        fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
+        seed: the seed of all random numbers; the same on all ranks.
+        fallbacks: is told of graphs that are not replayed; None to make one on demand.
     """
 
     module: Module
@@ -83,5 +83,5 @@ class LinkedProgram:
     @property
     def progress(self) -> tuple[Callable[[], None], ...]:
         """The functions that move the communicators on."""
-        unique = {id(each): each for each in self.communicators.values()}
-        return tuple(each.progress for each in unique.values())
+        unique = {id(communicator): communicator for communicator in self.communicators.values()}
+        return tuple(communicator.progress for communicator in unique.values())

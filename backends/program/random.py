@@ -36,7 +36,7 @@ def call_seeds(seed: int, key: int) -> Callable[[int], int]:
 def seeded(body: Body, seed: int, key: int, execution: Callable[[], int]) -> Body:
     """`body` with torch's CPU generator seeded before it and put back after it.
 
-    `execution` says which execution the call belongs to.
+    `execution` returns the number of the execution that a call belongs to.
     """
     generator = torch.default_generator
     seed_of = call_seeds(seed, key)

@@ -1,4 +1,4 @@
-"""Assign registers to the values of a program, and find where their storage may go."""
+"""Assign registers to the values of a program, and find where their storage may be freed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Layout:
     """Registers of a program.
 
     Attributes:
-        registers: the register of each value. The parameters come first, and the results of one
-            op that is no `wait` stand side by side. A `wait` for a value that is there already,
-            or for a future that was waited for before, shares the register of what it waits for.
+        registers: the register of each value. The parameters come first, and the results of one op
+            that is no `wait` stand side by side. The result of a `wait` for a value that is there
+            already, or for a future that was waited for before, shares the register of that value.
         size: the number of registers.
         issuers: the op that made each future.
         first_waits: the first `wait` for each future, by future.
         clears: registers to be emptied at a `free`, by the index of that op.
         releases: futures whose port is released at a `free`, by the index of that op.
         escaping: values that may outlive the execution, or be changed, in a user's hands.
-        handled: values that an opaque method has taken or made, so that its actor may change them.
-        made: those of them that such a method has made.
+        handled: values that an opaque method has taken or made, and that its actor may change.
+        made: the values of `handled` that such a method has made.
     """
 
     registers: dict[Value, int]
@@ -45,9 +45,9 @@ class Layout:
 def lay_out(program: Program, module: Module) -> Layout:
     """Assign registers and find where each is used and freed for the last time.
 
-    Storage is shared by a value, its views, the values that wait for it, and outputs of calls
-    that may alias it. It goes at the last `free` of any of them, and only if no op uses it after
-    that; otherwise it stays until the execution ends.
+    Storage is shared by a value, its views, the values that wait for it, and outputs of calls that
+    may alias it. It is freed at the last `free` of any of them, if no op uses it after that;
+    otherwise it stays until the execution ends.
     """
     builder = _Layouter(program, module)
     for value in program.params:
@@ -77,9 +77,9 @@ def lay_out(program: Program, module: Module) -> Layout:
 
 
 def given_away(program: Program, layout: Layout, at: int) -> tuple[int, ...]:
-    """The registers of operands that a `free` right behind an op empties: the op may do so itself.
+    """The registers of operands that a `free` right behind an op clears; the op may do so itself.
 
-    Whatever else uses what they hold, on any stream, stands ahead of the `free`, and so of the op.
+    All other uses of their values, on any stream, come ahead of the `free`, and so of the op.
     """
     operands = {layout.registers[value] for value in program.ops[at].operands}
     behind = itertools.takewhile(
@@ -128,7 +128,7 @@ class _Layouter:
             self.registers[op.result] = self.registers[source]
 
     def last_touches(self, keys: Mapping[Value, K]) -> tuple[dict[K, int], dict[K, int]]:
-        """Index of the last use, and of the last `free`, of what has each key."""
+        """The index of the last use, and of the last `free`, of the values of each key."""
         uses: dict[K, int] = {}
         frees: dict[K, int] = {}
         for index, op in enumerate(self.program.ops):
@@ -142,13 +142,13 @@ class _Layouter:
     def releases(self) -> dict[int, tuple[Value, ...]]:
         roots = {value: self._storage.of(value) for value in self.registers}
         uses, frees = self.last_touches(roots)
-        found: dict[int, tuple[Value, ...]] = {}
+        released: dict[int, tuple[Value, ...]] = {}
         for future in self.first_waits:
             root = roots[future]
             at = frees.get(root)
             if at is not None and uses.get(root, -1) < at:
-                found[at] = (*found.get(at, ()), future)
-        return found
+                released[at] = (*released.get(at, ()), future)
+        return released
 
     def escaping(self) -> frozenset[Value]:
         return self.sharing_with(
@@ -159,7 +159,7 @@ class _Layouter:
         )
 
     def sharing_with(self, values: Iterable[Value]) -> frozenset[Value]:
-        """All that share storage with one of some values."""
+        """All values that share storage with one of `values`."""
         roots = set(map(self._storage.of, values))
         return frozenset(value for value in self.registers if self._storage.of(value) in roots)
 

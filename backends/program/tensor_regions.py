@@ -1,4 +1,4 @@
-"""Take a region of a tensor, and put a tensor together of regions."""
+"""Take a region of a tensor, and put a tensor together from regions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Box: TypeAlias = tuple[slice, ...]
 
 
 def taking(region: Region, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Takes a region of tensors of a shape: a view, unless a dimension has several intervals."""
+    """Make a function that takes a region: a view, if each dimension has one interval."""
     parts = [
         (dim, intervals)
         for dim, (intervals, size) in enumerate(zip(region, shape, strict=True))
@@ -43,15 +43,15 @@ def _entries(value: Tensor, dim: int, intervals: Intervals) -> Tensor:
 def assembling(
     type_: TensorType, regions: Sequence[Region], device: torch.device | None = None
 ) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Makes tensors of a type of parts, each of which is a region of them."""
+    """Make a function that puts a tensor together from parts, each a region of it."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
     boxes = [(index, *box) for index, region in enumerate(regions) for box in _boxes(region)]
 
     def assemble(parts: Sequence[Tensor]) -> Tensor:
-        made = torch.empty(shape, dtype=dtype, device=device)
+        whole = torch.empty(shape, dtype=dtype, device=device)
         for index, here, there in boxes:
-            made[here].copy_(parts[index][there])
-        return made
+            whole[here].copy_(parts[index][there])
+        return whole
 
     return assemble
 
@@ -59,26 +59,26 @@ def assembling(
 def reserving(
     type_: TensorType, regions: Sequence[Region], device: torch.device | None = None
 ) -> Callable[[], list[Tensor]]:
-    """Takes memory for tensors of a type: the whole, and views of blocks of it."""
+    """Make a function that allocates a tensor; it returns the whole, and views of regions."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
     parts = [taking(region, shape) for region in regions]
 
     def reserve() -> list[Tensor]:
-        made = torch.empty(shape, dtype=dtype, device=device)
-        return [made, *(part(made) for part in parts)]
+        whole = torch.empty(shape, dtype=dtype, device=device)
+        return [whole, *(part(whole) for part in parts)]
 
     return reserve
 
 
 def _boxes(region: Region) -> list[tuple[_Box, _Box]]:
-    """The indices of each block of a region: in the whole tensor, and in one of the region."""
+    """The indices of each block of a region: in the whole tensor, and in a tensor of the region."""
     dims: list[list[tuple[slice, slice]]] = []
     for intervals in region:
-        found, at = [], 0
+        slices, at = [], 0
         for start, stop in intervals:
-            found.append((slice(start, stop), slice(at, at + stop - start)))
+            slices.append((slice(start, stop), slice(at, at + stop - start)))
             at += stop - start
-        dims.append(found)
+        dims.append(slices)
     return [
         (tuple(here for here, _ in pairs), tuple(there for _, there in pairs))
         for pairs in product(*dims)

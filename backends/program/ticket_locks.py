@@ -17,7 +17,7 @@ from ...ir.ops.module import Function, FunctionKind, Program
 from ..device import Event
 
 STREAMS: Final = "the streams of the device"
-"""The lock of a rank's streams, beside those of its actors, whose names have no spaces."""
+"""The name of the lock of a rank's streams; names of actors have no spaces."""
 
 
 class TicketLock:
@@ -26,7 +26,8 @@ class TicketLock:
     Attributes:
         issued: how many tickets have been taken.
         passed: how many executions have made their last call.
-        ended: behind what the last tail of a program has done with it; see `devices.programs.tail`.
+        ended: an event behind the last tail that has used the actor; see
+            `devices/programs/tail.py`.
     """
 
     __slots__ = ("ended", "issued", "passed")
@@ -45,10 +46,10 @@ class TicketLocks:
 
     def of(self, actor: str) -> TicketLock:
         """The lock of an actor."""
-        found = self._by_actor.get(actor)
-        if found is None:
-            found = self._by_actor[actor] = TicketLock()
-        return found
+        lock = self._by_actor.get(actor)
+        if lock is None:
+            lock = self._by_actor[actor] = TicketLock()
+        return lock
 
     def reset(self) -> None:
         """Forget all tickets; no execution is in progress."""
@@ -99,12 +100,12 @@ class Tickets:
 def locked_ops(
     program: Program, functions: Mapping[str, Function], registers: Mapping[Value, int]
 ) -> dict[str, list[int]]:
-    """By actor, the ops of a program from the first to the last of which its lock is held.
+    """The ops that need an actor's lock, by actor; it is held from the first to the last.
 
-    Calls that touch no state need none. What an opaque method has made may be changed by its
-    actor's next call, so the lock is held until it has been used and sent.
+    Calls that touch no state need no lock. An actor's next call may change a value that an opaque
+    method has made, so the lock is held until the value has been used and sent.
     """
-    found: dict[str, list[int]] = {}
+    indices_of: dict[str, list[int]] = {}
     makers: dict[int, list[str]] = {}
     for index, op in enumerate(program.ops):
         if isinstance(op, Call):
@@ -112,11 +113,11 @@ def locked_ops(
             if function.actor is not None and function.effect is not Effect.PURE:
                 states = [name for name, _ in function.touches if name is not None]
                 for name in states:
-                    found.setdefault(name, []).append(index)
+                    indices_of.setdefault(name, []).append(index)
                 if function.kind is FunctionKind.OPAQUE:
                     makers.update((registers[value], states) for value in op.results)
         if isinstance(op, Call | Send | Collective):
             for value in op.operands:
                 for name in makers.get(registers[value], ()):
-                    found[name].append(index)
-    return found
+                    indices_of[name].append(index)
+    return indices_of

@@ -1,8 +1,8 @@
 """Record the times of instructions of bound programs, for profiles.
 
-A program that nobody records runs its own instructions; nothing in it knows of this file. One that
-is recorded runs others, each of which calls the one that it stands for between two looks at the
-clock.
+A program that is not recorded runs its own instructions; nothing in it knows of this file. A
+recorded program runs other instructions, each of which calls one of the program's between two looks
+at the clock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Log(Protocol):
     """Records the instructions of a bound program."""
 
     def wrap(self, code: Code) -> list[Instruction]:
-        """Instructions that do what those of `code` do, and record themselves."""
+        """The instructions of `code`, each wrapped so that it is recorded."""
 
 
 class Recordable(Protocol):
@@ -61,23 +61,23 @@ class Recordable(Protocol):
     module: Module
 
     def record(self, log: Log | None) -> None:
-        """Record every instruction from the next execution on; None: no longer."""
+        """Record every instruction from the next execution on; with None, stop recording."""
 
 
 class InstructionLog:
     """A `Log` with the times of each instruction of one bound program.
 
     Args:
-        program: which.
+        program: the program.
         budget: counts down with every instruction; at 0 the rest is only counted.
         ranges: see `device_ranges`; None for none.
 
     Attributes:
-        origins: for each instruction, in the order in which they run.
+        origins: the origin of each instruction, in the order in which they run.
         events: four numbers for each time that an instruction has run: its index, the execution,
-            and when it began and ended, in nanoseconds of `time.perf_counter_ns`. What waits began
-            when it was first tried.
-        left_out: how many times one has run that the budget had no room for.
+            and when it began and ended, in nanoseconds of `time.perf_counter_ns`. An instruction
+            that waits begins when it is first tried.
+        left_out: how many runs of instructions the budget had no room for.
     """
 
     def __init__(self, program: Program, budget: Budget, ranges: Range | None = None) -> None:
@@ -89,7 +89,7 @@ class InstructionLog:
         self._ranges = ranges
 
     def wrap(self, code: Code) -> list[Instruction]:
-        """Instructions that do what those of `code` do, and record themselves."""
+        """The instructions of `code`, each wrapped so that it is recorded."""
         self.origins = tuple(Origin(info.op, info.role, info.awaited) for info in code.infos)
         return [
             self._timed(index, self._marked(index, instruction), code)

@@ -1,4 +1,4 @@
-"""Do run-time values have the types that the program declares?"""
+"""Check that run-time values have the types that the program declares."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def misfit(values: Sequence[Any], expected: Sequence[Expected]) -> int | None:
 
 
 class InputCheck:
-    """Holds the inputs of an execution against a program's parameters."""
+    """Checks the inputs of an execution against a program's parameters."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -43,7 +43,7 @@ class InputCheck:
         self._tensors = expected_tensors([value.type for value in program.params])
 
     def __call__(self, inputs: Sequence[Any]) -> None:
-        """Return if the inputs fit.
+        """Check that the inputs fit.
 
         Raises:
             InputError: there are too many or too few, or a tensor has another dtype or shape.
@@ -66,7 +66,7 @@ class InputCheck:
 
 
 def checked(body: Body, function: Function) -> Body:
-    """`body`, with what it returns held against the declaration of `function`.
+    """Make `body` check its results against the declaration of `function`.
 
     The body raises `ResultError` where it would return a wrong number of values, or a tensor of
     another dtype or shape.

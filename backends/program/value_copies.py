@@ -1,4 +1,4 @@
-"""Copies of run-time values that share nothing with the original, and values that are no more."""
+"""Copy run-time values without sharing storage, and overwrite values that are freed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 
 def overwrite(value: Any) -> None:
-    """Overwrite a tensor with what shows: NaN, the largest integer, or true."""
+    """Overwrite a tensor with a value that shows: NaN, the largest integer, or true."""
     if not isinstance(value, Tensor):
         return
     if value.is_floating_point() or value.is_complex():

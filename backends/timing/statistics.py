@@ -54,12 +54,12 @@ class Statistics(Tally):
     def __add__(self, other: Statistics) -> Statistics:
         """Both together; those of `other` are the later ones."""
         both = Statistics()
-        for each in (self, other):
-            both.executions += each.executions
-            both.total += each.total
-            both.blocked += each.blocked
-            both.failures += each.failures
-            both.recent.extend(each.recent)
+        for statistics in (self, other):
+            both.executions += statistics.executions
+            both.total += statistics.total
+            both.blocked += statistics.blocked
+            both.failures += statistics.failures
+            both.recent.extend(statistics.recent)
         return both
 
     def __eq__(self, other: object) -> bool:

@@ -1,6 +1,6 @@
 """Count executions: the part of the statistics that every execution goes through.
 
-It is compiled, and `Statistics`, which extends it, is not, as users ask for its signatures.
+`Tally` is compiled, and `Statistics`, which extends it, is not, as users inspect its signatures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tally:
 def count(tally: Tally, total: float, blocked: float) -> None:
     """Count one execution.
 
-    It is no method, for one that a subclass may replace is looked up each time.
+    This is no method, because a method that a subclass may replace is looked up at each call.
     """
     tally.executions += 1
     tally.total += total

@@ -1,4 +1,4 @@
-"""Communicators by name, those of third parties among them.
+"""Communicators by name, also of third parties.
 
 In: a name. Out: what makes a communicator.
 """

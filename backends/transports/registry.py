@@ -10,7 +10,7 @@ from ..base import Communicator, CommunicatorFactory, World
 from ..errors import UnknownCommunicator
 
 ENTRY_POINTS = "cg.communicators"
-BUILT_IN = ("auto", "cpu", "mpi")  # what a user may also write, and needs no communicator
+BUILT_IN = ("auto", "cpu", "mpi")  # names that users may write, too
 
 
 class Registry:

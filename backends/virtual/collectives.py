@@ -1,7 +1,7 @@
 """Compute the outcome of a collective from its declared exchange and the group's tensors.
 
-This is the definition that every communicator is held against. Tensors stand in group order,
-and reductions run in that order, so results do not depend on who arrived first.
+This is the definition that every communicator is held against. Tensors stand in group order, and
+reductions run in that order, so results do not depend on which rank arrived first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def reduce(tensors: Sequence[Tensor], op: ReduceOp, donated: int | None = None) 
     The average of integers is cut towards zero. The sum of booleans is their disjunction.
 
     Args:
-        donated: the tensor, contiguous, in whose memory the result may lie; its index.
+        donated: the index of a contiguous tensor in whose memory the result may lie.
     """
     total, *others = tensors
     for index, tensor in enumerate(others, start=1):
-        # Its memory is written once its own numbers are in the total.
+        # The donated memory is written only when its own numbers are in the total.
         into = None if donated is None or donated > index else tensors[donated]
         total = _COMBINE[op](total, tensor, out=into)
     if others:  # then the total has memory of its own, and needs no copy
@@ -56,10 +56,10 @@ def cut(exchange: Exchange, value: Any, member: int) -> Any:
 
 
 def combine(exchange: Exchange, pieces: Sequence[Any], donated: int | None = None) -> Any:
-    """The value that a receiver makes of its pieces, one of each sender; a tensor is a new one.
+    """The value that a receiver makes from its pieces, one of each sender; a tensor is a new one.
 
     Args:
-        donated: the piece, if one is, in whose memory a reduction may leave its result.
+        donated: the index of the piece in whose memory a reduction may leave its result, or None.
     """
     if exchange.reduce is not None:
         return reduce(pieces, exchange.reduce, donated)

@@ -30,26 +30,26 @@ class VirtualFabric:
 
     def rendezvous(self, channel: Channel) -> Rendezvous:
         """The rendezvous where the ends of a channel's messages, or its group, meet."""
-        found = self._rendezvous.get(channel.id)
-        if found is None:
+        rendezvous = self._rendezvous.get(channel.id)
+        if rendezvous is None:
             kind = CollectiveRendezvous if channel.collective else MessageRendezvous
-            found = self._rendezvous[channel.id] = kind(channel, self.traffic, self._poison)
-        return found
+            rendezvous = self._rendezvous[channel.id] = kind(channel, self.traffic, self._poison)
+        return rendezvous
 
     def release_held(self) -> bool:
-        """Let the message that is held complete; whether there was one."""
+        """Let the message that is held complete; return whether there was one."""
         held, self.traffic.held = self.traffic.held, None
         if held is None:
             return False
-        for each in self._rendezvous.values():
-            self.traffic.progress(each)
+        for rendezvous in self._rendezvous.values():
+            self.traffic.progress(rendezvous)
         return True
 
     def reset(self) -> None:
         """Forget all messages in flight."""
         self.traffic.reset()
-        for each in self._rendezvous.values():
-            each.reset()
+        for rendezvous in self._rendezvous.values():
+            rendezvous.reset()
 
 
 class VirtualCommunicator:
@@ -82,20 +82,20 @@ class VirtualCommunicator:
         return self._port(op, channel, result)
 
     def progress(self) -> None:
-        """Nothing moves but by the ranks' own steps."""
+        """Return: nothing moves but by the ranks' own steps."""
 
     def reset(self) -> None:
         """Forget all messages in flight, of all ranks."""
         self._fabric.reset()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Return: there is nothing to give back."""
 
     def _port(
         self, op: Send | Recv | Collective, channel: Channel, type_: ValueType
     ) -> VirtualPort:
         line: deque[VirtualPort] | None = None
-        if op.stream is not None:  # it is this communicator's alone
+        if op.stream is not None:  # the stream is this communicator's alone
             line = self._fabric.traffic.line((id(self), op.stream))
         return VirtualPort(op, self._rank, type_, self._fabric.rendezvous(channel), line)
 

@@ -28,12 +28,12 @@ class VirtualPort:
     """One end of a message or of a collective; implements `Port`.
 
     Attributes:
-        op: what it is the port of.
-        exchange: the meaning of that, of a collective.
-        rank: whose end it is.
-        type: of the value that it sends or receives.
-        rendezvous: where it meets the other ends.
-        line: what its stream has yet to complete, in order; None without a stream.
+        op: the op whose port it is.
+        exchange: the exchange of a collective; None for other ops.
+        rank: the rank whose end it is.
+        type: the type of the value that it sends or receives.
+        rendezvous: the rendezvous where it meets the other ends.
+        line: the ports that its stream has yet to complete, in order; None without a stream.
         slot: the slot of its channel that a receive reads, if there is one.
         value: the operand, or the tensor to receive into; once `done`, the value that was made.
         done: whether the op is complete.
@@ -65,7 +65,7 @@ class VirtualPort:
 
     def start(self, value: Any) -> None:
         """Come to the rendezvous with the operand, or with the tensor to receive into."""
-        # Where values that are no more are spoilt, programs are to show that they need no copy.
+        # Where freed values are overwritten, programs have to show that they need no copy.
         if self._copies and not self.rendezvous.poison and not isinstance(value, Poison):
             value = duplicate(value, self.type)
         self.value = value
@@ -77,7 +77,7 @@ class VirtualPort:
         self.start(None if isinstance(self.op, Recv) else poison)
 
     def finish(self, value: Any = None, error: Exception | None = None) -> None:
-        """Complete the op with the value that it makes, or with what has gone wrong."""
+        """Complete the op with the value that it makes, or with an error."""
         self.value = value
         self._error = error
         self.done = True
@@ -121,7 +121,7 @@ class Rendezvous(ABC):
         self._traffic.progress(self)
 
     def free(self, slot: int, value: Any) -> None:
-        """Let a slot, in which `value` has been, take its next message."""
+        """Let a slot that has held `value` take its next message."""
         if self.poison:
             overwrite(value)
         self._occupied.discard(slot)
@@ -151,7 +151,7 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def _check(self, ports: Sequence[VirtualPort]) -> None:
-        """Raise TransportError if ports that stand first do not belong together."""
+        """Raise TransportError if the first ports of all ranks do not belong together."""
 
     @abstractmethod
     def _complete(self, ports: Sequence[VirtualPort]) -> None:
@@ -179,7 +179,7 @@ class MessageRendezvous(Rendezvous):
         else:
             try:
                 copied = duplicate(send.value, recv.type)
-            except Exception as error:  # raised by `take`, where the engine can say whose it is
+            except Exception as error:  # `take` raises it, where the engine knows the op
                 recv.finish(error=error)
             else:
                 recv.finish(copied if recv.value is None else recv.value.copy_(copied))
@@ -202,7 +202,7 @@ class CollectiveRendezvous(Rendezvous):
     def _complete(self, ports: Sequence[VirtualPort]) -> None:
         exchange = ports[0].exchange
         assert exchange is not None, "the communicator has checked its channel"
-        if not exchange.receivers:  # all that counts is that they have come
+        if not exchange.receivers:  # a barrier: all have come, and that is all
             for port in ports:
                 port.finish()
             return
@@ -214,7 +214,7 @@ class CollectiveRendezvous(Rendezvous):
             return
         try:
             results = _results(exchange, operands, ports)
-        except Exception as error:  # raised by `take` on every rank, as it would be elsewhere
+        except Exception as error:  # `take` raises it on every rank, as elsewhere
             for port in ports:
                 port.finish(error=error)
             return
@@ -225,8 +225,8 @@ class CollectiveRendezvous(Rendezvous):
 class Traffic:
     """The order in which the messages of one fabric complete.
 
-    A message completes when all its ends are first on their streams; those of a batch are first
-    together. It then lets those behind it on these streams try again.
+    A message completes when all its ends are first on their streams; the ports of a batch are first
+    together. Then the messages behind it on these streams are tried again.
 
     Attributes:
         held: channel and number of a message that must not complete yet, if any.
@@ -266,7 +266,9 @@ class Traffic:
         for port in ports:
             if port.line is not None:
                 port.line.remove(port)
-                self._agenda += [other.rendezvous for other in takewhile(_is_first, port.line)]
+                self._agenda += [
+                    follower.rendezvous for follower in takewhile(_is_first, port.line)
+                ]
 
     def reset(self) -> None:
         """Forget all that is on its way."""
@@ -275,7 +277,7 @@ class Traffic:
 
 
 def _is_first(port: VirtualPort) -> bool:
-    """True if nothing is ahead of a port on its stream but what is in one batch with it."""
+    """True if nothing is ahead of a port on its stream but ports of the same batch."""
     if port.line is None or port.line[0] is port:
         return True
     batch = batch_of(port.op)
@@ -283,7 +285,7 @@ def _is_first(port: VirtualPort) -> bool:
 
 
 def _pass_on(poison: Poison, ports: Sequence[VirtualPort], exchange: Exchange) -> None:
-    """Give receivers the error of a sender, and other members their own alone."""
+    """Give receivers the error of a sender, and every other member only its own error."""
     for port in ports:
         own = port.value if isinstance(port.value, Poison) else None
         port.finish(error=poison if port.rank in exchange.receivers else own)
@@ -292,7 +294,7 @@ def _pass_on(poison: Poison, ports: Sequence[VirtualPort], exchange: Exchange) -
 def _results(
     exchange: Exchange, operands: Sequence[Any], ports: Sequence[VirtualPort]
 ) -> list[Any]:
-    if exchange.is_whole:  # of a tensor, an object or a unit
+    if exchange.is_whole:  # a tensor, an object or a unit
         (value,) = operands
         return [duplicate(value, port.type) for port in ports]
     return outcomes(exchange, operands)

@@ -1,4 +1,4 @@
-"""The executions of a world all of whose ranks one process plays."""
+"""The executions of a virtual world, all of whose ranks one process plays."""
 
 from __future__ import annotations
 

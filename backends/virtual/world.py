@@ -1,9 +1,9 @@
 """The virtual world: one process plays every rank, cooperatively, without threads.
 
-It is the debugger and the oracle. Every rank's program is bound as it is for MPI; the ranks take
-turns, each going on until it has to wait. Communication is as strict as any transport may be: a
-message moves only when both sides have come to it, a collective only when its whole group has, and
-what arrives shares no storage with what was sent.
+It is the debugger and the oracle. Every rank's program is bound as for a world of processes. The
+ranks take turns, and each goes on until it has to wait. Communication is as strict as any transport
+may be: a message moves only when both sides have come to it, a collective only when its whole group
+has, and what arrives shares no storage with what was sent.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class VirtualWorld:
         return [value] * self._size
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Return: there is nothing to wait for."""
 
     def end_job(self, message: str) -> None:
         """End this process, which is all there is."""
@@ -129,8 +129,8 @@ class VirtualExecutable:
             inputs: for each rank the values of its program's parameters. A tensor that several
                 ranks are given is copied, so that each has its own.
             execution: as in `Executable.start`.
-            hold: channel and number of a message that completes only when no rank can go on
-                without it: the slowest message that there may be.
+            hold: channel and number of a message that completes only when no rank can go on without
+                it, as the slowest possible message does.
 
         Returns:
             For each rank what its program returns.
@@ -187,16 +187,16 @@ class VirtualExecutable:
 
 
 def _isolated(inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The inputs, with a copy wherever another rank has been given the same tensor."""
+    """The inputs, with a copy of each tensor that another rank has been given before."""
     seen: set[int] = set()
     result = []
     for values in inputs:
-        mine = {id(value) for value in values}
+        ids = {id(value) for value in values}
         result.append(
             [
                 value.clone() if isinstance(value, torch.Tensor) and id(value) in seen else value
                 for value in values
             ]
         )
-        seen |= mine
+        seen |= ids
     return result

@@ -1,8 +1,8 @@
 """Carry the commands of the driver: ring buffers in shared memory, messages between machines.
 
-A ring has one writer, the driver, and one reader. Each word carries its own number beside the
-command, so a reader looks at one word only. It says how far it is a few times a round, so that the
-writer does not overtake it.
+A ring has one writer, the driver, and one reader. Each word has a command and its number, so a
+reader looks at one word only. A few times per round the reader says how far it has read, so that
+the writer does not overtake it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLOTS: Final = 1024
 """Commands in a ring; a power of two."""
 
 _RING: Final = SLOTS + WORDS
-"""Words of a ring; behind its commands is how far its reader says to be."""
+"""Words of a ring: its commands, then the number of commands that its reader has read."""
 
 _TELL_EVERY: Final = SLOTS // 4
 _COMMAND_MASK: Final = (1 << BITS) - 1
@@ -51,8 +51,8 @@ class CommandRing:
         self._tag = node.reserve_tags(1)
         nbytes = max(len(near), 1) * 8 * _RING
         own = {driver: nbytes} if node.rank == driver else {}
-        theirs = {driver: (driver, nbytes)} if node.rank in near else {}
-        memory = node.share(own, theirs, "the commands of a graph")
+        to_open = {driver: (driver, nbytes)} if node.rank in near else {}
+        memory = node.share(own, to_open, "the commands of a graph")
         self._words = memory.get(driver, memoryview(bytearray())).cast("Q")
         self._near: dict[int, _Near] = {}
         self._far: dict[int, _Far] = {}
@@ -84,8 +84,8 @@ class CommandRing:
                 for word, rank in sleepers:
                     if waiting[word]:
                         node.ring(rank)
-            for other in far:
-                other.put(command)
+            for sender in far:
+                sender.put(command)
 
         return put
 
@@ -135,7 +135,7 @@ class CommandRing:
 
 
 def _taking_back(request: Any) -> Callable[[], bool]:
-    """For the end of MPI: takes back what has been asked for and does not come any more."""
+    """Make what cancels a posted receive when MPI ends; it returns whether that is done."""
     cancel = iter((request.Cancel,))
 
     def is_done() -> bool:
@@ -172,7 +172,7 @@ class _Near:
         self._count = count + 1
 
     def mend(self) -> None:
-        """Count a command that was written and not counted."""
+        """Count a command that was written, but not counted before an interruption."""
         count = self._count
         word = self._words[self._base + count % SLOTS]
         if word >> BITS == (count + 1) & _NUMBER_MASK:

@@ -1,8 +1,8 @@
 """Executions from begin to end, over all ranks: they end together, or fail with one error.
 
 Each rank has a row in its machine's control block and writes no other. A barrier is a number that
-each rank sets in its row when it comes, so the end of a step is one store and a scan. Failures,
-deaths and deadlines are looked for only by ranks that have waited for some time.
+each rank sets in its row when it comes, so the end of a step is one store and a scan. Only ranks
+that have waited for some time look for failures, deaths and deadlines.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Control:
 
     Attributes:
         pause: how to wait (`Pause`); raises what has gone wrong elsewhere.
-        epoch: the count of executions, of all steps, up to that in progress or the last one.
+        epoch: how many executions have begun, of all steps; the epoch of the last of them.
         failed: whether the last execution has failed, so that `recover` is due.
-        refused: of one that has failed, whether a rank had not begun its program when it did.
-        diverged: why this rank and another can never meet again; None if they can.
+        refused: whether a rank failed in that execution before it began its program.
+        diverged: the error by which ranks have diverged for good; None if they have not.
         purpose: what the world's next calls are for, in words for the other ranks.
     """
 
@@ -85,7 +85,7 @@ class Control:
         """Enter the next execution.
 
         Args:
-            plan: what identifies the plan, the same on all ranks; its low 64 bits are compared.
+            plan: a number that identifies the plan on all ranks; its low 64 bits are compared.
             watch: tells where this rank is in its program.
             describe: explains the positions of all ranks, for the message of a timeout.
             timeout: seconds until `check` raises `StepTimeout`; None for no limit.
@@ -110,20 +110,21 @@ class Control:
     def compare(
         self, digest: int, ranks: Sequence[int], progress: Sequence[Callable[[], None]] = ()
     ) -> bool:
-        """Meet all ranks inside an execution; whether `ranks` have come with equal digests.
-
-        All ranks find the same.
+        """Wait for all ranks inside an execution, and compare the digests of `ranks`.
 
         Args:
-            digest: this rank's, of 64 bits; 0 if it is none of `ranks`.
-            ranks: those to compare.
+            digest: this rank's digest, of 64 bits; 0 if it is none of `ranks`.
+            ranks: the ranks to compare.
             progress: as in `commit`.
+
+        Returns:
+            Whether the digests are equal; the same on all ranks.
 
         Raises:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
         self._table.give(digest)
-        self._comparing = True  # the program has not begun, so it is nowhere
+        self._comparing = True  # the program has not begun, so it has no position
         self._wait_at(Barrier.INPUTS, progress)
         self._comparing = False
         stranger = self._table.of_another_plan(self.epoch)
@@ -135,7 +136,7 @@ class Control:
         """End the execution: return once every rank has come here.
 
         Args:
-            progress: what to call while waiting, so that the others can end.
+            progress: functions to call while waiting, so that the others can end.
 
         Raises:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
@@ -152,7 +153,7 @@ class Control:
         """Look for what has gone wrong elsewhere; called by ranks that have waited for a while.
 
         Raises:
-            RemoteError: the execution has failed on another rank (or what else failed there).
+            RemoteError: the execution has failed on another rank (or another error raised there).
             StepTimeout: the time is up; the message says where every rank is.
             PeerLost: a rank that has not finished this execution has ended.
             PlanMismatch: a rank executes another plan, or has gone on to a call of the world that
@@ -182,7 +183,7 @@ class Control:
             refused: whether that was before this rank began its program.
 
         Returns:
-            The error that all ranks raise: of the errors that occurred, that of the lowest rank.
+            The error that all ranks raise: the one of the lowest rank on which an error occurred.
             Ranks that need longer than `GRACE` to notice may see another one.
         """
         return self._settle(error, refused) if self._agreed is None else self._agreed
@@ -200,8 +201,8 @@ class Control:
         """Start afresh after a failed execution; every rank calls it.
 
         Args:
-            resets: run when all ranks are here, and before any goes on. They may call the world,
-                on all ranks alike.
+            resets: called when all ranks are here, before any goes on. They may call the world, in
+                the same way on all ranks.
             timeout: seconds to wait for the others.
 
         Raises:
@@ -225,7 +226,7 @@ class Control:
         self._idle_since = monotonic()
 
     def flight_record(self) -> str:
-        """Describe where every rank is. Those that do not wait are asked."""
+        """Describe where every rank is. Ranks that do not wait are asked."""
         self._report()
         rows, describe = self._table, self._describe
         positions = rows.positions()
@@ -245,11 +246,11 @@ class Control:
         return "\n".join(lines)
 
     def _tell(self) -> Activity:
-        """Answer another rank that asks what this process does; called by a thread of its own."""
+        """Answer another rank that asks what this process does; a thread of its own calls it."""
         rank, watch, describe = self._node.rank, self._watch, self._describe
         if self._guarded and watch is not None and describe is not None:
             at = replace(watch(), is_ending=self._table.is_ending(rank))
-            if at.running or at.is_ending:  # else the program has not begun, so it is nowhere
+            if at.running or at.is_ending:  # else the program has not begun, so it has no position
                 return Activity(describe([at], {}).strip())
         where = self._table.whereabouts(rank)
         if self._table.state(rank) is State.IDLE:
@@ -269,25 +270,31 @@ class Control:
             self._link.part(self._node.rank)
 
     def is_silent(self) -> bool:
-        """After `close`: whether this rank has no message under way any more, to it or from it."""
+        """After `close`: return whether no message to or from this rank is under way any more."""
         return self._link is None or self._link.is_silent()
 
     # -- calls of the world -----------------------------------------------------------------
 
     def enter(self, number: int, call: str) -> None:
-        """Note that this rank is in its so manieth call of the world."""
+        """Note that this rank is in the world's call `number`.
+
+        Raises:
+            TransportError: the ranks have diverged before.
+        """
         self._calls = number
         if self.diverged is not None:
             raise out_of_step(self.diverged)
         self._table.call(number, self.epoch, self.purpose or call)
 
     def look(self) -> None:
-        """Look for ranks that will never come to the call in which this one has waited for a while.
+        """Look for ranks that will never come to the call in which this rank waits.
 
-        Both count: calls of the world, and executions. A rank that has gone on to a later
-        execution, and not to this call, comes to it no more, for the execution ends on all ranks
-        together. What it has executed is read first: a rank that comes to this call and goes on
-        meanwhile has then been seen before, or is seen to have come.
+        A rank that is in a later execution, and has not made this call, will never make it, because
+        an execution ends on all ranks together. Epochs are read before the numbers of calls, so
+        that a rank that makes the call now, and goes on, is not mistaken for such a rank.
+
+        Raises:
+            PlanMismatch: there is such a rank.
         """
         rows = self._table
         self._tell_others()
@@ -302,7 +309,7 @@ class Control:
     def _is_ahead(self, rank: int) -> bool:
         """Return whether a rank has begun or recovered from an execution that this one has not."""
         if self._recovering:
-            return False  # all are here, and make the calls that their resets make
+            return False  # all ranks are here, and their resets make the same calls
         if self._table.epoch(rank) != self.epoch:
             return self._table.epoch(rank) > self.epoch
         recovers = self._table.reached(rank, Barrier.RECOVER) == self.epoch
@@ -352,7 +359,7 @@ class Control:
             self._relayed[barrier] = self.epoch
 
     def _check_missing(self, missing: Sequence[int]) -> None:
-        """Outside of executions: has a missing rank ended, or is the time up?"""
+        """Outside of executions: raise if a missing rank has ended, or the time is up."""
         for rank in missing:
             if self._table.has_ended(rank):
                 raise lost(self._table, rank, self.epoch)
@@ -369,7 +376,7 @@ class Control:
     # -- what others do ---------------------------------------------------------------------
 
     def _other_plan(self, stranger: int) -> PlanMismatch:
-        """Behind a barrier: a rank of this machine executes another plan."""
+        """The error for a rank of this machine that has come to a barrier with another plan."""
         ranks = (self._node.rank, stranger)
         plans = {rank: self._table.plan_of(rank, self.epoch) for rank in ranks}
         return other_plan(self._table, self.epoch, plans)
@@ -379,12 +386,12 @@ class Control:
         rows, last = self._table, self.epoch - 1
         calls, epoch = rows.calls(rank)
         if calls > self._calls and epoch < self.epoch:
-            # Even if that has made it end since.
+            # Told even if the rank has ended since, because of it.
             raise other_call(rows, [self._node.rank, rank])
         if rows.has_ended(rank):
             raise lost(self._table, rank, self.epoch)
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
-            # It gave up the end of a step in the very moment in which the others reached it.
+            # It gave up the end of a step at the very moment at which the others reached it.
             raise PeerLost(
                 f"rank {rank} has given up {named(last)}, which the other ranks have finished. Use "
                 "a longer timeout; start the job again",
@@ -394,7 +401,7 @@ class Control:
             return
         self._node.fence()
         if rows.plan(rank) != rows.plan(self._node.rank):
-            plans = {each: rows.plan(each) for each in (self._node.rank, rank)}
+            plans = {peer: rows.plan(peer) for peer in (self._node.rank, rank)}
             raise other_plan(rows, self.epoch, plans)
 
     def _report(self) -> None:
@@ -405,7 +412,7 @@ class Control:
 
     def _tell_others(self) -> None:
         """Tell other machines now and then where this rank is."""
-        if self._link is None or self._closed:  # what comes after the last word would not be heard
+        if self._link is None or self._closed:  # nobody receives what follows the last message
             return
         if monotonic() > self._told + _TELL_EVERY:
             self._told = monotonic()
@@ -419,7 +426,7 @@ class Control:
         """Take in the news from other machines, and let MPI move on.
 
         A message may wait in this process after MPI has called it sent, until MPI is called again.
-        So a rank that waits without a request of its own to test calls this.
+        So a rank that waits, and has no request of its own to test, calls this.
         """
         if self._link is None:
             return

@@ -1,4 +1,4 @@
-"""Errors that name ranks which have gone different ways, or have ended."""
+"""Errors that name ranks that have diverged, or have ended."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .rank_status import Barrier, StatusTable, named
 
 
 def out_of_step(why: PlanMismatch) -> TransportError:
-    """The error of all that is asked for after ranks have gone different ways."""
+    """The error of every call that follows after ranks have diverged."""
     return TransportError(
         f"the ranks are out of step since an earlier error: {why}. Start the job again"
     )
 
 
 def other_plan(table: StatusTable, epoch: int, plans: Mapping[int, int]) -> PlanMismatch:
-    """The error of two ranks that execute different plans; `plans` has theirs by rank."""
+    """The error of two ranks that execute different plans, which `plans` has by rank."""
     first, second = (
         f"plan {plan:016x} on rank {rank}{_in_parentheses(table.doing(rank))}"
         for rank, plan in sorted(plans.items())
@@ -29,7 +29,7 @@ def other_plan(table: StatusTable, epoch: int, plans: Mapping[int, int]) -> Plan
 
 
 def other_call(table: StatusTable, ranks: Sequence[int]) -> PlanMismatch:
-    """The error of ranks in an execution or a call of the world, while others are past it."""
+    """The error of ranks that have come to different executions or calls of the world."""
     where = "; ".join(f"rank {rank} is in {table.doing(rank)}" for rank in sorted(ranks))
     return PlanMismatch(
         f"the ranks have come to different calls: {where}. Every rank must make the same "
@@ -40,7 +40,7 @@ def other_call(table: StatusTable, ranks: Sequence[int]) -> PlanMismatch:
 
 
 def lost(table: StatusTable, rank: int, epoch: int) -> PeerLost:
-    """The error of ranks in an execution to which another one will not come."""
+    """The error of ranks in an execution to which `rank`, which has ended, will not come."""
     how, why = "has died", "Start the job again"
     if not table.has_died(rank):
         how = "has ended"

@@ -18,15 +18,15 @@ GRACE: Final = 1.0
 
 
 class ErrorAgreement:
-    """Tells this rank's errors, and knows those of others.
+    """Publishes this rank's errors, and collects those of other ranks.
 
-    Inside a machine an error lies in the control block, or, if it is large, in a segment. From
-    other machines each rank is sent its own copy.
+    Inside a machine an error lies in the control block, or, if it is large, in a segment. Each rank
+    of another machine is sent a copy of its own.
 
     Args:
         node: this machine.
-        rows: those of all ranks.
-        link: to other machines, if there are any.
+        table: the rows of all ranks.
+        link: the link to other machines, if there are any.
     """
 
     def __init__(self, node: Node, table: StatusTable, link: Link | None) -> None:
@@ -44,13 +44,14 @@ class ErrorAgreement:
         """Say that the execution has failed, wait for the others, and choose the error.
 
         Args:
-            epoch: of the execution.
+            epoch: the execution's epoch.
             error: what was raised here; None where only another rank has failed.
             refused: whether it was raised before this rank began its program.
             pause: how to wait.
 
         Returns:
-            Of the errors that occurred, that of the lowest rank.
+            The error of the lowest rank on which one occurred; a `TransportError` if none has come
+            within `GRACE`.
         """
         rank, size = self._node.rank, self._node.size
         content = None if error is None else pickled(error, rank)
@@ -60,7 +61,9 @@ class ErrorAgreement:
             self._link.tell_all(Failed(rank, epoch, content, refused))
         until = monotonic() + GRACE
         polls = 0
-        while monotonic() < until and not all(self._has_voted(each, epoch) for each in range(size)):
+        while monotonic() < until and not all(
+            self._has_voted(voter, epoch) for voter in range(size)
+        ):
             polls += 1
             pause(polls)
         contents = ((r, c) for r in range(size) if (c := self.content(r, epoch)))
@@ -76,7 +79,7 @@ class ErrorAgreement:
             return error
         agreed = unpickled(first, origin)
         is_the_same = type(error) is type(agreed) and str(error) == str(agreed)
-        return error if is_the_same else agreed  # one that all ranks have found is their own
+        return error if is_the_same else agreed  # all ranks may raise the same error by themselves
 
     def _has_voted(self, rank: int, epoch: int) -> bool:
         """Return whether a rank has ended the execution, by success or by failure, or by dying."""
@@ -84,7 +87,7 @@ class ErrorAgreement:
         return has_committed or self.last_failed(rank) == epoch or self._table.has_ended(rank)
 
     def publish(self, epoch: int, content: bytes | None, refused: bool = False) -> None:
-        """Say that the execution has failed here; None if only after another rank."""
+        """Say that the execution has failed here; None if another rank failed first."""
         node, words, row = self._node, self._words, self._mine
         if refused:
             words[row + REFUSED] = epoch
@@ -101,7 +104,7 @@ class ErrorAgreement:
         node.wake_all()
 
     def note(self, failed: Failed) -> None:
-        """The execution has failed on a rank of another machine."""
+        """Note that an execution has failed on a rank of another machine."""
         if failed.epoch > self.last_failed(failed.rank) or failed.error is not None:
             self._from_afar[failed.rank] = failed
 
@@ -138,14 +141,14 @@ class ErrorAgreement:
             return pickle.dumps(RemoteError(failure), 5)
 
     def withdraw(self) -> None:
-        """All ranks know this rank's error, or never will."""
+        """Withdraw this rank's error: all ranks know it, or never will."""
         if self._key is not None:
             self._node.segments.seal(self._key)
             self._key = None
 
 
 def pickled(error: BaseException, rank: int) -> bytes:
-    """An error as bytes; one that cannot be pickled goes as a `RemoteError` with its text."""
+    """An error as bytes; one that cannot be pickled becomes a `RemoteError` with its text."""
     try:
         content = pickle.dumps(error, 5)
         pickle.loads(content)
@@ -158,7 +161,7 @@ def pickled(error: BaseException, rank: int) -> bytes:
 
 
 def unpickled(content: bytes, rank: int) -> BaseException:
-    """The error; one that this rank cannot make goes as a `RemoteError`."""
+    """The error that was pickled; one that cannot be unpickled here becomes a `RemoteError`."""
     try:
         error = pickle.loads(content)
     except Exception as problem:  # a class that only its own rank can import
@@ -166,6 +169,6 @@ def unpickled(content: bytes, rank: int) -> BaseException:
         return RemoteError(failure)
     if not isinstance(error, BaseException):
         return TransportError(str(error))
-    if not isinstance(error, RemoteError):  # which names its rank itself
+    if not isinstance(error, RemoteError):  # a RemoteError names its rank itself
         error.add_note(f"raised on rank {rank}")
     return error

@@ -1,4 +1,4 @@
-"""News about executions between machines: small pickled messages, never waited for."""
+"""News about executions between machines: small pickled messages, for which nobody waits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Reached:
     barrier: int
     epoch: int
     digests: tuple[int, ...]
-    """Digests of the arguments that each of them has."""
+    """The digest of each rank's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An execution has failed on a rank; `error` is None where it only follows another's."""
+    """An execution has failed on a rank; `error` is None where another rank failed first."""
 
     rank: int
     epoch: int
@@ -33,7 +33,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The position of a rank: the status words of its row, and in words what it does."""
+    """The position of a rank: the status words of its row, and what it does, in words."""
 
     rank: int
     words: tuple[int, ...]
@@ -42,7 +42,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """A rank has ended; nothing comes of it after this."""
+    """A rank has ended; nothing comes from it after this."""
 
     rank: int
 
@@ -70,26 +70,26 @@ class Link:
 
     def receive(self) -> list[News]:
         """The news that have come since the last call."""
-        found = []
+        received = []
         while (message := self._comm.improbe()) is not None:
             news = message.recv()
             if isinstance(news, Goodbye):
                 self._talking.discard(news.rank)
             else:
-                found.append(news)
+                received.append(news)
         while self._sent and self._sent[0].Test():
             self._sent.popleft()
-        return found
+        return received
 
     def part(self, rank: int) -> None:
-        """Say the last word of this rank."""
+        """Send the last message of this rank."""
         self._send(Goodbye(rank), self._far)
 
     def is_silent(self) -> bool:
-        """Drop what still comes; whether nothing is under way any more, either way.
+        """Drop what still comes; return whether nothing is under way any more, either way.
 
-        MPI wants every message to be received before it ends. That all ranks have met does not
-        say that what they sent before has arrived; that their last words have, does.
+        Every message must be received before MPI ends. A barrier of all ranks does not show that
+        their earlier messages have arrived; the arrival of their last messages does.
         """
         self.receive()
         return not self._talking and not self._sent

@@ -1,4 +1,4 @@
-"""Rank status: the rows of the control block, in which ranks tell others of their machine."""
+"""Rank status: the rows of the control block, where ranks tell others what they do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class State(enum.IntEnum):
     EXITED = 3
     SERVING = 4
     DESERTED = 5
-    """It has ended while graphs were open there, which others drive or serve."""
+    """It has ended while it had open graphs, which others drive or serve."""
 
 
 _RUNNING: Final = int(State.RUNNING)
@@ -52,7 +52,7 @@ _RUNNING: Final = int(State.RUNNING)
 
 
 class Barrier(enum.IntEnum):
-    """The barriers of an execution; the value is the place of its word in a row."""
+    """The barriers of an execution; each value is the place of the barrier's word in a row."""
 
     COMMIT = 0
     RECOVER = 1
@@ -61,7 +61,7 @@ class Barrier(enum.IntEnum):
 
 
 def named(epoch: int) -> str:
-    """An execution as messages name it: they count from 0, and epochs from 1, since 0 is none."""
+    """An execution as messages name it: executions count from 0, and epochs from 1."""
     return f"execution {epoch - 1}"
 
 
@@ -74,20 +74,20 @@ class StatusTable:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._words = node.words
-        self._mine = mine = node.rank * ROW
+        self._mine = own_row = node.rank * ROW
         self._barriers = [
             [rank * ROW + REACHED + barrier for rank in range(node.size)] for barrier in Barrier
         ]
         self._local_barriers = [[words[rank] for rank in node.local] for words in self._barriers]
         self._reached = [words[node.rank] for words in self._barriers]
         self._plans = [[rank * ROW + PLANS + odd for rank in node.local] for odd in (0, 1)]
-        self._my_plans = (mine + PLANS, mine + PLANS + 1)
+        self._my_plans = (own_row + PLANS, own_row + PLANS + 1)
         self._doing = ""
 
     # -- this rank's ------------------------------------------------------------------------
 
     def enter(self, epoch: int, plan: int, doing: str) -> None:
-        """Say that this rank is in an execution of a plan, and in words, of what."""
+        """Say that this rank is in an execution of a plan, and what it executes, in words."""
         words, row = self._words, self._mine
         if doing is not self._doing:
             self._tell(self._node.rank, doing)
@@ -95,28 +95,28 @@ class StatusTable:
         words[row + PLAN] = words[self._my_plans[epoch & 1]] = plan
         words[row + AT] = _NOWHERE
         if self._node.order is not None:
-            self._node.order()  # who sees the epoch also sees its plan
+            self._node.order()  # a rank that sees the epoch also sees its plan
         words[row + EPOCH] = epoch
         words[row + STATE] = _RUNNING
 
     def call(self, number: int, epoch: int, doing: str) -> None:
-        """Say that this rank is in so manieth collective call of the world, and in which."""
+        """Say that this rank is in collective call `number` of the world, which `doing` names."""
         self._tell(self._node.rank, doing)
         self._doing = doing
-        self._node.fence()  # who sees the number also sees the words
+        self._node.fence()  # a rank that sees the number also sees the words
         self._words[self._mine + CALLS] = number << 32 | epoch
 
     def give(self, digest: int) -> None:
-        """Say by a digest what this rank gives to its execution; 0: nothing that counts."""
+        """Publish the digest of this rank's arguments; 0 if they are not compared."""
         self._words[self._mine + DIGEST] = digest
-        self._node.fence()  # who sees that this rank has come to the barrier also sees it
+        self._node.fence()  # a rank that sees this one at the barrier also sees it
 
     def set_state(self, state: State) -> None:
         """Say what this rank is doing."""
         self._words[self._mine + STATE] = state
 
     def reach(self, barrier: Barrier, epoch: int) -> None:
-        """Say that this rank has come to a barrier; all later reads see who came before."""
+        """Say that this rank has come to a barrier; later reads see all that came before."""
         self._words[self._reached[barrier]] = epoch
         self._node.fence()
 
@@ -131,7 +131,7 @@ class StatusTable:
             words[row + RUNNING] = position.running
 
     def status(self) -> tuple[int, ...]:
-        """The words that other machines are told of this rank."""
+        """The words about this rank that other machines are told."""
         return tuple(self._words[self._mine : self._mine + STATUS_WORDS])
 
     # -- those of ranks of other machines ---------------------------------------------------
@@ -139,7 +139,7 @@ class StatusTable:
     def note_reached(
         self, ranks: Sequence[int], barrier: int, epoch: int, digests: Sequence[int] = ()
     ) -> None:
-        """Ranks of another machine have come to a barrier, and give this to the execution."""
+        """Note that ranks of another machine have come to a barrier, and their digests."""
         words = self._words
         if barrier == Barrier.INPUTS:
             for rank, digest in zip(ranks, digests, strict=True):
@@ -150,12 +150,12 @@ class StatusTable:
             words[at] = max(words[at], epoch)
 
     def note_status(self, rank: int, status: Sequence[int], doing: str = "") -> None:
-        """Note where a rank of another machine is. The state comes last, as in `enter`.
+        """Note where a rank of another machine is.
 
-        The number of its calls comes before its epoch: see `Control.look`. How far the rank has
-        come is told by its machine's leader too, and what one of the two has sent later may arrive
-        earlier. So a rank that ends says itself what it has ended before, and one that has come to
-        `INPUTS` what it gives.
+        The state is written last, as in `enter`, and the number of calls before the epoch, as
+        `Control.look` needs it. The leader of the rank's machine tells the barriers, too, and a
+        later message of one of the two may arrive earlier. So the status has the barriers that the
+        rank has reached, and its digest.
         """
         words, row = self._words, rank * ROW
         self._tell(rank, doing)
@@ -167,7 +167,7 @@ class StatusTable:
         words[row + BEAT] = monotonic_ns()
 
     def _note_digest(self, rank: int, epoch: int, digest: int) -> None:
-        """Note what a rank gives to an execution, unless that of a later one is known."""
+        """Note a rank's digest for an execution, unless one for a later execution is known."""
         if epoch > self.reached(rank, Barrier.INPUTS):
             self._words[rank * ROW + DIGEST] = digest
 
@@ -195,7 +195,7 @@ class StatusTable:
         return True
 
     def reached(self, rank: int, barrier: Barrier) -> int:
-        """The last epoch of which a rank has come to a barrier."""
+        """The last epoch in which a rank has come to a barrier."""
         return self._words[self._barriers[barrier][rank]]
 
     def state(self, rank: int) -> State:
@@ -212,37 +212,37 @@ class StatusTable:
         return word >> 32, word & 0xFFFF_FFFF
 
     def digest(self, rank: int) -> int:
-        """The digest of what a rank gives to its execution."""
+        """The digest of a rank's arguments to its execution."""
         return self._words[rank * ROW + DIGEST]
 
     def give_the_same(self, ranks: Sequence[int]) -> bool:
-        """Return whether ranks that have come to `INPUTS` give the same to their execution."""
-        self._node.fence()  # who sees that a rank has come also sees what it gives
+        """Return whether ranks that have come to `INPUTS` have equal digests."""
+        self._node.fence()  # a rank that sees another one there also sees its digest
         return len({self.digest(rank) for rank in ranks}) <= 1
 
     def doing(self, rank: int) -> str:
-        """The words by which a rank last said what it does."""
+        """What a rank does, in the words that it last gave."""
         at = doing_at(rank, self._node.size)
         content = bytes(self._node.block[at : at + DOING_ROOM])
         return content.partition(b"\0")[0].decode(errors="replace")
 
     def plan(self, rank: int) -> int:
-        """The plan of that epoch."""
+        """The plan of the last epoch that a rank has entered."""
         return self._words[rank * ROW + PLAN]
 
     def of_another_plan(self, epoch: int) -> int | None:
-        """A rank of this machine that has ended this epoch with another plan than this one."""
+        """A rank of this machine that has ended this epoch with another plan than this rank."""
         words, odd = self._words, epoch & 1
         if self._node.order is not None:
-            self._node.fence()  # who sees that a rank has reached the end also sees its plan
-        mine = words[self._my_plans[odd]]
+            self._node.fence()  # a rank that sees another one at the end also sees its plan
+        own_plan = words[self._my_plans[odd]]
         for word in self._plans[odd]:
-            if words[word] != mine:
+            if words[word] != own_plan:
                 return word // ROW
         return None
 
     def plan_of(self, rank: int, epoch: int) -> int:
-        """The plan of this epoch, or of the next; of ranks of this machine."""
+        """The plan of a rank of this machine in an epoch, which is one of its last two."""
         return self._words[rank * ROW + PLANS + (epoch & 1)]
 
     def has_reported(self, rank: int) -> bool:
@@ -273,7 +273,7 @@ class StatusTable:
         return [self._position(rank, now) for rank in range(self._node.size)]
 
     def whereabouts(self, rank: int) -> str:
-        """Describe a rank that may be in another plan, or in none."""
+        """Describe where a rank is, even if it executes another plan, or none."""
         if self.has_ended(rank):
             return f"rank {rank} has ended"
         state = self.state(rank)
@@ -285,7 +285,7 @@ class StatusTable:
             return f"rank {rank} is outside of executions, {after}"
         if self.awaits_inputs(rank):
             late = ", ".join(
-                f"rank {each}" for each in self.missing(Barrier.INPUTS, self.epoch(rank))
+                f"rank {absent}" for absent in self.missing(Barrier.INPUTS, self.epoch(rank))
             )
             return f"rank {rank} is at the begin of {named(self.epoch(rank))}, and waits for {late}"
         if not self.has_reported(rank):
@@ -307,7 +307,7 @@ class StatusTable:
         row, words = rank * ROW, self._words
         waits = now - words[row + BEAT] < _STALE
         awaited = words[row + AWAITED] - 1
-        # One that has just failed, by the same deadline perhaps, is where it was then.
+        # A rank that has just failed, perhaps by the same deadline, is still where it was then.
         is_inside = words[row + STATE] in (_RUNNING, State.FAILED)
         return Position(
             rank,

@@ -9,7 +9,7 @@ from .rank_status import State
 
 
 class SharedRestartEpochs:
-    """Restart epochs in the rows of the control block; `RestartEpochs` says what its methods do.
+    """Restart epochs in the rows of the control block; `RestartEpochs` describes the methods.
 
     Args:
         node: this machine, which has all ranks.
@@ -35,24 +35,24 @@ class SharedRestartEpochs:
             PeerLost: one of them has ended, and will not come.
         """
         node = self._node
-        found = [r for r in range(node.size) if node.words[r * ROW + RESTART] < epoch]
-        for rank in found:
+        behind = [r for r in range(node.size) if node.words[r * ROW + RESTART] < epoch]
+        for rank in behind:
             if node.words[rank * ROW + STATE] in (State.EXITED, State.DESERTED):
                 raise PeerLost(
                     f"rank {rank} has ended, and this rank has to start its graphs over after an "
                     "interruption, which takes all ranks; start the job again",
                     rank,
                 )
-        if found:
+        if behind:
             node.wake_all()
-        node.fence()  # what the others did before they came here can be seen from here on
-        return found
+        node.fence()  # from here on this rank sees what the others did before
+        return behind
 
     def is_wanted(self, driver: int) -> bool:
-        words, mine = self._node.words, self.mine
-        if self._node.rank != driver:  # who serves looks often, and the driver looks at all
-            return words[driver * ROW + RESTART] > mine
-        return any(words[rank * ROW + RESTART] > mine for rank in range(self._node.size))
+        words, epoch = self._node.words, self.mine
+        if self._node.rank != driver:  # a serving rank looks often, so at one word only
+            return words[driver * ROW + RESTART] > epoch
+        return any(words[rank * ROW + RESTART] > epoch for rank in range(self._node.size))
 
     def tell(self, number: int) -> None:
         self._node.words[self._row + RESTART_AT] = number

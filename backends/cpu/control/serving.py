@@ -21,24 +21,25 @@ if TYPE_CHECKING:
     from ...driven.futures import Future
 
 _TURNS: Final = 1000
-"""Fruitless turns before the process sleeps. One takes a quarter of a microsecond and more, a yield
-of the core between two of them half of one, if it finds nobody else to run."""
+"""Fruitless turns before the process sleeps. A turn takes a quarter of a microsecond or more; a
+yield of the core between two turns takes half a microsecond if nothing else wants to run."""
 
 _FEW_TURNS: Final = 1
-"""The same under contention, where none of them yields."""
+"""The same under contention, where no turn yields."""
 
 _YIELD_EVERY: Final = 4
-"""Turns to a yield while the process has its core for itself. Where two ranks
-share a core, each turn without a yield would delay the other by as much."""
+"""Turns per yield while the process has its core to itself. Where two ranks share a core, each turn
+without a yield would delay the other by as much."""
 
 _QUICK: Final = 6e-6
 _MOST_TURNS: Final = 32
-"""Seconds of each wait, and turns at most, without a yield while the process has its core for
-itself. What comes during one is seen late, and round trips of one kind have theirs at the same turn
-each time."""
+"""The first seconds of each wait, and the most turns in them, without a yield while the process has
+its core to itself. A message that comes during a yield is seen late, and similar round trips would
+yield at the same turn each time."""
 
 _MOST_LOOKS: Final = 256
-"""Turns without a yield, in however many waits: who else is on the core shows in a yield only."""
+"""The most turns without a yield, over any number of waits: only a yield shows whether another
+process wants the core."""
 
 _ALONE: Final = 2e-6
 """Seconds that a yield takes at most if it has found nobody else to run."""
@@ -51,7 +52,7 @@ _TIMER: Final = 1e-3
 
 
 class Serving:
-    """Waiting of one process; `Waiting` in `backends/driven/executions.py` says what methods do.
+    """Waiting of one process; `Waiting` in `backends/driven/outcomes.py` describes the methods.
 
     Args:
         node: this machine.
@@ -75,7 +76,7 @@ class Serving:
         """Give way after `polls` fruitless turns.
 
         Raises:
-            PeerLost: a rank has ended, and nothing has come of it since that was noticed.
+            PeerLost: a rank has ended, and nothing has come from it since that was noticed.
         """
         if polls <= self._turns:
             if polls == 1:
@@ -84,7 +85,7 @@ class Serving:
                     if self._contention.is_on(perf_counter()):
                         return
                     self._turns = _TURNS
-                self._yielded_at = self._turns  # in this wait, not yet
+                self._yielded_at = self._turns  # this wait has not yielded yet
             self._looks += 1
             is_early = polls < self._first_yield or polls % _YIELD_EVERY
             if self._is_alone and is_early and self._looks < _MOST_LOOKS:
@@ -95,10 +96,10 @@ class Serving:
             ended = perf_counter()
             self._is_alone = ended - began < _ALONE
             turns = polls - self._yielded_at
-            if 0 < turns <= _YIELD_EVERY:  # in the same wait, so they took that long
+            if 0 < turns <= _YIELD_EVERY:  # both yields are of this wait
                 quick = _QUICK * turns / max(began - self._yielded, 1e-9)
                 self._first_yield = int(min(quick, _MOST_TURNS))
-            elif self._first_yield < _MOST_TURNS:  # the wait was too short to say how long
+            elif self._first_yield < _MOST_TURNS:  # the last wait was too short to measure turns
                 self._first_yield += 1
             self._yielded_at, self._yielded = polls, ended
             if self._contention.note(began, ended):
@@ -107,7 +108,10 @@ class Serving:
             self._sleep(polls, seconds)
 
     def _sleep(self, polls: int, seconds: float | None) -> None:
-        """Ask to be woken; the next time, for what came before that could be seen, sleep."""
+        """Ask to be woken at the first call, and sleep at the next one.
+
+        In between, the caller looks for messages that came before others saw the request.
+        """
         node = self._node
         lost = self._lost()
         if lost is not None:
@@ -132,11 +136,11 @@ class Serving:
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
         node = self._node
-        found = dict(node.world.look(ranks, seconds))
+        sights = dict(node.world.look(ranks, seconds))
         for rank in ranks:
             where = f"rank {rank} cannot be asked, as those of other machines"
-            found.setdefault(rank, Sight(f"{where}; it is {node.process(rank)}"))
-        return found
+            sights.setdefault(rank, Sight(f"{where}; it is {node.process(rank)}"))
+        return sights
 
     def pause_simply(self, polls: int) -> None:
         """Give way, without a deadline."""
@@ -170,10 +174,10 @@ class Serving:
         yield from pump.wait(future)
 
     def _lost(self) -> PeerLost | None:
-        """The error for a rank that has ended and leaves others behind, if there is one.
+        """The error for a rank that has ended while others need it, if there is one.
 
-        One that ends in order has seen the driver close all graphs. Its machine may hear that
-        earlier than this rank does: then what the driver has said is still on its way to here.
+        A rank that ends in order has seen the driver close all graphs. This rank may hear of that
+        end before the driver's command has come here.
         """
         node = self._node
         if self._spans:
@@ -228,7 +232,7 @@ class _Pump:
         self._look()
 
     def _look(self) -> None:
-        """Ask to be woken, then look once more, for what came before that could be seen."""
+        """Ask to be woken, then look for messages that came before others saw the request."""
         if self._timer is not None:
             self._timer.cancel()
         error: Exception | None = None
@@ -240,7 +244,7 @@ class _Pump:
                     break
             error = self._lost()
             if error is not None:
-                self._turn()  # for what the rank has sent before it ended
+                self._turn()  # for messages that the rank sent before it ended
         except Exception as raised:
             error = raised
         for woken, future in self._waiting.items():

@@ -153,11 +153,11 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC
 PyInit__cells(void)
 {
-    PyObject *made = PyModule_Create(&module);
-    if (made == NULL || PyType_Ready(&cells_type) < 0
-        || PyModule_AddObjectRef(made, "Cells", (PyObject *)&cells_type) < 0) {
-        Py_XDECREF(made);
+    PyObject *cells_module = PyModule_Create(&module);
+    if (cells_module == NULL || PyType_Ready(&cells_type) < 0
+        || PyModule_AddObjectRef(cells_module, "Cells", (PyObject *)&cells_type) < 0) {
+        Py_XDECREF(cells_module);
         return NULL;
     }
-    return made;
+    return cells_module;
 }

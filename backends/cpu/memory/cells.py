@@ -11,7 +11,7 @@ from .native import native
 
 
 class PlainCells:
-    """Memory that processes share, by Python's views; it begins at a word of 8 bytes."""
+    """Memory that processes share, through Python's views; it begins at a word of 8 bytes."""
 
     def __init__(self, memory: memoryview, order: Any) -> None:
         self._memory = memory
@@ -23,16 +23,17 @@ class PlainCells:
     ) -> None:
         """Write a message: the content, then its size, and last its number.
 
-        Who sees the number sees the rest, after a fence where the processor needs one to read.
+        A process that sees the number also sees the rest, after a fence where its processor needs
+        one to read.
 
         Args:
             at: the byte at which the content begins.
             content: what is written.
             size_word, number_word: indices of words of 8 bytes.
-            size, number: what they say then.
+            size, number: what is written to them.
 
         Raises:
-            IndexError, ValueError: that is outside the memory.
+            IndexError, ValueError: the content, or a word, is outside the memory.
         """
         self._memory[at : at + len(content)] = content
         self._words[size_word] = size
@@ -50,6 +51,6 @@ def cells(memory: memoryview, order: Any) -> PlainCells:
 
     Args:
         memory: bytes.
-        order: what must stand between a payload and its flag, if anything (`fences.py`).
+        order: the fence between a payload and its flag; None where none is needed (`fences.py`).
     """
     return PlainCells(memory, order) if native is None else native.Cells(memory)

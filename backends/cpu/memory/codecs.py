@@ -18,23 +18,23 @@ class Codec(Protocol):
     """Reads and writes the values of one type.
 
     Attributes:
-        nbytes: of every message; None where only the value tells.
+        nbytes: bytes of every message; None where they depend on the value.
     """
 
     nbytes: int | None
 
     def prepare(self, value: Any) -> tuple[Any, int]:
-        """Give what is to be written for `value`, and its number of bytes.
+        """Return what is to be written for `value`, and its number of bytes.
 
         Raises:
             TransportError: the value is not of the type, or cannot be pickled.
         """
 
     def keep(self, prepared: Any) -> Any:
-        """The same as `prepare` gave, but of its own, so that the value may change."""
+        """A copy of what `prepare` returned, so that the value may change."""
 
     def write(self, prepared: Any, target: memoryview, at: int) -> None:
-        """Write what `prepare` gave at byte `at`."""
+        """Write what `prepare` returned at byte `at`."""
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         """The value of the message at byte `at`.
@@ -48,10 +48,10 @@ class TensorCodec:
     """Tensors of one dtype and shape, stored contiguously. Each message has a codec of its own.
 
     Args:
-        copier: copies them where they are large.
+        copier: copies tensors that are large.
 
     Attributes:
-        is_large: whether several threads copy them; only then does it pay to ask `write_large`.
+        is_large: whether several threads copy them; only then is `write_large` worth a call.
     """
 
     def __init__(self, type_: TensorType, copier: Copier) -> None:
@@ -84,7 +84,7 @@ class TensorCodec:
             self.view(target, at, 0, False).copy_(prepared)
 
     def write_large(self, prepared: Tensor, target: memoryview, at: int) -> bool:
-        """Write a large tensor that lies in one piece in the host's memory; whether it does."""
+        """Write a large tensor, if it is contiguous and on the host; return whether it is."""
         if not prepared.is_contiguous() or prepared.device.type != "cpu":
             return False
         source = self.contiguous_bytes(prepared)
@@ -101,12 +101,12 @@ class TensorCodec:
         view = torch.frombuffer(source, dtype=self.dtype, count=count, offset=at)
         if len(self.shape) != 1:
             view = view.view(self.shape)
-        if not private:  # its slot comes again
+        if not private:  # its slot will be used again
             self._views[at] = (source, view)
         return view
 
     def contiguous_bytes(self, prepared: Tensor) -> memoryview:
-        """The bytes of the tensor: its own memory where that is contiguous, else of a copy."""
+        """The bytes of the tensor: its own memory where that is contiguous, else a copy."""
         plain = prepared.resolve_conj().resolve_neg().contiguous().cpu()
         return plain.view(-1).view(torch.uint8).numpy().data
 
@@ -139,7 +139,7 @@ class ObjectCodec:
 
 
 class UnitCodec:
-    """Nothing but the fact that a message has come."""
+    """The unit: a message without content."""
 
     nbytes: int | None = 0
 

@@ -28,15 +28,15 @@ _MEMBARRIER_REGISTER_GLOBAL_EXPEDITED = 1 << 2
 def full_fence() -> Fence:
     """A callable that is a sequentially consistent fence.
 
-    In a compiled wheel it is C's. Else, on x86-64, taking a free lock is one (it executes an
-    instruction with the lock prefix); elsewhere it is libatomic's or the kernel's membarrier.
+    In a compiled wheel it is C's. Else it is, on x86-64, the taking of a free lock, which executes
+    an instruction with the lock prefix; elsewhere libatomic's fence or the kernel's membarrier.
 
     Raises:
-        TransportError: nothing of that is there.
+        TransportError: none of these is available.
     """
     if native is not None:
-        found: Fence = native.fence
-        return found
+        native_fence: Fence = native.fence
+        return native_fence
     if platform.machine() in _X86_64:
         return _lock_fence()
     fence = libatomic_fence() or membarrier_fence()
@@ -81,7 +81,7 @@ def _lock_fence() -> Fence:
     def fence() -> None:
         try:
             acquire()
-        finally:  # also where a signal's handler raises in between
+        finally:  # even if a signal's handler raises in between
             release()
 
     return fence

@@ -25,26 +25,26 @@ AT: Final = 4
 AWAITED: Final = 5
 RUNNING: Final = 6
 BEAT: Final = 7
-# Second line: the last epoch of which the rank has reached each barrier; how many collective calls
-# of the world it has made, in the upper half, and its epoch in the last of them; the digest of what
-# it gives to its execution; and the plans of its last two executions, that of an odd epoch second.
-# A rank is never two ahead of another one.
+# Second line: the last epoch in which the rank has reached each barrier; how many collective calls
+# of the world it has made, in the upper half, and its epoch in the last of them; the digest of its
+# arguments to its execution; and the plans of its last two executions, the one of the odd epoch
+# second. A rank is never two executions ahead of another.
 REACHED: Final = WORDS
 CALLS: Final = WORDS + 4
 DIGEST: Final = WORDS + 5
 PLANS: Final = WORDS + 6
-# What other machines are told of a rank: where it is, how far it has come, and what it gives.
+# What other machines are told of a rank: where it is, how far it has come, and its digest.
 STATUS_WORDS: Final = DIGEST + 1
-# Third line: the epoch that has failed here, and the bytes of the pickled error, if it began here.
-# An error larger than its room in the block lies in a segment.
+# Third line: the last epoch that has failed here, and the pickled error's bytes, if the failure
+# began here. An error larger than its room in the block lies in a segment, whose key is here.
 FAILED: Final = 2 * WORDS
 ERROR_KEY: Final = 2 * WORDS + 1
 ERROR_BYTES: Final = 2 * WORDS + 2
-# And how far the rank has come in starting over, and, of the driver, the number of the execution
-# with which all go on.
+# How far the rank has come in starting over; and, in the driver's row, the number of the execution
+# with which all ranks go on.
 RESTART: Final = 2 * WORDS + 3
 RESTART_AT: Final = 2 * WORDS + 4
-# And the last epoch that has failed here before the rank began its program.
+# The last epoch that has failed here before the rank began its program.
 REFUSED: Final = 2 * WORDS + 5
 # Fourth line: whether the rank sleeps or is about to.
 WAITING: Final = 3 * WORDS
@@ -70,10 +70,11 @@ def doing_at(rank: int, ranks: int) -> int:
 
 # -- slots of a channel --------------------------------------------------------------------------
 
-# A slot's header, written by the sender: number of the message in it, its bytes, and, where these
-# did not fit into the slot, the buffer that holds them (`shared_buffers.py`): key and bytes of its
-# segment, its name, and, if it is lent, the number of this lending. The last words make way for
-# content of a few bytes: its reader then takes one cache line from the other core, and not two.
+# A slot's header, written by the sender: the number of its message, the message's bytes, and, where
+# these do not fit into the slot, the buffer that holds them (`queues/shared_buffers.py`): key and
+# bytes of its segment, its name, and, if it is lent, the number of this lending. Content of a few
+# bytes takes the place of the last words: its reader then fetches one cache line from the other
+# core, not two.
 FULL: Final = 0
 NBYTES: Final = 1
 BUFFER_KEY: Final = 2
@@ -82,11 +83,11 @@ BUFFER: Final = 4
 LENDING: Final = 5
 IN_HEADER: Final = 4
 IN_HEADER_BYTES: Final = 8 * (WORDS - IN_HEADER)
-# What a message is, added to its bytes in the header: an error in place of a value; an object as a
-# bare pickle; bytes as they are; and, beside any of these, that it is in a buffer that is lent; or
-# beside the second and third, that it is in the header. No room is that large, so most readers look
-# at this only where a message seems not to fit. All of it fits into 62 bits, with which compiled
-# code is fastest.
+# Marks of a message, added to its bytes in the header: it is an error in place of a value; an
+# object as a bare pickle; bytes as they are. Any message may also be in a lent buffer; a bare
+# pickle or bytes may be in the header. No room is as large as a mark, so most readers look at marks
+# only where a message seems not to fit. All marks fit into 62 bits, with which compiled code is
+# fastest.
 POISON: Final = 1 << 59
 PICKLE: Final = 1 << 58
 RAW: Final = 1 << 57
@@ -99,8 +100,8 @@ SIZE_MASK: Final = INLINE - 1
 class SlotLayout:
     """A channel's segment: slot headers, then what each reader has consumed, then payloads.
 
-    The first slots are those that the plan gave out; after them comes a ring, used in turn by
-    the messages that have no slot.
+    The first slots are those that the plan assigns. After them comes a ring, whose slots are used
+    in turn by the messages that have no planned slot.
 
     Attributes:
         planned: number of planned slots.

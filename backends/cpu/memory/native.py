@@ -6,5 +6,5 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# One that is there and cannot be loaded is an error: nothing falls back without being noticed.
+# A module that exists and cannot be loaded is an error: nothing falls back silently.
 native: Any = import_module("._cells", __package__) if find_spec("._cells", __package__) else None

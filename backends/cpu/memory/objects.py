@@ -1,14 +1,14 @@
 """Python objects as bytes: pickle protocol 5, with the bulk data left where it is.
 
 A message is: the length of the pickle and the number of buffers (8 bytes each), the buffers'
-lengths (8 bytes each), the pickle, and the buffers, each at a multiple of 64 bytes. Tensors
-travel as buffers; torch's own pickling would copy them through the pickle several times. Tensors
-that share storage do so no longer on the other side, unless they are one and the same object.
+lengths (8 bytes each), the pickle, and the buffers, each at a multiple of 64 bytes. Tensors travel
+as buffers; torch's own pickling would copy them through the pickle several times. Tensors that
+share storage no longer share it on the other side, unless they are the same object.
 
-An object that is a numpy array and nothing else is common, and pickling it names functions and
-builds a dtype by its parts, in code that no cache holds after a large copy. Such a message says in
-its number of buffers that it is one. All that is pickled is the dtype's name, the shape, and
-whether the array can be written.
+Plain numpy arrays are common objects. numpy's pickle of one names functions and builds the dtype
+from parts, by code that no cache holds any more after a large copy. So the message of such an array
+has a mark in its number of buffers, and its pickle is only the dtype's name, the shape, and whether
+the array can be written.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _HEAD = struct.Struct("<QQ")
 _ARRAY = 1 << 63
 """Bit of the number of buffers: the message is an array."""
 _NUMPYS_OWN = 1
-"""`dtype.isbuiltin` of what is neither another library's, in another order of bytes, nor more."""
+"""`dtype.isbuiltin` of numpy's own dtypes, in this machine's order of bytes and without fields."""
 _NUMBERS = frozenset("biufc")
 """Kinds of numpy's own dtypes whose name says everything about them."""
 _SHARED = 1 << 16
-"""Bytes of a buffer that shares the memory of its message, where that may be. Smaller ones are
-copied in a few microseconds, and do not hold on to all of it."""
+"""The least bytes of a buffer that shares the memory of its message, where it may. Smaller buffers
+are copied in a few microseconds, and then do not keep the whole message alive."""
 _REFUSALS = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 """Exceptions of pickle for an object that it cannot take."""
 
@@ -103,7 +103,7 @@ def encode(value: Any) -> Encoded:
         pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)
         pickler.dispatch_table = _REDUCERS
         pickler.dump(value)
-        # Its bytes, not a view of them: a stream that is collected with a view open complains.
+        # A copy of its bytes, not a view: a stream that is collected with a view open complains.
         return Encoded(stream.getvalue(), [buffer.raw() for buffer in buffers])
     except _REFUSALS as error:
         raise TransportError(
@@ -111,7 +111,7 @@ def encode(value: Any) -> Encoded:
             f"another rank, nor be copied for a caller: {error}. Send tensors and plain data, and "
             "make what cannot be pickled (files, locks, lambdas) on the rank that uses it"
         ) from error
-    except Exception as error:  # of a class's own __reduce__, or of a signal's handler
+    except Exception as error:  # from a class's own __reduce__, or from a signal's handler
         error.add_note("An object was being pickled, to be sent or copied")
         raise
 
@@ -149,7 +149,7 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
 
 
 def _is_plain_array(value: Any) -> bool:
-    """Return whether the bytes of an object, a dtype's name, and a shape are all there is to it."""
+    """Return whether an object is described by a dtype's name, a shape and its bytes."""
     return (
         type(value) is np.ndarray
         and value.flags.c_contiguous
@@ -161,11 +161,12 @@ def _is_plain_array(value: Any) -> bool:
 def _split(
     message: memoryview, length: int, count: int, private: bool
 ) -> tuple[memoryview, list[memoryview]]:
-    """Pickle and buffers of a message; who keeps a small part of it does not keep all the memory.
+    """Split a message into its pickle and its buffers; small buffers are copied.
 
     Args:
-        length: of the pickle.
-        count: of the buffers.
+        length: bytes of the pickle.
+        count: number of the buffers.
+        private: whether the larger buffers may share the memory of `message`.
     """
     lengths = struct.unpack_from(f"<{count}Q", message, _HEAD.size)
     begin = _HEAD.size + 8 * count
@@ -216,7 +217,7 @@ _Reducer = Callable[[Any], Any]
 
 
 class _Reducers(dict[type, _Reducer]):
-    """Ours, and behind them those registered with `copyreg`."""
+    """The reducers of this module, and behind them those registered with `copyreg`."""
 
     def __missing__(self, cls: type) -> _Reducer:
         return copyreg.dispatch_table[cls]

@@ -1,13 +1,13 @@
 """Copy large memory with several cores: one alone does not use up the memory's bandwidth.
 
-A copy is cut into shares, and the number of a core says with which one a thread on it begins. So
-a rank that passes on what it has received copies each share on the core that wrote it, as long as
-ranks use the same cores: data that lies in the cache of a core far away is copied five to ten times
-slower. Whoever is done with a share takes what is left of others, from their ends. So nobody waits
-for a helper that gets no core, but for the part that one is at.
+A copy is cut into shares, and a thread's core decides with which share the thread begins. So a rank
+that passes on what it has received copies each share on the core that wrote it, as long as ranks
+use the same cores. Data in the cache of a distant core is copied five to ten times slower. A thread
+that is done with its share takes parts from the ends of the others. So nobody waits for a helper
+that gets no core, only for the parts that helpers have begun.
 
-Parts are large, for each one makes the threads wait for the interpreter's lock twice; numpy lets
-go of it while it copies.
+Parts are large, because each one makes its thread wait for the interpreter's lock twice; numpy
+releases the lock while it copies.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Copier:
     """Copies memory. The helping threads start with the first large copy, and end with the process.
 
     Args:
-        helpers: threads besides the one that asks; by default as many as this process has cores
-            for, up to `MOST_HELPERS`.
+        helpers: threads besides the caller's; by default as many as this process has cores for, up
+            to `MOST_HELPERS`.
 
     Attributes:
-        threads: the helpers that have been started, as the system numbers them.
+        threads: the helpers that have been started, by the system's thread ids.
     """
 
     def __init__(self, helpers: int | None = None) -> None:
@@ -66,10 +66,10 @@ class Copier:
         self._avoided: int | None = None
 
     def copy(self, target: memoryview, source: memoryview) -> None:
-        """Copy `source` to `target`: contiguous bytes, as many of the one as of the other.
+        """Copy `source` to `target`; both are contiguous bytes of the same length.
 
         Raises:
-            TransportError: a part was not copied, for a helper has failed.
+            TransportError: a part was not copied, because a helper has failed.
         """
         if source.nbytes < LEAST or not self._helpers:
             target[:] = source
@@ -83,7 +83,7 @@ class Copier:
         try:
             job.work(self.share(core), self._call)
         finally:
-            job.stop()  # what is copied to may be used for something else from here on
+            job.stop()  # from here on the target may be used for something else
         job.check()
 
     def _call(self, job: Job) -> None:
@@ -106,9 +106,10 @@ class Copier:
                 self.threads.append(thread.native_id)
 
     def _avoid(self, core: int) -> None:
-        """Keep the helpers away from the core of the thread that asks.
+        """Keep the helpers away from the caller's core.
 
-        The kernel likes to wake a thread where the one runs that wakes it, though other cores idle.
+        The kernel likes to wake a thread on the core of the thread that wakes it, even if others
+        idle.
         """
         self._avoided = core
         others = self._cores - {core}
@@ -119,7 +120,7 @@ class Copier:
                 os.sched_setaffinity(thread, others)
 
     def share(self, core: int) -> int:
-        """The share that a thread on a core begins with; the first on a core that came later."""
+        """The share with which a thread on a core begins; the first on a core added later."""
         return self._share_of.get(core, 0)
 
     def _help(self) -> None:
@@ -128,10 +129,10 @@ class Copier:
 
 
 class Job:
-    """One copy, of `source` to `target`: contiguous bytes, as many of the one as of the other.
+    """One copy of `source` to `target`; both are contiguous bytes of the same length.
 
     Args:
-        shares: how many threads may begin at different places.
+        shares: the number of shares, at which different threads may begin.
     """
 
     def __init__(self, target: memoryview, source: memoryview, shares: int) -> None:
@@ -139,24 +140,26 @@ class Job:
         self._source: Any = np.frombuffer(source, dtype=np.uint8)
         self._shares = [deque(parts) for parts in cut(source.nbytes, shares)]
         self._count = sum(map(len, self._shares))
-        # Lengths are counts: to append is one step, whatever signal or thread comes in between.
+        # Their lengths are counts: an append is one step, whatever signal or thread comes in
+        # between.
         self._copied: deque[None] = deque()  # parts
-        self._asked: deque[None] = deque()  # as often as a helper has asked for a part
-        self._ended: deque[None] = deque()  # as often as one is done with what it got
-        self._news: SimpleQueue[None] = SimpleQueue()  # after each of these
+        self._asked: deque[None] = deque()  # requests of helpers for a part
+        self._ended: deque[None] = deque()  # requests whose part is done
+        self._news: SimpleQueue[None] = SimpleQueue()  # an entry after each of these
 
     def work(self, share: int, call: Callable[[Job], None]) -> None:
         """Copy parts until none is left: first those of a share, in their order.
 
         Args:
+            share: the share to begin with.
             call: wakes the helpers.
         """
         asked, ended, wait = self._asked, self._ended, self._news.get
         part = self._shares[share].popleft()
         target, source = self._target[part], self._source[part]
-        # A helper that wakes up, or has copied its part, needs the interpreter's lock. One that has
-        # to wait for it gets it late where a rank polls on its core: up to 0.3 ms. So this thread
-        # holds the lock for next to no time before its part and, if nothing is left, behind it.
+        # A helper that wakes up, or has copied its part, needs the interpreter's lock. If it has to
+        # wait for the lock, and a rank polls on its core, it gets the lock up to 0.3 ms late. So
+        # this thread hardly holds the lock before its part and, if nothing is left, after it.
         call(self)
         np.copyto(target, source)
         if not any(self._shares):
@@ -167,7 +170,7 @@ class Job:
             self._copy(part)
 
     def help(self, share: int) -> None:
-        """The same, in a thread that was called, and that nothing interrupts."""
+        """Copy parts in a helping thread, which no signal interrupts."""
         parts = self._parts(share)
         more = True
         while more:
@@ -182,16 +185,16 @@ class Job:
                 self._news.put(None)
 
     def stop(self) -> None:
-        """Let nobody begin another part, and wait for the helpers to end those that they are at.
+        """Let no thread begin another part, and wait until the helpers have ended theirs.
 
-        Whatever interrupts that is raised behind it.
+        An interruption of the wait is raised after it.
         """
         interruption: BaseException | None = None
         while True:
             try:
                 for parts in self._shares:
                     parts.clear()
-                while len(self._ended) < len(self._asked):  # who asks from here on gets nothing
+                while len(self._ended) < len(self._asked):  # later requests get nothing
                     self._news.get()
                 break
             except BaseException as error:
@@ -201,7 +204,7 @@ class Job:
             raise interruption
 
     def check(self) -> None:
-        """Return if all parts have been copied.
+        """Check that all parts have been copied.
 
         Raises:
             TransportError: they have not.
@@ -214,12 +217,12 @@ class Job:
             )
 
     def _parts(self, share: int) -> Iterator[slice]:
-        """The parts that are left of a share, in their order, and then those left of each share."""
+        """The parts left of a share, in order, then those left of all shares, from their ends."""
         for take in (self._shares[share].popleft, *(parts.pop for parts in self._shares)):
             while True:
                 try:
                     part = take()
-                except IndexError:  # a look before would say nothing: others take parts as well
+                except IndexError:  # a look ahead would not help: other threads take parts
                     break
                 yield part
 
@@ -230,7 +233,7 @@ class Job:
 
 @lru_cache(maxsize=64)
 def cut(nbytes: int, shares: int) -> tuple[tuple[slice, ...], ...]:
-    """The parts of each share of so many bytes, in their order."""
+    """Cut `nbytes` bytes into shares, and each share into parts, all in order."""
     length = -(-nbytes // shares)
     bounds = [min(share * length, nbytes) for share in range(shares + 1)]
     return tuple(

@@ -57,14 +57,14 @@ class Segments(Protocol):
         """
 
     def seal(self, key: int) -> None:
-        """Withdraw the key of an own segment: who has opened it keeps it. Idempotent."""
+        """Withdraw the key of a segment made here; processes that opened it keep it. Idempotent."""
 
 
 class MemoryFiles:
     """Anonymous files (`memfd_create`); a key is the creator's file descriptor, and the inode.
 
-    In a PID namespace of its own, as containers have, a process finds another one under the
-    creator's number, or itself. Whatever that has open is not this file, and the inode tells.
+    A process in a PID namespace of its own, as containers have, finds another process, or itself,
+    under the creator's number. Its file under that descriptor is another one, as the inode tells.
     """
 
     folder = None
@@ -144,23 +144,24 @@ def share(
 
     Args:
         world: the ranks.
-        kind: of the segments.
+        kind: the kind of the segments.
         pids: process ids by rank.
         own: bytes of each segment to create, by names that its readers know.
-        others: the rank that creates each segment to open, and its bytes.
+        others: for each segment to open, by name, the rank that creates it, and its bytes.
 
     Returns:
-        The memory by names, and what went wrong by ranks; then none of it is of use.
+        The memory of each segment, by name; and what went wrong, by rank. If anything has, the
+        memory is of no use.
     """
-    made: dict[Name, Segment] = {}
+    created: dict[Name, Segment] = {}
     opened: dict[Name, memoryview] = {}
     problem = ""
     try:
         for name, nbytes in own.items():
-            made[name] = kind.create(nbytes)
+            created[name] = kind.create(nbytes)
     except OSError as error:
         problem = str(error)
-    told = world.allgather(({name: made[name].key for name in made}, problem))
+    told = world.allgather(({name: created[name].key for name in created}, problem))
     try:
         if not any(text for _, text in told):
             for name, (rank, nbytes) in others.items():
@@ -168,7 +169,7 @@ def share(
     except OSError as error:
         problem = str(error)
     problems = world.allgather(problem)
-    for segment in made.values():
+    for segment in created.values():
         kind.seal(segment.key)
-    memory = {name: memoryview(segment.memory) for name, segment in made.items()}
+    memory = {name: memoryview(segment.memory) for name, segment in created.items()}
     return memory | opened, {rank: text for rank, text in enumerate(problems) if text}

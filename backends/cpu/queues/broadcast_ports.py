@@ -1,7 +1,7 @@
-"""The ports of a broadcast object inside one machine: its root writes it once, and all read it.
+"""The ports of an object's broadcast inside one machine: the root writes it once, and all read it.
 
-They use the queues of every collective of the group, in the order of its collectives. Where one is
-under way already, or the object does not suit, it goes as in every collective.
+They use the queues of the group's other collectives, in one order with them. Where another
+collective is under way, or the object is not small, the broadcast runs as all other collectives do.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Group:
     Attributes:
         rank: this rank.
         ranks: the members, in group order.
-        near: those on this rank's machine, itself among them: one queue of each serves all others.
+        near: the members on this rank's machine, itself among them; one queue of each serves all
+            others.
         out: queues to the other members, each with the ranks that it serves.
         into: queues from the other members, by rank.
         active: where to register while collectives are under way.
@@ -69,7 +70,7 @@ class Group:
         self.progress()
 
     def progress(self) -> None:
-        """Run the collectives as far as they come."""
+        """Run the collectives until they have to wait."""
         entered = self.entered
         while entered and entered[0].advance():
             entered.popleft()
@@ -127,7 +128,7 @@ class CollectivePort:
         except StopIteration as end:
             self._value = end.value
         except BaseException as error:
-            # Raised again by `take`, where the engine knows whose it is.
+            # `take` raises it again, where the engine knows which op has failed.
             if is_interruption(error):
                 raise
             self._error = error
@@ -139,13 +140,13 @@ class CollectivePort:
 
 
 class _Exchange:
-    """One exchange of messages, and what this rank makes of those it gets.
+    """One exchange of messages, and the value that this rank makes from those it receives.
 
-    On one machine an operand is written once, whole, and all others there read it in place, those
-    that need it not at all, too. To another machine goes what its receiver needs.
+    Inside a machine an operand is written once, whole, and all other members there read it in
+    place, even those that do not need it. A receiver on another machine is sent only what it needs.
 
     Args:
-        sent: the type of operands.
+        sent: the type of the operands.
         donates: whether the result of a reduction may lie in the memory of this rank's operand.
     """
 
@@ -160,7 +161,8 @@ class _Exchange:
         self._receives = group.rank in exchange.receivers
         part = _part_of(exchange, sent)
         receivers = set(exchange.receivers)
-        # Queues with their messages out; and whose part goes by each, None for a whole operand.
+        # Queues with their outgoing messages; and the member whose part each takes, None for a
+        # whole operand.
         self._out: list[tuple[SendQueue, Outgoing, int | None]] = []
         for ranks, queue in group.out if group.rank in exchange.senders else ():
             if not receivers.isdisjoint(ranks):
@@ -168,7 +170,7 @@ class _Exchange:
                 whose = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
                 message = Outgoing(codec_of(sent if is_near else part, group.copier), is_held=True)
                 self._out.append((queue, message, whose))
-        # Queues with their messages in, by rank; values are held in place until `release`.
+        # Queues with their incoming messages, by rank; values are held in place until `release`.
         self._into: dict[int, tuple[RecvQueue, Incoming]] = {}
         for source in exchange.senders:
             is_near = source in group.near
@@ -190,10 +192,10 @@ class _Exchange:
         return result
 
     def pieces(self, value: Any) -> Generator[None, None, list[Any]]:
-        """This rank's piece of each sender's operand, those of others in place until `release`.
+        """This rank's piece of each sender's operand; others' stay in place until `release`.
 
         Raises:
-            Poison: some sender has none; the same receivers learn of it in the same exchange.
+            Poison: a sender has failed; all its receivers learn of it in this exchange.
         """
         for source, expected in self._into.values():
             source.post(expected)
@@ -210,7 +212,7 @@ class _Exchange:
             values = {rank: message.take() for rank, (_, message) in into.items()}
             if isinstance(value, Poison):
                 raise value
-        except BaseException:  # also what is no Exception, from an object that is unpickled
+        except BaseException:  # not only Exceptions: an object's class may raise anything
             self.release()
             raise
         values[self._rank] = value
@@ -238,11 +240,11 @@ class _Exchange:
 
 
 class _SplitAllReduce:
-    """All-reduce in two exchanges: reduce the own part of everybody's, then gather the parts.
+    """All-reduce in two exchanges: each rank reduces one part, then all gather the parts.
 
     Args:
-        operand: its type.
-        donates: as of `_Exchange`.
+        operand: the operand's type.
+        donates: as in `_Exchange`.
     """
 
     def __init__(
@@ -262,8 +264,8 @@ class _SplitAllReduce:
 
     def run(self, value: Any) -> Steps:
         tensors = yield from self._whole.pieces(value)
-        mine = slice(self._begin, self._begin + self._part)
-        part = reduce([tensor.reshape(-1)[mine] for tensor in tensors], self._op)
+        own_slice = slice(self._begin, self._begin + self._part)
+        part = reduce([tensor.reshape(-1)[own_slice] for tensor in tensors], self._op)
         self._whole.release()
         missing = self._part - part.numel()
         if missing:
@@ -287,7 +289,7 @@ def _part_of(exchange: Exchange, sent: ValueType) -> ValueType:
 
 
 def _whole_of(exchange: Exchange, piece: ValueType) -> ValueType:
-    """The type of an operand, by a receiver's piece of it."""
+    """The type of an operand, from the type of a receiver's piece."""
     if exchange.cut is None or not isinstance(piece, TensorType):
         return piece
     return resized(piece, exchange.cut, piece.shape[exchange.cut] * len(exchange.members))
@@ -297,7 +299,7 @@ def _algorithm(
     op: Collective, group: Group, operand: ValueType | None, result: ValueType
 ) -> _Exchange | _SplitAllReduce:
     exchange = op.exchange
-    if not exchange.senders:  # a barrier: a unit of every member, for every member
+    if not exchange.senders:  # a barrier: every member sends a unit to every member
         return _Exchange(Exchange(group.ranks, group.ranks, group.ranks), group, UnitType())
     sent = operand if operand is not None else _whole_of(exchange, result)
     if exchange.is_whole:

@@ -30,7 +30,7 @@ class InRing(Protocol):
     """A port whose message stays in the ring until it is taken."""
 
     def keep(self) -> bool:
-        """Move the message out of the ring, if it has arrived; whether it has."""
+        """Move the message out of the ring, if it has arrived; return whether it has."""
 
 
 class LocalReceiver:
@@ -38,7 +38,7 @@ class LocalReceiver:
 
     Args:
         node: this machine.
-        layout: of the segment.
+        layout: the segment's layout.
         memory: the segment.
         sender: the rank that writes it.
         reader: which of the layout's readers this is.
@@ -99,8 +99,8 @@ class LocalReceiver:
     def post_in_ring(self, port: InRing) -> tuple[int, tuple[int, ...]]:
         """Post a receive of the ring's next message, which stays there until the port takes it.
 
-        The sender may count on a message leaving the ring once it has been asked for, whatever
-        this rank waits for first. So where more are asked for than the ring holds, the queue takes
+        The sender relies on a message to leave the ring once its receive is posted, whatever else
+        this rank waits for. So where more receives are posted than the ring holds, the queue takes
         part in `progress`.
 
         Returns:
@@ -112,7 +112,7 @@ class LocalReceiver:
         return self.claim()
 
     def make_room(self) -> None:
-        """Move what has arrived out of the ring, if it might keep out what is waited for."""
+        """Move arrived messages out of the ring, if they might keep out an awaited one."""
         in_ring = self.in_ring
         while len(in_ring) >= self._layout.ring and in_ring[0].keep():
             in_ring.popleft()
@@ -159,12 +159,12 @@ class LocalReceiver:
         self.consume(self._places[slot][1], number)
 
     def claim(self) -> tuple[int, tuple[int, ...]]:
-        """Claim the place of the ring's next message that nobody has asked for.
+        """Claim the place of the ring's next message for which no receive is posted.
 
         Returns:
-            Its number in its slot. And of the place: the slot, the words of its number, size, and
-            consumption, the byte at which the payload begins; then, of the message with which the
-            ring will be full, the word of its number, and by how much that number is larger.
+            The message's number in its slot; and its place: the slot; the words of its number, its
+            size and its consumption; the byte at which the payload begins; and, for the message
+            that will fill the ring, the word of its number, and by how much that number is larger.
         """
         ring = self._next
         self._next = self._after[ring]
@@ -173,7 +173,7 @@ class LocalReceiver:
         return number, place
 
     def next_number(self, slot: int) -> int:
-        """The number of the next message in `slot` that nobody has asked for yet."""
+        """The number of the next message in `slot` for which no receive is posted."""
         self._posted[slot] += 1
         return self._posted[slot]
 
@@ -198,7 +198,7 @@ class LocalReceiver:
             node.ring(self.sender)
 
     def reset(self) -> None:
-        """Forget all messages; the sender resets in the same pause."""
+        """Forget all messages; the sender resets between the same barriers."""
         self.close()
         self.in_ring.clear()
         self._posted = [0] * self._layout.slots
@@ -219,11 +219,11 @@ class LocalReceiver:
         return Poison.from_bytes(memory[at : at + (size & SIZE_MASK)])
 
     def find(self, slot: int, size: int) -> tuple[memoryview, int, bool]:
-        """Find the message in `slot` that has `size` in its header; once for each message.
+        """Find the message in `slot` whose header has `size`; called once for each message.
 
         Returns:
-            The memory, the offset, and whether the memory is the receiver's own: it is lent, and
-            given back when nothing refers to it any more.
+            The memory, the offset, and whether the memory is lent to this receiver. Lent memory
+            goes back when nothing refers to it any more.
         """
         header, _, payload = self._places[slot]
         if size & INLINE:

@@ -1,8 +1,9 @@
 """The sender's side of a queue inside a machine: slots in shared memory, with one writer.
 
-A slot carries one message at a time. The sender counts the messages it has put into a slot, and
-each reader those it is done with; a slot is free when all counts are equal. Both counts only grow
-and each has one writer, so a late reader can never mistake one message for another.
+A slot carries one message at a time. The sender counts the messages that it has put into a slot,
+and each reader counts those that it is done with; a slot is free when all counts are equal. Both
+counts only grow and each has one writer, so a late reader can never mistake one message for
+another.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LocalSender:
 
     Args:
         node: this machine.
-        layout: of the segment.
+        layout: the segment's layout.
         memory: the segment.
         readers: the ranks that read it, in the order of the layout's readers.
         active: where to register while messages wait.
@@ -47,7 +48,7 @@ class LocalSender:
         words: the segment as words of 8 bytes.
         unsent: the messages that wait for their slots.
         sent: how many messages have been put into each slot.
-        buffers: those for messages that do not fit into their slots.
+        buffers: the shared buffers for messages that do not fit into their slots.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class LocalSender:
         self._write_small = cells(memory, node.order).put
         self._readers = tuple(readers)
         self._sleepers = [(node.waiting(rank), rank) for rank in readers]
-        # Not looked up in a class that is not compiled each time.
+        # Kept here, because looking them up each time in a class that is not compiled is slow.
         self._order, self._fence, self._waiting = node.order, node.fence, node.words
         self._active = active
         self.unsent: deque[Outgoing] = deque()
@@ -76,8 +77,8 @@ class LocalSender:
             for slot in range(layout.slots)
         ]
         self._places = [(layout.header(s), layout.payload(s)) for s in range(layout.slots)]
-        # For each place in the ring: slot, words of size and number; the bytes at which the payload
-        # begins, and where it is in the header.
+        # For each place in the ring: the slot, the words of size and number, and the byte at which
+        # a payload begins, in the slot or in the header.
         self._ring = [
             (slot, header + NBYTES, header + FULL, payload, 8 * (header + IN_HEADER))
             for slot, (header, payload) in enumerate(self._places)
@@ -86,12 +87,12 @@ class LocalSender:
         self._ring_room = layout.ring_bytes
         self._after = [*range(1, layout.ring), 0]
         self._free = 0
-        # What several read in one place would be nobody's own.
+        # A buffer that several ranks read in place would belong to none of them.
         self._lends = len(self._readers) == 1
         self.buffers = SendBuffers(node)
 
     def send_small(self, content: bytes, mark: int) -> bool:
-        """Send a small message by the ring at once; whether its slot was free."""
+        """Send a small message by the ring at once, if its slot is free; return whether it is."""
         nbytes = len(content)
         if nbytes > self._ring_room or self.unsent or not self._has_room():
             return False
@@ -142,7 +143,7 @@ class LocalSender:
             self._active.pop(self, None)
 
     def reset(self) -> None:
-        """Forget all messages; the readers reset in the same pause."""
+        """Forget all messages; the readers reset between the same barriers."""
         self.close()
         self.sent = [0] * self._layout.slots
         self._next = self._free = 0
@@ -150,7 +151,7 @@ class LocalSender:
             self.words[header + FULL] = self.words[header + NBYTES] = 0
 
     def close(self) -> None:
-        """Withdraw what nobody has opened yet."""
+        """Forget unsent messages, and withdraw buffers that nobody has opened yet."""
         self.unsent.clear()
         self._active.pop(self, None)
         self.buffers.close()
@@ -158,8 +159,8 @@ class LocalSender:
     def _has_room(self) -> bool:
         """Return whether the next slot of the ring is free.
 
-        It is not looked at each time: the words that say so are in a cache line of the reader's,
-        and it costs that one as much to write there again.
+        The number of free slots is remembered. The words that tell it are in a cache line that a
+        reader writes, and each look at the line delays the reader's next write to it.
         """
         if not self._free:
             ring = self._next
@@ -182,7 +183,7 @@ class LocalSender:
         self._free -= 1
 
     def _write(self, message: Outgoing) -> bool:
-        """Write a message if its slot is free."""
+        """Write a message if its slot is free; return whether it is."""
         slot = message.slot
         if slot is None:
             if not self._has_room():
@@ -210,9 +211,9 @@ class LocalSender:
         return True
 
     def _write_to_buffer(self, slot: int, message: Outgoing) -> int:
-        """Write a message that does not fit into its slot; what to mark it with."""
+        """Write a message that does not fit into its slot; return the mark for its header."""
         buffers, words, header = self.buffers, self.words, self._places[slot][0]
-        # An error is not lent, for it may be looked at ahead of time.
+        # An error is not lent, because it may be looked at ahead of time.
         lends = self._lends and not message.mark & POISON
         lent = buffers.find(message.nbytes, message.is_held) if lends else None
         try:

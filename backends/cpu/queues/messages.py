@@ -28,9 +28,10 @@ class Outgoing:
         nbytes: bytes of the message.
         keeps: whether the value may change before the message is done, so that what cannot be sent
             at once is copied.
-        mark: what it is (`layout.py`), if it is not a value of the codec's.
+        mark: its mark (`memory/layout.py`); 0 if it is a value of the codec.
         done: whether it has been written, so that the value may be changed.
-        is_held: whether receivers hold the value in place until they are done, and nobody keeps it.
+        is_held: whether receivers only hold the value in place until they are done, and keep
+            nothing.
     """
 
     __slots__ = ("codec", "done", "is_held", "keeps", "mark", "nbytes", "prepared", "slot")
@@ -85,7 +86,7 @@ class Outgoing:
 
 
 def read_marked(content: memoryview, mark: int) -> Any:
-    """The object of a message that is bytes as they are, or a bare pickle.
+    """The object of a marked message: bytes as they are, or a bare pickle.
 
     Raises:
         Poison: the message is an error.
@@ -133,7 +134,7 @@ class Incoming:
 
         Args:
             private: whether the value may keep the memory of `source`.
-            mark: what the message is (`layout.py`), if it is not a value of the codec's.
+            mark: its mark (`memory/layout.py`); 0 if it is a value of the codec.
         """
         try:
             if mark:
@@ -145,7 +146,7 @@ class Incoming:
                 elif self._copies and not private:
                     value = value.clone()
                 self.value = value
-        except Exception as error:  # raised again by `take`, where the engine can say whose it is
+        except Exception as error:  # `take` raises it, where the engine knows the op
             self.error = error
         self.done = True
 
@@ -190,7 +191,7 @@ Active = dict[Any, None]
 
 
 def mover(active: Active) -> Callable[[], None]:
-    """Make a function that moves on the queues that are in `active` when it is called."""
+    """Make a function that moves on the queues that are in `active` at each call."""
 
     def progress() -> None:
         if active:

@@ -22,7 +22,7 @@ _NUMBERS_AND_TEXT = frozenset({str, int, float, bool, type(None)})
 
 
 def small(value: Any) -> tuple[bytes | None, int]:
-    """The bytes of an object that goes straight into a slot, and what they are; None for others."""
+    """The bytes of an object that goes straight into a slot, and their mark; None for others."""
     kind = type(value)
     if kind is bytes:
         return value, RAW
@@ -46,7 +46,7 @@ class ObjectSendPort(SendPort):
         if content is None:
             message.load(value)
         elif queue.send_small(content, mark):
-            message.done = True  # an execution that was given up may have left another one
+            message.done = True  # an execution that was given up may have left it false
             return
         else:
             message.load_raw(content, mark)
@@ -54,10 +54,10 @@ class ObjectSendPort(SendPort):
 
 
 class ObjectRecvPort(InPlaceRecvPort):
-    """Receives one object. Its slot is known when it is asked for.
+    """Receives one object, in a slot that is known when the receive is posted.
 
-    The object stays in its slot until it is taken, or until the queue needs the ring for what comes
-    behind it, and asks for it to be kept elsewhere (`keep`).
+    The object stays in its slot until it is taken, or until the queue needs the ring for later
+    messages, and calls `keep`.
     """
 
     __slots__ = ("_get", "_kept", "_last_full", "_last_number", "_memory", "_payload", "_room")
@@ -90,12 +90,12 @@ class ObjectRecvPort(InPlaceRecvPort):
         return True
 
     def keep(self) -> bool:
-        """Move the object out of its slot, if it has arrived; whether it has."""
+        """Move the object out of its slot, if it has arrived; return whether it has."""
         if not super().poll():
             return False
         try:
             self._kept = (self._read(),)
-        except Exception as error:  # raised again by `take`, where the engine can say whose it is
+        except Exception as error:  # `take` raises it, where the engine knows the op
             self._kept = error
         return True
 
@@ -105,16 +105,16 @@ class ObjectRecvPort(InPlaceRecvPort):
         return super().peek_error()
 
     def take(self) -> Any:
-        kept, self._kept = self._kept, None
-        if kept is None:
+        outcome, self._kept = self._kept, None
+        if outcome is None:
             self._queue.in_ring.remove(self)
             return self._read()
-        if isinstance(kept, Exception):
-            raise kept
-        return kept[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome[0]
 
     def _read(self) -> Any:
-        """The object, out of its slot, which may be overwritten from then on.
+        """Read the object from its slot, which may be overwritten after that.
 
         Raises:
             Poison: it is an error.
@@ -139,8 +139,8 @@ class ObjectRecvPort(InPlaceRecvPort):
             if words[self._last_full] >= self._last_number or self._order is not None:
                 self._queue.consume(self._consumed, self._number)
             else:
-                # The ring is not full, so its sender does not wait for this slot. It would look
-                # hundreds of times before it slept, so nothing needs to be ordered either.
+                # The ring is not full, so its sender does not wait for this slot. A sender looks
+                # hundreds of times before it sleeps, so nothing needs to be ordered either.
                 words[self._consumed] = self._number
 
     def release(self) -> None:

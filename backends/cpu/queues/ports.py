@@ -188,7 +188,7 @@ class SlotRecvPort(InPlaceRecvPort):
         self._view = codec.view(queue.memory, at, 0, False)
 
     def start(self, value: Any) -> None:
-        """Post: reserve the next message of the slot; it touches no payload."""
+        """Post the receive: reserve the next message of the slot. No payload is touched."""
         self._number = self._queue.next_number(self._slot)
 
     def fail(self, poison: Poison) -> None:

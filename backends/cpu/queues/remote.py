@@ -1,9 +1,9 @@
 """Queues between machines: MPI messages, never blocking.
 
-A message has one part or, under a second tag, another one. A tensor is the first part: through a
-persistent request on a buffer of its planned slot, if it has one, else from and into storage of its
-own. An error in place of a tensor has an empty first part, and is the second. Of any other message
-the first part has the length and the beginning, and the second what is left.
+A message has one part or two; the second has a tag of its own. A tensor is the first part. It goes
+through a persistent request on a buffer of its planned slot, if it has one, else from and into
+storage of its own. An error in place of a tensor is the second part, after an empty first one. The
+first part of any other message has the length and the beginning, the second part the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .messages import Active, Incoming, Outgoing
 
 _LENGTH = struct.Struct("<Q")
 HEAD_BYTES = 4096
-"""Bytes of a first part at most, if that is no tensor."""
+"""The most bytes of a first part that is no tensor."""
 
 Message = TypeVar("Message", Outgoing, Incoming)
 
@@ -47,10 +47,11 @@ class _UnderWay(Generic[Message]):
     """A message whose requests are under way.
 
     Attributes:
-        message: the message; None: an empty one, which completes what was asked for in vain.
-        requests: those that are not known to be complete.
-        steps: receives the message, and ends when it is there.
-        content: what MPI reads.
+        message: the message; None for an empty one, which completes a receive that was posted in
+            vain.
+        requests: the MPI requests of its parts.
+        steps: receives the message, and ends when it has come.
+        content: the memory that MPI reads.
     """
 
     message: Message | None
@@ -70,7 +71,7 @@ class _RemoteQueue(Generic[Message]):
     Args:
         comm: the communicator of payloads.
         peer: the rank on the other side.
-        tag: this queue's tag; the next one is its too.
+        tag: the first of this queue's two tags; the second is the next number.
         active: where to register while messages are under way.
     """
 
@@ -86,7 +87,7 @@ class _RemoteQueue(Generic[Message]):
         self._persistent: dict[tuple[int, int], tuple[Any, memoryview]] = {}
 
     def finish_reset(self) -> bool:
-        """Return whether everything under way is complete; then the queue is as new."""
+        """Return whether everything under way is complete, so that the queue has been reset."""
         while self._under_way and self._under_way[0].is_done:
             self._under_way.popleft()
         if self._under_way:
@@ -98,7 +99,7 @@ class _RemoteQueue(Generic[Message]):
 
     def close(self) -> None:
         """Give back the persistent requests that are not under way."""
-        waiting = {id(request) for each in self._under_way for request in each.requests}
+        waiting = {id(request) for pending in self._under_way for request in pending.requests}
         for request, _ in self._persistent.values():
             if id(request) not in waiting:
                 request.Free()
@@ -106,7 +107,7 @@ class _RemoteQueue(Generic[Message]):
         self._active.pop(self, None)
 
     def _post_unblocked(self) -> None:
-        """Post what is to be posted, up to the first whose slot is in use."""
+        """Post the messages that wait, up to the first whose slot is in use."""
         while self._unposted and self._unposted[0].slot not in self._busy:
             message = self._unposted.popleft()
             if message.slot is not None:
@@ -152,10 +153,10 @@ class RemoteSender(_RemoteQueue[Outgoing]):
         self._progress()
 
     def reset(self, posted: Counts) -> None:
-        """Send empty messages for what the receiver has asked for in vain, and forget the rest.
+        """Complete receives that were posted in vain by empty messages; forget what waits.
 
         Args:
-            posted: what the receiver has asked for.
+            posted: how many receives the receiver has posted.
         """
         self._unposted.clear()
         for _ in range(posted.heads - self.counts.heads):
@@ -209,7 +210,7 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
         self._post_unblocked()
 
     def progress(self) -> None:
-        """Note what has arrived, and ask for what waits."""
+        """Note what has arrived, and post the receives that wait."""
         self._post_unblocked()
         under_way = self._under_way
         while under_way:
@@ -231,11 +232,11 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
         self._post_unblocked()
 
     def drain(self, sent: Counts, is_late: Callable[[], bool]) -> bool:
-        """Receive and drop what has been sent and nobody has asked for.
+        """Receive and drop messages that were sent, and for which no receive is posted.
 
         Args:
-            sent: what the sender has sent.
-            is_late: whether to wait no longer.
+            sent: how many messages the sender has sent.
+            is_late: returns whether to wait no longer.
 
         Returns:
             Whether all of it has come.
@@ -271,7 +272,7 @@ class RemoteReceiver(_RemoteQueue[Incoming]):
     def _receive(
         self, under_way: _UnderWay[Incoming], message: Incoming, first: memoryview
     ) -> Generator[None, None, None]:
-        """Receive a message whose first part has been asked for; yields while a part is missing."""
+        """Receive a message whose first receive is posted; yields while a part is missing."""
         while not under_way.requests[0].Test(self._status):
             yield
         count = self._status.Get_count(self._byte)

@@ -1,11 +1,11 @@
 """Shared buffers: memory for messages that are too large for their slots.
 
-A buffer that is *lent* is the receiver's for as long as it uses the value. The sender does not
-touch it before the receiver has given it back. The receiver makes its value in place, without a
-copy, and gives the buffer back when nothing refers to it any more: arrays, tensors, or views of
-them. A value that a user keeps is therefore never overwritten. A queue that has lent as much as it
-may, or that several ranks read, writes into a buffer beside the slot instead, and receivers copy
-from there.
+A buffer that is *lent* belongs to the receiver for as long as the receiver uses the value. The
+sender does not touch it before the receiver has given it back. The receiver makes its value in
+place, without a copy, and gives the buffer back when nothing refers to it any more: arrays,
+tensors, or views of them. A value that a user keeps is therefore never overwritten. A queue that
+has lent as many buffers as it may, or that several ranks read, writes into a buffer beside the slot
+instead, and receivers copy from there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..memory.segments import Segment
 from ..waiting.node import Node
 
 LIMIT: Final = 2
-"""Buffers that one queue lends: one to write to while the last value is still in use. More would be
-lent only to those who keep what they get, and copies suit them as well."""
+"""Buffers that one queue lends: one to write to while the last value is still in use. More buffers
+would be lent only to receivers that keep their values, and copies suit these as well."""
 
 _RETURNED: Final = 0  # word of a buffer: how often its receiver has given it back
 _PLACE_BITS: Final = 32
@@ -32,11 +32,11 @@ _MANY: Final = 4
 
 
 class SharedBuffer:
-    """A segment of a sender's.
+    """A segment of a sender, for one message at a time.
 
     Attributes:
-        name: tells it from all others of the queue; the lowest bits say which of its places it has.
-        key: of the segment.
+        name: its number, unique in the queue; the lowest bits are its place in the queue.
+        key: the segment's key.
         memory: all of it; a message begins at byte `LINE`.
         lent: how often it has been lent.
         sealed: whether nobody can open it any more.
@@ -68,19 +68,20 @@ class SendBuffers:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._to_lend: list[SharedBuffer] = []  # the one lent last first: it is in the caches
+        self._to_lend: list[SharedBuffer] = []  # the last lent first, as it is in the caches
         self._beside: dict[int, SharedBuffer] = {}
         self._count = 0
 
     @property
     def to_lend(self) -> tuple[SharedBuffer, ...]:
-        """Those that are lent, or can be."""
+        """The buffers that are lent, or can be."""
         return tuple(self._to_lend)
 
     def find(self, nbytes: int, is_held: bool = False) -> SharedBuffer | None:
         """A buffer to lend, for a message; None if all are lent, or no memory is left.
 
-        A small value in a large buffer would keep all of it; one that is only held may lie in any.
+        A receiver that keeps a small value would keep all of a large buffer, so only a value that
+        is held for a while (`is_held`) may lie in a buffer of any size.
         """
         fallow = None
         for buffer in self._to_lend:
@@ -106,13 +107,13 @@ class SendBuffers:
         return buffer
 
     def lend(self, buffer: SharedBuffer) -> int:
-        """The message is written: the buffer is the receiver's until it gives it back.
+        """Lend a buffer, whose message is written, until the receiver gives it back.
 
         Returns:
             The number of this lending.
         """
         if buffer.lent:
-            self._seal(buffer)  # The receiver has opened it; a descriptor less.
+            self._seal(buffer)  # The receiver has opened it, so its descriptor can go.
         buffer.lent += 1
         if self._to_lend[0] is not buffer:
             self._to_lend.remove(buffer)
@@ -135,7 +136,7 @@ class SendBuffers:
         return buffer
 
     def close(self) -> None:
-        """Let go of all buffers; those that are lent live on with who uses them."""
+        """Let go of all buffers; those that are lent live on as long as they are used."""
         for buffer in (*self._to_lend, *self._beside.values()):
             self._seal(buffer)
         self._to_lend.clear()
@@ -152,7 +153,7 @@ class SendBuffers:
 
 
 class RecvBuffers:
-    """The buffers of a queue's sender, as one receiver sees them.
+    """The buffers of a queue's sender, as a receiver opens them.
 
     Args:
         node: this machine.
@@ -169,8 +170,8 @@ class RecvBuffers:
         """The memory of a buffer.
 
         Args:
-            name, key: of the buffer.
-            nbytes: of its segment.
+            name, key: the buffer's name and key.
+            nbytes: the bytes of its segment.
 
         Raises:
             TransportError: the segment cannot be opened.
@@ -189,11 +190,11 @@ class RecvBuffers:
         return known[1]
 
     def borrow(self, name: int, key: int, nbytes: int, number: int) -> memoryview:
-        """The memory of a buffer that is lent; given back when nobody refers to it any more.
+        """The memory of a lent buffer, which goes back when nothing refers to it any more.
 
         Args:
             name, key, nbytes: as for `open`.
-            number: of this lending.
+            number: the number of this lending.
 
         Raises:
             TransportError: the segment cannot be opened.
@@ -212,5 +213,5 @@ class RecvBuffers:
         return owner.data
 
     def close(self) -> None:
-        """Forget all buffers; what is in use lives on."""
+        """Forget all buffers; those in use live on."""
         self._known.clear()

@@ -1,8 +1,8 @@
 """Detect CPU contention from sched_yield latency.
 
-A process that works keeps its core to the end of its time slice, unless the one that wants the core
-has slept. Ranks that wait give way within microseconds. So a yield that takes long has let somebody
-work, and whoever blocks instead gets the core sooner.
+A process that works keeps its core to the end of its time slice, unless the process that wants the
+core has slept. Ranks that wait give way within microseconds. So a yield that takes long has let
+somebody work, and a rank that sleeps instead gets the core sooner.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from typing import Final
 
 LONG: Final = 1e-3
-"""Seconds after which a yield has given way to a process that used up its time slice: one of 3 to
-4 ms on Linux. Ranks that wait return within microseconds, and the thread of a rank that copies a
-share of a large message within half a millisecond: sleeping would then cost more than the yield."""
+"""A yield that takes more seconds than this has given way to a process that used up its time slice,
+which is 3 to 4 ms on Linux. Ranks that wait return within microseconds. A thread that copies a
+share of a large message returns within half a millisecond, and sleeping would cost more."""
 
 NEAR: Final = 0.02
-"""Seconds between two long yields that show contention, whatever short ones are between them:
-ranks that wait on the same core give way to each other hundreds of times meanwhile. Long yields
-farther apart are a hypervisor's, which takes the core away for a while."""
+"""Seconds within which two long yields show contention, whatever short ones are between them: ranks
+that wait on the same core give way to each other hundreds of times meanwhile. Long yields farther
+apart come from a hypervisor, which takes the core away for a while."""
 
 SHORTEST: Final = 0.05
 LONGEST: Final = 0.8
-"""Seconds for which contention is taken to last. It lasts twice as long each time that the first
-yields afterwards are long again: to find that out costs one of them."""
+"""Seconds for which contention is taken to last, at least and at most. They double each time that
+the first yields afterwards are long again, because each such check costs a long yield."""
 
 
 class Contention:
@@ -40,9 +40,9 @@ class Contention:
         self.until = -1.0
 
     def note(self, began: float, ended: float) -> bool:
-        """Note a yield, by when it began and ended, in seconds; whether there is contention.
+        """Note a yield, by its begin and end in seconds; return whether there is contention.
 
-        One that took no longer than `LONG` says nothing. Who yields often may leave it out.
+        A yield that took no longer than `LONG` says nothing, so callers may leave it out.
         """
         if ended - began <= LONG:
             return False

@@ -14,14 +14,15 @@ _RINGS = 1 << 16
 """At least as many bytes as a pipe holds."""
 
 _MODE = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-"""For both ends of a pipe: who can read it may write when nobody else reads, and gets no signal."""
+"""For both ends of a pipe: a process that can read it may write while no other reads, without a
+signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a bell, for other processes: a path, and the number of the file that is there.
+    """The address of a bell, for other processes: a path, and the inode of the file there.
 
-    In a PID namespace of its own, as containers have, a process finds another one's file there.
+    A process in a PID namespace of its own, as containers have, finds another file at the path.
     """
 
     path: str
@@ -31,15 +32,15 @@ class Address:
 class Doorbell:
     """This process's bell: a pipe, which only processes of the same user can open.
 
-    A ring may come late or for nothing; whoever sleeps looks again at what it waits for.
+    A ring may come late or for nothing, so a process that wakes looks again at what it waits for.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         """Make the bell.
 
         Args:
-            folder: where to give the pipe a name, which `seal` takes away. None: others find it
-                through /proc, and it has none.
+            folder: the folder in which the pipe gets a name, until `seal` takes it away. With None
+                it gets no name, and others find it through /proc.
         """
         self._name: Path | None = None
         if folder is None:
@@ -62,8 +63,8 @@ class Doorbell:
     def connect(self, rank: int, address: Address) -> None:
         """Make `ring` reach `rank`.
 
-        Where that cannot be, since the process has gone or is not to be seen from here, rings do
-        nothing: who sleeps wakes by itself before long.
+        Where it cannot, because the process has ended or cannot be seen from here, rings do
+        nothing: a process that sleeps wakes by itself before long.
         """
         try:
             descriptor = os.open(address.path, _MODE)
@@ -128,7 +129,7 @@ class Doorbell:
         self._poll.close()
 
     def _bury(self, descriptor: int) -> None:
-        self.dead.add(self._watched[descriptor])  # first, if a signal's handler raises meanwhile
+        self.dead.add(self._watched[descriptor])  # first, in case a signal's handler raises
         self._poll.unregister(descriptor)
         del self._watched[descriptor]
         os.close(descriptor)

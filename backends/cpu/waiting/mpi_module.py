@@ -1,4 +1,4 @@
-"""The mpi4py module of a communicator: this package is given communicators, and imports none."""
+"""The mpi4py module of a communicator, which this package never imports itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of one machine, seen by one of them: who they are, how to share and to wake."""
+"""The processes of one machine, as one of them sees, wakes and shares memory with the others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Observer(Protocol):
     """Hears of the collective calls of a world on this rank."""
 
     def enter(self, number: int, call: str) -> None:
-        """This rank is in its so manieth call.
+        """Note that this rank is in call `number`.
 
         Raises:
-            TransportError: it is known that others never come to it.
+            TransportError: other ranks are known never to come to it.
         """
 
     def look(self) -> None:
-        """This rank has waited for a while in the call.
+        """Look for ranks that never come; called when this rank has waited in a call for a while.
 
         Raises:
             PlanMismatch: a rank has gone on to something else, and will never come.
@@ -55,14 +55,14 @@ class MpiWorld(World, Protocol):
     def answer_by(self, teller: Callable[[], Activity | None]) -> None:
         """Let `teller` say what this process does, when another rank asks.
 
-        Another thread calls it. None: it does nothing that `teller` knows of. Of several tellers
-        the last one given that knows is believed.
+        Another thread calls it. It returns None if the process does nothing that it knows of. The
+        answer is that of the last teller that has one.
         """
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """Ask other ranks what they do, and wait for so long, and a little more.
+        """Ask other ranks what they do, and wait for `seconds`, and a little more.
 
-        Those that cannot be asked are left out, such as ranks of other machines.
+        Ranks that cannot be asked, such as those of other machines, are left out.
         """
 
 
@@ -71,7 +71,7 @@ class Node:
 
     Attributes:
         world: the ranks that run together.
-        rank, size: this process's, in the world.
+        rank, size: this process's rank, and the number of ranks.
         local: the ranks on this machine, ascending.
         leader: the first of them.
         leaders: the leader of every machine, ascending.
@@ -79,14 +79,14 @@ class Node:
         hosts: names of machines by rank.
         cores: how many cores the processes of this machine may use between them.
         segments: the kind of shared memory that works here.
-        block: the control block of this machine (`layout.py`).
+        block: the control block of this machine (`memory/layout.py`).
         words: the same as words of 8 bytes; row r belongs to rank r.
         fence: a full memory fence.
-        order: what must stand between a payload and its flag, if anything.
+        order: the fence between a payload and its flag; None where none is needed.
         copier: copies large payloads.
         ring: wakes a local rank.
         bell: wakes and is woken; knows which processes have died.
-        comm: a communicator of this package's own for payloads, None if there is one machine.
+        comm: this package's own MPI communicator for payloads; None if there is one machine.
     """
 
     def __init__(self, world: MpiWorld, segments: Sequence[Segments] | None = None) -> None:
@@ -107,8 +107,8 @@ class Node:
         first = {node: rank for rank, node in reversed(list(enumerate(world.nodes)))}
         self.leaders = tuple(sorted(first.values()))
         self.copier = Copier()
-        mine = (os.getpid(), socket.gethostname(), os.sched_getaffinity(0))
-        everyone = world.allgather(mine)
+        process = (os.getpid(), socket.gethostname(), os.sched_getaffinity(0))
+        everyone = world.allgather(process)
         self.pids = [pid for pid, *_ in everyone]
         self.hosts = [host for _, host, _ in everyone]
         self.cores = len(set[int]().union(*(everyone[rank][2] for rank in self.local)))
@@ -127,13 +127,14 @@ class Node:
         return self.world.nodes[rank] == self.world.nodes[self.rank]
 
     def process(self, rank: int) -> str:
-        """Name the process of a rank, for those who look into it by a debugger."""
+        """Name the process of a rank, for a user who looks into it by a debugger."""
         return f"process {self.pids[rank]} on {self.hosts[rank]}"
 
     def waiting(self, rank: int) -> int:
         """Index of the word that is not 0 while `rank` sleeps.
 
-        After a store that it may wait for: `fence`, read the word, and `ring` if it is not 0.
+        After a store that `rank` may wait for: call `fence`, read the word, and call `ring` if it
+        is not 0.
         """
         return rank * ROW + WAITING
 
@@ -197,7 +198,7 @@ class Node:
         others: Mapping[Name, tuple[int, int]],
         purpose: str,
     ) -> dict[Name, memoryview]:
-        """Create segments, and open those that other ranks create (`segments.py`); collective.
+        """Create segments, and open those of other ranks (`memory/segments.py`); collective.
 
         Raises:
             TransportError: a rank has no shared memory for them.

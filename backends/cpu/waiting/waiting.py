@@ -1,9 +1,9 @@
 """Wait in a rank: a few polls, some yields of the core, then sleep until somebody rings.
 
-Polling answers fastest while the other side runs on another core. Yielding lets it run where both
-share one, which the kernel likes to do to partners that wake each other; it is counted, not
-timed, because a yield that finds nobody else to run costs next to nothing. Sleeping costs no CPU,
-and under contention it is the fastest.
+Polling answers fastest while the other side runs on another core. Yielding lets the other side run
+where both share a core, as the kernel likes to place processes that wake each other. Yields are
+counted, not timed, because a yield that finds nobody else to run costs next to nothing. Sleeping
+costs no CPU time, and under contention it is the fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_NAP: Final = 5e-3
 
 
 def nap(naps: int) -> float:
-    """Seconds of a sleep where other machines take part, after so many: nothing rings for them."""
+    """Seconds of a sleep after `naps` others; for jobs of several machines, which ring no bell."""
     return float(min(_NAP * 2 ** min(naps, 30), _LONGEST_NAP))
 
 
@@ -62,7 +62,7 @@ class Waiter:
                 self._disarm()
         elif polls <= self._sleep_after and self._contention.until < (began := perf_counter()):
             sched_yield()
-            if (ended := perf_counter()) - began > LONG:  # hardly ever, and a call takes time
+            if (ended := perf_counter()) - began > LONG:  # rare, and a call takes time
                 self._contention.note(began, ended)
         elif self._armed:
             self._sleep(polls)
@@ -70,7 +70,7 @@ class Waiter:
             self._arm()
 
     def _arm(self) -> None:
-        """Ask to be woken; the caller polls once more, for what came before it could be seen."""
+        """Ask to be woken; the caller polls once more, as others may not have seen the request."""
         self._check()
         self._node.words[self._flag] = 1
         self._node.fence()
