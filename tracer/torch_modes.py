@@ -1,8 +1,8 @@
 """Check torch's own modes while a step is traced and when it runs: one trace, one state.
 
 A trace bakes in the default dtype and the default device, and autocast does not reach into a
-compiled step. The gradient mode is part of each call's signature. What acts on kernels when they
-run (inference mode, deterministic algorithms, the precision of matrix products) needs no trace.
+compiled step. The gradient mode is part of each call's signature. Modes that act on kernels when
+they run (inference mode, deterministic algorithms, the precision of matrix products) need no trace.
 """
 
 from __future__ import annotations

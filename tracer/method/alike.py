@@ -232,7 +232,7 @@ def _outline(state: ActorState) -> Hashable | None:
 
 
 def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
-    """What a trace sees of a tensor. It sees a piece as the logical tensor, which is plain."""
+    """The properties of a tensor that a trace sees. It sees a piece as the logical tensor, which is plain."""
     value = tensor.tensor
     if tensor.shape != tuple(value.shape) or is_plain(tensor):
         seen = (value.requires_grad, value.is_leaf, bool(value._backward_hooks))

@@ -384,7 +384,7 @@ class _Run(Scene):
 
 
 def ends(spec: pytree.TreeSpec, leaves: Sequence[Any], rebinds: Sequence[Rebind]) -> Any:
-    """What the forward of a call returns and rebinds, for a function log to compare."""
+    """The results and the rebound tensors of a forward, for a function log to compare."""
     replaced = [(r.slot.path, r.value, r.shared) for r in rebinds]
     return (spec, leaves, replaced)
 

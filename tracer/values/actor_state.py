@@ -1,7 +1,7 @@
 """Find the state of an actor: every tensor that its attributes reach, and what holds each.
 
 An actor is a `torch.nn.Module` or any other object. Its state is found by walking attributes,
-modules, lists, dicts, tuples and plain objects. What holds a tensor is remembered as a `Slot`, so
+modules, lists, dicts, tuples and plain objects. The holder of a tensor is remembered as a `Slot`, so
 that tracing can put a fake in its place and a body can look the live tensor up again.
 """
 

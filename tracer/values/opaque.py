@@ -52,7 +52,7 @@ def opaque(
         fake: for a method whose results are tensors that the step goes on to compute with: a
             function like `register_fake` of `torch.library` takes. It gets the method's own
             arguments, `self` included, tensors as fake tensors, and returns tensors of the
-            right shapes and dtypes. What it returns beside tensors stands for an object.
+            right shapes and dtypes. Anything else that it returns stands for an object.
         returns: the number of objects that the method returns, if it is not one.
 
     Raises:

@@ -72,7 +72,7 @@ class Storage:
 
 
 class Recording(Protocol):
-    """What values need of the session that made them."""
+    """The methods of a session that the values it has made call."""
 
     def remedy_for_parts(self, value: Value) -> str: ...
     def remedy_for_tensors(self, value: Value) -> str: ...
@@ -151,7 +151,7 @@ def is_consistent(tensor: TracedTensor) -> bool:
 
 
 def share(one: TracedTensor, other: TracedTensor) -> Storage:
-    """Note that two values may share memory, and return the record of that memory."""
+    """Write down that two values may share memory, and return the record of that memory."""
     storage, merged = storage_of(one), storage_of(other)
     if storage is merged:
         return storage

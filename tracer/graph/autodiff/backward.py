@@ -107,7 +107,7 @@ class Cut:
         return node
 
     def _need(self, node: fx.Node) -> None:
-        """Note that the backward uses a node: it is saved, or looked up."""
+        """Write down that the backward uses a node: it is saved, or looked up."""
         if node.op == "get_attr" or node.name not in self._forward:
             return
         node = self.origin(node)

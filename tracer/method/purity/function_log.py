@@ -79,7 +79,7 @@ class FunctionLog:
             self._number(tensor)
 
     def begin(self) -> None:
-        """Note that the call begins."""
+        """Write down that the call begins."""
         self._depth = depth_of_modes()
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -102,7 +102,7 @@ class FunctionLog:
         return result
 
     def note_operator(self) -> None:
-        """Note that an operator is issued."""
+        """Write down that an operator is issued."""
         self.complete &= self.busy
 
     def note_end(self, values: Any) -> None:
@@ -366,7 +366,7 @@ def depth_of_modes() -> int:
 
 
 def torch_settings(depth: int) -> Form:
-    """What a torch function may depend on besides its arguments.
+    """The settings that a torch function may depend on besides its arguments.
 
     Args:
         depth: how many dispatch modes belong to the trace.

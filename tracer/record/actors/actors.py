@@ -38,7 +38,7 @@ ELSEWHERE = _Elsewhere()
 
 
 class ActorHandle(NotAValue):
-    """What every rank holds of an actor, and what a step calls.
+    """The handle of an actor, which every rank holds and a step calls.
 
     In a step, each rank records a method call. Outside of steps, a method call runs in plain
     Python, and only on the rank where the actor lives.

@@ -137,7 +137,7 @@ def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
 def _reached(
     session: Session, losses: list[Value], loc: Location | None
 ) -> tuple[list[Entry], list[Reached], list[Value]]:
-    """What `Tape.reach` returns for a backward, after all its calls have derivatives.
+    """The result of `Tape.reach` for a backward, after all its calls have derivatives.
 
     A call first asks for the gradients of all operands that may need them. Its derivative may give
     fewer, and then the backward may reach fewer calls. So this is repeated until nothing changes.

@@ -371,7 +371,7 @@ def _note_sharing(
 
 
 def _note_effect(session: Session, callee: Callee) -> None:
-    """Note that the last call changes the state of its actor, and of actors that share it."""
+    """Write down that the last call changes the state of its actor, and of actors that share it."""
     declaration, op = callee.declaration, session.module.program.ops[-1]
     if declaration.actor is None:
         return

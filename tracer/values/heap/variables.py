@@ -29,7 +29,7 @@ class Variable:
     attributes: tuple[str, ...] = ()
 
     def value(self) -> Any:
-        """What it holds now; None if it is not there."""
+        """Its value now; None if it is not there."""
         try:
             space = self.space
             held = space.cell_contents if isinstance(space, CellType) else space[self.name]

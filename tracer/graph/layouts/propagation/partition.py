@@ -309,7 +309,7 @@ class _Cutter:
                 self._want(output, None)
 
     def _want(self, version: Version, level: int | None) -> None:
-        """Note that a version is read in the part of a level, or outside of all (None)."""
+        """Write down that a version is read in the part of a level, or outside of all (None)."""
         self.wanted[version] = None
         transfer = self.transfers.get(version)
         at = self.available(version)

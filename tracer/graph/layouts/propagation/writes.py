@@ -62,7 +62,7 @@ class StateWrites:
         )
 
     def note(self, node: fx.Node, part: int) -> None:
-        """Note that a node runs in a part."""
+        """Write down that a node runs in a part."""
         written = self._written.get(node, set())
         for memory in self._touched(node):
             latest = self._wrote if memory in written else self._read
