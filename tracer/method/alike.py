@@ -232,7 +232,7 @@ def _outline(state: ActorState) -> Hashable | None:
 
 
 def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
-    """The properties of a tensor that a trace sees. It sees a piece as the logical tensor, which is plain."""
+    """The properties of a tensor that a trace sees, which sees a piece as its logical tensor."""
     value = tensor.tensor
     if tensor.shape != tuple(value.shape) or is_plain(tensor):
         seen = (value.requires_grad, value.is_leaf, bool(value._backward_hooks))

@@ -1,8 +1,8 @@
 """Find the state of an actor: every tensor that its attributes reach, and what holds each.
 
 An actor is a `torch.nn.Module` or any other object. Its state is found by walking attributes,
-modules, lists, dicts, tuples and plain objects. The holder of a tensor is remembered as a `Slot`, so
-that tracing can put a fake in its place and a body can look the live tensor up again.
+modules, lists, dicts, tuples and plain objects. The holder of a tensor is remembered as a `Slot`,
+so that tracing can put a fake in its place and a body can look the live tensor up again.
 """
 
 from __future__ import annotations
