@@ -74,12 +74,12 @@ class Accelerator:
         self._compute: Any = self.stream(Stream.COMPUTE)
 
     def stream(self, kind: Stream) -> Queue:
-        found = self._streams.get(kind)
-        if found is None:
+        stream = self._streams.get(kind)
+        if stream is None:
             # What others wait for goes first: kernels of a copy must not queue behind a product.
             priority = 0 if kind is Stream.COMPUTE else -1
-            found = self._streams[kind] = self._module.Stream(self.torch_device, priority=priority)
-        return found  # type: ignore[no-any-return]
+            stream = self._streams[kind] = self._module.Stream(self.torch_device, priority=priority)
+        return stream  # type: ignore[no-any-return]
 
     def has(self, kind: Stream) -> bool:
         return kind in self._streams
@@ -213,8 +213,8 @@ class Accelerator:
             self._broken.append(graph)
 
     def nodes(self, queue: Queue) -> tuple[int, ...] | None:
-        found = self._capture_nodes
-        return None if found is None else found.of(self.raw(queue))
+        capture_nodes = self._capture_nodes
+        return None if capture_nodes is None else capture_nodes.of(self.raw(queue))
 
     def follow_alone(self, queue: Queue, event: Event, nodes: tuple[int, ...]) -> None:
         assert self._capture_nodes is not None

@@ -50,12 +50,12 @@ class CaptureOrder:
         if nodes is None:
             return Mark(None, {}, {})
         behind = self._behind.setdefault(queue, {})
-        found = self._at.get(queue)
-        if found is None or found[0] != nodes:
+        position = self._at.get(queue)
+        if position is None or position[0] != nodes:
             self._count += 1
             behind[queue] = self._count
-            found = self._at[queue] = (nodes, {queue: self._count})
-        return Mark(nodes, found[1], dict(behind))
+            position = self._at[queue] = (nodes, {queue: self._count})
+        return Mark(nodes, position[1], dict(behind))
 
     def wait(self, queue: Queue, event: Event, mark: Mark) -> None:
         """Let a stream wait for an event that was recorded at a mark."""
@@ -83,8 +83,8 @@ class CaptureOrder:
         nodes = self._device.nodes(queue)
         if not nodes:
             return {}
-        known, last = self._at.get(queue, (None, None))
-        return last if known == nodes else None
+        known_nodes, last = self._at.get(queue, (None, None))
+        return last if known_nodes == nodes else None
 
 
 def _reaches(behind: Steps, steps: Steps) -> bool:

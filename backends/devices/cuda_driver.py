@@ -34,8 +34,8 @@ class DriverNodes:
         """The nodes that the next work on a stream stands behind; None if it is not captured."""
         status, number = ctypes.c_int(), ctypes.c_uint64()
         graph, nodes, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        found = (status, number, graph, nodes, count)
-        _check(self._info(ctypes.c_void_p(stream), *map(ctypes.byref, found)))
+        results = (status, number, graph, nodes, count)
+        _check(self._info(ctypes.c_void_p(stream), *map(ctypes.byref, results)))
         if status.value != _ACTIVE:
             return None
         if not nodes.value:

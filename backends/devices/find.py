@@ -32,8 +32,12 @@ def present() -> str | None:
     """The kind of this machine's accelerators; None if it has none that cg drives."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in MAKERS.keys() - {FAKE} else None
+    accelerator = torch.accelerator.current_accelerator()
+    return (
+        accelerator.type
+        if accelerator is not None and accelerator.type in MAKERS.keys() - {FAKE}
+        else None
+    )
 
 
 def name(kind: str, index: int) -> str:

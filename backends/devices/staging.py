@@ -162,9 +162,9 @@ class StagedPort:
         if self._buffer is None:
             self._inner.start(value)
             return
-        for made, producer in self._made:
-            made.record(producer)
-            self._queue.wait_event(made)
+        for event, producer in self._made:
+            event.record(producer)
+            self._queue.wait_event(event)
         self._copies.device.copy(value, self._buffer, self._queue)
         self._copied.record(self._queue)
         self._value = value  # its memory is not to be used again before it has been read

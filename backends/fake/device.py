@@ -189,11 +189,11 @@ class FakeDevice:
             begin = self.event()
             begin.record(before)
             self.stream(Stream.COMPUTE).wait_event(begin)
-        other = torch_backend.use(self)
+        previous_device = torch_backend.use(self)
         try:
             yield
         finally:
-            torch_backend.use(other)
+            torch_backend.use(previous_device)
             self._depth -= 1
             if before is not None and self._depth == 0:
                 end = self.event()
@@ -232,11 +232,11 @@ class FakeDevice:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: FakeQueue) -> None:
         """Put a copy on a stream."""
-        here, there = on_host(source), on_host(target)
+        host_source, host_target = on_host(source), on_host(target)
 
         def work() -> None:
             with torch.no_grad():
-                there.copy_(here)
+                host_target.copy_(host_source)
 
         queue.put("copy", work)
 

@@ -67,9 +67,9 @@ def storage_on_device(host: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def host_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """The storage of the host with the memory of one of the device."""
-    there: Any = storage
+    device_storage: Any = storage
     try:
-        return there.on_host  # type: ignore[no-any-return]
+        return device_storage.on_host  # type: ignore[no-any-return]
     except AttributeError:
         # Torch has made it of another one, as by DLPack, and it keeps that alive.
         host: Any = _make_storage(storage.data_ptr(), HOST, storage.nbytes())

@@ -159,8 +159,8 @@ class Kernel:
         """Raise what torch raises where tensors of the host stand beside those of the device."""
         for operand in operands:
             if operand.is_cpu != operands[0].is_cpu:
-                there = next(each.device for each in operands if not each.is_cpu)
-                raise RuntimeError(SAME_DEVICE.format(there, HOST))
+                device = next(operand.device for operand in operands if not operand.is_cpu)
+                raise RuntimeError(SAME_DEVICE.format(device, HOST))
 
     def _result(
         self,
@@ -193,19 +193,19 @@ class Kernel:
         return on_device(result)
 
 
-def _follow(here: Any, there: Any) -> None:
+def _follow(value: Any, host_value: Any) -> None:
     """Let what is written on the device have the memory and layout that it now has on the host."""
-    if isinstance(here, list | tuple):
-        for one, other in zip(here, there, strict=True):
-            _follow(one, other)
+    if isinstance(value, list | tuple):
+        for item, host_item in zip(value, host_value, strict=True):
+            _follow(item, host_item)
         return
-    if not isinstance(here, torch.Tensor) or here.is_cpu:
+    if not isinstance(value, torch.Tensor) or value.is_cpu:
         return
-    storage, memory = here.untyped_storage(), there.untyped_storage()
+    storage, memory = value.untyped_storage(), host_value.untyped_storage()
     if memory.data_ptr() != storage.data_ptr() or memory.nbytes() != storage.nbytes():
-        move_into(here, storage_on_device(memory), there)
-    elif here.shape != there.shape or here.stride() != there.stride():
-        move_into(here, storage, there)
+        move_into(value, storage_on_device(memory), host_value)
+    elif value.shape != host_value.shape or value.stride() != host_value.stride():
+        move_into(value, storage, host_value)
 
 
 def _without_device(op: Any, before: Callable[[], None]) -> Callable[..., torch.Tensor]:
@@ -257,24 +257,24 @@ def install(before: Callable[[], None]) -> Iterable[torch.library.Library]:
     make: Any = torch.library.Library
     everything, library = make("_", "IMPL"), make("aten", "IMPL")
     everything.fallback(fallback, _KEY)
-    own = {
+    own_kernels = {
         "empty.memory_format": _without_device(aten.empty.memory_format, before),
         "empty_strided": _without_device(aten.empty_strided.default, before),
         "copy_": _copier(before),
     }
     # What torch calls for devices that it does not know.
     for name in ("convolution", "convolution_backward"):
-        own[f"{name}_overrideable"] = Kernel(_overload(f"aten::{name}"), before)
+        own_kernels[f"{name}_overrideable"] = Kernel(_overload(f"aten::{name}"), before)
     for name in _VIEWS:
-        own[name] = _as_on_host(_overload(f"aten::{name}"))
-    for name, kernel in own.items():
+        own_kernels[name] = _as_on_host(_overload(f"aten::{name}"))
+    for name, kernel in own_kernels.items():
         library.impl(name, kernel, _KEY)
-    for name in sorted(_decomposed() - own.keys()):
+    for name in sorted(_decomposed() - own_kernels.keys()):
         library.impl(name, Kernel(_overload(f"aten::{name}"), before), _KEY)
-    others = make("_", "IMPL")
-    others.fallback(torch.library.fallthrough_kernel, autocast.KEY)
+    autocast_library = make("_", "IMPL")
+    autocast_library.fallback(torch.library.fallthrough_kernel, autocast.KEY)
     autocast.install(library, lambda name: _overload(f"aten::{name}"))
-    return everything, others, library
+    return everything, autocast_library, library
 
 
 def _decomposed() -> set[str]:

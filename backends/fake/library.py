@@ -198,25 +198,25 @@ class FakeLibrary:
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
     ) -> None:
         def work() -> None:
-            mine = ctypes.string_at(source, nbytes) if comm.member == root else b""
-            ctypes.memmove(target, comm.exchange(mine)[root], nbytes)
+            content = ctypes.string_at(source, nbytes) if comm.member == root else b""
+            ctypes.memmove(target, comm.exchange(content)[root], nbytes)
 
         self.put(f"broadcast {nbytes}", stream, comm, work)
 
     def batch(self, messages: Sequence[Message], comm: Any, stream: int) -> None:
         def work() -> None:
-            sent = {m.peer: ctypes.string_at(m.pointer, m.nbytes) for m in messages if not m[0]}
-            own = sent.pop(comm.member, b"")
+            outgoing = {m.peer: ctypes.string_at(m.pointer, m.nbytes) for m in messages if not m[0]}
+            own_content = outgoing.pop(comm.member, b"")
             sends = [
                 threading.Thread(target=comm.peers[peer].send_bytes, args=(content,))
-                for peer, content in sent.items()
+                for peer, content in outgoing.items()
             ]
             for thread in sends:
                 thread.start()
             for message in messages:
                 if message.receives:
-                    mine = message.peer == comm.member
-                    content = own if mine else comm.peers[message.peer].recv_bytes()
+                    is_own = message.peer == comm.member
+                    content = own_content if is_own else comm.peers[message.peer].recv_bytes()
                     assert len(content) == message.nbytes, "both ends must agree"
                     ctypes.memmove(message.pointer, content, message.nbytes)
             for thread in sends:

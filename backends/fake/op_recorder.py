@@ -55,9 +55,9 @@ class Pool:
         buffer = self._by_pointer.get(tensor.untyped_storage().data_ptr())
         if buffer is None:
             return tensor
-        same = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return same.set_(buffer.untyped_storage(), *place)
+        return alias.set_(buffer.untyped_storage(), *place)
 
     def _free(self, nbytes: int) -> int | None:
         for at, (buffer, used) in enumerate(zip(self._buffers, self._in_use, strict=True)):
@@ -84,10 +84,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.is_view or func.namespace == "prims" or func.overloadpacket is _SET:
             return func(*args, **kwargs)  # of the host alone
-        there = self._is_on_device(args, kwargs)
-        here, kwhere = self._by_address((args, _on(kwargs, torch.device("cpu"))))
+        is_on_device = self._is_on_device(args, kwargs)
+        host_args, host_kwargs = self._by_address((args, _on(kwargs, torch.device("cpu"))))
         if func._schema.is_mutable:
-            self.steps.append(lambda: func(*here, **kwhere))
+            self.steps.append(lambda: func(*host_args, **host_kwargs))
             return args[0] if func._schema.returns else None
         meta_args, meta_kwargs = tree_map_only(
             torch.Tensor, lambda t: on_host(t).to("meta"), (args, _on(kwargs, torch.device("meta")))
@@ -96,8 +96,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tree_map_only(torch.Tensor, self.pool.blank, results)
         if "empty" not in func.name():
             targets = tree_leaves(self._by_address(outputs))
-            self.steps.append(lambda: _copy_all(func(*here, **kwhere), targets))
-        return tree_map_only(torch.Tensor, on_device, outputs) if there else outputs
+            self.steps.append(lambda: _copy_all(func(*host_args, **host_kwargs), targets))
+        return tree_map_only(torch.Tensor, on_device, outputs) if is_on_device else outputs
 
     def _by_address(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: self.pool.by_address(on_host(t)), values)

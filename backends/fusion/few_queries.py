@@ -50,10 +50,10 @@ def attend(
     """
     is_plain = not (dropout_p or is_causal) and key.shape[1] == query.shape[1]
     if query.shape[2] > FEW or not is_plain:
-        found: tuple[Tensor, ...] = KERNEL(
+        outputs: tuple[Tensor, ...] = KERNEL(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
-        return found
+        return outputs
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(query.dtype, torch.float32)  # that the kernel sums in
     queries, keys, values = (x.to(dtype) for x in (query, key, value))

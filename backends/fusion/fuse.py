@@ -44,7 +44,7 @@ def check_name(name: object) -> None:
         ValueError: there is none of that name.
     """
     if name not in FUSERS:
-        known = ", ".join(f"'{each}'" for each in sorted(FUSERS))
+        known = ", ".join(f"'{compiler}'" for compiler in sorted(FUSERS))
         raise ValueError(f"fuse={name!r}: there is no such compiler; choose from {known}, or None")
 
 
@@ -91,7 +91,7 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
             with torch.no_grad(), _random_kept(examples):
                 compiled = compile_(wrapper(module, _as_given), fakes, OPTIONS)
         except Exception as error:
-            if any(isinstance(each, missing) for each in _causes(error)):
+            if any(isinstance(cause, missing) for cause in _causes(error)):
                 raise FuseError(
                     "fuse='inductor' needs a C++ compiler for functions on the host, and finds "
                     "none: install g++, name one by the variable CXX, or leave fuse out"
@@ -123,13 +123,15 @@ def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:
     return run
 
 
-def _with_strides(tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
+def _with_strides(tensor: Tensor, target_strides: tuple[int, ...]) -> Tensor:
     """A tensor of these strides, where dimensions have more than one element."""
-    found = zip(tensor.shape, tensor.stride(), wanted, strict=True)
-    if all(mine == theirs for size, mine, theirs in found if size > 1):
+    dimensions = zip(tensor.shape, tensor.stride(), target_strides, strict=True)
+    if all(stride == target for size, stride, target in dimensions if size > 1):
         return tensor
-    made = torch.empty_strided(tensor.shape, wanted, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    copy = torch.empty_strided(
+        tensor.shape, target_strides, dtype=tensor.dtype, device=tensor.device
+    )
+    return copy.copy_(tensor)
 
 
 @contextmanager
@@ -145,9 +147,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
-        each = pending.pop()
-        if each is None or id(each) in seen:
+        cause = pending.pop()
+        if cause is None or id(cause) in seen:
             continue
-        seen.add(id(each))
-        yield each
-        pending += [each.__cause__, each.__context__, getattr(each, "inner_exception", None)]
+        seen.add(id(cause))
+        yield cause
+        pending += [cause.__cause__, cause.__context__, getattr(cause, "inner_exception", None)]

@@ -111,12 +111,12 @@ def check_layouts(layouts: dict[type[ctypes.Structure], tuple[int, dict[str, int
         TransportError: one has another size, or a field lies elsewhere: HCCL would read nonsense.
     """
     for structure, (size, fields) in layouts.items():
-        found = ctypes.sizeof(structure)
-        lies = {name: getattr(structure, name).offset for name in fields}
-        if found != size or lies != fields:
+        nbytes = ctypes.sizeof(structure)
+        offsets = {name: getattr(structure, name).offset for name in fields}
+        if nbytes != size or offsets != fields:
             raise TransportError(
                 f"HCCL's {structure.__name__} has {size} bytes and fields at {fields}, but here it "
-                f"would have {found} bytes and fields at {lies}: this platform is not supported"
+                f"would have {nbytes} bytes and fields at {offsets}: this platform is not supported"
             )
 
 

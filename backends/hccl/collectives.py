@@ -59,9 +59,9 @@ def check_supported(op: Op, symbols: Symbols) -> None:
     is_batched = isinstance(op, Send | Recv) and op.batch is not None
     name = "HcclBatchSendRecv" if is_batched else NEEDS[type(op)]
     if not symbols.has(name):
-        what = f"`{op.opcode}` in a batch" if is_batched else f"`{op.opcode}`"
+        description = f"`{op.opcode}` in a batch" if is_batched else f"`{op.opcode}`"
         raise BindError(
-            f"{what} is not supported: HCCL in {symbols.path} has no {name}. Install a "
+            f"{description} is not supported: HCCL in {symbols.path} has no {name}. Install a "
             "newer CANN, or let the value take another way by cg.via(x, 'cpu')"
         )
 

@@ -152,8 +152,8 @@ class HcclPool(Pool):
             else:
                 library.recv(target, FLOAT_BYTES, peer, comm, stream)
         if library.symbols.has("HcclBatchSendRecv"):
-            both = ((False, source), (True, target))
-            library.batch([Message(r, peer, at, FLOAT_BYTES) for r, at in both], comm, stream)
+            directions = ((False, source), (True, target))
+            library.batch([Message(r, peer, at, FLOAT_BYTES) for r, at in directions], comm, stream)
 
     def _connect(self, groups: Sequence[Group]) -> None:
         """Join one group after the other: a process listens for the members of one at a time."""

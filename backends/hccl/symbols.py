@@ -32,7 +32,9 @@ class Symbols:
         self.path = path
         self._found: dict[str, Any] = {}
         for name, takes in PROTOTYPES.items():
-            function = next((f for each in libraries if (f := getattr(each, name, None))), None)
+            function = next(
+                (f for library in libraries if (f := getattr(library, name, None))), None
+            )
             if function is not None:
                 function.argtypes = takes
                 function.restype = RETURNS.get(name, c_int32)
@@ -48,8 +50,8 @@ class Symbols:
 
     def get(self, name: str) -> Callable[..., Any]:
         """A function; one that raises, by its name, if this version lacks it."""
-        found = self._found.get(name)
-        return found if found is not None else self._lacking(name)
+        function = self._found.get(name)
+        return function if function is not None else self._lacking(name)
 
     def _lacking(self, name: str) -> Callable[..., Any]:
         def fail(*_: Any) -> Any:

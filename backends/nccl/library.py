@@ -163,12 +163,12 @@ class Nccl(ABC):
             looks += 1
             sleep(NAP if looks > YIELDS else 0)
 
-    def _checked(self, what: str, call: Any, *arguments: Any) -> Any:
+    def _checked(self, description: str, call: Any, *arguments: Any) -> Any:
         """A call that is not one of many in a step; those do without another one around them."""
         try:
             return call(*arguments)
         except self._error as error:
-            raise failed(what, error) from error
+            raise failed(description, error) from error
 
 
 def failed(what: str, error: Exception) -> CommunicationError:

@@ -89,8 +89,8 @@ def width_of(channel: Channel, tf32: bool = False) -> int | None:
     if EXPOSED * MULTIPROCESSORS * sending >= WIDE**2 * computing:
         return None
     best = math.sqrt(EXPOSED * MULTIPROCESSORS * sending / computing)
-    wanted = max(1 << (least - 1).bit_length(), 1 << round(math.log2(max(best, 1.0))))
-    return wanted if wanted < WIDE else None
+    width = max(1 << (least - 1).bit_length(), 1 << round(math.log2(max(best, 1.0))))
+    return width if width < WIDE else None
 
 
 def seconds_of(flops: Flops, tf32: bool) -> float:
@@ -147,9 +147,9 @@ class NcclPool(Pool):
         """
         self._is_broken = True
         self._drop_graphs()
-        taken = self._take()
+        communicators = self._take()
         stuck: dict[Group, str | None] = dict.fromkeys(
-            (group for group, _ in taken), f"it takes longer than {ABORT_SECONDS:g} s"
+            (group for group, _ in communicators), f"it takes longer than {ABORT_SECONDS:g} s"
         )
 
         def abort(group: Group, comm: object) -> None:
@@ -160,7 +160,7 @@ class NcclPool(Pool):
                 stuck[group] = str(error)
 
         threads = []
-        for group, comm in taken:
+        for group, comm in communicators:
             thread = threading.Thread(target=abort, args=(group, comm), daemon=True)
             thread.start()
             threads.append(thread)
@@ -177,8 +177,8 @@ class NcclPool(Pool):
         """
         if not self._is_broken:
             return
-        everyone = enumerate(self._world.allgather(self._stuck))
-        reasons = [f"rank {rank}: {why}" for rank, stuck in everyone for why in stuck]
+        stuck_by_rank = enumerate(self._world.allgather(self._stuck))
+        reasons = [f"rank {rank}: {why}" for rank, stuck in stuck_by_rank for why in stuck]
         if reasons:
             raise CommunicationError(
                 "messages between devices could not be broken off after a failed step "

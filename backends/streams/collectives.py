@@ -142,21 +142,21 @@ class Collectives(ABC):
         return maker(type_, self.device), before, run, same
 
     def _all_reduce(self, op: AllReduce, type_: TensorType) -> Parts:
-        found = self.reduction(op.op, type_.dtype)
-        count, code, number = type_.numel, self.codes[found.through], self.numbers[found.op]
+        reduction = self.reduction(op.op, type_.dtype)
+        count, code, number = type_.numel, self.codes[reduction.through], self.numbers[reduction.op]
 
         def run(source: int, target: int) -> None:
             if count:
                 comm, handle = self.line.comm, self.handle
                 self.library.all_reduce(source, target, count, code, number, comm, handle)
 
-        up, down = self._through(found, type_.dtype)
-        room = maker(TensorType(found.through, type_.shape), self.device)
+        up, down = self._through(reduction, type_.dtype)
+        room = maker(TensorType(reduction.through, type_.shape), self.device)
         return room, lambda value, _: up(value.contiguous()), run, down
 
     def _reduce_scatter(self, op: ReduceScatter, type_: TensorType) -> Parts:
-        found = self.reduction(op.op, type_.dtype)
-        code, number = self.codes[found.through], self.numbers[found.op]
+        reduction = self.reduction(op.op, type_.dtype)
+        code, number = self.codes[reduction.through], self.numbers[reduction.op]
         count = type_.numel // self.members
 
         def run(source: int, target: int) -> None:
@@ -164,9 +164,9 @@ class Collectives(ABC):
                 comm, handle = self.line.comm, self.handle
                 self.library.reduce_scatter(source, target, count, code, number, comm, handle)
 
-        up, down = self._through(found, type_.dtype)
+        up, down = self._through(reduction, type_.dtype)
         parts_first = self._parts_first(op.dim)
-        room = maker(TensorType(found.through, self._part(type_, op.dim)), self.device)
+        room = maker(TensorType(reduction.through, self._part(type_, op.dim)), self.device)
         return room, lambda value, _: up(parts_first(value)), run, down
 
     def _all_gather(self, op: AllGather, type_: TensorType) -> Parts:
@@ -181,10 +181,10 @@ class Collectives(ABC):
         peers = [i for i in range(self.members) if self.sends_to_itself or i != me]
 
         def before(value: Tensor, result: Tensor) -> Tensor:
-            there = parts_first(value)
+            ordered = parts_first(value)
             if not self.sends_to_itself:
-                result[me].copy_(there.view(parts.shape)[me])
-            return there
+                result[me].copy_(ordered.view(parts.shape)[me])
+            return ordered
 
         def run(source: int, target: int) -> None:
             self._batch(
@@ -235,9 +235,9 @@ class Collectives(ABC):
 
     def _batch(self, messages: Iterable[Message]) -> None:
         """Send and receive those messages that are not empty."""
-        found = [message for message in messages if message.nbytes]
-        if found:
-            self.library.batch(found, self.line.comm, self.handle)
+        nonempty = [message for message in messages if message.nbytes]
+        if nonempty:
+            self.library.batch(nonempty, self.line.comm, self.handle)
 
     def _of_others(self, receives: bool, pointer: int, nbytes: int) -> list[Message]:
         """A message with each other member; their parts stand one behind the other."""
@@ -252,17 +252,21 @@ class Collectives(ABC):
         return run
 
     def _through(
-        self, found: Reduction, dtype: DType
+        self, reduction: Reduction, dtype: DType
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """Makes the operand one that the library reduces, and the total one of the right type."""
-        there, back, members = TORCH_DTYPES[found.through], TORCH_DTYPES[dtype], self.members
+        reduced_type, result_type, members = (
+            TORCH_DTYPES[reduction.through],
+            TORCH_DTYPES[dtype],
+            self.members,
+        )
 
         def up(value: Tensor) -> Tensor:
-            return value.view(there) if found.reads_bits else value.to(there)
+            return value.view(reduced_type) if reduction.reads_bits else value.to(reduced_type)
 
         def down(total: Tensor) -> Tensor:
-            total = total.view(back) if found.reads_bits else total.to(back)
-            if not found.divides:
+            total = total.view(result_type) if reduction.reads_bits else total.to(result_type)
+            if not reduction.divides:
                 return total
             if total.is_floating_point():
                 return total / members

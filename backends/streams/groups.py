@@ -29,8 +29,8 @@ class Group:
 
     def __str__(self) -> str:
         if self.collective:
-            what = f" of {self.traffic.value}s" if self.traffic is not None else ""
-            return f"the group{what} {format_ranks(self.ranks)}"
+            purpose = f" of {self.traffic.value}s" if self.traffic is not None else ""
+            return f"the group{purpose} {format_ranks(self.ranks)}"
         return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
 
 

@@ -33,11 +33,11 @@ def on(*ranks: int) -> Place:
         TypeError: a rank is no integer.
         ValueError: there is none, or one is negative, or is there twice.
     """
-    shown = f"cg.on({', '.join(map(repr, ranks))})"
+    call = f"cg.on({', '.join(map(repr, ranks))})"
     if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-        raise TypeError(f"{shown}: ranks are integers, as in cg.on(0) or cg.on(0, 1)")
+        raise TypeError(f"{call}: ranks are integers, as in cg.on(0) or cg.on(0, 1)")
     if any(rank < 0 for rank in ranks):
-        raise ValueError(f"{shown}: ranks count from 0")
+        raise ValueError(f"{call}: ranks count from 0")
     return Place(ranks)
 
 
@@ -174,12 +174,12 @@ def trace(
     return Step(fn, inputs, outputs)
 
 
-def _check_place(what: str, place: object) -> None:
+def _check_place(parameter: str, place: object) -> None:
     if place is None or isinstance(place, Place):
         return
     ranks = place if isinstance(place, (list, tuple)) else [place]
-    written = ", ".join(map(str, ranks)) if all(type(rank) is int for rank in ranks) else "0"
+    example = ", ".join(map(str, ranks)) if all(type(rank) is int for rank in ranks) else "0"
     raise TypeError(
-        f"cg.trace({what}={place!r}): {what} names ranks by cg.on, as in "
-        f"@cg.trace({what}=cg.on({written}))"
+        f"cg.trace({parameter}={place!r}): {parameter} names ranks by cg.on, as in "
+        f"@cg.trace({parameter}=cg.on({example}))"
     )

@@ -200,19 +200,19 @@ class Compiled(Programs):
             RuntimeError: this rank is the driver, or the step has none.
             TransportError: a rank has ended without closing the graph.
         """
-        made = self._made
-        if made is None:
+        open_graph = self._made
+        if open_graph is None:
             raise _no_driver(self._name, "serve()")
         if self._world.is_virtual:
             return
-        if made.graph.driver == self._world.rank:
+        if open_graph.graph.driver == self._world.rank:
             raise RuntimeError(
                 f"rank {self._world.rank} drives '{self._name}': it calls execute() and close(), "
                 "and the other ranks serve()"
             )
-        if made.recover is not None:
-            made.recover()
-        made.serve()
+        if open_graph.recover is not None:
+            open_graph.recover()
+        open_graph.serve()
         self._close_runtimes()
 
     def close(self) -> None:
@@ -231,10 +231,10 @@ class Compiled(Programs):
         """
         if self._closed:
             return
-        made = self._made
-        if made is not None and made.graph.driver in made.executions.schedulers:
-            made.executions.close(made.graph)
-        elif made is not None:
+        open_graph = self._made
+        if open_graph is not None and open_graph.graph.driver in open_graph.executions.schedulers:
+            open_graph.executions.close(open_graph.graph)
+        elif open_graph is not None:
             self.serve()
         self._close_runtimes()
 
@@ -247,8 +247,8 @@ class Compiled(Programs):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        made = self._made
-        drives = made is None or made.graph.driver in made.executions.schedulers
+        open_graph = self._made
+        drives = open_graph is None or open_graph.graph.driver in open_graph.executions.schedulers
         if drives or kind is None:
             self.close()
 
@@ -264,17 +264,17 @@ class Compiled(Programs):
         """
         chosen = self._world.rank if rank is None else rank
         runtimes = [runtime for runtime in self._runtimes if runtime is not None]
-        found = Statistics()
+        statistics = Statistics()
         if self._made is not None:
             if chosen not in self._made.statistics:
                 raise ValueError(
                     f"this is rank {self._world.rank}, and it has no statistics of rank {chosen}; "
                     "cg.allgather() exchanges them"
                 )
-            found += self._made.statistics[chosen]
+            statistics += self._made.statistics[chosen]
         for runtime in runtimes:
-            found = runtime.statistics(chosen) + found
-        return found
+            statistics = runtime.statistics(chosen) + statistics
+        return statistics
 
     def record(
         self, /, *args: Any, executions: int | None = None, **kwargs: Any
@@ -385,18 +385,18 @@ class Compiled(Programs):
             for variant in self.variants
         ]
         with torch.inference_mode(False):
-            made = graphs.make_graph(
+            open_graph = graphs.make_graph(
                 self._world, self._name, driver, variants, max_inflight, self._timeout
             )
         for index, variant in enumerate(self.variants):
             bound = {
                 rank: [context.instances[index] for context in contexts]
-                for rank, contexts in made.graph.contexts.items()
+                for rank, contexts in open_graph.graph.contexts.items()
             }
             self._watched.append(watch(self._world, variant.module, bound))
-        made.graph.patience = patience
-        made.graph.limit = self._timeout
-        return made
+        open_graph.graph.patience = patience
+        open_graph.graph.limit = self._timeout
+        return open_graph
 
     def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:
         self.variants[variant].trace.check_guards(self._driver)
@@ -411,12 +411,12 @@ class Compiled(Programs):
                 runtime.close()
 
     def _cannot_execute(self) -> RuntimeError:
-        made = self._made
-        if made is None:
+        open_graph = self._made
+        if open_graph is None:
             return _no_driver(self._name, "execute()")
-        if made.graph.driver not in made.executions.schedulers:
+        if open_graph.graph.driver not in open_graph.executions.schedulers:
             return RuntimeError(
-                f"rank {made.graph.driver} drives '{self._name}', and this is rank "
+                f"rank {open_graph.graph.driver} drives '{self._name}', and this is rank "
                 f"{self._world.rank}: call serve() here"
             )
         return self._closed_error()
@@ -425,8 +425,8 @@ class Compiled(Programs):
         return RuntimeError(f"'{self._name}' has been closed: compile it again")
 
 
-def _no_driver(step: str, what: str) -> RuntimeError:
+def _no_driver(step: str, call: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} needs a rank that drives '{step}': trace it with "
+        f"{call} needs a rank that drives '{step}': trace it with "
         "@cg.trace(inputs=cg.on(rank)), then lower() and compile() it"
     )

@@ -66,8 +66,8 @@ class Variant:
     def pick(self, driver: int) -> list[int] | None:
         """For each parameter of the driver's program its index among the step's; None if equal."""
         names = self.parameters
-        mine = [value.name for value in self.module.program_of(driver).params]
-        return None if mine == names else [names.index(name) for name in mine]
+        program_names = [value.name for value in self.module.program_of(driver).params]
+        return None if program_names == names else [names.index(name) for name in program_names]
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values of the step's parameters, if the actors are as they were traced."""

@@ -79,13 +79,13 @@ def make_dump(settings: Config, directory: Path | None, name: str, world: World)
     rank = world.rank
     if directory is None:
         return None
-    seen = _seen.setdefault(world, Counter())
-    seen[directory.absolute(), name] += 1
-    count = seen[directory.absolute(), name]
+    compilations = _seen.setdefault(world, Counter())
+    compilations[directory.absolute(), name] += 1
+    count = compilations[directory.absolute(), name]
     prefix = name if count == 1 else f"{name}-{count}"
     prefix = prefix if rank == 0 else f"{prefix}.rank{rank}"
-    wanted = settings.dump_ranks is None or rank in settings.dump_ranks
-    return Dump(directory, prefix, settings.dump_passes, wanted)
+    is_wanted = settings.dump_ranks is None or rank in settings.dump_ranks
+    return Dump(directory, prefix, settings.dump_passes, is_wanted)
 
 
 _seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()

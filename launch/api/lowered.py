@@ -76,9 +76,9 @@ class Definition:
 
     def number(self) -> Numbering:
         """A numbering for another program."""
-        made = Numbering()
-        self.numberings.add(made)
-        return made
+        numbering = Numbering()
+        self.numberings.add(numbering)
+        return numbering
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -141,7 +141,7 @@ class Lowered:
         Raises:
             ValueError: there is no such phase.
         """
-        phases = [each.value for each in Phase]
+        phases = [member.value for member in Phase]
         if phase not in phases:
             raise ValueError(f"as_text({phase!r}): the phases are {', '.join(phases)}")
         module = self._module_at(Phase(phase), self.traces[variant])
@@ -308,10 +308,10 @@ class Lowered:
             return self
         if self._fused is None:
             again = [
-                replace(each, trace=functools.partial(each.trace, fused=True))
-                for each in self._again
+                replace(retrace, trace=functools.partial(retrace.trace, fused=True))
+                for retrace in self._again
             ]
-            traces = [each() for each in again]
+            traces = [retrace() for retrace in again]
             self._fused = Lowered(self._step, traces, self._world, again, self._example)
         return self._fused
 

@@ -110,12 +110,13 @@ class Step:
         Raises:
             RuntimeError: only what `lower(...).compile()` has returned was called, never the step.
         """
-        others = max((numbering.next for numbering in self._numberings), default=0)
-        if others and not self._numbering.next:
+        compiled_calls = max((numbering.next for numbering in self._numberings), default=0)
+        if compiled_calls and not self._numbering.next:
             raise RuntimeError(
                 f"step {self.__name__} was never called itself, but what lower(...).compile() has "
-                f"returned was, {others} times, and counts for itself: save the state_dict() of "
-                "that, or a resumed run would draw the same random numbers once more"
+                f"returned was, {compiled_calls} times, and counts for itself: save the "
+                "state_dict() of that, or a resumed run would draw the same random numbers once "
+                "more"
             )
         return {"seed": config().seed, "calls": self._numbering.next}
 
@@ -173,16 +174,16 @@ class Step:
         if not signatures:
             raise ValueError(f"lower_many() of {self.__name__} takes at least one set of arguments")
         again = [
-            Again(functools.partial(self._trace_entry, index, given, Traces()))
-            for index, given in enumerate(signatures)
+            Again(functools.partial(self._trace_entry, index, entry, Traces()))
+            for index, entry in enumerate(signatures)
         ]
-        return Lowered(self._definition, [each.trace() for each in again], world(), again)
+        return Lowered(self._definition, [retrace.trace() for retrace in again], world(), again)
 
-    def _trace_entry(self, index: int, given: Any, traces: Traces, **options: Any) -> Trace:
+    def _trace_entry(self, index: int, entry: Any, traces: Traces, **options: Any) -> Trace:
         """The trace for one of the sets of arguments that `lower_many` takes."""
-        args, kwargs = given if isinstance(given, tuple) else (given,), {}
-        if isinstance(given, dict):
-            args, kwargs = (), given
+        args, kwargs = entry if isinstance(entry, tuple) else (entry,), {}
+        if isinstance(entry, dict):
+            args, kwargs = (), entry
         try:
             return self._trace(args, kwargs, traces, **options)
         except InputError as error:
@@ -198,26 +199,26 @@ class Step:
         fused: bool = False,
     ) -> Trace:
         """Trace the step; with `traces`, which an earlier trace of it has used, in less time."""
-        here = world()
-        check_outside(here, self.__name__)
+        current_world = world()
+        check_outside(current_world, self.__name__)
         request = TraceRequest(
             self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic, remat, fused
         )
-        with lock_of(here).held(self.__name__, tracing=True):
-            request.check(here, args, kwargs)
+        with lock_of(current_world).held(self.__name__, tracing=True):
+            request.check(current_world, args, kwargs)
             return trace_step(
                 self.__wrapped__,
                 args,
                 kwargs,
-                peers=here,
+                peers=current_world,
                 inputs=self._inputs,
                 outputs=self._outputs,
                 name=self.__name__,
-                tracer=Functions(torch_device(here), traces, fused),
+                tracer=Functions(torch_device(current_world), traces, fused),
                 optimistic=optimistic,
                 remat=remat,
                 # In the virtual world, actors may be wherever the user has put them.
-                host_only=here.device is None and not here.is_virtual,
+                host_only=current_world.device is None and not current_world.is_virtual,
             )
 
     @property

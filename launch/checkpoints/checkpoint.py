@@ -136,13 +136,14 @@ def load_checkpoint(
             f"{path} has tensors that no actor has, such as '{min(surplus)}': is it of another "
             "model?"
         )
-    kept = read.kept.union(*world().allgather(read.kept))
+    optimizer_names = read.kept.union(*world().allgather(read.kept))
     untrained = read.untrained.union(*world().allgather(read.untrained))
-    left = {each for each in read.optimizers.shapes if each.rpartition(".")[0] not in untrained}
-    if left - kept:
+    leftover = {name for name in read.optimizers.shapes if name.rpartition(".")[0] not in untrained}
+    if leftover - optimizer_names:
         raise ValueError(
-            f"{path} has '{min(left - kept)}' of an optimizer, and no optimizer trains that "
-            "parameter here; give it to one in the constructor, or load into actors without any"
+            f"{path} has '{min(leftover - optimizer_names)}' of an optimizer, and no optimizer "
+            "trains that parameter here; give it to one in the constructor, or load into actors "
+            "without any"
         )
     if compiled is not None and read.compiled is not None:
         compiled.load_state_dict(read.compiled)
@@ -158,12 +159,12 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Args:
         folder: the one in which `save_checkpoint` makes folders; it need not be there.
     """
-    found: tuple[int, str] | None = None
+    newest: tuple[int, str] | None = None
     if world().rank == 0 and Path(folder).is_dir():
-        matches = ((_NUMBERED.fullmatch(each.name), each) for each in Path(folder).iterdir())
-        found = max(((int(m[1]), str(each)) for m, each in matches if m), default=None)
-    found = world().broadcast(found, 0)
-    return None if found is None else Path(found[1])
+        matches = ((_NUMBERED.fullmatch(entry.name), entry) for entry in Path(folder).iterdir())
+        newest = max(((int(m[1]), str(entry)) for m, entry in matches if m), default=None)
+    newest = world().broadcast(newest, 0)
+    return None if newest is None else Path(newest[1])
 
 
 @dataclass(frozen=True)
@@ -197,34 +198,34 @@ class _Reading:
             raise FileNotFoundError(f"there is no checkpoint {path}")
         weights = Weights(path, stem, rename)
         optimizers = TensorFile(path / _TRAINING / _OPTIMIZERS)
-        found = read_json(path / _TRAINING / _STATE)
+        saved = read_json(path / _TRAINING / _STATE)
         try:
-            trainers = TrainerState.of_json(found["trainers"])
-            compiled, state = found["compiled"], found["state"]
+            trainers = TrainerState.of_json(saved["trainers"])
+            compiled, state = saved["compiled"], saved["state"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / _TRAINING / _STATE} is damaged: {error}") from error
         check_trainers(actors, trainers)
         named = _named(actors, rename)
         taken: set[str] = set()
-        kept: set[str] = set()
+        optimizer_names: set[str] = set()
         untrained: set[str] = set()
         for actor, name_of in named:
-            own: set[str] = set()
+            actor_names: set[str] = set()
             for piece in pieces(actor, name_of):
                 if piece.name not in weights.files:
                     raise KeyError(f"{path} has no '{piece.name}', which {actor.name} has")
                 weights.files[piece.name].check(piece.name, piece.shape, piece.tensor.dtype)
-                own.add(piece.name)
-            taken |= own
-            untrained |= set() if has_optimizers(actor) else own
-            kept |= check_optimizers(optimizers, actor, name_of)
+                actor_names.add(piece.name)
+            taken |= actor_names
+            untrained |= set() if has_optimizers(actor) else actor_names
+            optimizer_names |= check_optimizers(optimizers, actor, name_of)
         return _Reading(
             weights,
             optimizers,
             named,
             frozenset(weights.files),
             frozenset(taken),
-            frozenset(kept),
+            frozenset(optimizer_names),
             frozenset(untrained),
             trainers,
             compiled,
@@ -268,14 +269,14 @@ def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
         if part is None:
             raise ValueError(f"{actor.name} has no part of a model, as cg.cut_layers makes them")
         state = collect(instance).tensors
-        own = _names_in(path, part, state, rename)
-        for each in state:
-            if id(each.tensor) not in own:
+        part_names = _names_in(path, part, state, rename)
+        for state_tensor in state:
+            if id(state_tensor.tensor) not in part_names:
                 raise ValueError(
-                    f"'{each.path}' of {actor.name} is no tensor of the model, so a folder of the "
-                    "model's weights has no place for it; save it by cg.save"
+                    f"'{state_tensor.path}' of {actor.name} is no tensor of the model, so a folder "
+                    "of the model's weights has no place for it; save it by cg.save"
                 )
-        names |= own
+        names |= part_names
     return lambda state: names[id(state.tensor)]
 
 
@@ -287,23 +288,27 @@ def _names_in(
     That is what `state_dict` leaves out: buffers that are not persistent, and tensors that are
     plain attributes of the model's modules, such as a table of positions.
     """
-    own: dict[int, str | None] = {id(tensor): None for tensor in part.buffers()}
+    names: dict[int, str | None] = {id(tensor): None for tensor in part.buffers()}
     inside = f"{path}.model.".removeprefix(".")
-    own |= {id(each.tensor): None for each in state if each.path.startswith(inside)}
-    kept = part.model.state_dict(keep_vars=True)
-    return own | {id(tensor): rename(name) for name, tensor in reversed(kept.items())}
+    names |= {
+        id(state_tensor.tensor): None
+        for state_tensor in state
+        if state_tensor.path.startswith(inside)
+    }
+    state_dict = part.model.state_dict(keep_vars=True)
+    return names | {id(tensor): rename(name) for name, tensor in reversed(state_dict.items())}
 
 
 def _state_text(
     trainers: TrainerState, compiled: Compiled | None, state: Mapping[str, Any] | None
 ) -> str:
-    kept = {
+    content = {
         "trainers": trainers.as_json(),
         "compiled": None if compiled is None else compiled.state_dict(),
         "state": dict(state or {}),
     }
     try:
-        return json.dumps(kept, indent=1)
+        return json.dumps(content, indent=1)
     except TypeError as error:
         raise ValueError(
             f"the state of a checkpoint is JSON, and holds no such thing: {error}"

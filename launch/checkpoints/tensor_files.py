@@ -75,9 +75,14 @@ class TensorFile:
         try:
             with safe_open(os.fspath(path), framework="pt") as opened:
                 words = opened.metadata() or {}
-                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                self.shapes = {name: tuple(each.get_shape()) for name, each in found.items()}
-                self.dtypes = {name: _TYPES.get(each.get_dtype()) for name, each in found.items()}
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                self.shapes = {
+                    name: tuple(tensor_slice.get_shape()) for name, tensor_slice in slices.items()
+                }
+                self.dtypes = {
+                    name: _TYPES.get(tensor_slice.get_dtype())
+                    for name, tensor_slice in slices.items()
+                }
             self.prefixes: list[str] = json.loads(words.get(PREFIXES, "[]"))
         except (SafetensorError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
@@ -91,9 +96,9 @@ class TensorFile:
         Raises:
             ValueError: it has another shape or element type.
         """
-        found = self.shapes[name]
-        if found != shape:
-            raise ValueError(f"'{name}' is {list(found)} in the file, and {list(shape)} here")
+        stored = self.shapes[name]
+        if stored != shape:
+            raise ValueError(f"'{name}' is {list(stored)} in the file, and {list(shape)} here")
         if self.dtypes[name] != dtype:
             raise ValueError(f"'{name}' is {self.dtypes[name]} in the file, and {dtype} here")
 
@@ -107,16 +112,16 @@ class TensorFile:
             ValueError: the region is no part of the tensor.
         """
         shape = self.shapes[name]
-        ends = [max((stop for _, stop in each), default=0) for each in region]
+        ends = [max((stop for _, stop in intervals), default=0) for intervals in region]
         if len(ends) != len(shape) or any(e > size for e, size in zip(ends, shape, strict=True)):
             raise ValueError(f"'{name}' is {list(shape)} in the file, and ends at {ends} here")
         with safe_open(os.fspath(self.path), framework="pt") as opened:
             if not region:
                 return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
-            found = opened.get_slice(name)
+            tensor_slice = opened.get_slice(name)
             value = torch.empty(shape_of(region), dtype=self.dtypes[name])
-            for here, there in _boxes(region):
-                value[here] = found[there]
+            for piece_box, tensor_box in _boxes(region):
+                value[piece_box] = tensor_slice[tensor_box]
             return value
 
 
@@ -126,16 +131,16 @@ def table_of(mine: Iterable[Piece]) -> Table:
     Raises:
         ValueError: two tensors have one name, or one has an element type without a name there.
     """
-    own = [(p.name, ir_dtype(p.tensor.dtype), p.shape) for p in mine if p.counts]
-    found: dict[str, tuple[DType, tuple[int, ...]]] = {}
-    for theirs in world().allgather(own):
-        for name, dtype, shape in theirs:
-            if found.setdefault(name, (dtype, shape)) != (dtype, shape):
+    entries = [(p.name, ir_dtype(p.tensor.dtype), p.shape) for p in mine if p.counts]
+    table: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    for rank_entries in world().allgather(entries):
+        for name, dtype, shape in rank_entries:
+            if table.setdefault(name, (dtype, shape)) != (dtype, shape):
                 raise ValueError(f"two tensors have the name '{name}'; give prefixes that differ")
-    for name, (dtype, _) in found.items():
+    for name, (dtype, _) in table.items():
         if dtype not in _NAMES:
             raise ValueError(f"'{name}' is {dtype}, which safetensors has no name for")
-    return dict(sorted(found.items()))
+    return dict(sorted(table.items()))
 
 
 def size_of(table: Table, name: str) -> int:
@@ -161,9 +166,9 @@ def write(
     header, offsets = _header(table, words or {})
     on_rank_0(lambda: _create(path, header, offsets))
     start = 8 + len(header)
-    own = [piece for piece in mine if piece.counts and piece.name in table]
+    pieces = [piece for piece in mine if piece.counts and piece.name in table]
     try:
-        together(lambda: _write_all(path, start, offsets, own))
+        together(lambda: _write_all(path, start, offsets, pieces))
     except OSError:
         if world().rank == 0:
             path.unlink(missing_ok=True)  # for its space
@@ -266,10 +271,10 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _write_all(
-    path: Path, start: int, offsets: Mapping[str, tuple[int, int]], mine: Iterable[Piece]
+    path: Path, start: int, offsets: Mapping[str, tuple[int, int]], pieces: Iterable[Piece]
 ) -> None:
     with open(path, "r+b", opener=_open_no_link) as opened:
-        for piece in mine:
+        for piece in pieces:
             _write(opened, start, offsets, piece)
         os.fsync(opened.fileno())
 
@@ -283,20 +288,23 @@ def _write(
     size = piece.tensor.element_size()
     flat = piece.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     unit = np.dtype((np.void, size))
-    own = flat.view(unit).reshape(local)
+    values = flat.view(unit).reshape(local)
     at = start + offsets[piece.name][0]
     file = np.memmap(opened, unit, "r+", at, piece.shape or (1,))
     if not piece.shape:
-        file[0] = own
-    for here, there in _boxes(piece.region):
-        file[there] = own[here]
+        file[0] = values
+    for piece_box, tensor_box in _boxes(piece.region):
+        file[tensor_box] = values[piece_box]
     file.flush()
 
 
 def _boxes(region: Region) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """The boxes of a region: where each stands in what holds the region, and in the tensor."""
     for chosen in itertools.product(*map(_runs, region)):
-        yield tuple(here for here, _ in chosen), tuple(there for _, there in chosen)
+        yield (
+            tuple(piece_slice for piece_slice, _ in chosen),
+            tuple(tensor_slice for _, tensor_slice in chosen),
+        )
 
 
 def _runs(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:

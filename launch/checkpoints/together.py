@@ -20,20 +20,20 @@ def together(work: Callable[[], T], what: str = "write") -> T:
         OSError, KeyError, ValueError: what has been raised here; or else, as the first that another
             rank has raised.
     """
-    failed: OSError | KeyError | ValueError | None = None
+    failure: OSError | KeyError | ValueError | None = None
     try:
-        made = work()
+        result = work()
     except (OSError, KeyError, ValueError) as error:
-        failed = error
-    words = None if failed is None else (type(failed).__name__, str(failed))
-    told = world().allgather(words)
-    if failed is not None:
-        raise failed
-    for rank, theirs in enumerate(told):
-        if theirs is not None:
-            kind = {"KeyError": KeyError, "ValueError": ValueError}.get(theirs[0], OSError)
-            raise kind(f"rank {rank} could not {what}: {theirs[1]}")
-    return made
+        failure = error
+    words = None if failure is None else (type(failure).__name__, str(failure))
+    gathered = world().allgather(words)
+    if failure is not None:
+        raise failure
+    for rank, rank_words in enumerate(gathered):
+        if rank_words is not None:
+            kind = {"KeyError": KeyError, "ValueError": ValueError}.get(rank_words[0], OSError)
+            raise kind(f"rank {rank} could not {what}: {rank_words[1]}")
+    return result
 
 
 def on_rank_0(work: Callable[[], None], what: str = "write") -> None:

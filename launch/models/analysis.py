@@ -259,7 +259,7 @@ class _Run:
                 return f"the model changes what {behind} gives before {first} takes it"
         earlier = self._bit(index) - 1
         for number in range(index, len(self.layers) + 1):
-            who = "the model" if number == len(self.layers) else self.chain.path_of(number)
+            taker = "the model" if number == len(self.layers) else self.chain.path_of(number)
             sources = (
                 self.output if number == len(self.layers) else _union(self.layers[number].sources)
             )
@@ -268,15 +268,15 @@ class _Run:
                 crossing &= ~self._bit(index - 1)
             if crossing:
                 giver = self.chain.path_of(crossing.bit_length() - 1)
-                return f"{who} takes what {giver} gives, other than by the layers between them"
+                return f"{taker} takes what {giver} gives, other than by the layers between them"
             if number == len(self.layers):
                 break
             for name in sorted(self._parameters(sources)):
                 owners = owned[name]
                 if owners and min(owners) < index and number not in owners:
-                    return f"{who} takes what {self.chain.path_of(min(owners))} makes inside"
+                    return f"{taker} takes what {self.chain.path_of(min(owners))} makes inside"
                 if not owners:
-                    return f"{who} takes a value that the parameter '{name}' makes"
+                    return f"{taker} takes a value that the parameter '{name}' makes"
         return None
 
 
@@ -287,29 +287,31 @@ def _replaced(
     buffer: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[None]:
     """Inside the `with` block other tensors stand for a model's, tied ones for tied ones."""
-    instead: dict[int, torch.Tensor] = {
-        id(held): parameter(name, held) for name, held in model.named_parameters()
+    replacements: dict[int, torch.Tensor] = {
+        id(tensor): parameter(name, tensor) for name, tensor in model.named_parameters()
     }
-    instead |= {id(held): buffer(held) for _, held in model.named_buffers()}
+    replacements |= {id(tensor): buffer(tensor) for _, tensor in model.named_buffers()}
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in model.modules():
             holders: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for slots in holders:
-                undo += [(slots, key, own) for key, own in slots.items() if own is not None]
-        for slots, key, own in undo:
-            slots[key] = instead[id(own)]
+                undo += [
+                    (slots, key, tensor) for key, tensor in slots.items() if tensor is not None
+                ]
+        for slots, key, tensor in undo:
+            slots[key] = replacements[id(tensor)]
         yield
     finally:
-        for slots, key, own in undo:
-            slots[key] = own
+        for slots, key, tensor in undo:
+            slots[key] = tensor
 
 
 def _union(sources: Sequence[int]) -> int:
-    found = 0
-    for each in sources:
-        found |= each
-    return found
+    union = 0
+    for bits in sources:
+        union |= bits
+    return union
 
 
 def _is_tensor(value: Any) -> bool:

@@ -50,10 +50,10 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def sources_of(self, value: Any) -> int:
         """The sources that the tensors of a pytree depend on."""
-        found = 0
+        sources = 0
         for tensor in _tensors(value):
-            found |= self._sources.get(_key(tensor), 0)
-        return found
+            sources |= self._sources.get(_key(tensor), 0)
+        return sources
 
     def set_sources(self, value: Any, sources: int) -> None:
         """Say what the tensors of a pytree depend on from here on."""
@@ -71,14 +71,14 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops += int(formula(*args, **kwargs, out_val=results))
         if func.overloadpacket.__name__ in _OF_SHAPE_ALONE:
             return results
-        given = self.sources_of((args, kwargs))
-        self.read |= given
+        sources = self.sources_of((args, kwargs))
+        self.read |= sources
         written = [a for a, s in zip(args, func._schema.arguments, strict=False) if _is_written(s)]
-        if given:
+        if sources:
             for tensor in _tensors((results, written)):
                 self._keep(tensor)
                 key = _key(tensor)
-                self._sources[key] = self._sources.get(key, 0) | given
+                self._sources[key] = self._sources.get(key, 0) | sources
         return results
 
     def _keep(self, tensor: torch.Tensor) -> None:

@@ -95,15 +95,19 @@ class ModelPart(nn.Module):
         return {name: nn.functional.embedding(rows[name], value) for name, value in lent.items()}
 
     def _check(self, entering: Moving | None, lent: Mapping[str, torch.Tensor]) -> None:
-        taken = self._passage.taken
-        given = 0 if entering is None else len(_as_tuple(entering) or ())
-        if given != taken:
-            what = "the first part takes None" if not taken else f"this part takes {taken} tensors"
-            raise ValueError(f"{what} of the part before it, and was given {given}")
-        wanting = [name for name in self.borrowed if name not in lent]
-        if wanting:
+        expected = self._passage.taken
+        count = 0 if entering is None else len(_as_tuple(entering) or ())
+        if count != expected:
+            expectation = (
+                "the first part takes None"
+                if not expected
+                else f"this part takes {expected} tensors"
+            )
+            raise ValueError(f"{expectation} of the part before it, and was given {count}")
+        lacking = [name for name in self.borrowed if name not in lent]
+        if lacking:
             raise ValueError(
-                f"this part uses {', '.join(wanting)} of another part; give it what that part's "
+                f"this part uses {', '.join(lacking)} of another part; give it what that part's "
                 "lend() returns, as lent={name: value}"
             )
 
@@ -116,10 +120,10 @@ class ModelPart(nn.Module):
         """
         device = next(self.model.parameters(), torch.empty(0)).device
         slots = []
-        for each in self._missing:
-            path, _, key = each.path.rpartition(".")
+        for missing in self._missing:
+            path, _, key = missing.path.rpartition(".")
             slots.append((self.model.get_submodule(path)._parameters, key))
-            value = lent[each.name] if each.name in self.borrowed else each.zeros(device)
+            value = lent[missing.name] if missing.name in self.borrowed else missing.zeros(device)
             slots[-1][0][key] = value  # type: ignore[assignment]
         try:
             yield
@@ -186,8 +190,10 @@ class _Stand(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        own = vars(self)
-        own.update({k: v for k, v in vars(layer).items() if k not in own and _is_plain(v)})
+        attributes = vars(self)
+        attributes.update(
+            {k: v for k, v in vars(layer).items() if k not in attributes and _is_plain(v)}
+        )
 
 
 class Entry(_Stand):

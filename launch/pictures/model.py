@@ -141,7 +141,7 @@ class Picture:
     @property
     def end(self) -> float:
         """The end of the last slice, in milliseconds."""
-        return max((each.end for each in self.slices()), default=0.0)
+        return max((box.end for box in self.slices()), default=0.0)
 
     def slices(self) -> Iterator[Slice]:
         """All slices, from top to bottom."""
@@ -152,13 +152,13 @@ class Picture:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Those that occur, in the order of the legend."""
-        found = {each.kind for each in self.slices()}
-        return tuple(kind for kind in Kind if kind in found)
+        present = {box.kind for box in self.slices()}
+        return tuple(kind for kind in Kind if kind in present)
 
     @property
     def has_chunks(self) -> bool:
         """True if a rank has several stages, which differ in shade."""
-        return any(each.chunk for each in self.slices())
+        return any(box.chunk for box in self.slices())
 
 
 class TrackKey(NamedTuple):
@@ -196,12 +196,12 @@ def lay_out(
             for key in keys
         )
         rows.append(Row(rank, tuple(tracks)))
-    found = (
-        Arrow(Spot(*places[tail], sent), Spot(*places[head], come))
-        for (tail, sent), (head, come) in arrows
+    placed_arrows = (
+        Arrow(Spot(*places[tail], start), Spot(*places[head], end))
+        for (tail, start), (head, end) in arrows
         if tail in places and head in places
     )
-    return Picture(title, tuple(rows), note, tuple(found))
+    return Picture(title, tuple(rows), note, tuple(placed_arrows))
 
 
 def _order(key: TrackKey) -> tuple[int, int, str]:
@@ -209,8 +209,8 @@ def _order(key: TrackKey) -> tuple[int, int, str]:
     return key.lane, _STREAMS.index(key.stream) if known else len(_STREAMS), key.stream
 
 
-def _times(each: Slice) -> tuple[float, float]:
-    return each.start, each.end
+def _times(box: Slice) -> tuple[float, float]:
+    return box.start, box.end
 
 
 def one_above_the_other(predicted: Picture, measured: Picture) -> Picture:

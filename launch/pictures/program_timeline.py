@@ -82,6 +82,6 @@ def picture_in_units(module: Module) -> Picture:
         and op.task is None
         and module.functions[op.fn.name].actor is not None
     }
-    found = simulate_programs(module, Costs(functions=dict.fromkeys(loose, 1.0)))
+    simulation = simulate_programs(module, Costs(functions=dict.fromkeys(loose, 1.0)))
     note = "on paper: F, B, W and each call outside of them take 1 ms, transfers none"
-    return picture_of_programs(found, module, note=note)
+    return picture_of_programs(simulation, module, note=note)

@@ -89,11 +89,11 @@ class _Strings:
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        found = self._numbers.get(text)
-        if found is None:
-            found = self._numbers[text] = len(self.all)
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self.all)
             self.all.append(text)
-        return found
+        return number
 
 
 def _row(band: Band, strings: _Strings) -> dict[str, Any]:
@@ -107,23 +107,23 @@ def _row(band: Band, strings: _Strings) -> dict[str, Any]:
                 "name": lane.track.name,
                 "top": lane.top,
                 "height": lane.height,
-                "slices": [_slice(each, strings) for each in lane.track.slices],
+                "slices": [_slice(box, strings) for box in lane.track.slices],
             }
             for lane in band.lanes
         ],
     }
 
 
-def _slice(each: Slice, strings: _Strings) -> list[Any]:
+def _slice(box: Slice, strings: _Strings) -> list[Any]:
     return [
-        _rounded(each.start),
-        _rounded(each.end),
-        _KINDS.index(each.kind),
-        *map(strings.number, (each.name, each.label, each.op, each.source)),
-        each.nbytes,
-        each.microbatch,
-        each.execution,
-        each.chunk % 2,
+        _rounded(box.start),
+        _rounded(box.end),
+        _KINDS.index(box.kind),
+        *map(strings.number, (box.name, box.label, box.op, box.source)),
+        box.nbytes,
+        box.microbatch,
+        box.execution,
+        box.chunk % 2,
     ]
 
 

@@ -181,12 +181,12 @@ class DeviceSession:
 
     def _give_up(self, trouble: str) -> None:
         """End the job: the device does not end what was put on it, and the host may wait for it."""
-        where = self._transport.control.flight_record()
+        hosts = self._transport.control.flight_record()
         executable = self._on_device
         self._world.end_job(
             f"{trouble}\nHere is where the host of every rank is in {executable.work.name}; a host "
             "outside of executions has put its last one on its device, and does not wait for that:"
-            f"\n{where}{advice(logs_of(self._streams))}"
+            f"\n{hosts}{advice(logs_of(self._streams))}"
         )
 
     @property
@@ -200,7 +200,7 @@ def built_on_streams(program: Program, module: Module) -> list[tuple[int, str]]:
     by_stream = {id_ for id_, channel in module.channels.items() if is_by_stream(channel)}
     awaited: set[Value] = set()
     has_come = False
-    found: list[tuple[int, str]] = []
+    calls: list[tuple[int, str]] = []
     for index, op in enumerate(program.ops):
         if isinstance(op, Recv | Collective) and op.chan in by_stream:
             awaited.update(op.results)
@@ -209,6 +209,6 @@ def built_on_streams(program: Program, module: Module) -> list[tuple[int, str]]:
         elif isinstance(op, Call) and has_come:
             function = module.functions[op.fn.name]
             if function.actor is not None and function.effect not in (Effect.PURE, Effect.READ):
-                held = (function.actor, *(other for other, _ in function.shares.effects))
-                found.extend((index, actor) for actor in held)
-    return found
+                actors = (function.actor, *(sharer for sharer, _ in function.shares.effects))
+                calls.extend((index, actor) for actor in actors)
+    return calls

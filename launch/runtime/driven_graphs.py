@@ -73,8 +73,8 @@ class OpenGraph:
     def started(self) -> int:
         """The number of executions that the driver has started, as far as this process knows."""
         graph = self.graph
-        others = [graph.started[rank] for rank in self.executions.schedulers]
-        return graph.count if graph.driver in self.executions.schedulers else max(others)
+        started_counts = [graph.started[rank] for rank in self.executions.schedulers]
+        return graph.count if graph.driver in self.executions.schedulers else max(started_counts)
 
     def go_on_from(self, execution: int) -> None:
         """Let the next execution have this number; on all ranks, and none is in flight."""
@@ -101,14 +101,14 @@ _worlds: WeakKeyDictionary[World, Executions] = WeakKeyDictionary()
 
 def executions_of(world: World) -> Executions:
     """The executions of a world; made once, on all ranks."""
-    found = _worlds.get(world)
-    if found is None:
+    executions = _worlds.get(world)
+    if executions is None:
         if world.is_virtual:
-            found = virtual_executions(world.size)
+            executions = virtual_executions(world.size)
         else:
-            found = _cpu_executions(world)  # type: ignore[arg-type] # only MPI's is not virtual
-        use_executions(world, found)
-    return found
+            executions = _cpu_executions(world)  # type: ignore[arg-type] # only MPI's is not virtual
+        use_executions(world, executions)
+    return executions
 
 
 def check_idle(world: World, step: str) -> None:

@@ -84,7 +84,7 @@ class VirtualRuntime(Runtime):
 
     @property
     def bound(self) -> Mapping[int, Sequence[Recordable]]:
-        return {each.rank: [each] for each in self._executable.executables}
+        return {executable.rank: [executable] for executable in self._executable.executables}
 
     def statistics(self, rank: int) -> Statistics:
         executables = self._executable.executables
@@ -153,8 +153,10 @@ class RankRuntime(Runtime):
             session = DeviceSession(world, transport, connected.streams, self._executable, timeout)
             self._session, self._begin, self._watch = session, session.begin, session.watch
         devices = {rank for channel in by_stream for rank in channel.ranks}
-        self._describe = lambda found, sights: FlightRecord(module, found, devices).describe(sights)
-        self._progress = tuple(each.progress for each in self._communicators)
+        self._describe = lambda positions, sights: FlightRecord(
+            module, positions, devices
+        ).describe(sights)
+        self._progress = tuple(communicator.progress for communicator in self._communicators)
         self._pick = pick(module, world.rank, parameters)
         self._takes_all = self._pick == list(range(len(parameters)))
         self._doing = f"a call of {module.name if call is None else call.words}"
@@ -224,7 +226,10 @@ class RankRuntime(Runtime):
         """
         numbering, session = self._numbering, self._session
         has_begun = numbering.next > execution
-        resets = [self._executable.reset, *(each.reset for each in self._communicators)]
+        resets = [
+            self._executable.reset,
+            *(communicator.reset for communicator in self._communicators),
+        ]
         resets.append(self._agree_on_number)
         if session is not None:
             session.note_failure(has_begun)

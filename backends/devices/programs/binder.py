@@ -68,8 +68,8 @@ class DeviceBinder(Binder):
     def __init__(
         self, linked: LinkedProgram, tickets: Tickets | None = None, *, device: Device
     ) -> None:
-        there = {name: landed(value, device) for name, value in linked.constants.items()}
-        self.linked = linked = replace(linked, constants=there)
+        constants = {name: landed(value, device) for name, value in linked.constants.items()}
+        self.linked = linked = replace(linked, constants=constants)
         super().__init__(linked, tickets, target=device.torch_device)
         self.device = device
         self.copies = Copies(device)
@@ -97,8 +97,8 @@ class DeviceBinder(Binder):
     @property
     def messages(self) -> list[tuple[int, StreamEvent]]:
         """The ops that go by streams, as indices of the program's, with the event behind each."""
-        made = {value: i for i, op in enumerate(self._program.ops) for value in op.results}
-        return sorted(((made[f], event) for f, event in self._done.items()), key=itemgetter(0))
+        indices = {value: i for i, op in enumerate(self._program.ops) for value in op.results}
+        return sorted(((indices[f], event) for f, event in self._done.items()), key=itemgetter(0))
 
     @property
     def escaping(self) -> frozenset[int]:
@@ -142,8 +142,8 @@ class DeviceBinder(Binder):
         super()._bind_op(op, arena)
         for value in op.results:
             if value in self._crossing:
-                made = self._made[value] = StreamEvent(self.order)
-                self._emit(instructions.record(made, self.order.use(stream)), KEEP)
+                event = self._made[value] = StreamEvent(self.order)
+                self._emit(instructions.record(event, self.order.use(stream)), KEEP)
 
     # -- communication ----------------------------------------------------------------------
 
@@ -216,9 +216,9 @@ class DeviceBinder(Binder):
             staged = self._ports.get(source)
             if isinstance(staged, StagedPort) and staged.landed and queue is not self.order.compute:
                 self._emit(instructions.follow_device(staged.landed, queue), KEEP)
-            made = self._made.get(source)  # none for what was there before the program began
-            if made is not None:
-                self._emit(instructions.follow(made, queue), KEEP)
+            event = self._made.get(source)  # none for what was there before the program began
+            if event is not None:
+                self._emit(instructions.follow(event, queue), KEEP)
             return
         done = self._done[source]
         is_first = self._layout.first_waits.get(source) is op

@@ -99,10 +99,10 @@ class Segment:
         self._instructions = tuple(instructions)
         self._registers = registers
         self.interface = interface
-        known = [body for body in bodies if isinstance(body, StatefulBody)]
-        self._state_of = [body.state for body in known]
-        self._trained_in = [body.trained for body in known]
-        self._new_gradients = [b.new_gradients for b in known if isinstance(b, GraphBody)]
+        stateful_bodies = [body for body in bodies if isinstance(body, StatefulBody)]
+        self._state_of = [body.state for body in stateful_bodies]
+        self._trained_in = [body.trained for body in stateful_bodies]
+        self._new_gradients = [b.new_gradients for b in stateful_bodies if isinstance(b, GraphBody)]
         self._ports = tuple(ports)
         self._order = order
         self._device: Device = order.device
@@ -114,7 +114,7 @@ class Segment:
         self._warm = 0
         self._failed: Graph | None = None
         self._fallbacks = fallbacks
-        if any(body.rebinds for body in known if isinstance(body, GraphBody)):
+        if any(body.rebinds for body in stateful_bodies if isinstance(body, GraphBody)):
             self._stay(_REBINDS)
 
     def __call__(self) -> bool:
@@ -139,19 +139,19 @@ class Segment:
                 self._stay(_OTHERS)
                 return True
             graphs = self._graphs[key] = []
-        found: Captured | Refusal | None = None
+        outcome: Captured | Refusal | None = None
         for captured in graphs:
             if captured.is_free():
-                found = captured
+                outcome = captured
                 break
-        if found is None:
-            found = self._capture(trained, (*state, *gradients), gradients, graphs, direct)
-        if isinstance(found, Refusal):
+        if outcome is None:
+            outcome = self._capture(trained, (*state, *gradients), gradients, graphs, direct)
+        if isinstance(outcome, Refusal):
             # If that fails, too, there is more amiss than the capture: after a reset comes another.
             self.run()
-            self._stay(found)
+            self._stay(outcome)
         else:
-            self._replay(found, trained)
+            self._replay(outcome, trained)
         return True
 
     def forget(self) -> None:
@@ -275,9 +275,11 @@ class Segment:
             for port in self._ports:
                 port.rehearses = False
         values = {r: registers[r] for r in self.interface.gives}
-        made = {r: value for r, value in values.items() if isinstance(value, Tensor)}
-        used = {storage(value) for value in made.values()}
-        inside = {r: value for r, value in made.items() if storage(value) not in outside | landed}
+        tensors = {r: value for r, value in values.items() if isinstance(value, Tensor)}
+        used = {storage(value) for value in tensors.values()}
+        inside = {
+            r: value for r, value in tensors.items() if storage(value) not in outside | landed
+        }
         parameters = {
             id(p): p
             for p in (() if stay else trained)
@@ -297,8 +299,10 @@ class Segment:
         for register in self.interface.reads:
             value = registers[register]
             if not isinstance(value, Tensor):
-                what = type(value).__name__
-                return Refusal(f"it reads a value of type {what}, which is no tensor", _TENSORS)
+                type_name = type(value).__name__
+                return Refusal(
+                    f"it reads a value of type {type_name}, which is no tensor", _TENSORS
+                )
             if direct and register in self.interface.inputs:
                 continue
             memory = value if self._stable.get(register) is value else value.clone()
@@ -316,19 +320,23 @@ class Segment:
                 lent; None if nothing is.
         """
         registers, interface = self._registers, self.interface
-        made = {r: v for r in interface.gives if isinstance(v := registers[r], Tensor)}
+        tensors = {r: v for r in interface.gives if isinstance(v := registers[r], Tensor)}
         lent = {
             register: value
-            for register, value in made.items()
+            for register, value in tensors.items()
             if outside is not None
             and register in interface.lent
             and may_be_lent(value)
             and storage(value) not in outside
         }
-        kept = storages([value for register, value in made.items() if register not in lent])
-        loans = tuple((r, Loan(value)) for r, value in lent.items() if storage(value) not in kept)
+        unlent_storages = storages(
+            [value for register, value in tensors.items() if register not in lent]
+        )
+        loans = tuple(
+            (r, Loan(value)) for r, value in lent.items() if storage(value) not in unlent_storages
+        )
         owed = {register for register, _ in loans}
-        gives = tuple((r, value) for r, value in made.items() if r not in owed)
+        gives = tuple((r, value) for r, value in tensors.items() if r not in owed)
         self._stable.update((r, value) for r, value in gives if r not in interface.copied)
         for register in interface.gives:
             registers[register] = None
@@ -363,9 +371,9 @@ class Segment:
         order = self._order
         for port, memory in outlasting.landings:
             port.landing = memory
-        made = {id(parameter): memory for parameter, memory in outlasting.gradients}
+        gradients = {id(parameter): memory for parameter, memory in outlasting.gradients}
         for new in self._new_gradients:
-            new.update(made)
+            new.update(gradients)
         order.begin_capture()
         try:
             order.fork()
@@ -386,11 +394,11 @@ class Segment:
 
     def _copy_out(self, outlasting: Outlasting) -> None:
         registers = self._registers
-        left = [pair for pair in outlasting.gradients if pair[0].grad is not pair[1]]
+        uncopied = [pair for pair in outlasting.gradients if pair[0].grad is not pair[1]]
         sources = [registers[register] for register, _ in outlasting.copies]
-        sources += [parameter.grad for parameter, _ in left]
-        copy_all([memory for _, memory in (*outlasting.copies, *left)], sources)
+        sources += [parameter.grad for parameter, _ in uncopied]
+        copy_all([memory for _, memory in (*outlasting.copies, *uncopied)], sources)
         for register, memory in outlasting.copies:
             registers[register] = memory
-        for parameter, memory in left:
+        for parameter, memory in uncopied:
             parameter.grad = memory

@@ -107,7 +107,9 @@ class DrivenBinder(DeviceBinder):
         params = frozenset(linked.program.params)
         streams = {stream_of(op): None for op in ops if not params.isdisjoint(op.operands)}
         self._landed = StreamEvent(self.order)
-        self._takers = [self.order.use(each) for each in streams if each is not Stream.COMPUTE]
+        self._takers = [
+            self.order.use(stream) for stream in streams if stream is not Stream.COMPUTE
+        ]
 
     def bind(self) -> Code:
         """Bind the program. Inputs come to the compute stream, which others wait for."""
@@ -125,9 +127,11 @@ class DrivenBinder(DeviceBinder):
             follows = [instructions.follow(self._landed, queue) for queue in self._takers]
             acquires.setdefault(self._first_work, []).extend([acquire, *follows])
             releases.setdefault(self._last_work, []).append(release)
-        for each in acquires.values():
-            each.append(self._catch_up)
-        self.acquires = frozenset(acquire for each in acquires.values() for acquire in each)
+        for op_acquires in acquires.values():
+            op_acquires.append(self._catch_up)
+        self.acquires = frozenset(
+            acquire for op_acquires in acquires.values() for acquire in op_acquires
+        )
         return acquires, releases
 
     def _catch_up(self) -> bool:
@@ -158,12 +162,12 @@ class DrivenBinder(DeviceBinder):
                 "in a graph that one rank drives, all are or none is",
             )
         sources = tuple(map(self._register, op.operands))
-        telling = self._handshakes[op.chan].port(op)
-        tell = host.issue(telling, self._code.registers, None)
+        handshake = self._handshakes[op.chan].port(op)
+        tell = host.issue(handshake, self._code.registers, None)
         if isinstance(op, Recv):
             self._indices[op.result] = self._at
-            self._expected[op.result] = op, port, telling
-            self._emit(tell, InstructionInfo(Role.ISSUE, port=telling))
+            self._expected[op.result] = op, port, handshake
+            self._emit(tell, InstructionInfo(Role.ISSUE, port=handshake))
             return
         if batch_of(op) is not None:
             self._fail(
@@ -176,11 +180,11 @@ class DrivenBinder(DeviceBinder):
         token = self._tokens[op.result] = self._token()
         if isinstance(op, Send):
             self._emit(self._on_stream(op, port), InstructionInfo(Role.COMPUTE, sources, (token,)))
-            self._emit(tell, InstructionInfo(Role.ISSUE, (token,), port=telling))
-            self._told.append(telling)
+            self._emit(tell, InstructionInfo(Role.ISSUE, (token,), port=handshake))
+            self._told.append(handshake)
             return
-        self._emit(tell, InstructionInfo(Role.ISSUE, sources, port=telling))
-        self._emit(_told(telling), InstructionInfo(Role.AWAIT, (), (token,), telling), self._at)
+        self._emit(tell, InstructionInfo(Role.ISSUE, sources, port=handshake))
+        self._emit(_told(handshake), InstructionInfo(Role.AWAIT, (), (token,), handshake), self._at)
         self._emit(
             self._on_stream(op, port), InstructionInfo(Role.COMPUTE, (*sources, token), (token,))
         )
@@ -197,10 +201,12 @@ class DrivenBinder(DeviceBinder):
         """Await the handshakes of receives up to `last`, or of all, and put them on streams."""
         while self._expected:
             future = next(iter(self._expected))
-            op, port, telling = self._expected.pop(future)
+            op, port, handshake = self._expected.pop(future)
             posted = self._indices[future]
             token = self._tokens[future] = self._token()
-            self._emit(_told(telling), InstructionInfo(Role.AWAIT, (), (token,), telling), posted)
+            self._emit(
+                _told(handshake), InstructionInfo(Role.AWAIT, (), (token,), handshake), posted
+            )
             sources = (token, *map(self._register, op.operands))
             self._emit(self._on_stream(op, port), InstructionInfo(Role.COMPUTE, sources, (token,)))
             if future is last:
@@ -217,8 +223,8 @@ class DrivenBinder(DeviceBinder):
             if future not in awaited:
                 self._emit(instructions.follow(done, self.order.compute), KEEP)
         super()._finish()
-        for telling in self._told:
-            self._emit(telling.poll, KEEP)
+        for handshake in self._told:
+            self._emit(handshake.poll, KEEP)
 
     def _token(self) -> int:
         """A register for the error in place of a message, if there is one."""
@@ -231,9 +237,9 @@ _WORK = (Call, Constant, Copy, View, Slice, Reserve, Assemble, Wait, Send, Recv,
 """The ops that are put on streams, or may ask for what is there."""
 
 
-def _told(telling: Port) -> Instruction:
+def _told(handshake: Port) -> Instruction:
     """Wait for an announcement."""
-    poll, take, release = telling.poll, telling.take, telling.release
+    poll, take, release = handshake.poll, handshake.take, handshake.release
 
     def run() -> bool:
         if not poll():

@@ -68,10 +68,10 @@ class DeviceExecutable(Executable):
         self._ran += 1
         with device.session():
             follow_tails(device, (order.compute,))
-            there = [landed(value, device) for value in inputs]
+            landed_inputs = [landed(value, device) for value in inputs]
             if not self.segments:
                 order.fork()
-            outputs = super().run(there, pause, execution, checked)
+            outputs = super().run(landed_inputs, pause, execution, checked)
             order.join()
             returned = [value for value in outputs if isinstance(value, Tensor)]
             device.keep(returned, device.caller())

@@ -309,10 +309,10 @@ class DeviceOnlyInstance(DeviceInstance):
         computes = self._code.infos[self.engine.index].role is Role.COMPUTE
         is_under_way = self._has_begun and not self._session.is_put
         if is_under_way and (computes or not isinstance(error, TransportError)):
-            what = f"{type(error).__name__}: {error}"
+            description = f"{type(error).__name__}: {error}"
             self._abandon(
                 f"rank {self.rank} could not put its part of an execution of "
-                f"'{self.module.name}' on its device ({what}), and the other ranks wait for it; "
-                "compiled with passes='-capture', a step's errors travel instead"
+                f"'{self.module.name}' on its device ({description}), and the other ranks wait for "
+                "it; compiled with passes='-capture', a step's errors travel instead"
             )
         super().failed(error)

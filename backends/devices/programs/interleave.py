@@ -55,12 +55,12 @@ class Interleaved:
 
 def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
     """Replace each run of computation that is worth it by a graph; `code` stays as it is."""
-    made = Interleaved([], [], {}, {}, code.instructions, [])
+    interleaved = Interleaved([], [], {}, {}, code.instructions, [])
     make, order = SegmentMaker(code, binder), StreamOrder(binder.device)
 
     def emit(indices: Sequence[int]) -> None:
-        made.instructions.extend(code.instructions[i] for i in indices)
-        made.places.extend(indices)
+        interleaved.instructions.extend(code.instructions[i] for i in indices)
+        interleaved.places.extend(indices)
 
     for number, first, last in runs_of(code, binder.linked.program):
         if number is None or not make.is_worth_it(number, first, last):
@@ -72,11 +72,11 @@ def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
         ]
         behind = sorted({*range(within[0], within[-1])} - {*within, *acquires})
         emit([*range(first, within[0]), *acquires])
-        made.within[len(made.places)] = within
-        made.behind[len(made.places)] = behind
+        interleaved.within[len(interleaved.places)] = within
+        interleaved.behind[len(interleaved.places)] = behind
         segment = make(number, first, last, within, order)
-        made.instructions.append(segment)
-        made.segments.append(segment)
-        made.places.append(within[0])
+        interleaved.instructions.append(segment)
+        interleaved.segments.append(segment)
+        interleaved.places.append(within[0])
         emit([*behind, *range(within[-1] + 1, last)])
-    return made
+    return interleaved

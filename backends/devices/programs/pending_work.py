@@ -96,36 +96,40 @@ class Work:
 
     def _streams(self) -> list[str]:
         """The message that each stream is at. What is behind it has not begun."""
-        open_: dict[str, list[Op]] = {}
+        pending: dict[str, list[Op]] = {}
         for index, event in self._messages:
             if event.is_outside and not event.has_passed():
                 op = self._program.ops[index]
-                open_.setdefault(stream_of(op).value, []).append(op)
+                pending.setdefault(stream_of(op).value, []).append(op)
         return [
             f"  stream {stream}: {_described(ops[0])}{_behind(len(ops) - 1)}"
-            for stream, ops in open_.items()
+            for stream, ops in pending.items()
         ]
 
     def _graphs(self) -> list[str]:
         """The first graph that may not have ended; those behind it have not begun."""
         replayed = [segment for segment in self._segments if segment.is_replayed]
-        open_ = [each for each in replayed if each.behind is None or not each.behind.has_passed()]
-        if not open_:
+        pending = [
+            segment
+            for segment in replayed
+            if segment.behind is None or not segment.behind.has_passed()
+        ]
+        if not pending:
             return []
-        segment = open_[0]
+        segment = pending[0]
         ops = self._program.ops
         inside = [ops[index] for index, _ in self._messages if ops[index].graph == segment.number]
-        known = [_message(op) for op in inside[:MOST]]
+        messages = [_message(op) for op in inside[:MOST]]
         if len(inside) > MOST:
-            known.append(f"{len(inside) - MOST} more")
+            messages.append(f"{len(inside) - MOST} more")
         first = next(op for op in ops if op.graph == segment.number)
         head = f"  graph {segment.number}, which begins with {_quoted(first)}"
-        others = [str(each.number) for each in open_[1:]]
-        tail = f"; behind it: graphs {', '.join(others)}" if others else ""
-        what = "at a kernel of a method"
-        if known:
-            what = f"at one of its messages ({'; '.join(known)}), or {what}"
-        return [f"{head}: {what}{tail}"]
+        later_graphs = [str(segment.number) for segment in pending[1:]]
+        tail = f"; behind it: graphs {', '.join(later_graphs)}" if later_graphs else ""
+        place = "at a kernel of a method"
+        if messages:
+            place = f"at one of its messages ({'; '.join(messages)}), or {place}"
+        return [f"{head}: {place}{tail}"]
 
     def _nothing_known(self) -> str:
         if self._messages:
@@ -147,8 +151,8 @@ def _described(op: Op) -> str:
 
 
 def _quoted(op: Op) -> str:
-    where = f" ({op.loc})" if op.loc is not None else ""
-    return f"`{format_op(op)}`{where}"
+    location = f" ({op.loc})" if op.loc is not None else ""
+    return f"`{format_op(op)}`{location}"
 
 
 def _message(op: Op) -> str:

@@ -76,13 +76,13 @@ class Tail:
         The caller may write to an input as soon as the execution is done, and the next execution to
         the state of an actor, of which a method may have returned a part.
         """
-        registers, held = self._registers, []
+        registers, copies = self._registers, []
         for register in self._reads:
             value = registers[register]
             if isinstance(value, Tensor):
                 registers[register] = value.clone()
-                held.append(registers[register])
-        self._main.device.keep(held, self._order.compute)
+                copies.append(registers[register])
+        self._main.device.keep(copies, self._order.compute)
 
 
 def follow_tails(device: Device, queues: Iterable[Queue]) -> None:

@@ -65,25 +65,27 @@ class Layout:
 def layouts(values: Sequence[Tensor]) -> list[Layout]:
     """The layout of each value; of one that is by itself in its memory, that of a dense copy."""
     shared = Counter(map(storage, values))
-    found = []
+    tensor_layouts = []
     for value in values:
         whole, offset = value, value.storage_offset()
         if shared[storage(value)] == 1:
             whole, offset = torch.empty_like(value, device="meta"), 0
         nbytes, strides = whole.untyped_storage().nbytes(), whole.stride()
         place = storage(value), nbytes, int(offset)
-        found.append(Layout(*place, value.shape, strides, value.dtype, value.device))
-    return found
+        tensor_layouts.append(Layout(*place, value.shape, strides, value.dtype, value.device))
+    return tensor_layouts
 
 
 def laid_out(found: Sequence[Layout]) -> list[Tensor]:
     """New memory of some layouts, with zeros in it; what shares memory goes on sharing it."""
     wholes: dict[int, Tensor] = {}
-    made = []
-    for each in found:
-        if each.whole not in wholes:
-            wholes[each.whole] = torch.zeros(each.nbytes, dtype=torch.uint8, device=each.device)
-        memory = wholes[each.whole].untyped_storage()
-        alias = torch.empty(0, dtype=each.dtype, device=each.device)
-        made.append(alias.set_(memory, each.offset, each.shape, each.stride))
-    return made
+    tensors = []
+    for layout in found:
+        if layout.whole not in wholes:
+            wholes[layout.whole] = torch.zeros(
+                layout.nbytes, dtype=torch.uint8, device=layout.device
+            )
+        memory = wholes[layout.whole].untyped_storage()
+        alias = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        tensors.append(alias.set_(memory, layout.offset, layout.shape, layout.stride))
+    return tensors

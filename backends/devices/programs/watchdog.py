@@ -277,22 +277,22 @@ def _on_device() -> list[Put]:
 def _described(error: BaseException, running: Work | None = None) -> DeviceFault:
     puts = _on_device()
     works = [put.work for put in puts] + ([] if running is None else [running])
-    where = ""
+    place = ""
     if puts:
-        where = f" in execution {puts[0].execution} of {puts[0].work.name} or behind it"
+        place = f" in execution {puts[0].execution} of {puts[0].work.name} or behind it"
     elif running is not None and running.running is not None:
-        where = f" in execution {running.running} of {running.name}"
-    said = f"the device has failed{where}, and cannot be used any more: {first_line(error)}"
+        place = f" in execution {running.running} of {running.name}"
+    message = f"the device has failed{place}, and cannot be used any more: {first_line(error)}"
     cause = cause_of(error)
     if not cause:
-        return DeviceFault(said)
+        return DeviceFault(message)
     methods: list[str] = []
     for index, work in enumerate(works):
         if not any(work is before for before in works[:index]):
             methods += work.suspects(begun=not puts)
     if methods:
         methods.insert(0, "These methods were on the device and use indices, in their order:")
-    return DeviceFault("\n".join([said, cause, *methods, REMEDY]))
+    return DeviceFault("\n".join([message, cause, *methods, REMEDY]))
 
 
 def advice(logs: Sequence[str]) -> str:
