@@ -32,7 +32,7 @@ HCCL = Fabric(
 def make(index: int) -> Accelerator:
     """The NPU `index` of this process.
 
-    torch_npu makes `torch.npu` what `torch.cuda` is to GPUs. It is imported here since most
+    torch_npu makes `torch.npu` the counterpart of `torch.cuda`. It is imported here, since most
     machines do not have it.
 
     Raises:

@@ -1,16 +1,15 @@
-"""Binds a program of a graph that one rank drives: tensors go by streams, and hosts tell of them.
+"""Bind a program of a driven graph: tensors go by streams, and hosts announce them.
 
-A device does not look into messages, so an error cannot travel in one. The host of the sender
-therefore announces each message to that of the receiver: that it has been put on a stream, or the
-error in its place. The receive is put on a stream when the announcement has come, and not at all if
-it is an error. So no stream ever waits for a message that nobody sends, and nothing has to be
-broken off. Members of a collective tell each other that they have come to it, and then put it on
-their streams.
+A device does not look into messages, so an error cannot travel in one. The sender's host therefore
+announces each message to the receiver's host: that the message is on a stream, or the error in its
+place. The receive is put on a stream when the announcement has come, and not at all if that is an
+error. So no stream ever waits for a message that nobody sends, and nothing has to be broken off.
+Members of a collective tell each other that they have come to it, and then put it on their streams.
 
-Receives go onto their stream in the order of the program: whoever waits for one has those ahead of
-it put there first, and so has a send that is on their stream. Of several executions in flight, one
-has put all its work on the rank's streams before the next does, so what two ranks put on the
-streams between them is in one order on both.
+Receives go onto their stream in the order of the program: an op that waits for one first puts those
+ahead of it there, and so does a send on the same stream. Of several executions in flight, one puts
+all its work on the rank's streams before the next does. So the work that two ranks put on the
+streams between them has one order on both.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ from .tail import follow_tails
 
 @dataclass(frozen=True, slots=True)
 class HostHandshake:
-    """The channel by which hosts tell each other of the messages of another that go by streams.
+    """The channel by which hosts announce the messages of another channel, which go by streams.
 
     Attributes:
         communicator: of hosts.
-        channel: between the ranks of the channel that is told of.
+        channel: of hosts, between the ranks of the announced channel.
     """
 
     communicator: Communicator
     channel: Channel
 
     def port(self, op: Send | Recv | Collective) -> Port:
-        """The port by which a rank tells, or is told, of an op."""
+        """The port by which a rank announces an op, or hears of it."""
         id_, unit = self.channel.id, UnitType()
         if isinstance(op, Send):
             return self.communicator.send_port(Send(chan=id_, peer=op.peer), self.channel, unit)
@@ -80,7 +79,7 @@ class DrivenBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Args:
-        handshakes: for each channel whose messages go by streams, by its id.
+        handshakes: by the id of each channel whose messages go by streams.
 
     Attributes:
         acquires: the instructions that wait for earlier executions.
@@ -112,7 +111,7 @@ class DrivenBinder(DeviceBinder):
         ]
 
     def bind(self) -> Code:
-        """Bind the program. Inputs come to the compute stream, which others wait for."""
+        """Bind the program; other streams wait for the compute stream, which lands the inputs."""
         code = super().bind()
         events = [instructions.record(self._landed, self.order.compute)] if self._takers else []
         code.put_first([*self._land_inputs(code), *events])
@@ -135,9 +134,9 @@ class DrivenBinder(DeviceBinder):
         return acquires, releases
 
     def _catch_up(self) -> bool:
-        """Go on behind the tails of earlier executions.
+        """Wait for the tails of earlier executions.
 
-        They may have touched the same actors, and receive on the way of messages of this one.
+        Tails may have touched the same actors, and may receive where this execution does.
         """
         follow_tails(self.device, self.order.queues)
         return True
@@ -213,7 +212,7 @@ class DrivenBinder(DeviceBinder):
                 return
 
     def _finish(self) -> None:
-        """The compute stream goes on behind all messages: their operands may be written to then."""
+        """Let the compute stream wait for all messages: then their operands may be written to."""
         awaited = {
             op.operands[0]
             for op in self._program.ops
@@ -234,7 +233,7 @@ class DrivenBinder(DeviceBinder):
 
 
 _WORK = (Call, Constant, Copy, View, Slice, Reserve, Assemble, Wait, Send, Recv, Collective)
-"""The ops that are put on streams, or may ask for what is there."""
+"""The ops that put work on streams, or may read what is there."""
 
 
 def _told(handshake: Port) -> Instruction:

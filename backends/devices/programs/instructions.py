@@ -9,7 +9,7 @@ from ..stream_order import StreamEvent
 
 
 def record(event: StreamEvent, queue: Queue) -> Instruction:
-    """Let an event be where a stream is."""
+    """Record an event on a stream."""
 
     def run() -> bool:
         event.record(queue)
@@ -55,7 +55,7 @@ def issue(
         queue: the op's stream.
         done: recorded behind the op.
         ready: recorded on the compute stream behind what the port has prepared there.
-        freed: where the op's slot was given back, if it has one.
+        freed: the event behind which the op's slot is free, if it has one.
     """
     start, must_prepare, prepare = port.start, port.must_prepare, port.prepare
 

@@ -1,8 +1,8 @@
-"""Describe what of an execution a device has not ended: messages by stream, and graphs.
+"""Describe the work of an execution that a device has not ended: messages by stream, and graphs.
 
-The host has put all of it on streams by then, and knows no more. What is known is kept anyway: each
-message outside of graphs has an event behind it, and each graph of several. They are those of the
-execution that was put last.
+The host has put all work on streams by then. Only events tell how far the device is: one behind
+each message outside of graphs, and one behind each graph if there are several. They belong to the
+execution that was put on the device last.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .binder import stream_of
 from .capture import Segment
 
 MOST = 8
-"""Messages of a graph that are named; of more, how many there are."""
+"""The most messages of a graph that are named; others are counted."""
 
 
 class Work:
-    """The work that a bound program puts on its device. Any thread may ask it.
+    """The work that a bound program puts on its device. Any thread may call it.
 
     Args:
         program: of this rank.
-        module: that it is part of.
-        messages: the ops that go by streams, as indices, with the event behind each.
+        module: the module that it is part of.
+        messages: the ops whose messages go by streams: the index of each, and the event behind it.
         segments: the parts that are captured.
-        position: where the host is.
+        position: returns where the host is.
         bodies: the Python of functions, by name.
     """
 
@@ -69,8 +69,8 @@ class Work:
         """Describe the methods that may have stopped the device by an index, in their order.
 
         Args:
-            begun: whether only those count that the host has begun in the execution that it is in.
-                Where that is at a graph, all of the graph counts.
+            begun: True to count only those that the host has begun in the current execution. If the
+                host is at a graph, all of the graph counts.
         """
         ops, at = self._program.ops, self._position()
         end = len(ops)
@@ -81,7 +81,7 @@ class Work:
         return suspects(ops[:end], self._module, self._bodies)
 
     def unfinished(self, execution: int) -> str:
-        """The parts of an execution on the device that it has not ended, a line each."""
+        """The parts of an execution that the device has not ended, a line each."""
         last = self._position().execution
         if last != execution:
             return (
@@ -156,7 +156,7 @@ def _quoted(op: Op) -> str:
 
 
 def _message(op: Op) -> str:
-    """A message as the other ranks name it, too."""
+    """The name of a message, which is the same on the other ranks."""
     if isinstance(op, Collective):
         ranks = format_ranks(op.group.ranks)
         return f"{op.opcode} {op.seq} of channel {op.chan} among ranks {ranks}"

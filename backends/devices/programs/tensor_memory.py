@@ -1,4 +1,4 @@
-"""The memory of tensors: where it is, which of them share it, copies of many of them."""
+"""The memory of tensors: locations, storages, layouts, and copies of many tensors at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 TensorLocation = tuple[object, ...]
-"""The place of a tensor's elements, and how they are read; its shape and type are known."""
+"""The address of a tensor's elements, and how they are read; shape and type are not part of it."""
 
 
 def location(value: object) -> TensorLocation:
@@ -37,7 +37,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _signed(tensor: Tensor) -> Tensor:
-    """The same bits in a type that torch can copy many tensors of in one kernel."""
+    """The same bits in a type whose tensors torch copies in one kernel."""
     return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
 
 
@@ -46,11 +46,11 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in memory; it holds none.
+    """How a tensor lies in memory; a layout holds no memory.
 
     Attributes:
-        whole: the address of that memory: where it is the same, so is the memory.
-        nbytes: of all of it.
+        whole: the address of the storage; tensors with the same address share it.
+        nbytes: of the storage.
     """
 
     whole: int
@@ -63,7 +63,7 @@ class Layout:
 
 
 def layouts(values: Sequence[Tensor]) -> list[Layout]:
-    """The layout of each value; of one that is by itself in its memory, that of a dense copy."""
+    """The layout of each value; one that shares its memory with no other is laid out densely."""
     shared = Counter(map(storage, values))
     tensor_layouts = []
     for value in values:
@@ -77,7 +77,7 @@ def layouts(values: Sequence[Tensor]) -> list[Layout]:
 
 
 def laid_out(found: Sequence[Layout]) -> list[Tensor]:
-    """New memory of some layouts, with zeros in it; what shares memory goes on sharing it."""
+    """New tensors of zeros with these layouts; tensors of one storage share memory again."""
     wholes: dict[int, Tensor] = {}
     tensors = []
     for layout in found:
