@@ -1,4 +1,4 @@
-"""The fake device: rehearses for devices on a machine that has none.
+"""The fake device: stands in for a device on a machine that has none.
 
 In: what `../devices` puts on any device, what torch computes there, and the calls of a library of
 messages. Out: values in the host's memory, and the waits and refusals of a real device.

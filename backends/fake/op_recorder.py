@@ -15,16 +15,16 @@ from .host_memory import KIND, is_there, on_device, on_host
 
 
 class Steps(Protocol):
-    """Where what a graph does is noted down, in order."""
+    """Takes the work of a graph, in order."""
 
     def append(self, step: Callable[[], object], /) -> None: ...
 
 
 class Pool:
-    """The memory of what lives within a replay: given out again as soon as nothing refers to it.
+    """The memory of values that live within a replay; it is given out again when they are gone.
 
-    A recording refers to it as graphs do, by address. So whoever holds a tensor, or a view of it,
-    during captures keeps its memory from those that are captured then; and from no others.
+    A recording refers to memory by address, as graphs do. So a tensor, or a view of it, that is
+    held during a capture keeps its memory from that capture, and from no other.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def _weakly(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations down instead of doing them: their results hold nothing until a replay."""
+    """Records operations instead of running them: their results hold nothing until a replay."""
 
     def __init__(self, steps: Steps, pool: Pool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ _SET: Any = torch.ops.aten.set_
 def _as_kernels_do(func: Any, results: Any) -> Any:
     """The results of an operation on the device `meta`, with element types of the host's kernel.
 
-    Of float64, torch 2.11 makes a float32 logsumexp there, and a float64 one on the host.
+    For float64, torch 2.11 makes a float32 logsumexp on `meta`, and a float64 one on the host.
     """
     if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         return results

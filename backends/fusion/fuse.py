@@ -1,9 +1,9 @@
 """Look up compilers that make fused kernels of whole graphs.
 
 TorchInductor is reached by its public entry `torch._inductor.compile`, which takes a graph and
-needs no dynamo. What it makes takes the tensors of the graph's placeholders in a list, and empties
-that, so that each goes after its last use. It does so for graphs that stand in `GmWrapper`, which
-is private to torch; dynamo and compiled autograd use it as well.
+needs no dynamo. Compiled code takes the tensors of the graph's placeholders in a list, and empties
+the list, so that each tensor is freed after its last use. That holds for graphs in a `GmWrapper`,
+which is private to torch; dynamo and compiled autograd use it as well.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .few_queries import loop_over_few
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Computes a graph, of tensors for its placeholders in a list, which it may empty."""
+"""Computes a graph from a list of tensors for its placeholders; it may empty the list."""
 
 OPTIONS = {
-    "fallback_random": True,  # none are drawn here; what operators draw inside is as without
+    "fallback_random": True,  # operators that draw numbers draw the same ones as without fusion
     "triton.cudagraphs": False,  # a program's segments are captured, with these kernels in them
     "max_autotune": False,
     "compile_threads": 1,  # no processes beside those of MPI
@@ -38,7 +38,7 @@ class FuseError(RuntimeError):
 
 
 def check_name(name: object) -> None:
-    """Refuse what no compiler is called.
+    """Refuse a name that no compiler has.
 
     Raises:
         ValueError: there is none of that name.
@@ -106,7 +106,7 @@ FUSERS = {"inductor": _inductor}
 
 
 def _as_given(values: list[Tensor]) -> list[Tensor]:
-    """The arguments of a graph, of those of its wrapper."""
+    """The arguments of a graph, which are those of its wrapper."""
     return values
 
 
@@ -124,7 +124,7 @@ def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:
 
 
 def _with_strides(tensor: Tensor, target_strides: tuple[int, ...]) -> Tensor:
-    """A tensor of these strides, where dimensions have more than one element."""
+    """The tensor with these strides; those of dimensions with one element do not count."""
     dimensions = zip(tensor.shape, tensor.stride(), target_strides, strict=True)
     if all(stride == target for size, stride, target in dimensions if size > 1):
         return tensor
@@ -136,7 +136,7 @@ def _with_strides(tensor: Tensor, target_strides: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def _random_kept(examples: Sequence[Tensor]) -> Iterator[None]:
-    """Put generators back: compilers try kernels out."""
+    """Restore random generators after the `with` block, since compilers try kernels out."""
     devices = sorted({x.device.index or 0 for x in examples if x.device.type == "cuda"})
     with torch.random.fork_rng(devices):
         yield

@@ -43,7 +43,7 @@ RESULTS = {
     23: "retry failed",
     24: "out of memory",
 }
-"""`HcclResult`, for libraries that do not say it themselves."""
+"""`HcclResult` in words, for libraries that lack `HcclGetErrorString`."""
 
 CODES: dict[DType, int] = {
     DType.I8: 0,
@@ -105,7 +105,7 @@ LAYOUTS: dict[type[ctypes.Structure], tuple[int, dict[str, int]]] = {
 
 
 def check_layouts(layouts: dict[type[ctypes.Structure], tuple[int, dict[str, int]]]) -> None:
-    """Hold structures against what they must be on this machine.
+    """Compare the layouts of structures on this machine with those in C.
 
     Raises:
         TransportError: one has another size, or a field lies elsewhere: HCCL would read nonsense.
@@ -136,7 +136,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "HcclAllGather": (_DATA, _DATA, c_uint64, c_int32, _COMM, _STREAM),
     "HcclBroadcast": (_DATA, c_uint64, c_int32, c_uint32, _COMM, _STREAM),
 }
-"""The functions that are used, and what each takes. They return `HcclResult`, but for one."""
+"""The functions in use, with their argument types. They return `HcclResult`, except for one."""
 
 RETURNS: dict[str, Any] = {"HcclGetErrorString": c_char_p}
 """The results of functions that return no `HcclResult`."""

@@ -54,7 +54,7 @@ def check_supported(op: Op, symbols: Symbols) -> None:
     """Refuse an op that this version of HCCL has no function for.
 
     Raises:
-        BindError: there is none; it is named.
+        BindError: there is none; the message names it.
     """
     is_batched = isinstance(op, Send | Recv) and op.batch is not None
     name = "HcclBatchSendRecv" if is_batched else NEEDS[type(op)]

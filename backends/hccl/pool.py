@@ -122,7 +122,7 @@ class HcclPool(Pool):
         super().close()
 
     def _unfinished(self) -> str | None:
-        """The operation that keeps this rank's streams from becoming empty; None if they are."""
+        """The operation that keeps this rank's streams busy; None if they are empty."""
         if not self._lines():
             return None
         device = self.device

@@ -22,7 +22,7 @@ LIBRARIES = ("libhccl.so", "libhcomm.so")
 
 
 class Symbols:
-    """The functions of HCCL that there are.
+    """The functions that this version of HCCL has.
 
     Attributes:
         path: of the library, or its name where the system has found it by that.
@@ -49,7 +49,7 @@ class Symbols:
         return [name for name in PROTOTYPES if name not in self._found]
 
     def get(self, name: str) -> Callable[..., Any]:
-        """A function; one that raises, by its name, if this version lacks it."""
+        """A function of HCCL; if this version lacks it, one that raises an error with its name."""
         function = self._found.get(name)
         return function if function is not None else self._lacking(name)
 

@@ -231,7 +231,7 @@ class Pool(ABC):
         groups: Mapping[Group, None],
         steps: Mapping[Group, Mapping[str, None]],
     ) -> str:
-        """Say why a plan is refused; `steps` are the open ones that use a group."""
+        """Say why a plan is refused; `steps` has the open steps that use each group."""
         own_count = sum(rank in group.ranks for group in groups)
         by_step = Counter(
             step
@@ -359,7 +359,7 @@ class Pool(ABC):
 
 
 def _fullest(groups: Iterable[Group]) -> tuple[int, int]:
-    """The rank that is in most of the groups, each counted once, and their number."""
+    """The rank that is in the most groups, each counted once, and their number."""
     counts = Counter(rank for group in dict.fromkeys(groups) for rank in group.ranks)
     return max(counts.items(), key=lambda item: item[1], default=(0, 0))
 
