@@ -31,7 +31,7 @@ def on(*ranks: int) -> Place:
 
     Raises:
         TypeError: a rank is no integer.
-        ValueError: there is none, or one is negative, or is there twice.
+        ValueError: no rank is given, or one is negative or given twice.
     """
     call = f"cg.on({', '.join(map(repr, ranks))})"
     if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
@@ -51,9 +51,9 @@ def fsdp(
 ) -> Residency:
     """Say for how long stored parameters stay gathered, for `compile(fsdp=...)`.
 
-    They are those that an actor on a mesh cuts further where they rest, by `store=`. All of a
-    bucket are gathered together, and their gradients reduced together, but that a rank's piece of a
-    mebibyte or more travels by itself.
+    A stored parameter is one that an actor on a mesh cuts further while it rests, by `store=`. The
+    parameters of a bucket are gathered together, and their gradients reduced together, except that
+    a rank's piece of a mebibyte or more travels by itself.
 
     Args:
         bucket: the parameters that are gathered together: modules or parameters by their paths,
@@ -66,7 +66,7 @@ def fsdp(
             many buckets as `memory` allows.
         memory: bytes that the program of each rank may hold at its peak, as `memory_analysis()`
             counts them: without what actors keep. None: any number.
-        prefetch: how many calls of parts of a method before its use a bucket is gathered. Each
+        prefetch: how far ahead of its use a bucket is gathered, in calls of parts of methods. Each
             costs the memory of a bucket.
         separate: whether gathers and reductions have communicators, and on devices streams, of
             their own, so that they overlap with each other and with other collectives.
@@ -128,8 +128,8 @@ def measure(
         compiled: the step, on its ranks as they are now. If its schedule does not split backwards,
             `tb` is the time of a whole backward.
         args, kwargs: as the step takes them.
-        executions: how often the step runs, besides once to warm up; 5 times if None. It does all
-            that it does when it is called, so an update of weights is one. If the step itself has
+        executions: how often the step runs, besides once to warm up; 5 times if None. Each run does
+            all that a call does, such as an update of weights. If the step itself has
             a parameter of that name, write `compiled.repeated(5).measure(...)`.
 
     Returns:
@@ -159,7 +159,7 @@ def trace(
 
     Args:
         fn: the function. Its meaning is that of running it eagerly, all actors in one process.
-        inputs: the ranks whose arguments count; all, which then must be equal, if None.
+        inputs: the ranks whose arguments count; None for all, whose arguments must then be equal.
         outputs: the ranks that get its result; all if None.
 
     Raises:

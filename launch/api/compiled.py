@@ -38,8 +38,8 @@ class Compiled(Programs):
     rank, its driver, starts executions by `execute` while the other ranks are in `serve`. Both may
     be used in one program, but not at the same time.
 
-    As a context manager, it ends with the block: the driver closes it, the other ranks serve until
-    then.
+    As a context manager, it is closed at the end of the block: the driver closes it, and the other
+    ranks serve until then.
 
     Attributes:
         variants: one for each signature that it was compiled for.
@@ -218,7 +218,7 @@ class Compiled(Programs):
     def close(self) -> None:
         """End the step, and give back its buffers; idempotent. It cannot be run after that.
 
-        What says something about it, such as `statistics` and `visualize`, still does.
+        Methods that describe it, such as `statistics` and `visualize`, still work.
 
         The driver of a graph waits for the executions in flight, and then lets all ranks leave
         `serve`. On another rank this is `serve`, if the driver has not closed the graph yet.
@@ -281,9 +281,9 @@ class Compiled(Programs):
     ) -> list[Recording]:
         """Run the step on all ranks, and say when each call ran; collective.
 
-        The step does all that it does when it is called, so an update of weights is one. The
-        result is of the same form as that of `simulate`, to be held against it. Calls are timed
-        as `cg.measure` times them; what would be replayed as a graph runs call by call.
+        Each run does all that a call does, such as an update of weights. A recording has the same
+        form as the result of `simulate`, so the two can be compared. Calls are timed as
+        `cg.measure` times them; work that would be replayed as a graph runs call by call.
 
         Args:
             args, kwargs: as the step takes them.
@@ -305,7 +305,7 @@ class Compiled(Programs):
         return self._repeated("measure", executions, 5).measure(*args, **kwargs)
 
     def repeated(self, executions: int) -> Repeated:
-        """The step, to be recorded or measured so often: `compiled.repeated(3).record(x)`.
+        """The step, to be recorded or measured several times: `compiled.repeated(3).record(x)`.
 
         Raises:
             TypeError: `executions` is no integer.
@@ -316,7 +316,7 @@ class Compiled(Programs):
     # -- making it --------------------------------------------------------------------------
 
     def _check_callable(self) -> None:
-        """Return if all ranks may run the step here and now."""
+        """Return if all ranks may run the step now; raise otherwise."""
         if self._closed:
             raise self._closed_error()
         if is_tracing():
@@ -328,7 +328,7 @@ class Compiled(Programs):
         graphs.check_idle(self._world, self._name)
 
     def _repeated(self, method: str, executions: int | None, otherwise: int) -> Repeated:
-        """For a method that takes `executions` by name, beside the step's arguments."""
+        """The repeated step, for a method that takes `executions` beside the step's arguments."""
         if executions is None:
             return self.repeated(otherwise)
         for variant in self.variants:
@@ -352,7 +352,7 @@ class Compiled(Programs):
             )
 
     def _runtime(self, index: int) -> Runtime:
-        """The runtime of a variant on all ranks; of a graph, made on the first call."""
+        """The runtime of a variant on all ranks; a driven graph's is made on the first call."""
         runtime = self._runtimes[index]
         if runtime is None:
             variant = self.variants[index]

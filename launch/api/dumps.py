@@ -73,7 +73,7 @@ def make_dump(settings: Config, directory: Path | None, name: str, world: World)
         settings: of the environment.
         directory: that the caller asks for, before that of the environment.
         name: of the step.
-        world: this process's; ranks other than rank 0 add theirs to the name of the files.
+        world: this process's; ranks other than rank 0 add their number to the names of files.
     """
     directory = directory or settings.dump
     rank = world.rank
@@ -89,4 +89,4 @@ def make_dump(settings: Config, directory: Path | None, name: str, world: World)
 
 
 _seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()
-"""Counts the compilations of steps of a name to a directory."""
+"""The number of compilations, by directory and name of the step."""

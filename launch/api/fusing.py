@@ -20,10 +20,10 @@ class Fused:
     """The bodies that the ranks of this process run.
 
     Attributes:
-        bodies: by `Function.body_name`, as the trace has them but for those that are made anew.
+        bodies: by `Function.body_name`: those of the trace, some of them made anew.
         rank_bodies: by rank and name, those that ranks of this process have of their own.
-        reasons: for each function that a program of this process calls, why it is not compiled;
-            empty if it is. Nothing is in here if the step asks for no compiler.
+        reasons: for each function that a program of this process calls, why it is not compiled; an
+            empty text if it is. There are none if the step asks for no compiler.
     """
 
     bodies: Mapping[str, Body]
@@ -76,7 +76,7 @@ class Fusing:
         return {**self._bodies, **adding}
 
     def apply(self, module: Module, world: World) -> Fused:
-        """The bodies of a scheduled module, with those compiled that its functions say; collective.
+        """The bodies of a scheduled module, compiled where its functions ask for it; collective.
 
         Raises:
             FuseError: what their compiler needs is missing, on any rank; every rank raises it.
@@ -104,7 +104,7 @@ class Fusing:
         return Fused.of(bodies, reasons)
 
     def _adding(self, name: str) -> Bodies:
-        """The body of a function that adds products by themselves, if it has a graph."""
+        """The body of a function with `adds_products`, made anew if it has a graph."""
         cached = self._known.get((name, None))
         if cached is None:
             body = self._bodies[name]

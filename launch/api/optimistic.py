@@ -18,7 +18,7 @@ from .compiled import Compiled
 from .step_lock import lock_of
 
 _MOST = 64
-"""The most calls in a row that do not try."""
+"""The most calls in a row that run `plain` at once."""
 
 
 class Optimistic:

@@ -83,7 +83,7 @@ def costs_of(schedule: Schedule | None) -> Costs | None:
 
 
 def check_costs(schedule: Schedule | None) -> None:
-    """Return if no costs say which stages recompute: what a step does, its trace says.
+    """Return if the costs do not say which stages recompute, since a step's trace says that.
 
     Raises:
         ValueError: some do.
@@ -165,7 +165,7 @@ def choose_remat(
 
 
 def _with_bytes(costs: Costs, memories: Sequence[StageMemory]) -> Costs:
-    """The costs with what stages hold, at most."""
+    """The costs, with the most bytes that the stages of any module hold."""
     activations = [memory.activations for memory in memories]
     weights = [memory.weights for memory in memories]
     return replace(
@@ -185,7 +185,7 @@ def _stages(module: Module) -> tuple[StageMemory, Stages]:
     pipelines: list[Stages] = []
 
     def order(pipeline: Stages) -> Order:
-        """Any order tells, as long as B and W stand apart."""
+        """Any order serves, as long as B and W are tasks of their own."""
         pipelines.append(pipeline)
         return {
             rank: [*tasks, *(t.beside(Action.WEIGHT) for t in tasks if t.action is Action.BACKWARD)]
@@ -225,8 +225,8 @@ def run_passes(
     """Compile a module with a schedule; with all forwards first where a search finds no order.
 
     A search mixes forwards and backwards. Where a backward has to follow all forwards, as that of
-    a loss over all microbatches, there is nothing to search for, and a warning says so. Not where
-    the search is given a bound on activations, which such an order does not keep to.
+    a loss over all microbatches, there is nothing to search for, and a warning says so. If the
+    search is given a bound on activations, the error is raised: such an order exceeds the bound.
 
     Args:
         schedule: as `default_pipeline` takes it.
@@ -325,7 +325,7 @@ def _choice(schedule: Schedule, pipeline: Stages) -> str:
 
 
 def _why(error: IRError) -> str:
-    """The part of the circle that is no matter of the order that was tried, in one line."""
+    """What closes the circle besides the order that was tried, in one line."""
     notes = [note for diagnostic in error.diagnostics for note in diagnostic.notes]
     reasons = [note for note in notes if "by the order of" not in note.message]
     reasons.sort(key=lambda note: note.op is None or note.op.mb is not None)  # outside of the loop
@@ -340,8 +340,8 @@ def _select_schedule(
 ) -> Schedule | None:
     """The schedule, or, if that is a search with costs, the candidate that is fastest on paper.
 
-    The search plays orders of tasks; here are whole programs, with the messages, streams and slots
-    that they come to have. The choice is the same on all ranks, as it depends on nothing else.
+    The search simulates orders of tasks; this simulates whole programs, with their messages,
+    streams and slots. The choice is the same on all ranks, as it depends on nothing else.
 
     Args:
         schedule: as `default_pipeline` takes it.

@@ -28,8 +28,8 @@ from .step_lock import lock_of
 class Step:
     """A function over actors, compiled for each signature that it is called with.
 
-    Calling it is collective: every rank calls it, with arguments of the same types. Where a name
-    by which the function reaches actors has been given others, it is compiled anew.
+    Calling it is collective: every rank calls it, with arguments of the same types. It is compiled
+    anew when a name by which the function reaches actors is given to other actors.
     `step.__wrapped__` is the plain Python function. A decorated method is a step for each object,
     which counts as a constant.
     """
@@ -198,7 +198,7 @@ class Step:
         remat: frozenset[str] = frozenset(),
         fused: bool = False,
     ) -> Trace:
-        """Trace the step; with `traces`, which an earlier trace of it has used, in less time."""
+        """Trace the step; it takes less time with the `traces` of an earlier trace."""
         current_world = world()
         check_outside(current_world, self.__name__)
         request = TraceRequest(

@@ -92,7 +92,7 @@ def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
 
 
 def _check(opened: TensorFile, actors: Mapping[str, ActorHandle]) -> set[str]:
-    """Look at all that actors take of a file; returns its names, on the ranks of this process."""
+    """Check all that actors take of a file; returns the names that this process's ranks take."""
     names: set[str] = set()
     for prefix, actor in actors.items():
         names |= check_state(opened, actor, _named(prefix))
@@ -106,7 +106,7 @@ def _refuse_surplus(
     """Refuse tensors of a file that belong to an actor, and that nothing takes. Collective.
 
     Args:
-        mine: the names that the ranks of this process take.
+        own_names: the names that the ranks of this process take.
     """
     training = {prefix for prefix, actor in actors.items() if has_optimizers(actor)}
     gathered = world().allgather((own_names, training))
@@ -197,7 +197,7 @@ def check_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) ->
 
 
 def _kind(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Hashable | None:
-    """The kind of parameters of which an optimizer keeps tensors by the same keys, once any.
+    """The kind of a parameter: for all of one kind an optimizer keeps tensors by the same keys.
 
     Returns:
         None if that is not known: optimizers that are not torch's choose keys as they like.
@@ -235,7 +235,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Give an actor's optimizers what a file has for their parameters."""
+    """Give an actor's optimizers the tensors that a file has for their parameters."""
     for entry in _kept(opened, actor, name_of):
         value = opened.read(f"{entry.parameter_name}.{entry.key}", entry.region)
         parameter = entry.parameter.tensor
@@ -249,7 +249,7 @@ class _Kept:
 
     Attributes:
         optimizer: keeps it.
-        parameter: what it is kept for.
+        parameter: the parameter that it is kept for.
         parameter_name: in the file.
         key: by which the optimizer finds it.
         region: the part that a rank holds.

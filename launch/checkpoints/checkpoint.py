@@ -1,8 +1,8 @@
 """Checkpoints of training: a folder that the model's library opens, and what goes on from it.
 
 A checkpoint is a folder of weights (`weights.py`). In its folder `training` are the state of the
-optimizers, a safetensors file, and `state.json`, with all that is no tensor. A checkpoint has its
-name when it is complete and on the disk, and not before.
+optimizers, a safetensors file, and `state.json`, with all that is no tensor. A checkpoint gets its
+name only when it is complete and on the disk.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def save_checkpoint(
     """Write the parts of a cut model, and the state of its training, as a folder; collective.
 
     The folder is one of weights, which `from_pretrained` opens, whatever meshes the actors are on.
-    It appears when it is complete: whatever ends the job before leaves it as it was. All ranks see
-    one file system.
+    It appears when it is complete: a job that ends before leaves no folder of that name. All ranks
+    see one file system.
 
     Args:
         folder: its name; `step-000100`, say, so that `newest_checkpoint` finds it.
@@ -169,7 +169,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A checkpoint of which everything has been looked at.
+    """A checkpoint that has been checked as a whole, and is to be read.
 
     Attributes:
         weights, optimizers: its tensors.

@@ -28,7 +28,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's piece of a logical tensor, and whether it is the one that writes it."""
+    """A rank's piece of a logical tensor; `counts` tells whether this rank writes it."""
 
     name: str
     tensor: torch.Tensor
@@ -57,8 +57,8 @@ def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
 
     Raises:
         ValueError: one is neither cut as its parameter nor the same for all pieces. Or an optimizer
-            keeps something that no name is for: what is no tensor, is kept for no parameter, or is
-            kept by another optimizer as well.
+            keeps state that has no name in a file: it is no tensor, belongs to no parameter, or
+            another optimizer keeps state for the parameter as well.
     """
     group = actor._member.group
     tensors = list(_tensors(actor))  # which waits for devices

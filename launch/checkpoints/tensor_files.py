@@ -63,7 +63,7 @@ class TensorFile:
         path: of the file.
         shapes: of its tensors, by name.
         dtypes: likewise; None where cg has no name for the type.
-        prefixes: of the actors that `save` has written; none in files of others.
+        prefixes: of the actors that `save` has written; empty for other files.
 
     Raises:
         ValueError: it is damaged.
@@ -91,7 +91,7 @@ class TensorFile:
         return name in self.shapes
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Compare a tensor of the file with what is wanted.
+        """Compare the shape and element type of a tensor in the file with those of an actor's.
 
         Raises:
             ValueError: it has another shape or element type.
@@ -105,8 +105,8 @@ class TensorFile:
     def read(self, name: str, region: Region) -> torch.Tensor:
         """The part of a tensor in a region, in memory of its own.
 
-        The file is opened for the one tensor. Else the pages that have been read would stay in
-        memory beside the tensors.
+        The file is opened for this tensor alone. Otherwise the pages that have been read would stay
+        in memory beside the tensors.
 
         Raises:
             ValueError: the region is no part of the tensor.
@@ -129,7 +129,7 @@ def table_of(mine: Iterable[Piece]) -> Table:
     """All tensors that ranks write, by name, sorted; the same on all ranks. Collective.
 
     Raises:
-        ValueError: two tensors have one name, or one has an element type without a name there.
+        ValueError: two tensors have one name, or safetensors has no name for an element type.
     """
     entries = [(p.name, ir_dtype(p.tensor.dtype), p.shape) for p in mine if p.counts]
     table: dict[str, tuple[DType, tuple[int, ...]]] = {}
@@ -158,7 +158,7 @@ def write(
     memory maps, and there a full disk is a signal that ends the process.
 
     Args:
-        words: what its metadata say besides.
+        words: further entries of its metadata.
 
     Raises:
         OSError: a rank could not write, such as on a full disk.
@@ -176,13 +176,13 @@ def write(
 
 
 def replace(partial: Path, path: Path) -> None:
-    """Give what is complete its name, for good."""
+    """Give a complete file or folder its name, and have that on the disk."""
     os.replace(partial, path)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the entries of a folder, on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -191,7 +191,7 @@ def sync(path: Path) -> None:
 
 
 def _header(table: Table, words: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The header behind its length, and where each tensor begins and ends behind it."""
+    """The header without its length, and where each tensor begins and ends behind the header."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **words}}
     offsets: dict[str, tuple[int, int]] = {}
     at = 0
@@ -209,7 +209,7 @@ def _header(table: Table, words: Mapping[str, str]) -> tuple[bytes, dict[str, tu
 
 
 def _create(path: Path, header: bytes, offsets: Mapping[str, tuple[int, int]]) -> None:
-    """Make a file with its header and the space for all tensors, in place of what a job has left.
+    """Make a file with its header and the space for all tensors, in place of an earlier job's.
 
     Raises:
         OSError: the file system lacks the space, or a folder has the name.
@@ -299,7 +299,7 @@ def _write(
 
 
 def _boxes(region: Region) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The boxes of a region: where each stands in what holds the region, and in the tensor."""
+    """The boxes of a region: the slices of each in a piece with that region, and in the tensor."""
     for chosen in itertools.product(*map(_runs, region)):
         yield (
             tuple(piece_slice for piece_slice, _ in chosen),

@@ -1,4 +1,4 @@
-"""Do something on each rank; where one fails, all do."""
+"""Do something on each rank; if it fails on one, it fails on all."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ T = TypeVar("T")
 
 
 def together(work: Callable[[], T], what: str = "write") -> T:
-    """Do something on each rank; where one fails, all do. Collective.
+    """Do something on each rank; if it fails on one, it fails on all. Collective.
 
     Args:
-        what: the ranks do, in a word, for messages.
+        what: names the work in messages.
+
+    Returns:
+        The result of `work` on this rank.
 
     Raises:
-        OSError, KeyError, ValueError: what has been raised here; or else, as the first that another
-            rank has raised.
+        OSError, KeyError, ValueError: the error of this rank; or else one of the same type, for the
+            first rank that has failed.
     """
     failure: OSError | KeyError | ValueError | None = None
     try:
@@ -37,5 +40,5 @@ def together(work: Callable[[], T], what: str = "write") -> T:
 
 
 def on_rank_0(work: Callable[[], None], what: str = "write") -> None:
-    """Do something on rank 0; where it fails, all ranks do. Collective."""
+    """Do something on rank 0; if it fails there, it fails on all ranks. Collective."""
     together(work if world().rank == 0 else lambda: None, what)

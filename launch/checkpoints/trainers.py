@@ -30,7 +30,7 @@ class TrainerState:
     schedulers: tuple[dict[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """As `of_json` takes it."""
+        """The state for JSON, as `of_json` takes it."""
         return {"optimizers": self.groups, "schedulers": self.schedulers}
 
     @staticmethod
@@ -38,7 +38,7 @@ class TrainerState:
         """The state that was written.
 
         Raises:
-            KeyError, TypeError: it is no such thing.
+            KeyError, TypeError: it is no such state.
         """
         groups = tuple(
             tuple(map(dict, optimizer_groups)) for optimizer_groups in found["optimizers"]
@@ -85,7 +85,7 @@ def check_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
     """Compare the numbers of trainers and groups with those that were saved.
 
     Raises:
-        ValueError: they are others.
+        ValueError: they differ.
     """
     for name, instance in _instances(actors):
         current = _state(instance)
@@ -99,7 +99,7 @@ def check_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
 
 
 def put_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
-    """Give optimizers and schedulers what was saved of them."""
+    """Give optimizers and schedulers their saved options and states."""
     for _, instance in _instances(actors):
         optimizers, schedulers = _trainers(instance)
         for optimizer, groups in zip(optimizers, saved.groups, strict=False):

@@ -32,7 +32,7 @@ class Weights:
 
     Attributes:
         folder: where they are.
-        files: of each tensor, by its name.
+        files: the file of each tensor, by the tensor's name.
     """
 
     def __init__(self, folder: Path, stem: str, rename: Rename) -> None:
@@ -47,8 +47,8 @@ class Weights:
     def check(self, model: nn.Module) -> None:
         """Compare the names and shapes of a whole model's tensors with those of the folder.
 
-        Of a tied parameter, one of its names is enough. The weights know all of them from then on,
-        for actors that have it under another one.
+        For a tied parameter, one of its names is enough. The weights then know all of them, for
+        actors that have the parameter under another name.
 
         Args:
             model: it may be on the meta device.
@@ -75,10 +75,10 @@ class Weights:
             )
 
     def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
-        """The names in the files of tensors of an actor, by their path.
+        """The names in the files of an actor's tensors, by their paths.
 
-        Paths and names may differ by what stands in front: an actor's attributes, or the name of a
-        model without a head.
+        Paths and names may differ by a prefix: an actor's attributes, or the name of a model
+        without a head.
 
         Raises:
             ValueError: tensors are missing, or of other shapes or kinds of types.
@@ -107,7 +107,7 @@ class Weights:
         return self.files[name].read(name, region).to(dtype)
 
     def _stored(self, name: str | None) -> str | None:
-        """The name by which the files have a tensor; None if they have it by none."""
+        """The name by which the files have a tensor; None if they do not have it."""
         return next((n for n in self._tied.get(name, (name,)) if n in self.files), None)
 
     def _named(self, prefix: str) -> Callable[[str], str | None]:
@@ -225,7 +225,7 @@ class Shard:
 
 
 def shards(table: Table, stem: str, largest: int) -> Iterator[Shard]:
-    """Share tensors out to files of no more than so many bytes, or one tensor."""
+    """Share tensors out to files of at most `largest` bytes, or of one tensor."""
     parts: list[dict[str, Any]] = [{}]
     size = 0
     for name, entry in table.items():
@@ -250,16 +250,16 @@ def index_of(files: Iterable[Shard]) -> dict[str, Any]:
 
 
 def dtype_of(table: Table) -> str | None:
-    """The floating-point type of the tensors of a table, as configurations name it; None: several.
+    """The floating-point type of a table's tensors, as configurations name it, such as `float32`.
 
-    Torch's name, such as `float32`.
+    None if there are several types, or none.
     """
     dtypes = {dtype for dtype, _ in table.values() if dtype.is_differentiable}
     return str(torch_dtype(*dtypes)).removeprefix("torch.") if len(dtypes) == 1 else None
 
 
 def _converts(stored: torch.dtype | None, expected: torch.dtype) -> bool:
-    """Whether numbers of a file stand for themselves; those of a byte are quantized ones."""
+    """Whether a file's numbers convert to a type; one-byte floats are quantized, and do not."""
     if stored is None or stored.is_floating_point != expected.is_floating_point:
         return False
     return not stored.is_floating_point or stored.itemsize > 1 or stored == expected
@@ -267,13 +267,13 @@ def _converts(stored: torch.dtype | None, expected: torch.dtype) -> bool:
 
 @runtime_checkable
 class _Ignores(Protocol):
-    """A model of transformers, which knows what older files have besides."""
+    """A model of transformers, which names surplus tensors that older files have."""
 
     _keys_to_ignore_on_load_unexpected: Iterable[str] | None
 
 
 def _is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether a model says of a tensor that files may have it for nothing."""
+    """Whether a model says that it ignores a tensor which files may have."""
     patterns = model._keys_to_ignore_on_load_unexpected if isinstance(model, _Ignores) else None
     return any(re.search(pattern, name) for pattern in patterns or ())
 

@@ -1,7 +1,7 @@
 """Observe a model's forward: what goes between its layers, and what each part uses and costs.
 
-The model's own forward runs once on fake tensors, which compute nothing. What each layer takes,
-gives and depends on is noted. So nothing has to be known of the architecture.
+The model's own forward runs once on fake tensors, which compute nothing. The run notes what each
+layer takes, gives and depends on, so the architecture need not be known.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Analysis:
         before, after: the names of parameters that the model uses before its first layer and after
             its last one.
         layers: the names of parameters that each layer uses.
-        flops: of what comes before the layers, of each layer, and of what comes after.
+        flops: of the work before the layers, of each layer, and of the work after them.
     """
 
     boundaries: tuple[Boundary, ...]
@@ -61,7 +61,7 @@ def analyse(model: nn.Module, chain: Chain, example: Mapping[str, Any]) -> Analy
     """Run a model's forward on fakes of example inputs.
 
     Raises:
-        ValueError: it cannot run so, or does not run each layer once, in order.
+        ValueError: it cannot run on fakes, or does not run each layer once, in order.
     """
     run = _Run(model, chain)
     try:
@@ -172,7 +172,7 @@ class _Run:
         self.inside = False
 
     def _count(self) -> None:
-        """Count the operations since the last call for what has run since."""
+        """End the count of the part that has run since the last call, and begin another."""
         self.flops[-1] = self.dependence.flops - self.last
         self.last = self.dependence.flops
         self.flops.append(0)
@@ -213,7 +213,7 @@ class _Run:
         )
 
     def _costs(self) -> tuple[int, ...]:
-        """Of what comes before, of each layer with what comes between it and the next, after."""
+        """The operations before the layers, of each layer up to the next, and after the layers."""
         before, *rest = self.flops[:-1]
         layers, between = rest[0::2], rest[1::2]
         return (
@@ -286,7 +286,7 @@ def _replaced(
     parameter: Callable[[str, torch.Tensor], torch.Tensor],
     buffer: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[None]:
-    """Inside the `with` block other tensors stand for a model's, tied ones for tied ones."""
+    """Inside the `with` block other tensors stand in for a model's; tied ones stay tied."""
     replacements: dict[int, torch.Tensor] = {
         id(tensor): parameter(name, tensor) for name, tensor in model.named_parameters()
     }

@@ -13,7 +13,7 @@ class Chain:
     """The layers of a model.
 
     Attributes:
-        path: where the list hangs, from the model; empty if the model is the list.
+        path: of the list in the model; empty if the model is the list.
         layers: the modules, in order.
     """
 
@@ -21,18 +21,18 @@ class Chain:
     layers: tuple[nn.Module, ...]
 
     def path_of(self, index: int) -> str:
-        """Where a layer hangs, from the model."""
+        """The path of a layer in the model."""
         return f"{self.path}.{index}" if self.path else str(index)
 
 
 def find_chain(model: nn.Module, path: str | None = None) -> Chain:
     """Find the layers of a model.
 
-    Without a path it is the `ModuleList` or `Sequential` with most parameters, of those that are in
-    no other one.
+    Without a path it is the `ModuleList` or `Sequential` with most parameters, among those that are
+    in no other.
 
     Args:
-        path: where the list hangs, if it is to be another one.
+        path: of the list, to choose another one.
 
     Raises:
         ValueError: there is no such list.

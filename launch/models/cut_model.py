@@ -21,7 +21,7 @@ class Costs:
 
     Attributes:
         unit: in words.
-        values: of what comes before the layers, of each layer, and of what comes after.
+        values: of the work before the layers, of each layer, and of the work after them.
     """
 
     unit: str
@@ -33,7 +33,7 @@ class StageOfModel:
     """The contents of one stage of a cut model.
 
     Attributes:
-        layers: by their number.
+        layers: the numbers of its layers.
         parameters: their names, in the order of the model; a tied one has the first of its names.
         borrowed: the names of those that it uses and an earlier stage has.
         lent: the names of its own that later stages use.
@@ -79,13 +79,13 @@ class Cuts(Sequence[StageOfModel]):
     def part(self, index: int) -> ModelPart:
         """Make the module of a stage, with copies of its tensors.
 
-        Of a model on the meta device they are there as well, until an actor fills them (`init=`).
+        If the model is on the meta device, so are the copies, until an actor fills them (`init=`).
         """
         stage, layers = self[index], self._chain.layers
         start, stop = stage.layers.start, stage.layers.stop
         boundaries = self._analysis.boundaries
         passage = Passage(boundaries[start - 1] if start else None)
-        # What deepcopy finds in its memo it takes for the copy, so nothing else is copied.
+        # `deepcopy` takes what its memo has for copies: these layers and parameters are not copied.
         memo: dict[int, Any] = {id(layer): Entry(layer, passage) for layer in layers[:start]}
         memo |= {id(layer): Exit(layer, boundaries[stop - 1]) for layer in layers[stop:]}
         missing = list(self._missing(stage))
@@ -95,7 +95,7 @@ class Cuts(Sequence[StageOfModel]):
         )
 
     def _missing(self, stage: StageOfModel) -> Iterator[Missing]:
-        """The places in a stage's model whose parameters it has not."""
+        """The places in a stage's model whose parameters the stage does not have."""
         own_names = set(stage.parameters)
         first = {id(p): name for name, p in self._parameters.items()}
         absent = tuple(

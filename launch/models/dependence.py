@@ -1,8 +1,8 @@
-"""Which parameters and layers the tensors of a run depend on, by watching its operators.
+"""Find the parameters and layers that the tensors of a run depend on, by watching its operators.
 
-A run on fake tensors computes nothing. What a tensor depends on is kept for its memory, as a set
-of sources that are the bits of an int. Operators that take nothing but the shape of a tensor do not
-make their result depend on it.
+A run on fake tensors computes nothing. The sources of a tensor are kept for its storage, as the
+bits of an int. Operators that use nothing but the shape of a tensor do not make their result depend
+on it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sources
 
     def set_sources(self, value: Any, sources: int) -> None:
-        """Say what the tensors of a pytree depend on from here on."""
+        """Set the sources that the tensors of a pytree depend on."""
         for tensor in _tensors(value):
             self._keep(tensor)
             self._sources[_key(tensor)] = sources

@@ -115,8 +115,8 @@ class ModelPart(nn.Module):
     def _filled(self, lent: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside the `with` block no parameter is missing.
 
-        What others lend is in its place. For all else stand zeros of one element: what is computed
-        of them does not reach what the part returns.
+        What others lend is in its place. Zeros of one element stand in all other places: values
+        computed from them do not reach what the part returns.
         """
         device = next(self.model.parameters(), torch.empty(0)).device
         slots = []
@@ -134,7 +134,7 @@ class ModelPart(nn.Module):
 
 @dataclass(frozen=True)
 class Missing:
-    """A place in a part's model whose parameter the part has not.
+    """A place in a part's model whose parameter the part does not have.
 
     Attributes:
         path: of the place, from the model.

@@ -76,7 +76,7 @@ class Edge:
 
     @property
     def text(self) -> str:
-        """Types, without saying the same one twice."""
+        """The types, each once, with its number."""
         counts = Counter(self.types)
         return ", ".join(t if n == 1 else f"{n} of {t}" for t, n in counts.items())
 
@@ -102,7 +102,7 @@ def actor_graph(
     Args:
         module: scheduled.
         transport: describes the transport of a channel.
-        traced: the functions as they were traced, by name: these know of layouts.
+        traced: the functions as they were traced, by name; their types have layouts.
     """
     maker = _Maker(module, transport, traced or {})
     return maker.make()
@@ -118,7 +118,7 @@ class _Origin:
 
 
 class _Maker:
-    """One graph on its way."""
+    """Makes one graph."""
 
     def __init__(
         self, module: Module, transport: Transport, traced: Mapping[str, Function]
@@ -193,7 +193,7 @@ class _Maker:
         return Node(rank, title, actor or "", box.kind, box.source, layout=layout)
 
     def _types(self, op: Op, given: bool) -> Sequence[TensorType | None]:
-        """Of what a call takes or gives: each with its layout; None where it has none."""
+        """The types that a call gives, or else takes, with their layouts; None without a layout."""
         if not isinstance(op, Call):
             return ()
         function = self._traced.get(self._module.functions[op.fn.name].body_name)

@@ -21,7 +21,7 @@ def graph_svg(graph: ActorGraph, title: str = "") -> str:
 
 
 class _Drawing:
-    """One SVG on its way."""
+    """Draws one SVG."""
 
     def __init__(self, graph: ActorGraph, title: str) -> None:
         self._graph = graph
@@ -34,7 +34,7 @@ class _Drawing:
         self._place()
 
     def _place(self) -> None:
-        """Layers from left to right; nodes of one rank and layer below each other."""
+        """Place layers from left to right, and the nodes of a rank and layer below each other."""
         counts: Counter[tuple[int, int]] = Counter()
         rows: dict[Key, int] = {}
         for key, node in self._graph.nodes.items():
@@ -150,7 +150,7 @@ class _Drawing:
 
 
 def _cut(text: str, width: float) -> str:
-    """As much of a text as there is room for."""
+    """The part of a text that there is room for."""
     room = int(width / _CHARACTER)
     return text if len(text) <= room else text[: room - 1] + "…"
 

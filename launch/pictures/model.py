@@ -43,9 +43,9 @@ class Slice:
         kind: of work; gives the colour.
         name: for tooltips and traces: `2F0 stage2.forward`.
         label: the text in the box, if there is room.
-        op: the op in the IR's text form, as far as there is one.
+        op: the op in the IR's text form, if there is one.
         source: the user's line, `train.py:12, in step`; empty if it is not known.
-        nbytes: of tensors that a message carries or a call makes; None if that means nothing.
+        nbytes: of tensors that a message carries or a call makes; None where it has no meaning.
         microbatch: which it belongs to, if any.
         execution: of the step, where several are shown.
         chunk: which of the rank's stages it belongs to, where a rank has several; 0 is the first.
@@ -151,7 +151,7 @@ class Picture:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Those that occur, in the order of the legend."""
+        """The kinds that occur, in the order of the legend."""
         present = {box.kind for box in self.slices()}
         return tuple(kind for kind in Kind if kind in present)
 
@@ -184,7 +184,7 @@ def lay_out(
 ) -> Picture:
     """Lay out slices: a row for each rank, and in it a track for each lane and stream.
 
-    Arrows are left out whose tracks have no slices.
+    Arrows whose tracks have no slices are left out.
     """
     rows: list[Row] = []
     places: dict[TrackKey, tuple[int, int]] = {}

@@ -18,7 +18,7 @@ from .op_boxes import OpBoxes
 def picture_of_programs(
     times: ProgramTimes, module: Module, title: str = "", note: str = ""
 ) -> Picture:
-    """Programs: for each rank its computation and, on paper, the messages on its other streams.
+    """The picture of programs: each rank's computation and, on paper, its messages by stream.
 
     Args:
         times: of the programs of `module`, simulated or recorded.

@@ -41,7 +41,7 @@ def _template() -> Template:
 
 
 def _data(picture: Picture) -> dict[str, Any]:
-    """The data that the page's script reads; text that occurs often is there once."""
+    """The data that the page's script reads; each text is in it once."""
     bands = stack(picture)
     strings = _Strings()
     return {
@@ -82,7 +82,7 @@ def _kinds(picture: Picture) -> list[dict[str, Any]]:
 
 
 class _Strings:
-    """Numbers strings."""
+    """Gives each string a number."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -128,5 +128,5 @@ def _slice(box: Slice, strings: _Strings) -> list[Any]:
 
 
 def _rounded(ms: float) -> float:
-    """To nanoseconds."""
+    """Milliseconds, rounded to nanoseconds."""
     return round(ms, 6)

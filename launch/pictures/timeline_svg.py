@@ -37,8 +37,8 @@ def timeline_svg(picture: Picture, width: float | None = None) -> str:
 
     Args:
         picture: what to draw.
-        width: of the time axis in pixels; as wide as the boxes' labels want it, within limits,
-            if None.
+        width: of the time axis in pixels; None for a width at which the boxes' labels fit, within
+            limits.
     """
     return _Drawing(picture, width).draw()
 
@@ -55,7 +55,7 @@ def tooltip(each: Slice) -> str:
 
 
 class _Drawing:
-    """One SVG on its way."""
+    """Draws one SVG."""
 
     def __init__(self, picture: Picture, width: float | None) -> None:
         self._picture = picture
@@ -159,7 +159,7 @@ class _Drawing:
         return f'<text class="in" {at}>{escape(label)}</text>'
 
     def _arrow(self, arrow: Arrow) -> None:
-        """From edge to edge, under the slices."""
+        """Draw an arrow from edge to edge, under the slices."""
         x0, x1 = self._x(arrow.tail.time), self._x(arrow.head.time)
         tail, head = self._lane_of(arrow.tail), self._lane_of(arrow.head)
         down = head.top > tail.top

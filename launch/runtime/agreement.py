@@ -37,7 +37,7 @@ _PLAIN: Final = (int, float, complex, bool, bytes, type(None), slice, range)
 _TORCH: Final = (torch.dtype, torch.Size, torch.layout, torch.memory_format, np.generic)
 _DEVICE: Final = re.compile(r"(cpu|cuda|npu|meta|xpu|hpu|mps)(:\d+)?")
 _SHOWN: Final = 8
-"""Up to so many elements are shown of a tensor in which ranks differ."""
+"""The most elements of a tensor that are shown where ranks differ."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TraceRequest:
         """Return if all ranks are about to trace this step for such arguments; collective.
 
         Raises:
-            PlanMismatch: they are not; on all ranks, which can go on.
+            PlanMismatch: they are not; all ranks raise it, and can go on.
             InputError: the step cannot take the arguments of this rank.
         """
         if world.is_virtual:
@@ -124,7 +124,7 @@ def check_compilation(
         options: what `compile` was given, as far as it must be equal, by name.
 
     Raises:
-        PlanMismatch: they are not; on all ranks, which can go on.
+        PlanMismatch: they are not; all ranks raise it, and can go on.
     """
     if world.is_virtual:
         return
@@ -144,7 +144,7 @@ def check_fuse(world: World, step: str, fuse: str | None) -> None:
     """Return if all ranks compile a step with one compiler of graphs, or with none; collective.
 
     Raises:
-        PlanMismatch: they do not; on all ranks, which can go on.
+        PlanMismatch: they do not; all ranks raise it, and can go on.
     """
     parts = {"fuse": Part("fuse in compile() is", text_of(fuse))}
     agree(world, f"the ranks compile step {step} differently", parts, ADVICE)

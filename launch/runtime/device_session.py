@@ -28,12 +28,12 @@ from ..world.fault_hook import say_faults
 
 
 class DeviceSession:
-    """The work of one rank of a step for devices, its own and those of other ranks.
+    """One rank's part of a step that concerns devices: its own, and those of other ranks.
 
     Args:
         world: all ranks.
         transport: of hosts.
-        streams: what carries messages from device to device.
+        streams: the communicators that carry messages from device to device.
         executable: this rank's program, on its device if it has one.
         timeout: seconds that an execution may take; None for no limit.
 
@@ -82,7 +82,7 @@ class DeviceSession:
         """Make ready for an execution, once all ranks have recovered from the last one.
 
         Raises:
-            TransportError: what an actor holds is in doubt.
+            TransportError: the state of an actor is in doubt.
         """
         self._transport.recover_if_due()
         if self._lost:
@@ -118,7 +118,7 @@ class DeviceSession:
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop what was captured of messages; idempotent."""
+        """Drop the graphs with messages; idempotent."""
         if isinstance(self._executable, DeviceExecutable):
             self._executable.drop_graphs()
 
@@ -158,9 +158,9 @@ class DeviceSession:
                 communicator.break_off()
 
     def _end_what_is_ahead(self) -> None:
-        """Wait for what the device was given before the failed execution: its messages are whole.
+        """Wait for work that the device had before the failed execution: its messages are whole.
 
-        Every rank has put its part of it on its device, and what it returned is in use already.
+        Every rank has put its part of that work on its device, and its results are in use already.
         """
         if self._watchdog is None:
             return

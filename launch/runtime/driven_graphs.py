@@ -33,7 +33,7 @@ from .execution_contexts import ContextFactory, GraphVariant, OnDevice
 from .runtime import is_in_step, transport_of
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
-"""Starts an execution of a variant with its inputs; waits for a free context if the last is set."""
+"""Starts an execution: the variant, its inputs, and whether to wait for a free context."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class OpenGraph:
     """A graph, as one process holds it.
 
     Attributes:
-        executions: what runs it.
+        executions: those of the world, which run it.
         graph: the graph.
         statistics: what this process measures of it, by rank.
         recover: called on all ranks before they go on with the graph: after a failed step, messages
@@ -145,7 +145,7 @@ def check_outside(world: World, step: str) -> None:
 
 
 def use_executions(world: World, executions: Executions) -> None:
-    """Let a world's graphs be those of `executions`; before any graph of it is compiled."""
+    """Use `executions` for a world's graphs; called before any graph of it is compiled."""
     _worlds[world] = executions
     # After the hook of the transport, which therefore runs later.
     atexit.register(_close_all, ref(world))
@@ -154,7 +154,7 @@ def use_executions(world: World, executions: Executions) -> None:
 def _close_all(world: ref[World]) -> None:
     """At the interpreter's exit: as the driver, close every graph that is still open.
 
-    Any other rank says that it leaves those which the driver has not closed, and so does a driver
+    Another rank reports that it leaves the graphs that the driver has not closed. So does a driver
     that cannot close them.
     """
     alive = world()

@@ -38,7 +38,7 @@ from ..world.fault_hook import say_faults
 from .runtime import transport_of
 
 Pair = tuple[int, int]
-"""Two ranks; the first tells the second."""
+"""Two ranks, of which the first reports to the second."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Connections:
     """The communicators of one execution context of a rank.
 
     Attributes:
-        host: serves what goes from host to host, all that is said about messages included.
-        serving: for each variant what serves its channels, by id.
-        streams: what carries messages from device to device.
+        host: serves messages from host to host, announcements and reports included.
+        serving: for each variant the communicators of its channels, by id.
+        streams: the communicators from device to device.
     """
 
     host: Communicator
@@ -71,7 +71,7 @@ class Connections:
     streams: Sequence[StreamCommunicator] = ()
 
     def close(self) -> None:
-        """Give back what serves them; idempotent."""
+        """Close the communicators; idempotent."""
         for communicator in (*self.streams, self.host):
             communicator.close()
 
@@ -82,7 +82,7 @@ class OnDevice:
     Args:
         world: all ranks.
         device: of this rank.
-        scheduler: the rank, as far as executions of graphs are concerned.
+        scheduler: of this rank.
         timeout: seconds that an execution may take on the device; None for no limit.
     """
 
@@ -126,7 +126,7 @@ class OnDevice:
         return self._scheduler.in_flight
 
     def drop_graphs(self) -> None:
-        """Forget what was captured of messages; idempotent."""
+        """Drop the graphs with messages; idempotent."""
         for instance in self._whole:
             instance.drop_graphs()
 
@@ -174,7 +174,7 @@ class ContextFactory:
         self._on_device = on_device
         fabrics = fabrics_of(world)
         numbers = count(len(channels))
-        # Where hosts tell of the messages of a channel that go by streams, by its id.
+        # The channels by which hosts announce messages on streams, by the id of their channel.
         self._announcing = {
             c.id: replace(c, id=next(numbers), via=None, slots=0, slot_bytes=0)
             for c in channels
@@ -233,7 +233,7 @@ class ContextFactory:
         if self._on_device is not None:
             return self._on_device.make(instances, connections)
 
-        # What others have made may be reset, but perhaps not be interrupted in that.
+        # A third party's transport can be reset, but the reset may not stand an interruption.
         reset = None if connections.streams else host.reset
         return ExecutionContext(tuple(instances), connections.close, reset)
 

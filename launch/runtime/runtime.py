@@ -93,15 +93,15 @@ class VirtualRuntime(Runtime):
         return executables[rank].statistics
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
 
 class RankRuntime(Runtime):
     """This process's rank of a step, with the other ranks in processes of their own.
 
     Making one is collective. The transport of hosts begins and ends executions on all ranks
-    together, whatever carries their messages. On a rank with a device the program runs there; what
-    `run` returns is then there for whatever the caller puts on its current stream.
+    together, whatever carries their messages. On a rank with a device the program runs there, and
+    whatever the caller puts on its current stream can use the results of `run`.
 
     Args:
         world: all ranks, one for each process.
@@ -218,7 +218,7 @@ class RankRuntime(Runtime):
             communicator.close()
 
     def _fail(self, error: BaseException, execution: int) -> BaseException:
-        """Tell all ranks of a failure; the error that all of them raise.
+        """Tell all ranks of a failure; returns the error that all of them raise.
 
         The execution counts unless a rank has refused it, before its program began: where one
         process plays all ranks, nothing runs then. So the ranks count alike, whether their own
@@ -311,6 +311,6 @@ def _lowest_reader(module: Module) -> int:
 
 
 def pick(module: Module, rank: int, parameters: Sequence[str]) -> list[int]:
-    """For each parameter of a rank's program its index among the step's."""
+    """The index in the step's parameters of each parameter of a rank's program."""
     index = {name: i for i, name in enumerate(parameters)}
     return [index[value.name] for value in module.program_of(rank).params]
