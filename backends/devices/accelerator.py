@@ -34,7 +34,7 @@ class Accelerator:
 
     Args:
         kind, index: which device.
-        fabric: what joins it to others of its kind.
+        fabric: what joins it to others of its kind; None if nothing does.
         handle: the attribute of torch's streams that holds the raw stream.
         graph: the name of the class of graphs in the module.
         current: returns the raw handle of a device's current stream, where torch tells it faster

@@ -29,7 +29,7 @@ NCCL = Fabric(
         }
     ),
 )
-"""NCCL; what it does not reduce, such as 16-bit integers, it still moves."""
+"""NCCL, with the types that it reduces; it moves others, such as 16-bit integers, as well."""
 
 
 def make(index: int) -> Accelerator:

@@ -31,7 +31,7 @@ class Copies:
 
     Attributes:
         queue: the stream of copies.
-        compute: the stream of whatever else a program does.
+        compute: the stream of the other work of a program.
     """
 
     def __init__(self, device: Device) -> None:
@@ -45,7 +45,7 @@ class Copies:
         """Start a message when its copy has passed, and all messages before it have been started.
 
         Args:
-            copied: behind the copy; None if there is none to wait for.
+            copied: the event behind the copy; None if there is none to wait for.
         """
         self._pending.append((copied, start))
         self.move_on()

@@ -182,7 +182,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Inside, what this thread computes is on the compute stream of this device."""
+        """Inside the `with` block, this thread computes on the compute stream of this device."""
         self.sessions += 1
         before, self._depth = self.current, self._depth + 1
         if before is not None and self._depth == 1:
@@ -201,13 +201,13 @@ class FakeDevice:
                 before.wait_event(end)
 
     def on(self, queue: FakeQueue) -> contextlib.AbstractContextManager[Any]:
-        """Inside, what torch computes is on another stream."""
+        """Inside the `with` block, torch computes on another stream."""
         if queue.inline or self.recording is not None:
             return contextlib.nullcontext()
         return Recording(_OnQueue(queue), _Fresh())
 
     def caller(self) -> FakeQueue:
-        """The stream of whoever calls."""
+        """The stream of the caller."""
         return self.stream(Stream.COMPUTE) if self.current is None else self.current
 
     def keep(self, tensors: Sequence[torch.Tensor], queue: FakeQueue) -> None:

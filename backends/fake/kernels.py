@@ -156,7 +156,7 @@ class Kernel:
         return self._on_host(value, operands)
 
     def _check(self, operands: Sequence[torch.Tensor]) -> None:
-        """Raise what torch raises where tensors of the host stand beside those of the device."""
+        """Raise torch's error if tensors of the host stand beside those of the device."""
         for operand in operands:
             if operand.is_cpu != operands[0].is_cpu:
                 device = next(operand.device for operand in operands if not operand.is_cpu)

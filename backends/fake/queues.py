@@ -40,9 +40,9 @@ class FakeQueue:
     """A stream: a thread, or the caller itself (the compute stream).
 
     Attributes:
-        log: what was put on it, in words.
+        log: the work that was put on it, in words.
         delay: seconds that its thread waits ahead of all that it does.
-        error: what its thread has raised last.
+        error: the last error of its thread.
         nodes: while a graph is captured, the nodes that the next work depends on.
     """
 

@@ -79,7 +79,7 @@ def _before() -> None:
 
 
 class _Module:
-    """`torch.fake`, with what torch asks the module of a device for."""
+    """`torch.fake`, with the functions that torch calls of a device's module."""
 
     def is_available(self) -> bool:
         return True

@@ -15,7 +15,7 @@ FOLDERS = (
     "/usr/local/Ascend/cann/lib64",
     "/usr/local/Ascend/ascend-toolkit/latest/lib64",
 )
-"""The folders of CANN unless it is told otherwise: from version 8.5 on, and before."""
+"""The usual folders of CANN: from version 8.5 on, and before."""
 
 LIBRARIES = ("libhccl.so", "libhcomm.so")
 """Newer CANN has taken the management of communicators out of the first into the second."""

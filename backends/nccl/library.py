@@ -26,7 +26,7 @@ class Nccl(ABC):
 
     Args:
         calls: NCCL's functions, with arguments in the order of `nccl.h`.
-        error: what they raise.
+        error: the class of errors that they raise.
         nonblocking: whether they may return before they are done.
     """
 

@@ -58,7 +58,7 @@ def fsdp(
     Args:
         bucket: the parameters that are gathered together: modules or parameters by their paths,
             name by name, with `*` and `?` as in file names, as in `blocks.*` or
-            `encoder.*|decoder.*`; what matches nothing is one bucket more. By default the modules
+            `encoder.*|decoder.*`; those that match nothing are one bucket more. By default modules
             that have a number in their path, as elements of `nn.ModuleList` have, are one each.
         keep: `task`: gathered for each forward of a microbatch, and again for its backward;
             gradients are reduced in each backward. `step`: gathered once, until the last backward;

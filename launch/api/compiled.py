@@ -257,7 +257,7 @@ class Compiled(Programs):
     def statistics(self, rank: int | None = None) -> Statistics:
         """The times that a rank of this process has measured of its executions so far.
 
-        Later executions do not change what this has returned.
+        Later executions do not change the result.
 
         Raises:
             ValueError: another process plays that rank.

@@ -1,4 +1,4 @@
-"""The programs of a compiled step, and what can be read from them without running them."""
+"""The programs of a compiled step, and analyses of them that run nothing."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class Programs:
 
 
 def cost_of(module: Module, rank: int) -> Cost:
-    """Count what one rank of a scheduled module does."""
+    """Count the work of one rank of a scheduled module."""
     ops = module.program_of(rank).ops
     calls = [op for op in ops if isinstance(op, Call)]
     sends = [op for op in ops if isinstance(op, Send)]

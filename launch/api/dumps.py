@@ -21,15 +21,15 @@ from ..pictures.timeline_svg import timeline_svg
 
 @dataclass(frozen=True)
 class Dump:
-    """A directory, and what the files of one compilation are called.
+    """The directory and the file names of one compilation's dump.
 
     Attributes:
         directory: made if it does not exist.
         prefix: the step's name; the n-th compilation of a step of this name, in this process and to
             this directory, adds `-n`.
         passes: a pattern in the names of the passes that write their module; None for all.
-        is_wanted: True if this rank writes what it compiles; if not, it writes only what it sees
-            as it runs.
+        is_wanted: True if this rank writes its compilation; otherwise it writes only findings
+            of its runs.
     """
 
     directory: Path

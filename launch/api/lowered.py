@@ -281,7 +281,7 @@ class Lowered:
     def _measure(
         self, passes: str, seed: int | None, timeout: float | None, schedule: Schedule
     ) -> Costs:
-        """Run the step on the arguments that it was lowered for, and undo what that does."""
+        """Measure the step on the arguments that it was lowered for, and undo its effects."""
         if self._example is None or self._step.driver is not None:
             raise ValueError(
                 f"step {self._step.name} is driven from one rank, or lowered for several "
@@ -300,7 +300,7 @@ class Lowered:
     def _for_fusing(self, fuse: str | None, passes: str) -> Lowered:
         """The step with backwards for fused kernels, if a compiler makes any; collective.
 
-        What is to be kept for a backward is known once it is traced, and only then.
+        A trace decides what is kept for a backward, so the step is traced once more.
         """
         check_fuse(self._world, self._step.name, fuse)
         has_backward = any(trace.module.vjps for trace in self.traces)

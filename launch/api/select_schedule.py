@@ -97,7 +97,7 @@ def check_costs(schedule: Schedule | None) -> None:
 
 
 def wants_memory(schedule: Schedule | None) -> bool:
-    """True if a search is given memory in bytes, and no costs that say what stages hold."""
+    """True if a search is given memory in bytes, and no costs with the bytes of stages."""
     if not isinstance(schedule, Schedule) or not is_search(schedule):
         return False
     costs = costs_of(schedule)
@@ -181,7 +181,7 @@ def _with(schedule: Schedule, **options: Any) -> Schedule:
 
 
 def _stages(module: Module) -> tuple[StageMemory, Stages]:
-    """What the stages of a traced step hold, and its pipeline."""
+    """The memory of the stages of a traced step, and its pipeline."""
     pipelines: list[Stages] = []
 
     def order(pipeline: Stages) -> Order:
@@ -267,12 +267,12 @@ def choose_residency(
     module: Module,
     pipeline_of: Callable[..., Pipeline],
 ) -> Fsdp | None:
-    """The pass that gathers stored parameters, as far as memory allows what the user has chosen.
+    """The pass that gathers stored parameters, as the user's choice and memory allow.
 
     The choice is the same on all ranks: it depends on nothing but the step and the options.
 
     Args:
-        residency: what `compile` was given, if it was.
+        residency: the `fsdp` of `compile`.
         schedule, module, pipeline_of: as for `run_passes`; with `fsdp=` for the pass.
 
     Raises:

@@ -108,7 +108,7 @@ class Step:
         what `lower(...).compile()` has returned, which has a state of its own.
 
         Raises:
-            RuntimeError: only what `lower(...).compile()` has returned was called, never the step.
+            RuntimeError: only the result of `lower(...).compile()` was called, never the step.
         """
         compiled_calls = max((numbering.next for numbering in self._numberings), default=0)
         if compiled_calls and not self._numbering.next:
@@ -126,10 +126,10 @@ class Step:
         self._numbering.next = state["calls"]
 
     def clear_cache(self) -> None:
-        """Forget what calls have compiled, so that the next call traces again; on all ranks.
+        """Forget the programs of earlier calls, so that the next call traces again; on all ranks.
 
         Needed when an actor has changed in a way that the trace relied on, such as by `eval()`.
-        What `lower(...).compile()` has returned is not affected.
+        The results of `lower(...).compile()` are not affected.
         """
         for compiled in self._compiled.values():
             compiled.close()

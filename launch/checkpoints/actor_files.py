@@ -150,7 +150,7 @@ def _named(prefix: str) -> NameOf:
 
 
 def check_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> set[str]:
-    """Compare what a file has with the tensors of an actor, as far as this process holds it.
+    """Compare a file with the tensors of an actor that this process holds.
 
     Returns:
         Their names.
@@ -175,10 +175,10 @@ def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
 
 
 def check_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> set[str]:
-    """Compare what a file has for an actor's optimizers with their parameters.
+    """Compare a file's tensors of an actor's optimizers with their parameters.
 
     Returns:
-        The names of what they take.
+        The names of the tensors that the optimizers take.
 
     Raises:
         ValueError: a tensor cannot be cut as its parameter is. Or parameters of one kind have

@@ -1,4 +1,4 @@
-"""Checkpoints of training: a folder that the model's library opens, and what goes on from it.
+"""Checkpoints of training: folders that the model's library opens, and that training resumes.
 
 A checkpoint is a folder of weights (`weights.py`). In its folder `training` are the state of the
 optimizers, a safetensors file, and `state.json`, with all that is no tensor. A checkpoint gets its
@@ -173,10 +173,10 @@ class _Reading:
 
     Attributes:
         weights, optimizers: its tensors.
-        named: the actors, with what their tensors are called.
+        named: the actors, with functions that name their tensors.
         names: of the weights.
         taken: those that this process's ranks have.
-        kept: the names of what their optimizers take.
+        kept: the names of the tensors that their optimizers take.
         untrained: of weights, those of actors without optimizers.
         trainers, compiled, state: as they were saved.
     """
@@ -252,7 +252,7 @@ def _pieces(actors: Sequence[ActorHandle], rename: Rename) -> tuple[list[Piece],
 
 
 def _named(actors: Sequence[ActorHandle], rename: Rename) -> list[tuple[ActorHandle, NameOf]]:
-    """The actors, with what their tensors are called in the files.
+    """The actors, with functions that name their tensors in the files.
 
     Raises:
         ValueError: an actor has no part of a model, or has tensors besides.
@@ -335,7 +335,7 @@ def _finish(
     like: str | os.PathLike[str] | None,
     dtype: str | None,
 ) -> None:
-    """Write what is no tensor, and give the folder its name."""
+    """Write everything that is no tensor, and give the folder its name."""
     for file in sorted(Path(like).iterdir()) if like is not None else ():
         if file.is_file() and not file.name.endswith(_WEIGHTS) and not file.name.startswith("."):
             shutil.copyfile(file, partial / file.name)

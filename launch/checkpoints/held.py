@@ -83,7 +83,7 @@ def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
 def _kept_for(
     parameter: StateTensor, optimizers: Iterable[torch.optim.Optimizer], actor: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an optimizer keeps for a parameter, by its key.
+    """The tensors that an optimizer keeps for a parameter, by key.
 
     Raises:
         ValueError: it has no name in a file.
@@ -110,7 +110,7 @@ def _kept_for(
 
 
 def _refuse_others(optimizers: Iterable[torch.optim.Optimizer], actor: str) -> None:
-    """Refuse optimizers that keep state for what they do not train, which has no name in a file."""
+    """Refuse optimizers with state of what they do not train: it has no name in a file."""
     for optimizer in optimizers:
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key, value in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""Files of tensors, as safetensors, of which each rank writes and reads pieces.
+"""Files of tensors, as safetensors: each rank writes and reads pieces of them.
 
 Each rank writes the pieces that it holds straight to where they belong in the file. The format:
 https://huggingface.co/docs/safetensors, a header of JSON and the elements behind it.
@@ -50,7 +50,7 @@ PREFIXES = "cg.prefixes"
 """The entry of a file's metadata that says which actors it has, by their prefixes."""
 
 _TYPES = {word: torch_dtype(dtype) for dtype, word in _NAMES.items()}
-"""Torch's element types, by what the format calls them."""
+"""Torch's element types, by their names in the format."""
 
 Table: TypeAlias = Mapping[str, tuple[DType, tuple[int, ...]]]
 """The element type and the shape of tensors, by name."""

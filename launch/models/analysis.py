@@ -1,4 +1,4 @@
-"""Observe a model's forward: what goes between its layers, and what each part uses and costs.
+"""Observe a model's forward: the tensors between its layers, and the use and cost of each part.
 
 The model's own forward runs once on fake tensors, which compute nothing. The run notes what each
 layer takes, gives and depends on, so the architecture need not be known.
@@ -25,7 +25,7 @@ class Boundary:
     """The tensors that go from a layer to the next one.
 
     Attributes:
-        structure: of what the earlier layer gives, as a pytree.
+        structure: of the earlier layer's output, as a pytree.
         leaves: of that pytree; tensors are replaced by None.
         moving: the leaves that the next layer takes: the position of each among the leaves, and
             among those of the next layer's arguments.
@@ -192,7 +192,7 @@ class _Run:
             )
         self.output = self.dependence.sources_of(output)
 
-    # -- what it has shown --------------------------------------------------------------------
+    # -- the findings ------------------------------------------------------------------------
 
     def analysis(self) -> Analysis:
         owned = self._owners()

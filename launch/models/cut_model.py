@@ -1,4 +1,4 @@
-"""A model that is cut: what each stage has, and the modules of the stages."""
+"""A model that is cut: the contents of each stage, and the modules of the stages."""
 
 from __future__ import annotations
 

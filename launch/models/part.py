@@ -1,4 +1,4 @@
-"""A stage of a cut model: the model's own forward, of which it runs a part.
+"""A stage of a cut model, which runs a part of the model's own forward.
 
 A part is the model, without the tensors and layers of other stages. In their place stand layers
 that let in what the stage before has made, and one that ends the run where the next stage goes on.
@@ -29,7 +29,7 @@ class ModelPart(nn.Module):
     Its parameters and buffers have the names that they have in the model, behind `model.`.
 
     Attributes:
-        model: the model, of which it has a part.
+        model: the model, reduced to this part.
         borrowed: the names of parameters that it uses and another part has.
         lent: the names of its own parameters that others use.
     """
@@ -156,7 +156,7 @@ class Passage:
     """The tensors that enter a part, while it runs.
 
     Args:
-        boundary: what the part before gives; None for the first part.
+        boundary: the tensors that the part before gives; None for the first part.
     """
 
     def __init__(self, boundary: Boundary | None) -> None:
@@ -168,7 +168,7 @@ class Passage:
         return 0 if self.boundary is None else len(self.boundary.moving)
 
     def give(self) -> Any:
-        """Return what has entered, as the layer in front gives it."""
+        """Return the tensors that have entered, as the output of the layer in front."""
         assert self.boundary is not None
         assert self.entering is not None
         leaves = list(self.boundary.leaves)
@@ -197,7 +197,7 @@ class _Stand(nn.Module):
 
 
 class Entry(_Stand):
-    """In the place of a layer before the part's own: gives what has entered."""
+    """Stands for a layer before the part's own, and gives the tensors that have entered."""
 
     def __init__(self, layer: nn.Module, passage: Passage) -> None:
         super().__init__(layer)
@@ -208,7 +208,7 @@ class Entry(_Stand):
 
 
 class Exit(_Stand):
-    """In the place of the layer behind the part's last one: ends the run with what it is given."""
+    """Stands for the layer behind the part's last one, and ends the run with its own inputs."""
 
     def __init__(self, layer: nn.Module, boundary: Boundary) -> None:
         super().__init__(layer)

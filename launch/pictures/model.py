@@ -116,7 +116,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """From a send to the end of what waited for its message."""
+    """An arrow from a send to the end of the wait for its message."""
 
     tail: Spot
     head: Spot
@@ -127,7 +127,7 @@ class Picture:
     """A timeline.
 
     Attributes:
-        title: of what.
+        title: of the picture.
         note: a remark for the reader, such as the costs that were assumed.
         rows: from top to bottom.
         arrows: messages.

@@ -27,7 +27,7 @@ def write_trace(picture: Picture, path: Path, about: Mapping[str, Any] | None = 
     """Write a timeline to a file, an event a line.
 
     Args:
-        picture: what to write.
+        picture: the timeline to write.
         path: its folder is made if it does not exist.
         about: goes into the file's metadata; JSON.
     """

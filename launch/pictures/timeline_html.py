@@ -23,7 +23,7 @@ def timeline_html(picture: Picture, graph: str = "") -> str:
     """Draw a timeline.
 
     Args:
-        picture: what to draw.
+        picture: the timeline to draw.
         graph: SVG to show below it.
     """
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=False)

@@ -36,7 +36,7 @@ def timeline_svg(picture: Picture, width: float | None = None) -> str:
     Each slice tells about itself in a tooltip. Slices that are too short to be seen are left out.
 
     Args:
-        picture: what to draw.
+        picture: the timeline to draw.
         width: of the time axis in pixels; None for a width at which the boxes' labels fit, within
             limits.
     """

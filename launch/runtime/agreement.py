@@ -114,14 +114,14 @@ def check_compilation(
     """Return if all ranks are about to compile the same; collective.
 
     Ranks compare the text of the traces, the numbers that torch functions are given, the tensors
-    that the step makes from nothing, what it returns besides values and where, and the options
+    that the step makes from nothing, the structure of its results, and the options
     of `compile`.
 
     Args:
         world: all ranks.
         step: its name.
         traces: of the step.
-        options: what `compile` was given, as far as it must be equal, by name.
+        options: those arguments of `compile` that must be equal, by name.
 
     Raises:
         PlanMismatch: they are not; all ranks raise it, and can go on.
@@ -160,7 +160,7 @@ def call_text(spec: InputSpec, loc: Location | None) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Describe a static value, as far as it must be equal on all ranks; devices may differ."""
+    """Describe the part of a static value that must be equal on all ranks; devices may differ."""
     kind = type(value).__qualname__
     if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
         return "a device"

@@ -1,6 +1,6 @@
 """The part of a step's runtime that concerns devices.
 
-Objects, and what concerns ranks without a device, go by the transport of hosts. Between devices the
+Objects, and messages of ranks without a device, go by the transport of hosts. Between devices the
 host only puts messages on streams: a failure has to break them off, and a watchdog looks whether
 they end.
 """
@@ -99,7 +99,7 @@ class DeviceSession:
                 raise
 
     def raise_noted(self) -> None:
-        """Raise what earlier executions have noted on the device; the host waits for nothing.
+        """Raise an error that an earlier execution has noted on the device, without a wait for any.
 
         Raises:
             IndexError: an index was out of range.
@@ -147,7 +147,7 @@ class DeviceSession:
         self._lost = sorted({actor for lost in self._world.allgather(self._lost) for actor in lost})
 
     def break_off(self) -> None:
-        """Break off what is under way between devices, once what was ahead of it has ended.
+        """Break off messages that are under way between devices, once work ahead of them has ended.
 
         A message that has been put on a stream would otherwise wait for its other end for ever.
         """
@@ -180,7 +180,7 @@ class DeviceSession:
             return True  # the device has failed: it goes on with nothing
 
     def _give_up(self, trouble: str) -> None:
-        """End the job: the device does not end what was put on it, and the host may wait for it."""
+        """End the job: the device does not end its work, and the host may wait for it."""
         hosts = self._transport.control.flight_record()
         executable = self._on_device
         self._world.end_job(
@@ -196,7 +196,7 @@ class DeviceSession:
 
 
 def built_on_streams(program: Program, module: Module) -> list[tuple[int, str]]:
-    """The calls that change an actor and may take what has come by a stream, as (index, actor)."""
+    """The calls that change an actor and may take a value from a stream, as (index, actor)."""
     by_stream = {id_ for id_, channel in module.channels.items() if is_by_stream(channel)}
     awaited: set[Value] = set()
     has_come = False

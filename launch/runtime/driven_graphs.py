@@ -43,7 +43,7 @@ class OpenGraph:
     Attributes:
         executions: those of the world, which run it.
         graph: the graph.
-        statistics: what this process measures of it, by rank.
+        statistics: the measurements of this process, by rank.
         recover: called on all ranks before they go on with the graph: after a failed step, messages
             between devices have been broken off. None where there are no devices.
         device: of this rank, if it has one.
@@ -106,7 +106,7 @@ def executions_of(world: World) -> Executions:
         if world.is_virtual:
             executions = virtual_executions(world.size)
         else:
-            executions = _cpu_executions(world)  # type: ignore[arg-type] # only MPI's is not virtual
+            executions = _cpu_executions(world)  # type: ignore[arg-type] # it is MPI's
         use_executions(world, executions)
     return executions
 
@@ -199,7 +199,7 @@ def make_graph(
         RuntimeError: open graphs of the world have another driver.
         ValueError: there are more variants or executions in flight than commands can name.
         UnknownCommunicator: a step names a transport that nobody has registered.
-        BindError: a transport cannot carry what it is to carry.
+        BindError: a transport cannot carry a channel's messages.
     """
     if not 1 <= capacity <= CONTEXTS:
         raise ValueError(f"max_inflight={capacity}: it is at least 1, and at most {CONTEXTS}")

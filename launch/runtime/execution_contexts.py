@@ -47,8 +47,8 @@ class GraphVariant:
 
     Attributes:
         linked: the scheduled module, and what the ranks that this process plays run it with.
-        guards: what the traces of a rank's actors rely on, if this process plays the rank.
-        rebuild: makes what the step returns; None where the driver gets nothing.
+        guards: returns the guards of a rank's actors, if this process plays the rank.
+        rebuild: makes the results of the step; None where the driver gets nothing.
     """
 
     linked: LinkedModule
@@ -138,7 +138,7 @@ class OnDevice:
         return next(filter(None, map(put_by, busy)), None)
 
     def give_up(self, trouble: str) -> None:
-        """End the job: the device does not end what was put on it."""
+        """End the job: the device does not end its work."""
         rank = self._scheduler.rank
         positions = [
             f"  execution {instance.execution} of {named(instance.module)}:\n"
@@ -180,7 +180,7 @@ class ContextFactory:
             for c in channels
             if fabrics is not None and c.via is not None and fabrics.knows(c.via)
         }
-        # For each variant the pairs of ranks of which one reports to the other.
+        # For each variant, the pairs of ranks of which the first reports to the second.
         self._pairs = [_reports_of(variant.linked.module, driver) for variant in variants]
         self._reporting = {
             pair: Channel(next(numbers), pair, slots=0, slot_bytes=0)

@@ -111,7 +111,7 @@ class RankRuntime(Runtime):
     Raises:
         PlanMismatch: the ranks have compiled different plans.
         UnknownCommunicator: the step names a transport that nobody has registered.
-        BindError: a transport cannot carry what it is to carry.
+        BindError: a transport cannot carry a channel's messages.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ def transport_of(world: MpiWorld) -> CpuTransport:
 
 
 def tell(world: World, purpose: str) -> None:
-    """Say, for the other ranks to read while they wait, what the world's next calls are for."""
+    """Tell the purpose of the world's next calls; the other ranks read it while they wait."""
     transport = _transports.get(world)
     if transport is not None:
         transport.control.purpose = purpose

@@ -111,7 +111,7 @@ class DeviceBinder(Binder):
         return self.order
 
     def _land_inputs(self, code: Code) -> list[Instruction]:
-        """Instructions that bring the inputs to the device, ahead of what is captured."""
+        """Instructions that bring the inputs to the device, ahead of segments."""
         land = partial(landed, device=self.device)
         return [
             host.apply(code.registers, register, register, land)

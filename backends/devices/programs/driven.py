@@ -233,7 +233,7 @@ class DrivenBinder(DeviceBinder):
 
 
 _WORK = (Call, Constant, Copy, View, Slice, Reserve, Assemble, Wait, Send, Recv, Collective)
-"""The ops that put work on streams, or may read what is there."""
+"""The ops that put work on streams, or may read values there."""
 
 
 def _told(handshake: Port) -> Instruction:

@@ -139,7 +139,7 @@ class DeviceInstance(Instance):
 
         Args:
             ended: the event behind the execution. By it another stream can take the result without
-                a session, which would put that stream behind what the device does next.
+                a session, which would put that stream behind later work of the device.
             has_tails: whether the rank has tails. The caller's stream, too, then waits for `ended`
                 when it takes the result.
         """

@@ -54,7 +54,7 @@ def issue(
         source: the operand's register, if it has one.
         queue: the op's stream.
         done: recorded behind the op.
-        ready: recorded on the compute stream behind what the port has prepared there.
+        ready: recorded on the compute stream behind the work that the port prepares there.
         freed: the event behind which the op's slot is free, if it has one.
     """
     start, must_prepare, prepare = port.start, port.must_prepare, port.prepare

@@ -41,7 +41,7 @@ class Interleaved:
     segments: list[Segment]
 
     def place(self, index: int) -> int:
-        """The index in the plain program of what runs while instruction `index` does."""
+        """The index in the plain program of what instruction `index` is running."""
         instruction = self.instructions[index]
         if isinstance(instruction, Segment):
             return self.within[index][instruction.at]

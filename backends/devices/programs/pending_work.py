@@ -95,7 +95,7 @@ class Work:
         return "\n".join(lines or [f"  {self._nothing_known()}"])
 
     def _streams(self) -> list[str]:
-        """The message that each stream is at. What is behind it has not begun."""
+        """The message that each stream is at; messages behind it have not begun."""
         pending: dict[str, list[Op]] = {}
         for index, event in self._messages:
             if event.is_outside and not event.has_passed():

@@ -53,7 +53,7 @@ class Tail:
         self._begun = main.device.event()
 
     def __call__(self) -> bool:
-        """Put the tail on its stream, behind what is in front of it."""
+        """Put the tail on its stream, behind the work in front of it."""
         main, order, device = self._main, self._order, self._main.device
         main.join()
         self._hold()

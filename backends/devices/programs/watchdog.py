@@ -296,7 +296,7 @@ def _described(error: BaseException, running: Work | None = None) -> DeviceFault
 
 
 def advice(logs: Sequence[str]) -> str:
-    """Advice on a device that does not end what was put on it.
+    """Advice on a device that does not end its work.
 
     Args:
         logs: where the libraries that carry messages say more, in words.
