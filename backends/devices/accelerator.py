@@ -15,13 +15,16 @@ from ..device import Event, Fabric, Graph, Queue
 
 
 class CaptureNodes(Protocol):
-    """Tells and sets what captured work stands behind, by raw streams; see `Device.nodes`."""
+    """Reads and sets the graph nodes that the next work on a raw stream depends on.
+
+    See `Device.nodes`.
+    """
 
     def of(self, stream: int) -> tuple[int, ...] | None:
-        """The nodes of the graph that the next work on a stream stands behind."""
+        """The nodes that the next work on a stream depends on; None if it is not captured."""
 
     def replace(self, stream: int, nodes: Sequence[int]) -> None:
-        """Let the next work on a stream stand behind these nodes alone."""
+        """Let the next work on a stream depend on these nodes alone."""
 
 
 class Accelerator:
@@ -31,14 +34,15 @@ class Accelerator:
 
     Args:
         kind, index: which device.
-        fabric: what joins it to others of its kind.
+        fabric: what joins it to others of its kind; None if nothing does.
         handle: the attribute of torch's streams that holds the raw stream.
         graph: the name of the class of graphs in the module.
-        current: the raw handle of the current stream of a device, if torch tells it faster than
-            the stream itself.
-        end_pool: tells torch's allocator that a capture to a pool of a device is over, where there
-            is such a call, else None; raises RuntimeError if it knows.
-        capture_nodes: tells and sets what captured work stands behind; None where nothing can.
+        current: returns the raw handle of a device's current stream, where torch tells it faster
+            than the stream itself.
+        end_pool: tells torch's allocator that a capture to a pool of a device has ended; raises
+            RuntimeError if the allocator knows that already. None where torch has no such call.
+        capture_nodes: reads and sets the nodes that captured work depends on; None where the
+            device has no such calls.
     """
 
     def __init__(
@@ -74,12 +78,12 @@ class Accelerator:
         self._compute: Any = self.stream(Stream.COMPUTE)
 
     def stream(self, kind: Stream) -> Queue:
-        found = self._streams.get(kind)
-        if found is None:
-            # What others wait for goes first: kernels of a copy must not queue behind a product.
+        stream = self._streams.get(kind)
+        if stream is None:
+            # Work that others wait for has priority: a copy must not queue behind a product.
             priority = 0 if kind is Stream.COMPUTE else -1
-            found = self._streams[kind] = self._module.Stream(self.torch_device, priority=priority)
-        return found  # type: ignore[no-any-return]
+            stream = self._streams[kind] = self._module.Stream(self.torch_device, priority=priority)
+        return stream  # type: ignore[no-any-return]
 
     def has(self, kind: Stream) -> bool:
         return kind in self._streams
@@ -114,7 +118,7 @@ class Accelerator:
         before = self._callers.pop()
         if self._callers:
             return
-        # After an error the device may have failed, and would hide that one behind another.
+        # After an error the device may have failed; its own error must not hide the first one.
         with nullcontext() if kind is None else suppress(RuntimeError):
             self._end.record(self._compute)
             self._module.set_stream(before)
@@ -135,7 +139,7 @@ class Accelerator:
         return self._find_current()  # type: ignore[no-any-return]
 
     def _find_current(self) -> Any:
-        """Torch's current stream; the one from before, if it still is that one."""
+        """Torch's current stream; the same object as before while the stream is the same."""
         handle, current = self._current_handle, self._current
         if handle is None:
             return self._module.current_stream(self.index)
@@ -166,11 +170,11 @@ class Accelerator:
     def capture(self, work: Callable[[], object], queue: Queue) -> Graph:
         """Record what `work` puts on a stream, and on those that join it, as a graph.
 
-        Other threads may ask for events meanwhile, as the watchdog does: only this one is held
-        to what a capture allows.
+        Other threads may query events meanwhile, as the watchdog does: only this thread is
+        restricted to what a capture allows.
         """
         module, raw = self._module, self.raw(queue)
-        # Not the whole device: messages on other streams have time until their values are used.
+        # The stream, not the device: messages on other streams need not have arrived yet.
         queue.synchronize()
         if self.begins_pool(queue):
             self._pools[raw] = module.graph_pool_handle()
@@ -180,7 +184,7 @@ class Accelerator:
             try:
                 work()
                 with warnings.catch_warnings():
-                    # Messages are left out of a rehearsal, and there may be nothing else.
+                    # A rehearsal leaves messages out, so its graph may be empty.
                     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                     graph.capture_end()
             except BaseException:
@@ -190,16 +194,16 @@ class Accelerator:
         return graph  # type: ignore[no-any-return]
 
     def begins_pool(self, queue: Queue) -> bool:
-        # A pool is gone with the last graph that uses it, and so is what it has taken.
+        # A pool and its memory go with the last graph that uses the pool.
         raw = self.raw(queue)
         return not self._graphs.get(raw) or raw not in self._pools
 
     def _end_failed(self, graph: Any, raw: int) -> None:
-        """End a capture in which something has gone wrong, if it has not ended.
+        """End a capture that an error has interrupted, if it has not ended yet.
 
-        What went wrong may have broken the capture, and torch's allocator then believes that it
-        goes on: it gives the pool to no other one, holds back memory that several streams have
-        used, and may ask the graph what is part of it, which has to live therefore.
+        The error may have broken the capture. Torch's allocator then believes that the capture goes
+        on: it gives the pool to no other capture, holds back memory that several streams have used,
+        and may ask the graph for its nodes. So the graph is kept alive.
         """
         try:
             graph.capture_end()
@@ -213,8 +217,8 @@ class Accelerator:
             self._broken.append(graph)
 
     def nodes(self, queue: Queue) -> tuple[int, ...] | None:
-        found = self._capture_nodes
-        return None if found is None else found.of(self.raw(queue))
+        capture_nodes = self._capture_nodes
+        return None if capture_nodes is None else capture_nodes.of(self.raw(queue))
 
     def follow_alone(self, queue: Queue, event: Event, nodes: tuple[int, ...]) -> None:
         assert self._capture_nodes is not None

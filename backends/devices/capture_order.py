@@ -1,10 +1,10 @@
 """The order of work on streams while a graph is captured: an edge only where none implies it.
 
-A stream that waits for an event stands behind two things then: what it has done, and the event. If
-the event is itself behind all that the stream has done, the first edge says nothing new. A GPU
-takes time for it nevertheless: a chain of kernels and collectives on two streams is then no chain,
-and each step of it takes several microseconds longer. So such a stream is put behind the event
-alone, and a stream that is behind an event already does not wait for it again.
+A stream that waits for an event depends on two things: the work that it has done, and the event. If
+the event itself comes after all work of the stream, the first edge says nothing new. A GPU takes
+time for it nevertheless: a chain of kernels and collectives on two streams is then no chain, and
+each step of it takes several microseconds longer. So such a stream is made to depend on the event
+alone, and a stream that depends on an event already does not wait for it again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..device import Device, Event, Queue
 
 Nodes = tuple[Any, ...]
 Steps = Mapping[Queue, int]
-"""For each stream, how far: the number of the latest of its steps."""
+"""For each stream, the number of the latest of its steps."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a stream was when an event was recorded.
+    """The position of a stream when an event was recorded on it.
 
     Attributes:
-        nodes: of the graph, the last ones on the stream; None where the device cannot tell.
+        nodes: the last nodes of the graph on the stream; None where the device cannot tell.
         last: the steps that these nodes are.
-        behind: all steps that come before what waits for the event.
+        behind: all steps that come before work that waits for the event.
     """
 
     nodes: Nodes | None
@@ -36,7 +36,7 @@ class Mark:
 
 
 class CaptureOrder:
-    """What each stream stands behind in the capture in progress."""
+    """The graph nodes that each stream depends on in the capture in progress."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -45,17 +45,17 @@ class CaptureOrder:
         self._behind: dict[Queue, dict[Queue, int]] = {}
 
     def mark(self, queue: Queue) -> Mark:
-        """Where a stream is; what was put on it since it was last asked is a step."""
+        """The position of a stream; work that was put on it since the last call is a new step."""
         nodes = self._device.nodes(queue)
         if nodes is None:
             return Mark(None, {}, {})
         behind = self._behind.setdefault(queue, {})
-        found = self._at.get(queue)
-        if found is None or found[0] != nodes:
+        position = self._at.get(queue)
+        if position is None or position[0] != nodes:
             self._count += 1
             behind[queue] = self._count
-            found = self._at[queue] = (nodes, {queue: self._count})
-        return Mark(nodes, found[1], dict(behind))
+            position = self._at[queue] = (nodes, {queue: self._count})
+        return Mark(nodes, position[1], dict(behind))
 
     def wait(self, queue: Queue, event: Event, mark: Mark) -> None:
         """Let a stream wait for an event that was recorded at a mark."""
@@ -79,12 +79,12 @@ class CaptureOrder:
         self._behind[queue] = _merged(behind, mark.behind)
 
     def _last(self, queue: Queue) -> Steps | None:
-        """The steps that a stream stands behind; none at its start, None if they are unknown."""
+        """The steps that a stream directly depends on: none at its start, None if unknown."""
         nodes = self._device.nodes(queue)
         if not nodes:
             return {}
-        known, last = self._at.get(queue, (None, None))
-        return last if known == nodes else None
+        known_nodes, last = self._at.get(queue, (None, None))
+        return last if known_nodes == nodes else None
 
 
 def _reaches(behind: Steps, steps: Steps) -> bool:

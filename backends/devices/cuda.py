@@ -29,7 +29,7 @@ NCCL = Fabric(
         }
     ),
 )
-"""NCCL; what it does not reduce, such as 16-bit integers, it still moves."""
+"""NCCL, with the types that it reduces; it moves others, such as 16-bit integers, as well."""
 
 
 def make(index: int) -> Accelerator:
@@ -48,6 +48,6 @@ def make(index: int) -> Accelerator:
 
 
 def _end_pool(index: int, pool: tuple[int, int]) -> None:
-    """As torch's own trees of graphs end what they take from a pool."""
+    """End a capture to a pool, as torch's CUDA graph trees do."""
     torch._C._cuda_endAllocateToPool(index, pool)
     torch._C._cuda_releasePool(index, pool)

@@ -1,4 +1,4 @@
-"""What the nodes of a CUDA graph that is being captured stand behind, by calls of CUDA's driver.
+"""Read and set the dependencies of streams in a CUDA graph capture, by calls of CUDA's driver.
 
 `cuStreamGetCaptureInfo_v2` and `cuStreamUpdateCaptureDependencies` are of CUDA 11.3; torch has no
 way to call them. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html
@@ -14,15 +14,15 @@ _ACTIVE = 1
 """CU_STREAM_CAPTURE_STATUS_ACTIVE."""
 
 _SET = 1
-"""CU_STREAM_SET_CAPTURE_DEPENDENCIES: in the place of those that there are."""
+"""CU_STREAM_SET_CAPTURE_DEPENDENCIES: replaces the dependencies that a stream has."""
 
 
 class DriverNodes:
-    """The dependencies of streams that are captured.
+    """The dependencies of streams that are being captured.
 
     Raises:
         OSError: the driver's library is not there.
-        AttributeError: it has no such calls.
+        AttributeError: the library has no such calls.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class DriverNodes:
         self._update: Any = driver.cuStreamUpdateCaptureDependencies
 
     def of(self, stream: int) -> tuple[int, ...] | None:
-        """The nodes that the next work on a stream stands behind; None if it is not captured."""
+        """The nodes that the next work on a stream depends on; None if it is not captured."""
         status, number = ctypes.c_int(), ctypes.c_uint64()
         graph, nodes, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        found = (status, number, graph, nodes, count)
-        _check(self._info(ctypes.c_void_p(stream), *map(ctypes.byref, found)))
+        results = (status, number, graph, nodes, count)
+        _check(self._info(ctypes.c_void_p(stream), *map(ctypes.byref, results)))
         if status.value != _ACTIVE:
             return None
         if not nodes.value:
@@ -43,14 +43,14 @@ class DriverNodes:
         return tuple((ctypes.c_size_t * count.value).from_address(nodes.value))
 
     def replace(self, stream: int, nodes: Sequence[int]) -> None:
-        """Let the next work on a stream stand behind these nodes alone."""
+        """Let the next work on a stream depend on these nodes alone."""
         array = (ctypes.c_size_t * len(nodes))(*nodes)
         count, flags = ctypes.c_size_t(len(nodes)), ctypes.c_uint(_SET)
         _check(self._update(ctypes.c_void_p(stream), array, count, flags))
 
 
 def load() -> DriverNodes | None:
-    """The driver's calls; None where there are none, and graphs have all edges."""
+    """The driver's calls; None if the driver lacks them, and graphs then keep all edges."""
     try:
         return DriverNodes()
     except (OSError, AttributeError):

@@ -1,13 +1,13 @@
 """Environment variables that drivers of devices read, to be set before torch is imported.
 
-This file imports nothing, so that it can be.
+This file imports nothing, so that it can be imported first.
 """
 
 from __future__ import annotations
 
 VARIABLES = {
-    # Streams share the queues of the hardware. A receive that waits in one holds up what other
-    # streams have put behind it, which costs time; so there are to be as many as there can be.
+    # Streams share the hardware's queues. A receive that waits in a queue holds up the work that
+    # other streams have put behind it, so there are as many queues as possible.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
-"""By name; what the user has set stays."""
+"""Values by name; a variable that the user has set keeps its value."""

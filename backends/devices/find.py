@@ -13,14 +13,14 @@ from ..fake.host_memory import KIND
 from . import cuda, npu
 
 FAKE = KIND
-"""Every process has one of its own, which is taken only where it is asked for."""
+"""Each process has a fake device of its own, which is used only where it is asked for."""
 
 MAKERS: dict[str, Callable[[int], Device]] = {
     "cuda": cuda.make,
     "npu": npu.make,
     FAKE: fake.make,
 }
-"""By torch's word for the kind."""
+"""The functions that make devices, by torch's name for their kind."""
 
 
 def kinds() -> tuple[str, ...]:
@@ -32,15 +32,19 @@ def present() -> str | None:
     """The kind of this machine's accelerators; None if it has none that cg drives."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in MAKERS.keys() - {FAKE} else None
+    accelerator = torch.accelerator.current_accelerator()
+    return (
+        accelerator.type
+        if accelerator is not None and accelerator.type in MAKERS.keys() - {FAKE}
+        else None
+    )
 
 
 def name(kind: str, index: int) -> str:
-    """A name that no other device of the machine has, whichever of them a process can see.
+    """A name that no other device of the machine has, whichever devices a process can see.
 
-    Where torch gives no such name, its number among those that the process sees has to do: two
-    processes that see one device each then seem to see the same.
+    Where torch gives no UUID, the name is the device's index in this process. Two processes that
+    see one device each then seem to see the same device.
     """
     if kind == FAKE:
         return f"the one of process {os.getpid()}"

@@ -26,17 +26,17 @@ HCCL = Fabric(
     ),
     rendezvous=True,
 )
-"""HCCL; what it does not reduce, such as 64-bit floating point, it still moves."""
+"""HCCL, with the types that it reduces; it moves others, such as float64, as well."""
 
 
 def make(index: int) -> Accelerator:
     """The NPU `index` of this process.
 
-    torch_npu makes `torch.npu` what `torch.cuda` is to GPUs. It is imported here since most
+    torch_npu makes `torch.npu` the counterpart of `torch.cuda`. It is imported here, since most
     machines do not have it.
 
     Raises:
-        TransportError: torch_npu is not installed, or does not find what it needs.
+        TransportError: torch_npu is not installed, or does not find the libraries that it needs.
     """
     try:
         importlib.import_module("torch_npu")

@@ -1,4 +1,4 @@
-"""Lend a graph's memory to the caller, and see when it is given back."""
+"""Lend a graph's memory to the caller, and find out when it is given back."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..device import Device, Queue
 
 
 class Loan:
-    """A tensor of a graph that the caller gets, and whether it has been given back.
+    """A tensor in a graph's memory that the caller gets, and whether it has been given back.
 
-    What the caller gets has a storage of its own over the same memory. That storage goes with the
-    last tensor that uses any of it, views included, whatever else uses the graph's.
+    The caller's tensor has a storage of its own over the same memory. That storage ends with the
+    last tensor that uses any of it, views included, whatever else uses the graph's storage.
 
-    When the host has dropped it, the caller's streams may still read it, and torch's allocator does
-    not know of that: the storage is none of its own. So a loan knows the streams that it was handed
-    to, and whoever uses its memory again waits for what is on them by then.
+    When the host has dropped the tensor, the caller's streams may still read it. Torch's allocator
+    does not know of that, since the storage is not its own. So a loan keeps the streams that it was
+    handed to, and whoever uses its memory again waits for the work that is on them by then.
     """
 
     __slots__ = ("_as_bytes", "_dtype", "_lent", "_memory", "_shape", "_users")
 
     def __init__(self, tensor: Tensor) -> None:
         memory = tensor.detach().contiguous()
-        # By its elements where dlpack has the type: to view bytes as them takes microseconds.
+        # Elements where dlpack has the type: a view of bytes as elements takes microseconds.
         self._as_bytes = not _is_known(memory)
         self._memory = memory.reshape(-1).view(torch.uint8) if self._as_bytes else memory
         self._dtype = tensor.dtype
@@ -58,7 +58,7 @@ class Loan:
     def await_users(self, device: Device, queue: Queue) -> None:
         """Inside a session: let a stream wait for those who have used the tensor.
 
-        It is behind the caller's stream already.
+        The stream is behind the caller's stream already.
         """
         caller = device.caller()
         for user in self._users:
@@ -73,7 +73,7 @@ _reference: Any = reductions.StorageWeakRef
 
 
 def _is_known(tensor: Tensor) -> bool:
-    """True if dlpack carries a tensor of this type as it is."""
+    """True if dlpack keeps the type and shape of a tensor."""
     try:
         alias: Tensor = dlpack.from_dlpack(_export(tensor))
     except (RuntimeError, BufferError):

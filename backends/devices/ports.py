@@ -12,16 +12,16 @@ from ..poison import Poison
 
 @runtime_checkable
 class StreamPort(Protocol):
-    """The port of an op that a stream carries out; see `Port` for the rest.
+    """The port of an op that runs on a stream; see `Port` for the other methods.
 
-    Instructions order streams (`programs/instructions.py`): before `start` one lets the port's
-    stream wait for what the operand needs, and behind it one records an event that others wait for.
-    `take` gives a tensor that is there when the stream has passed that event. Nobody looks into
-    data on the device, so there is no poison in messages: `fail` raises it.
+    Instructions order the streams (`programs/instructions.py`). Before `start` an instruction lets
+    the port's stream wait for what the operand needs; behind it an instruction records an event
+    that others wait for. `take` gives a tensor that is complete when the stream has passed that
+    event. Nobody looks into data on the device, so no poison travels in messages: `fail` raises it.
 
     Attributes:
-        stream: which stream carries it out.
-        landing: memory for the value, if the op is not to take new memory each time.
+        stream: the stream that the op runs on.
+        landing: memory for the value; None if the op takes new memory each time.
         rehearses: whether `start` puts nothing on the stream.
     """
 
@@ -30,15 +30,15 @@ class StreamPort(Protocol):
     rehearses: bool
 
     def room(self) -> Tensor | None:
-        """New memory for the value as `prepare` takes it; None if it takes none."""
+        """New memory for the value, as `prepare` takes it; None if `prepare` takes none."""
 
     def must_prepare(self, value: Any) -> bool:
         """True if `prepare` has something to do for this operand."""
 
     def prepare(self, value: Any) -> Any:
-        """Put on the compute stream what has to happen before `start`; the operand to start with.
+        """Put on the compute stream what has to happen before `start`; returns its operand.
 
-        Memory for the result is taken here, too: it may be in use on the compute stream until now.
+        This also takes the memory of the result, which the compute stream may use until here.
         """
 
     def start(self, value: Any) -> None:
@@ -51,7 +51,7 @@ class StreamPort(Protocol):
         """True: the host waits for nothing."""
 
     def take(self) -> Any:
-        """The value, for work that is put behind the event."""
+        """The value, for work behind the event."""
 
     def release(self) -> None:
         """Drop the value."""

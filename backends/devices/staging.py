@@ -1,9 +1,9 @@
 """Ports that carry a device's tensors by a transport of the host: through pinned memory.
 
-Copies between the device and its host are on a stream of their own, `Stream.COPY`, which no op of a
-program is on: they are part of messages. The host puts them there and goes on. A message of the
-host begins when its copy has passed, and messages begin in the order of the program: whatever the
-host does while it waits, it looks after that (`Copies.move_on`).
+Copies between the device and its host are on a stream of their own, `Stream.COPY`. No op of a
+program is on it: copies are part of messages. The host puts them there and goes on. A message of
+the host begins when its copy has passed, and messages begin in the order of the program.
+`Copies.move_on` sees to that whenever the host waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Copies:
 
     Attributes:
         queue: the stream of copies.
-        compute: the stream of whatever else a program does.
+        compute: the stream of the other work of a program.
     """
 
     def __init__(self, device: Device) -> None:
@@ -45,13 +45,13 @@ class Copies:
         """Start a message when its copy has passed, and all messages before it have been started.
 
         Args:
-            copied: behind the copy; None if there is none to wait for.
+            copied: the event behind the copy; None if there is none to wait for.
         """
         self._pending.append((copied, start))
         self.move_on()
 
     def move_on(self) -> bool:
-        """Start the messages whose copies have passed; whether none is left. Does not block."""
+        """Start the messages whose copies have passed; True if none is left. Does not block."""
         pending = self._pending
         while pending:
             copied, start = pending[0]
@@ -62,11 +62,11 @@ class Copies:
         return True
 
     def forget(self) -> None:
-        """Start none of the messages that have not been started."""
+        """Drop the messages that have not been started."""
         self._pending.clear()
 
     def landing(self, channel: int, slot: int | None, type_: TensorType) -> Landing:
-        """The landing of messages of a type; each slot of a channel has one."""
+        """The landing for messages of a type; each slot of a channel has its own."""
         key = channel, slot, type_
         if key not in self._landings:
             self._landings[key] = Landing(self, type_, slot is not None)
@@ -78,11 +78,11 @@ class Landing:
 
     Args:
         type_: of the messages.
-        keeps: whether they come into one place, one after the other, each when the one before has
-            been released. Otherwise each gets memory of its own.
+        keeps: True to receive into one place, each message when the one before has been released.
+            Otherwise each message gets memory of its own.
 
     Attributes:
-        landed: behind the last copy.
+        landed: the event behind the last copy.
     """
 
     def __init__(self, copies: Copies, type_: TensorType, keeps: bool) -> None:
@@ -94,12 +94,12 @@ class Landing:
         self.landed = device.event()
 
     def bring(self, value: Tensor) -> Tensor:
-        """A host's tensor, on the device for what is put on the compute stream from now on."""
+        """Copy a host's tensor to the device, for work that is put on the compute stream later."""
         copies = self._copies
         self._host.copy_(value)
         target = self._memory
         if target is None:
-            # New memory may be in use on the compute stream until where that is now.
+            # The compute stream may use new memory up to where it is now.
             target = self._new()
             self._free.record(copies.compute)
         copies.queue.wait_event(self._free)
@@ -127,10 +127,10 @@ class StagedPort:
         copies: of the program.
         operand: the type of a tensor that is to be sent, if one is. The host's memory for it is
             taken at once: a driver gives out such memory only when its device has nothing to do.
-        landing: where a tensor that is received comes to the device, if one does.
+        landing: where received tensors come to the device; None if none is received.
         producers: the streams that the operand may have been made on.
-        changes: whether the operand may be changed as soon as `start` has returned, by what is put
-            on the compute stream then.
+        changes: whether work that is put on the compute stream after `start` may change the
+            operand.
     """
 
     def __init__(
@@ -155,16 +155,16 @@ class StagedPort:
 
     @property
     def landed(self) -> Event | None:
-        """Behind the copy of the last tensor that was received; None if none is."""
+        """The event behind the copy of the last received tensor; None if none is received."""
         return None if self._landing is None else self._landing.landed
 
     def start(self, value: Any) -> None:
         if self._buffer is None:
             self._inner.start(value)
             return
-        for made, producer in self._made:
-            made.record(producer)
-            self._queue.wait_event(made)
+        for event, producer in self._made:
+            event.record(producer)
+            self._queue.wait_event(event)
         self._copies.device.copy(value, self._buffer, self._queue)
         self._copied.record(self._queue)
         self._value = value  # its memory is not to be used again before it has been read
@@ -172,7 +172,7 @@ class StagedPort:
         self._copies.begin(self._copied, self._send)
 
     def fail(self, poison: Poison) -> None:
-        """Send an error in its turn, as a tensor."""
+        """Send an error in place of a tensor, in its turn."""
         if self._buffer is None:
             self._inner.fail(poison)
             return
@@ -184,7 +184,7 @@ class StagedPort:
             self._copies.move_on()
         if not (self._has_begun and self._inner.poll()):
             return False
-        # The host's memory is in use until the message before has come to the device.
+        # The host's memory is in use until the previous message has come to the device.
         return self._landing is None or self._landing.landed.query()
 
     def take(self) -> Any:

@@ -1,10 +1,10 @@
 """The order of work on a rank's streams: events that one stream records and another waits for.
 
-Some of a program may be captured as graphs, which run on one stream as a whole: the compute stream,
-or that of tails. A graph cannot wait for an event that is outside of it, nor the other way round.
-None needs to: what is in a graph is over when that stream goes on, and what a graph needs from
-outside that stream waits for before the graph begins. So an event is only waited for where it was
-recorded.
+Parts of a program may be captured as graphs, each of which runs on one stream as a whole: the
+compute stream, or that of tails. A graph cannot wait for an event outside of it, and nothing
+outside can wait for an event in a graph. Neither is needed: a graph has ended when its stream goes
+on, and before the graph begins, its stream waits for what the graph needs. So an event is only
+waited for where it was recorded: in the same graph, or outside of all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StreamOrder:
         device: whose streams they are.
         compute: the stream that others fork from and join.
         place: the capture in progress, by number; `OUTSIDE` if there is none.
-        captured: what streams stand behind in that capture, or in the last one.
+        captured: the order of streams in that capture, or in the last one.
     """
 
     def __init__(self, device: Device, base: Stream = Stream.COMPUTE) -> None:
@@ -54,14 +54,14 @@ class StreamOrder:
         return self.device.stream(stream)
 
     def fork(self) -> None:
-        """Let the other streams go on from where the compute stream is."""
+        """Let the other streams wait for the compute stream."""
         self._is_forked = self._is_forked or self.place == OUTSIDE
         self._fork.record(self.compute)
         for stream in self._sides:
             self._fork.wait(self.device.stream(stream))
 
     def join(self) -> None:
-        """Let the compute stream go on behind the others, if they have gone on by themselves."""
+        """Let the compute stream wait for the others, if they have forked from it."""
         if self.place == OUTSIDE:
             if not self._is_forked:
                 return
@@ -71,13 +71,13 @@ class StreamOrder:
             event.wait(self.compute)
 
     def begin_capture(self) -> None:
-        """Let a graph hold what is put on streams from now on."""
+        """Put the work that follows into a graph."""
         self._captures += 1
         self.place = self._captures
         self.captured = CaptureOrder(self.device)
 
     def end_capture(self) -> None:
-        """It no longer does."""
+        """Put the work that follows into no graph."""
         self.place = OUTSIDE
 
 
@@ -95,7 +95,7 @@ class StreamEvent:
 
     @property
     def is_outside(self) -> bool:
-        """True if it was last recorded where no graph holds it."""
+        """True if it was last recorded outside of graphs."""
         return self._place == OUTSIDE
 
     def has_passed(self) -> bool:
@@ -107,7 +107,7 @@ class StreamEvent:
         return self._event.query()
 
     def record(self, queue: Queue) -> None:
-        """Let the event be where the stream is now."""
+        """Record the event on a stream."""
         order = self._order
         self._place = order.place
         if order.place == OUTSIDE:
@@ -119,7 +119,10 @@ class StreamEvent:
         self._captured = event, order.captured.mark(queue)
 
     def wait(self, queue: Queue) -> None:
-        """Let a stream wait for the event, if it is where the stream is; see above."""
+        """Let a stream wait for the event, if it was recorded in the capture in progress.
+
+        Outside of captures, streams wait for events that were recorded outside of them.
+        """
         place = self._order.place
         if self._place != place:
             return

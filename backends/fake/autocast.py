@@ -1,6 +1,6 @@
 """Autocast on the fake device: which operations compute in fewer bits, and which in float32.
 
-The lists are those of torch for GPUs, but for rare losses.
+The lists are torch's own for GPUs, without rare losses.
 """
 
 from __future__ import annotations

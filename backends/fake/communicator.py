@@ -15,7 +15,7 @@ from .library import FakeLibrary
 
 
 class FakePool(NcclPool):
-    """The communicators of this process, with NCCL's limits, and failures as with NCCL."""
+    """The communicators of this process, with the limits and the failures of NCCL."""
 
     library_name: ClassVar[str] = "the fake devices' library"
     device_name: ClassVar[str] = "fake device"

@@ -1,8 +1,8 @@
 """The fake device: a `Device` of the host's memory and threads, as strict as the worst real one.
 
-The compute stream is the calling thread, and all others are threads of their own (`queues`). What
-torch computes on the device it computes in the host's memory (`kernels`), so the values are right;
-where the stream of tails is the current one they are NaN until its thread has computed them.
+The compute stream is the calling thread, and all others are threads of their own (`queues`).
+Torch's operators on the device compute in the host's memory (`kernels`), so values are right. Where
+the stream of tails is the current one, values are NaN until its thread has computed them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FABRIC = Fabric("fake", frozenset(DType) - {DType.I16, DType.U16})
 
 
 class FakeGraph:
-    """The work that was noted down while the device was capturing.
+    """The work that was recorded while the device was capturing.
 
     Attributes:
         replays: how often it was replayed.
@@ -47,7 +47,7 @@ class FakeGraph:
 
 
 class _OnQueue:
-    """Takes what torch does for work of a stream, noted down where the device is capturing."""
+    """Takes torch's operators as work of a stream, and records it while the device is capturing."""
 
     def __init__(self, queue: FakeQueue) -> None:
         self.queue = queue
@@ -81,7 +81,7 @@ class FakeDevice:
     end of one, each replay, new streams, host buffers, and when a communicator is joined.
 
     Args:
-        index: which one, in messages.
+        index: the device's number in messages.
         delay: seconds that side streams wait ahead of all that they do.
         strict: whether it waits as described.
         patience: seconds after which a wait of a stream raises TimeoutError; None for never.
@@ -125,7 +125,7 @@ class FakeDevice:
         self._raw: dict[int, FakeQueue] = {}
 
     def fail(self, text: str) -> None:
-        """From now on do nothing any more, and answer whatever is asked by an error."""
+        """Fail: the device does no work after this, and every call raises an error."""
         self.failure = text
 
     def check(self) -> None:
@@ -168,7 +168,7 @@ class FakeDevice:
         return FakeTimer(self.patience)
 
     def elapsed(self, start: FakeTimer, end: FakeTimer) -> float:
-        """Milliseconds from one such event to another, both passed."""
+        """Milliseconds from one timer to another, both of which have passed."""
         return (end.at - start.at) * 1e3
 
     def give_back(self) -> None:
@@ -182,18 +182,18 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Inside, what this thread computes is on the compute stream of this device."""
+        """Inside the `with` block, this thread computes on the compute stream of this device."""
         self.sessions += 1
         before, self._depth = self.current, self._depth + 1
         if before is not None and self._depth == 1:
             begin = self.event()
             begin.record(before)
             self.stream(Stream.COMPUTE).wait_event(begin)
-        other = torch_backend.use(self)
+        previous_device = torch_backend.use(self)
         try:
             yield
         finally:
-            torch_backend.use(other)
+            torch_backend.use(previous_device)
             self._depth -= 1
             if before is not None and self._depth == 0:
                 end = self.event()
@@ -201,28 +201,28 @@ class FakeDevice:
                 before.wait_event(end)
 
     def on(self, queue: FakeQueue) -> contextlib.AbstractContextManager[Any]:
-        """Inside, what torch computes is on another stream."""
+        """Inside the `with` block, torch computes on another stream."""
         if queue.inline or self.recording is not None:
             return contextlib.nullcontext()
         return Recording(_OnQueue(queue), _Fresh())
 
     def caller(self) -> FakeQueue:
-        """The stream of whoever calls."""
+        """The stream of the caller."""
         return self.stream(Stream.COMPUTE) if self.current is None else self.current
 
     def keep(self, tensors: Sequence[torch.Tensor], queue: FakeQueue) -> None:
-        """Nothing: what a stream has to do refers to its tensors."""
+        """Do nothing: the work on a stream refers to its tensors."""
 
     def seed(self, seed: int) -> None:
         """Seed the generator, which is the host's."""
         torch.default_generator.manual_seed(seed)
 
     def random_state(self) -> torch.Tensor:
-        """The state of that generator."""
+        """The state of the host's generator."""
         return torch.default_generator.get_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Put the generator back."""
+        """Set the state of the host's generator."""
         torch.default_generator.set_state(state)
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
@@ -232,11 +232,11 @@ class FakeDevice:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: FakeQueue) -> None:
         """Put a copy on a stream."""
-        here, there = on_host(source), on_host(target)
+        host_source, host_target = on_host(source), on_host(target)
 
         def work() -> None:
             with torch.no_grad():
-                there.copy_(here)
+                host_target.copy_(host_source)
 
         queue.put("copy", work)
 
@@ -272,11 +272,11 @@ class FakeDevice:
         queue.nodes = (len(self.before) - 1,)
 
     def nodes(self, queue: FakeQueue) -> tuple[int, ...] | None:
-        """What the next work on a stream stands behind in the graph that is being captured."""
+        """The nodes that the next work on a stream depends on in the capture in progress."""
         return None if self.recording is None else queue.nodes
 
     def follow_alone(self, queue: FakeQueue, event: FakeEvent, nodes: tuple[int, ...]) -> None:
-        """Let the next captured work on a stream stand behind an event, and nothing else."""
+        """Let the next captured work on a stream depend on an event alone."""
         implied = frozenset(nodes).union(*(self.before[node] for node in nodes))
         assert implied.issuperset(queue.nodes or ()), "an edge of the graph is lost"
         queue.wait_event(event)
@@ -290,7 +290,7 @@ class FakeDevice:
 
 
 def make(index: int) -> Device:
-    """The fake device of this process, which is told of all that torch does there."""
+    """The fake device of this process, which is told of all work that torch puts there."""
     device: Any = FakeDevice(index)
     torch_backend.use_for_process(device)
     return device  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Generators of random numbers on the fake device.
 
-Torch makes none for a device that it does not know. One of these is a generator of the host that
-says that it is on the device. What is drawn without a generator comes from the host's own one, so
-that the numbers are those of the same program on the host.
+Torch makes no generator for a device that it does not know. A `FakeGenerator` is a generator of the
+host that says that it is on the device. Numbers that are drawn without a generator come from the
+host's own, so they are those of the same program on the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FakeGenerator(torch._C.Generator):
 
 
 _numbers: set[int] = set()
-"""Torch's numbers of the generators that there are; kernels are given other objects for them."""
+"""Torch's numbers of the generators that exist; kernels are given other objects for them."""
 
 
 def device_type(generator: torch._C.Generator) -> str:
@@ -40,7 +40,7 @@ def device_type(generator: torch._C.Generator) -> str:
 
 
 def take_generators() -> None:
-    """Let `torch.Generator("fake")` make one."""
+    """Let `torch.Generator("fake")` make a `FakeGenerator`."""
     host: Any = torch._C.Generator
 
     class OfAnyDevice(type):

@@ -30,7 +30,7 @@ def is_there(tensor: torch.Tensor) -> bool:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of the host; that of the host itself for one of the host."""
+    """The same memory as a tensor of the host; a tensor of the host is returned itself."""
     if tensor.is_cpu:
         return tensor
     host = host_storage(tensor.untyped_storage())
@@ -44,7 +44,7 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the device in a storage of it, with the layout that one of the host has."""
+    """A tensor in a storage of the device, with the layout of a tensor of the host."""
     empty = torch._C._acc.create_empty_tensor((0,), like.dtype)
     return move_into(empty, storage, like)
 
@@ -52,26 +52,26 @@ def placed(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 def move_into(
     tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor
 ) -> torch.Tensor:
-    """Let a tensor of the device lie in a storage of it, with the layout of one of the host."""
+    """Move a tensor of the device into a storage, with the layout of a tensor of the host."""
     place = like.storage_offset(), like.shape, like.stride()
     return _SET._op_dk(_AS_ON_HOST, tensor, storage, *place)  # type: ignore[no-any-return]
 
 
 def storage_on_device(host: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of the device in the memory of one of the host."""
+    """A storage of the device in the memory of a storage of the host."""
     storage: Any = _make_storage(host.data_ptr(), torch.device(KIND, DEVICE_INDEX), host.nbytes())
-    # Torch keeps what Python has set on a storage for as long as there is the storage.
+    # Torch keeps the Python attributes of a storage for as long as the storage lives.
     storage.on_host = host
     return storage  # type: ignore[no-any-return]
 
 
 def host_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The storage of the host with the memory of one of the device."""
-    there: Any = storage
+    """A storage of the host in the memory of a storage of the device."""
+    device_storage: Any = storage
     try:
-        return there.on_host  # type: ignore[no-any-return]
+        return device_storage.on_host  # type: ignore[no-any-return]
     except AttributeError:
-        # Torch has made it of another one, as by DLPack, and it keeps that alive.
+        # Torch has made the storage from another one, as by DLPack, and keeps that alive.
         host: Any = _make_storage(storage.data_ptr(), HOST, storage.nbytes())
         host.of_device = storage
         return host  # type: ignore[no-any-return]
@@ -81,7 +81,7 @@ _BLANKS: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _blank(dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the host without a place; a copy of one that there is takes the least time."""
+    """An empty tensor of the host; to detach one that exists takes the least time."""
     blank = _BLANKS.get(dtype)
     if blank is None:
         blank = _BLANKS[dtype] = torch.empty(0, dtype=dtype, device=HOST)

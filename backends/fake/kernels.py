@@ -1,7 +1,7 @@
-"""Kernels of the fake device: what torch does for a device, done on the host in the same memory.
+"""Kernels of the fake device: torch's operators, computed on the host in the same memory.
 
 A kernel refuses what kernels of a real device refuse: tensors of the host beside those of the
-device, and generators of the host. What a view is, torch finds out by itself.
+device, and generators of the host. Torch finds out by itself which results are views.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VIEWS = (
     "set_.source_Storage_storage_offset",
     "set_.source_Tensor",
 )
-"""Those of the host that look at no memory: they are right for the device as they are."""
+"""Kernels of the host that touch no memory; they serve the device as well."""
 
 _TAKES_HOST_INDICES = {
     "aten::index",
@@ -54,7 +54,7 @@ _TAKES_HOST_SCALARS = {
     "aten::index_fill_",
     *_TAKES_HOST_INDICES,
 }
-"""Beside operations element by element, which torch has marked."""
+"""Operators that take scalars of the host, besides the pointwise ones, which torch has marked."""
 
 
 class Kernel:
@@ -91,7 +91,7 @@ class Kernel:
 
     @staticmethod
     def _source(arguments: Sequence[Any], result: Any) -> tuple[int, str] | None:
-        """The argument that a result is, if it is one."""
+        """The argument that an operator returns as this result, if it does."""
         if result.alias_info is None or not result.alias_info.is_write:
             return None
         for index, argument in enumerate(arguments):
@@ -126,7 +126,7 @@ class Kernel:
         return self._result(self._returned[0], results, args, kwargs, operands)
 
     def _tensors_of(self, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """The positions of arguments that are tensors, as far as there are arguments."""
+        """The positions of tensors among the positional arguments."""
         count = len(args)
         return (
             self._tensors
@@ -135,7 +135,7 @@ class Kernel:
         )
 
     def _on_host(self, value: Any, operands: list[torch.Tensor]) -> Any:
-        """An argument as the host has it; tensors are added to the operands."""
+        """An argument for the host's operator; tensors are added to the operands."""
         if isinstance(value, torch.Tensor):
             if not value.is_cpu:
                 operands.append(value)
@@ -156,11 +156,11 @@ class Kernel:
         return self._on_host(value, operands)
 
     def _check(self, operands: Sequence[torch.Tensor]) -> None:
-        """Raise what torch raises where tensors of the host stand beside those of the device."""
+        """Raise torch's error if tensors of the host stand beside those of the device."""
         for operand in operands:
             if operand.is_cpu != operands[0].is_cpu:
-                there = next(each.device for each in operands if not each.is_cpu)
-                raise RuntimeError(SAME_DEVICE.format(there, HOST))
+                device = next(operand.device for operand in operands if not operand.is_cpu)
+                raise RuntimeError(SAME_DEVICE.format(device, HOST))
 
     def _result(
         self,
@@ -183,7 +183,7 @@ class Kernel:
         return result
 
     def _on_device(self, result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A result on the device, in the storage of an operand where it is in its memory."""
+        """A result on the device; that of a view is in the storage of its operand."""
         if self._is_view:
             at = result.untyped_storage().data_ptr()
             for operand in operands:
@@ -193,23 +193,23 @@ class Kernel:
         return on_device(result)
 
 
-def _follow(here: Any, there: Any) -> None:
-    """Let what is written on the device have the memory and layout that it now has on the host."""
-    if isinstance(here, list | tuple):
-        for one, other in zip(here, there, strict=True):
-            _follow(one, other)
+def _follow(value: Any, host_value: Any) -> None:
+    """Give a tensor that is written on the device the memory and layout that the host gave it."""
+    if isinstance(value, list | tuple):
+        for item, host_item in zip(value, host_value, strict=True):
+            _follow(item, host_item)
         return
-    if not isinstance(here, torch.Tensor) or here.is_cpu:
+    if not isinstance(value, torch.Tensor) or value.is_cpu:
         return
-    storage, memory = here.untyped_storage(), there.untyped_storage()
+    storage, memory = value.untyped_storage(), host_value.untyped_storage()
     if memory.data_ptr() != storage.data_ptr() or memory.nbytes() != storage.nbytes():
-        move_into(here, storage_on_device(memory), there)
-    elif here.shape != there.shape or here.stride() != there.stride():
-        move_into(here, storage, there)
+        move_into(value, storage_on_device(memory), host_value)
+    elif value.shape != host_value.shape or value.stride() != host_value.stride():
+        move_into(value, storage, host_value)
 
 
 def _without_device(op: Any, before: Callable[[], None]) -> Callable[..., torch.Tensor]:
-    """What makes a tensor of nothing, for the device."""
+    """A function that makes tensors from nothing, for the device."""
 
     def run(
         *args: Any, device: Any = None, pin_memory: Any = None, layout: Any = None, **kwargs: Any
@@ -221,7 +221,7 @@ def _without_device(op: Any, before: Callable[[], None]) -> Callable[..., torch.
 
 
 def _copier(before: Callable[[], None]) -> Callable[..., torch.Tensor]:
-    """`copy_`, which is what may stand between the host and the device."""
+    """`copy_`, which alone may take tensors of both the host and the device."""
 
     def copy_(
         target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
@@ -257,30 +257,30 @@ def install(before: Callable[[], None]) -> Iterable[torch.library.Library]:
     make: Any = torch.library.Library
     everything, library = make("_", "IMPL"), make("aten", "IMPL")
     everything.fallback(fallback, _KEY)
-    own = {
+    own_kernels = {
         "empty.memory_format": _without_device(aten.empty.memory_format, before),
         "empty_strided": _without_device(aten.empty_strided.default, before),
         "copy_": _copier(before),
     }
-    # What torch calls for devices that it does not know.
+    # The operators that torch calls for devices that it does not know.
     for name in ("convolution", "convolution_backward"):
-        own[f"{name}_overrideable"] = Kernel(_overload(f"aten::{name}"), before)
+        own_kernels[f"{name}_overrideable"] = Kernel(_overload(f"aten::{name}"), before)
     for name in _VIEWS:
-        own[name] = _as_on_host(_overload(f"aten::{name}"))
-    for name, kernel in own.items():
+        own_kernels[name] = _as_on_host(_overload(f"aten::{name}"))
+    for name, kernel in own_kernels.items():
         library.impl(name, kernel, _KEY)
-    for name in sorted(_decomposed() - own.keys()):
+    for name in sorted(_decomposed() - own_kernels.keys()):
         library.impl(name, Kernel(_overload(f"aten::{name}"), before), _KEY)
-    others = make("_", "IMPL")
-    others.fallback(torch.library.fallthrough_kernel, autocast.KEY)
+    autocast_library = make("_", "IMPL")
+    autocast_library.fallback(torch.library.fallthrough_kernel, autocast.KEY)
     autocast.install(library, lambda name: _overload(f"aten::{name}"))
-    return everything, others, library
+    return everything, autocast_library, library
 
 
 def _decomposed() -> set[str]:
-    """Operations that the host has kernels for, and that torch would make of others for a device.
+    """Operators that the host has kernels for, and that torch would compose of others for a device.
 
-    With the host's kernel the result is that of the host, to the last bit.
+    The host's kernels give the results of the host, to the last bit.
     """
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     composite = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")

@@ -1,7 +1,7 @@
-"""A library of messages between fake devices, with the numbers of NCCL.
+"""A library of messages between fake devices, with the codes of NCCL.
 
 Its members are threads or processes of one machine, with a socket between each two. So an operation
-is really under way until its other end has come, but for what the sockets take.
+stays under way until its other end has come, except for bytes that fit into the sockets.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FakeComm:
                 self.peers[conn.recv()] = conn
 
     def in_turn(self, work: Callable[[], None]) -> Callable[[], None]:
-        """An operation that begins when those are over that were put on a stream before it."""
+        """An operation that begins when those that were put on a stream before it have ended."""
         before, over, patience = self._last, threading.Event(), self.patience
         self._last = over
 
@@ -68,7 +68,7 @@ class FakeComm:
         return run
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """Everybody's bytes, by member."""
+        """The bytes of all members, in their order."""
         sends = [
             threading.Thread(target=self._send, args=(conn, mine)) for conn in self.peers.values()
         ]
@@ -198,25 +198,25 @@ class FakeLibrary:
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
     ) -> None:
         def work() -> None:
-            mine = ctypes.string_at(source, nbytes) if comm.member == root else b""
-            ctypes.memmove(target, comm.exchange(mine)[root], nbytes)
+            content = ctypes.string_at(source, nbytes) if comm.member == root else b""
+            ctypes.memmove(target, comm.exchange(content)[root], nbytes)
 
         self.put(f"broadcast {nbytes}", stream, comm, work)
 
     def batch(self, messages: Sequence[Message], comm: Any, stream: int) -> None:
         def work() -> None:
-            sent = {m.peer: ctypes.string_at(m.pointer, m.nbytes) for m in messages if not m[0]}
-            own = sent.pop(comm.member, b"")
+            outgoing = {m.peer: ctypes.string_at(m.pointer, m.nbytes) for m in messages if not m[0]}
+            own_content = outgoing.pop(comm.member, b"")
             sends = [
                 threading.Thread(target=comm.peers[peer].send_bytes, args=(content,))
-                for peer, content in sent.items()
+                for peer, content in outgoing.items()
             ]
             for thread in sends:
                 thread.start()
             for message in messages:
                 if message.receives:
-                    mine = message.peer == comm.member
-                    content = own if mine else comm.peers[message.peer].recv_bytes()
+                    is_own = message.peer == comm.member
+                    content = own_content if is_own else comm.peers[message.peer].recv_bytes()
                     assert len(content) == message.nbytes, "both ends must agree"
                     ctypes.memmove(message.pointer, content, message.nbytes)
             for thread in sends:
@@ -239,7 +239,7 @@ class FakeLibrary:
         comm.break_off()
 
     def _outlive_graphs(self, comm: FakeComm) -> None:
-        """NCCL gives a communicator up when no graph has operations of it any more."""
+        """Wait until no graph has operations of the communicator, as NCCL does."""
         deadline = time.monotonic() + JOIN_SECONDS
         while comm.graphs:
             assert time.monotonic() < deadline, "a graph still has operations of the communicator"

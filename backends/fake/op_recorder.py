@@ -15,16 +15,16 @@ from .host_memory import KIND, is_there, on_device, on_host
 
 
 class Steps(Protocol):
-    """Where what a graph does is noted down, in order."""
+    """Takes the work of a graph, in order."""
 
     def append(self, step: Callable[[], object], /) -> None: ...
 
 
 class Pool:
-    """The memory of what lives within a replay: given out again as soon as nothing refers to it.
+    """The memory of values that live within a replay; it is given out again when they are gone.
 
-    A recording refers to it as graphs do, by address. So whoever holds a tensor, or a view of it,
-    during captures keeps its memory from those that are captured then; and from no others.
+    A recording refers to memory by address, as graphs do. So a tensor, or a view of it, that is
+    held during a capture keeps its memory from that capture, and from no other.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Pool:
         buffer = self._by_pointer.get(tensor.untyped_storage().data_ptr())
         if buffer is None:
             return tensor
-        same = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return same.set_(buffer.untyped_storage(), *place)
+        return alias.set_(buffer.untyped_storage(), *place)
 
     def _free(self, nbytes: int) -> int | None:
         for at, (buffer, used) in enumerate(zip(self._buffers, self._in_use, strict=True)):
@@ -71,7 +71,7 @@ def _weakly(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations down instead of doing them: their results hold nothing until a replay."""
+    """Records operations instead of running them: their results hold nothing until a replay."""
 
     def __init__(self, steps: Steps, pool: Pool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,10 +84,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.is_view or func.namespace == "prims" or func.overloadpacket is _SET:
             return func(*args, **kwargs)  # of the host alone
-        there = self._is_on_device(args, kwargs)
-        here, kwhere = self._by_address((args, _on(kwargs, torch.device("cpu"))))
+        is_on_device = self._is_on_device(args, kwargs)
+        host_args, host_kwargs = self._by_address((args, _on(kwargs, torch.device("cpu"))))
         if func._schema.is_mutable:
-            self.steps.append(lambda: func(*here, **kwhere))
+            self.steps.append(lambda: func(*host_args, **host_kwargs))
             return args[0] if func._schema.returns else None
         meta_args, meta_kwargs = tree_map_only(
             torch.Tensor, lambda t: on_host(t).to("meta"), (args, _on(kwargs, torch.device("meta")))
@@ -96,8 +96,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tree_map_only(torch.Tensor, self.pool.blank, results)
         if "empty" not in func.name():
             targets = tree_leaves(self._by_address(outputs))
-            self.steps.append(lambda: _copy_all(func(*here, **kwhere), targets))
-        return tree_map_only(torch.Tensor, on_device, outputs) if there else outputs
+            self.steps.append(lambda: _copy_all(func(*host_args, **host_kwargs), targets))
+        return tree_map_only(torch.Tensor, on_device, outputs) if is_on_device else outputs
 
     def _by_address(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: self.pool.by_address(on_host(t)), values)
@@ -124,7 +124,7 @@ _SET: Any = torch.ops.aten.set_
 def _as_kernels_do(func: Any, results: Any) -> Any:
     """The results of an operation on the device `meta`, with element types of the host's kernel.
 
-    Of float64, torch 2.11 makes a float32 logsumexp there, and a float64 one on the host.
+    For float64, torch 2.11 makes a float32 logsumexp on `meta`, and a float64 one on the host.
     """
     if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         return results

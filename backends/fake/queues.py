@@ -1,8 +1,8 @@
 """The streams of the fake device, and their events.
 
-The compute stream is the calling thread: what is put on it happens at once. Every other stream is a
-thread that does one thing after the other, and what a graph has on it another one. So messages
-really are under way while a rank goes on, and what is ordered wrongly shows as a wrong value.
+The compute stream is the calling thread: work that is put on it happens at once. Every other stream
+is a thread that does its work in order; what graphs have on the stream, another thread does. So
+messages really are under way while a rank goes on, and a wrong order shows as a wrong value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 class Capture(Protocol):
-    """The device of a queue, as far as that asks whether a graph is captured."""
+    """The part of a device that its queues use, to ask whether a graph is captured."""
 
     recording: list[Callable[[], None]] | None
     base: FakeQueue | None
@@ -33,17 +33,17 @@ class Turns(Protocol):
     """A communicator, which does one operation after the other."""
 
     def in_turn(self, work: Callable[[], None]) -> Callable[[], None]:
-        """The work, to be begun when that is over which was put on a stream before it."""
+        """The work, which begins when the operations put on a stream before it have ended."""
 
 
 class FakeQueue:
     """A stream: a thread, or the caller itself (the compute stream).
 
     Attributes:
-        log: what was put on it, in words.
+        log: the work that was put on it, in words.
         delay: seconds that its thread waits ahead of all that it does.
-        error: what its thread has raised last.
-        nodes: while a graph is captured: what the next work stands behind.
+        error: the last error of its thread.
+        nodes: while a graph is captured, the nodes that the next work depends on.
     """
 
     def __init__(self, name: str, inline: bool, device: Capture) -> None:
@@ -61,9 +61,9 @@ class FakeQueue:
 
     @property
     def branch(self) -> FakeQueue:
-        """Where graphs do what was captured of this stream: not behind what else is on it.
+        """The queue for captured work of this stream, which other work on it does not hold up.
 
-        What they have on the stream that they are replayed on is on that stream.
+        On the stream that graphs are replayed on, it is the stream itself.
         """
         if self.inline or self is self.device.base:
             return self
@@ -73,10 +73,10 @@ class FakeQueue:
         return self._branch
 
     def put(self, label: str, work: Callable[[], None], comm: Turns | None = None) -> None:
-        """Do some work, or note it down where the device is capturing.
+        """Do some work, or record it while the device is capturing.
 
         Args:
-            comm: whose operation it is.
+            comm: the communicator whose operation it is, if any.
         """
         self.device.check()
         recording = self.device.recording
@@ -93,7 +93,7 @@ class FakeQueue:
             self._work.put(in_turn)
 
     def wait_event(self, event: FakeEvent) -> None:
-        """Let all that is put on the stream from now on wait for the event."""
+        """Let work that is put on the stream later wait for the event."""
         if self.device.recording is not None:
             branch = self.branch
             self.device.recording.append(lambda: branch.wait_event(event))
@@ -110,9 +110,9 @@ class FakeQueue:
         wait(passed, self.name, self.device.patience)
 
     def drain(self) -> None:
-        """Block the host until the stream is empty, and what graphs do of it; notes nothing down.
+        """Block the host until the stream and its graphs have no work left; records nothing.
 
-        As other waits of the host it ends by Ctrl-C, and other threads run meanwhile.
+        Like other waits of the host it ends by Ctrl-C, and other threads run meanwhile.
         """
         if self._work.unfinished_tasks:
             passed = threading.Event()
@@ -135,10 +135,10 @@ class FakeQueue:
 
 
 def wait(passed: threading.Event, waiting: str, patience: float | None) -> None:
-    """Block until something is passed.
+    """Block until an event is passed.
 
     Raises:
-        TimeoutError: it is not within so many seconds.
+        TimeoutError: it is not passed within `patience` seconds.
     """
     if not passed.wait(patience):
         raise TimeoutError(f"stream {waiting} has waited {patience:g} s for an event")
@@ -149,7 +149,7 @@ class FakeEvent:
 
     Args:
         patience: seconds after which a wait for it raises TimeoutError; None for never.
-        check: raises the error of a device that has failed, of which this is an event.
+        check: raises the error of the event's device, if that has failed.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class FakeEvent:
         self.nodes: tuple[int, ...] = ()
 
     def record(self, stream: FakeQueue) -> None:
-        """Put the mark behind all that is on the stream now."""
+        """Put the event behind all work that is on the stream."""
         if stream.device.recording is not None:
             self.captured, self.nodes = True, stream.nodes or ()
             branch = stream.branch
@@ -179,7 +179,7 @@ class FakeEvent:
         return self.passed.is_set()
 
     def synchronize(self) -> None:
-        """Block the host until it has."""
+        """Block the host until the queue has passed it."""
         self.check()
         wait(self.passed, "host", self.patience)
 
@@ -190,7 +190,7 @@ class FakeTimer(FakeEvent):
     at = 0.0
 
     def record(self, stream: FakeQueue) -> None:
-        """Put the mark behind all that is on the stream now."""
+        """Put the event behind all work that is on the stream."""
         super().record(stream)
         stream.put(f"time {self.name}", self._note)
 

@@ -58,15 +58,15 @@ def register() -> None:
 
 
 def use(device: Worked | None) -> Worked | None:
-    """Let a device be told of what this thread does; the one before is returned."""
+    """Tell a device of this thread's work from here on; returns the device of before."""
     before, _threads.device = _threads.device, device
     return before
 
 
 def use_for_process(device: Worked) -> None:
-    """Let a device be told of what threads do that use none, such as those of backwards."""
+    """Tell a device of the work of threads that use none, such as those of backwards."""
     _of_process[:] = [device]
-    # A module that is moved keeps its parameters, as on devices for which `.data` serves.
+    # A module that is moved keeps its parameters, as on devices for which torch sets `.data`.
     torch.__future__.set_swap_module_params_on_conversion(True)
 
 
@@ -79,7 +79,7 @@ def _before() -> None:
 
 
 class _Module:
-    """`torch.fake`, with what torch asks the module of a device for."""
+    """`torch.fake`, with the functions that torch calls of a device's module."""
 
     def is_available(self) -> bool:
         return True
@@ -157,10 +157,10 @@ class _Guard(torch._C._acc.DeviceGuard):
 
 
 class _Data:
-    """`torch.Tensor.data`, which takes tensors of the device for one of the host, and vice versa.
+    """`torch.Tensor.data` that takes a tensor of the device for one of the host, and vice versa.
 
-    Torch allows that for the devices that it knows. Whoever asks for its `__get__` and `__set__`,
-    as torch does for those who follow all calls, gets torch's own.
+    Torch allows that for the devices that it knows. Code that looks up its `__get__` and `__set__`,
+    as torch does for modes that see all calls, gets torch's own.
     """
 
     def __init__(self, own: Any) -> None:
@@ -194,7 +194,7 @@ def _take_clones() -> None:
 
 
 def _take_pinning() -> None:
-    """Let memory of the host be pinned: the device copies from and to any."""
+    """Let memory of the host be pinned by a copy: the device reads and writes any memory."""
 
     def pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
         return self.clone()

@@ -1,4 +1,4 @@
-"""Compile the graphs of functions as a whole, by a compiler of torch's.
+"""Compile the graphs of functions as a whole, by one of torch's compilers.
 
-In: a traced graph, and the name of a compiler. Out: a body that does the same.
+In: a traced graph, and the name of a compiler. Out: a function that computes the graph.
 """

@@ -1,9 +1,9 @@
 """Attention of few queries on the host, in operators that TorchInductor makes loops of.
 
-TorchInductor calls torch's kernel for attention on CPUs, which begins a product of matrices for
-each head and wants keys and values side by side. For few queries, beginning costs more than the
-products; and keys that come from a paged cache are copied for the kernel alone. Loops read them
-where they lie.
+TorchInductor calls torch's kernel for attention on CPUs, which starts a product of matrices for
+each head, and takes keys and values side by side. For few queries, to start the products takes
+longer than the products do, and keys of a paged cache are copied for the kernel alone. Loops read
+them in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 FEW = 4
-"""Queries of a head. With as many, loops take 0.6 to 0.9 times the kernel's time; with 8, more."""
+"""The most queries of a head for loops: they take 0.6 to 0.9 of the kernel's time; with 8, more."""
 
 
 def loop_over_few(graph: fx.Graph) -> None:
@@ -27,7 +27,7 @@ def loop_over_few(graph: fx.Graph) -> None:
 
 
 def _takes_result(user: fx.Node) -> bool:
-    """True unless it takes the logarithms of sums, which are for a backward."""
+    """True if a user takes the result, and not the logarithms of sums, which a backward takes."""
     return user.target is operator.getitem and user.args[1:] == (0,)
 
 
@@ -41,7 +41,7 @@ def attend(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """What the kernel computes of the same arguments, by loops if queries are few.
+    """Attention as the kernel computes it, by loops if there are few queries.
 
     Args:
         query: [rows, heads, queries, width].
@@ -50,10 +50,10 @@ def attend(
     """
     is_plain = not (dropout_p or is_causal) and key.shape[1] == query.shape[1]
     if query.shape[2] > FEW or not is_plain:
-        found: tuple[Tensor, ...] = KERNEL(
+        outputs: tuple[Tensor, ...] = KERNEL(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
-        return found
+        return outputs
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(query.dtype, torch.float32)  # that the kernel sums in
     queries, keys, values = (x.to(dtype) for x in (query, key, value))
@@ -69,6 +69,6 @@ def attend(
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """The same values, which a fused kernel computes once, and not for each of their readers."""
+    """The same values in memory: a fused kernel computes them once, and not for each reader."""
     x = x.contiguous()
     return x.as_strided(x.shape, x.stride())

@@ -1,9 +1,9 @@
 """Look up compilers that make fused kernels of whole graphs.
 
 TorchInductor is reached by its public entry `torch._inductor.compile`, which takes a graph and
-needs no dynamo. What it makes takes the tensors of the graph's placeholders in a list, and empties
-that, so that each goes after its last use. It does so for graphs that stand in `GmWrapper`, which
-is private to torch; dynamo and compiled autograd use it as well.
+needs no dynamo. Compiled code takes the tensors of the graph's placeholders in a list, and empties
+the list, so that each tensor is freed after its last use. That holds for graphs in a `GmWrapper`,
+which is private to torch; dynamo and compiled autograd use it as well.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .few_queries import loop_over_few
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Computes a graph, of tensors for its placeholders in a list, which it may empty."""
+"""Computes a graph from a list of tensors for its placeholders; it may empty the list."""
 
 OPTIONS = {
-    "fallback_random": True,  # none are drawn here; what operators draw inside is as without
+    "fallback_random": True,  # operators that draw numbers draw the same ones as without fusion
     "triton.cudagraphs": False,  # a program's segments are captured, with these kernels in them
     "max_autotune": False,
     "compile_threads": 1,  # no processes beside those of MPI
@@ -38,13 +38,13 @@ class FuseError(RuntimeError):
 
 
 def check_name(name: object) -> None:
-    """Refuse what no compiler is called.
+    """Refuse a name that no compiler has.
 
     Raises:
         ValueError: there is none of that name.
     """
     if name not in FUSERS:
-        known = ", ".join(f"'{each}'" for each in sorted(FUSERS))
+        known = ", ".join(f"'{compiler}'" for compiler in sorted(FUSERS))
         raise ValueError(f"fuse={name!r}: there is no such compiler; choose from {known}, or None")
 
 
@@ -91,7 +91,7 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
             with torch.no_grad(), _random_kept(examples):
                 compiled = compile_(wrapper(module, _as_given), fakes, OPTIONS)
         except Exception as error:
-            if any(isinstance(each, missing) for each in _causes(error)):
+            if any(isinstance(cause, missing) for cause in _causes(error)):
                 raise FuseError(
                     "fuse='inductor' needs a C++ compiler for functions on the host, and finds "
                     "none: install g++, name one by the variable CXX, or leave fuse out"
@@ -106,7 +106,7 @@ FUSERS = {"inductor": _inductor}
 
 
 def _as_given(values: list[Tensor]) -> list[Tensor]:
-    """The arguments of a graph, of those of its wrapper."""
+    """The arguments of a graph, which are those of its wrapper."""
     return values
 
 
@@ -123,18 +123,20 @@ def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:
     return run
 
 
-def _with_strides(tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
-    """A tensor of these strides, where dimensions have more than one element."""
-    found = zip(tensor.shape, tensor.stride(), wanted, strict=True)
-    if all(mine == theirs for size, mine, theirs in found if size > 1):
+def _with_strides(tensor: Tensor, target_strides: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides; those of dimensions with one element do not count."""
+    dimensions = zip(tensor.shape, tensor.stride(), target_strides, strict=True)
+    if all(stride == target for size, stride, target in dimensions if size > 1):
         return tensor
-    made = torch.empty_strided(tensor.shape, wanted, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    copy = torch.empty_strided(
+        tensor.shape, target_strides, dtype=tensor.dtype, device=tensor.device
+    )
+    return copy.copy_(tensor)
 
 
 @contextmanager
 def _random_kept(examples: Sequence[Tensor]) -> Iterator[None]:
-    """Put generators back: compilers try kernels out."""
+    """Restore random generators after the `with` block, since compilers try kernels out."""
     devices = sorted({x.device.index or 0 for x in examples if x.device.type == "cuda"})
     with torch.random.fork_rng(devices):
         yield
@@ -145,9 +147,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
-        each = pending.pop()
-        if each is None or id(each) in seen:
+        cause = pending.pop()
+        if cause is None or id(cause) in seen:
             continue
-        seen.add(id(each))
-        yield each
-        pending += [each.__cause__, each.__context__, getattr(each, "inner_exception", None)]
+        seen.add(id(cause))
+        yield cause
+        pending += [cause.__cause__, cause.__context__, getattr(cause, "inner_exception", None)]

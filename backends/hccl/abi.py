@@ -43,7 +43,7 @@ RESULTS = {
     23: "retry failed",
     24: "out of memory",
 }
-"""`HcclResult`, for libraries that do not say it themselves."""
+"""`HcclResult` in words, for libraries that lack `HcclGetErrorString`."""
 
 CODES: dict[DType, int] = {
     DType.I8: 0,
@@ -105,18 +105,18 @@ LAYOUTS: dict[type[ctypes.Structure], tuple[int, dict[str, int]]] = {
 
 
 def check_layouts(layouts: dict[type[ctypes.Structure], tuple[int, dict[str, int]]]) -> None:
-    """Hold structures against what they must be on this machine.
+    """Compare the layouts of structures on this machine with those in C.
 
     Raises:
         TransportError: one has another size, or a field lies elsewhere: HCCL would read nonsense.
     """
     for structure, (size, fields) in layouts.items():
-        found = ctypes.sizeof(structure)
-        lies = {name: getattr(structure, name).offset for name in fields}
-        if found != size or lies != fields:
+        nbytes = ctypes.sizeof(structure)
+        offsets = {name: getattr(structure, name).offset for name in fields}
+        if nbytes != size or offsets != fields:
             raise TransportError(
                 f"HCCL's {structure.__name__} has {size} bytes and fields at {fields}, but here it "
-                f"would have {found} bytes and fields at {lies}: this platform is not supported"
+                f"would have {nbytes} bytes and fields at {offsets}: this platform is not supported"
             )
 
 
@@ -136,7 +136,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "HcclAllGather": (_DATA, _DATA, c_uint64, c_int32, _COMM, _STREAM),
     "HcclBroadcast": (_DATA, c_uint64, c_int32, c_uint32, _COMM, _STREAM),
 }
-"""The functions that are used, and what each takes. They return `HcclResult`, but for one."""
+"""The functions in use, with their argument types. They return `HcclResult`, except for one."""
 
 RETURNS: dict[str, Any] = {"HcclGetErrorString": c_char_p}
 """The results of functions that return no `HcclResult`."""

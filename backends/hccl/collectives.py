@@ -54,14 +54,14 @@ def check_supported(op: Op, symbols: Symbols) -> None:
     """Refuse an op that this version of HCCL has no function for.
 
     Raises:
-        BindError: there is none; it is named.
+        BindError: there is none; the message names it.
     """
     is_batched = isinstance(op, Send | Recv) and op.batch is not None
     name = "HcclBatchSendRecv" if is_batched else NEEDS[type(op)]
     if not symbols.has(name):
-        what = f"`{op.opcode}` in a batch" if is_batched else f"`{op.opcode}`"
+        description = f"`{op.opcode}` in a batch" if is_batched else f"`{op.opcode}`"
         raise BindError(
-            f"{what} is not supported: HCCL in {symbols.path} has no {name}. Install a "
+            f"{description} is not supported: HCCL in {symbols.path} has no {name}. Install a "
             "newer CANN, or let the value take another way by cg.via(x, 'cpu')"
         )
 

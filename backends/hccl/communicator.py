@@ -77,7 +77,7 @@ def connect(
     """HCCL's factory of communicators (`CommunicatorFactory`).
 
     Args:
-        library: path of `libhccl.so`; see `symbols.load`. What the first call says holds.
+        library: path of `libhccl.so`; see `symbols.load`. The first call in a process decides.
 
     Raises:
         TransportError: there is no HCCL on this machine, or not one that cg knows.
@@ -90,7 +90,7 @@ def connect(
 
 
 def make_pool(world: World, library: str | None = None) -> HcclPool:
-    """The communicators of this process, none yet.
+    """A pool for this process, with no communicators yet.
 
     Raises:
         TransportError: there is no HCCL on this machine, or not one that cg knows.

@@ -106,9 +106,9 @@ class HcclLibrary:
         """The failure of a communicator; None also if this version of HCCL cannot tell."""
         if not self.symbols.has("HcclGetCommAsyncError"):
             return None
-        found = ctypes.c_int32(SUCCESS)
-        code = self.symbols.get("HcclGetCommAsyncError")(comm, ctypes.byref(found))
-        problem = code or found.value
+        failure = ctypes.c_int32(SUCCESS)
+        code = self.symbols.get("HcclGetCommAsyncError")(comm, ctypes.byref(failure))
+        problem = code or failure.value
         return None if problem == SUCCESS else self._described(problem)
 
     def abort(self, comm: Any) -> NoReturn:
@@ -142,8 +142,8 @@ class HcclLibrary:
             SendRecvItem(RECEIVE if m.receives else SEND, m.pointer, m.nbytes, BYTES, m.peer)
             for m in messages
         ]
-        given = (SendRecvItem * len(items))(*items)
-        code = self._batch(given, len(items), comm, self._raw(stream))
+        array = (SendRecvItem * len(items))(*items)
+        code = self._batch(array, len(items), comm, self._raw(stream))
         if code != SUCCESS:
             self._fail("HcclBatchSendRecv", code, f"of {batch_in_words(messages)}")
 
@@ -185,13 +185,13 @@ class HcclLibrary:
     def _described(self, code: int) -> str:
         text = RESULTS.get(code, "an unknown error")
         if self.symbols.has("HcclGetErrorString"):
-            said = self.symbols.get("HcclGetErrorString")(code)
-            text = said.decode(errors="replace") if said else text
+            message = self.symbols.get("HcclGetErrorString")(code)
+            text = message.decode(errors="replace") if message else text
         return f"{text} (HCCL result {code})"
 
-    def _fail(self, function: str, code: int, what: str) -> NoReturn:
+    def _fail(self, function: str, code: int, details: str) -> NoReturn:
         hint = HINTS.get(code)
         raise CommunicationError(
-            f"rank {self._rank}: {function} {what}: {self._described(code)}"
+            f"rank {self._rank}: {function} {details}: {self._described(code)}"
             + (f". {hint}" if hint else "")
         )

@@ -122,7 +122,7 @@ class HcclPool(Pool):
         super().close()
 
     def _unfinished(self) -> str | None:
-        """The operation that keeps this rank's streams from becoming empty; None if they are."""
+        """The operation that keeps this rank's streams busy; None if they are empty."""
         if not self._lines():
             return None
         device = self.device
@@ -152,8 +152,8 @@ class HcclPool(Pool):
             else:
                 library.recv(target, FLOAT_BYTES, peer, comm, stream)
         if library.symbols.has("HcclBatchSendRecv"):
-            both = ((False, source), (True, target))
-            library.batch([Message(r, peer, at, FLOAT_BYTES) for r, at in both], comm, stream)
+            directions = ((False, source), (True, target))
+            library.batch([Message(r, peer, at, FLOAT_BYTES) for r, at in directions], comm, stream)
 
     def _connect(self, groups: Sequence[Group]) -> None:
         """Join one group after the other: a process listens for the members of one at a time."""

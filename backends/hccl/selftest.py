@@ -60,7 +60,9 @@ def _row(name: str, check: Check) -> str:
 
 def _layouts() -> str:
     check_layouts(LAYOUTS)
-    return ", ".join(f"{each.__name__} {ctypes.sizeof(each)} bytes" for each in LAYOUTS)
+    return ", ".join(
+        f"{structure.__name__} {ctypes.sizeof(structure)} bytes" for structure in LAYOUTS
+    )
 
 
 def _torch_npu() -> str:
@@ -87,10 +89,10 @@ def _enough(ranks: int) -> str:
 
 def _on_ranks(ranks: int, library: str | None) -> list[str]:
     """The rows that ranks print; their other output is shown as it comes."""
-    given = ["-x", f"HCCL_SO_PATH={library}"] if library else []
+    environment = ["-x", f"HCCL_SO_PATH={library}"] if library else []
     command = [sys.executable, "-m", "cg.launch", "-n", str(ranks), "-x", "CG_DEVICE=npu"]
     with subprocess.Popen(
-        [*command, *given, "-m", RANKS], stdout=subprocess.PIPE, text=True
+        [*command, *environment, "-m", RANKS], stdout=subprocess.PIPE, text=True
     ) as process:
         rows = []
         for line in process.stdout or ():
@@ -98,8 +100,8 @@ def _on_ranks(ranks: int, library: str | None) -> list[str]:
                 rows.append(line.removeprefix(ROW).rstrip())
             else:
                 print(line, end="", flush=True)
-    ended = "pass" if process.returncode == 0 else "FAIL"
-    return [*rows, f"{ended} | all ranks ended | exit code {process.returncode}"]
+    outcome = "pass" if process.returncode == 0 else "FAIL"
+    return [*rows, f"{outcome} | all ranks ended | exit code {process.returncode}"]
 
 
 if __name__ == "__main__":

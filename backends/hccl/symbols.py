@@ -15,14 +15,14 @@ FOLDERS = (
     "/usr/local/Ascend/cann/lib64",
     "/usr/local/Ascend/ascend-toolkit/latest/lib64",
 )
-"""The folders of CANN unless it is told otherwise: from version 8.5 on, and before."""
+"""The usual folders of CANN: from version 8.5 on, and before."""
 
 LIBRARIES = ("libhccl.so", "libhcomm.so")
 """Newer CANN has taken the management of communicators out of the first into the second."""
 
 
 class Symbols:
-    """The functions of HCCL that there are.
+    """The functions that this version of HCCL has.
 
     Attributes:
         path: of the library, or its name where the system has found it by that.
@@ -32,7 +32,9 @@ class Symbols:
         self.path = path
         self._found: dict[str, Any] = {}
         for name, takes in PROTOTYPES.items():
-            function = next((f for each in libraries if (f := getattr(each, name, None))), None)
+            function = next(
+                (f for library in libraries if (f := getattr(library, name, None))), None
+            )
             if function is not None:
                 function.argtypes = takes
                 function.restype = RETURNS.get(name, c_int32)
@@ -47,9 +49,9 @@ class Symbols:
         return [name for name in PROTOTYPES if name not in self._found]
 
     def get(self, name: str) -> Callable[..., Any]:
-        """A function; one that raises, by its name, if this version lacks it."""
-        found = self._found.get(name)
-        return found if found is not None else self._lacking(name)
+        """A function of HCCL; if this version lacks it, one that raises an error with its name."""
+        function = self._found.get(name)
+        return function if function is not None else self._lacking(name)
 
     def _lacking(self, name: str) -> Callable[..., Any]:
         def fail(*_: Any) -> Any:

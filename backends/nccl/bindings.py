@@ -19,13 +19,13 @@ BINDINGS = ("nccl4py", "cupy")
 
 
 def load(binding: str | None = None, nonblocking: bool = False) -> Library:
-    """The library, by the first binding that is installed, or by that of a name.
+    """The library, by the binding of a name, or by the first that is installed.
 
     Args:
         binding: one of `BINDINGS`; the first that can be loaded if None.
         nonblocking: whether the library's calls may return before they are done. CuPy's cannot.
 
-    The bindings are not imported before: most machines have neither.
+    Bindings are imported here, since most machines have none.
 
     Raises:
         TransportError: none is installed; the message says what to install.

@@ -18,7 +18,7 @@ from .pool import NcclPool
 
 
 class NcclCollectives(Collectives):
-    """A collective in calls of NCCL, which averages floating point alone; integers are divided."""
+    """A collective in calls of NCCL, which averages floating point alone; sums are divided."""
 
     codes: ClassVar[Mapping[DType, int]] = CODES
     numbers: ClassVar[Mapping[ReduceOp, int]] = REDUCTIONS
@@ -46,7 +46,7 @@ def connect(
     """NCCL's factory of communicators (`CommunicatorFactory`).
 
     Args:
-        nonblocking: see `make_pool`. What the first call says holds.
+        nonblocking: see `make_pool`; the first call in a process decides.
 
     Raises:
         TransportError: no binding of NCCL is installed.
@@ -59,7 +59,7 @@ def connect(
 
 
 def make_pool(world: World, binding: str | None = None, nonblocking: bool = False) -> NcclPool:
-    """The communicators of this process, none yet.
+    """A pool for this process, with no communicators yet.
 
     Args:
         binding: `nccl4py` or `cupy`; the first that is installed if None.

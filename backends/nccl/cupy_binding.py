@@ -68,8 +68,8 @@ class CupyNccl(Nccl):
         key: Any = unique
         if not isinstance(self._new_key(), bytes):  # before version 14 it is of signed characters
             key = tuple(c - 256 if c > 127 else c for c in unique)
-        what = f"joining of {size} ranks, as member {rank},"
-        return self._checked(what, nccl.NcclCommunicator, size, key, rank)
+        description = f"joining of {size} ranks, as member {rank},"
+        return self._checked(description, nccl.NcclCommunicator, size, key, rank)
 
     def is_ready(self, comm: Any) -> bool:
         """True: a communicator has been joined when `connect` returns."""

@@ -15,7 +15,7 @@ CALL_SECONDS = 60.0
 between two members also connect them."""
 
 YIELDS = 100
-"""So often a call is asked for with no more than a yield between."""
+"""The polls of a call that have no more than a yield between them."""
 
 NAP = 50e-6
 """Seconds between two polls after that."""
@@ -26,7 +26,7 @@ class Nccl(ABC):
 
     Args:
         calls: NCCL's functions, with arguments in the order of `nccl.h`.
-        error: what they raise.
+        error: the class of errors that they raise.
         nonblocking: whether they may return before they are done.
     """
 
@@ -127,7 +127,7 @@ class Nccl(ABC):
             finally:
                 calls.group_end()
         except self._error as error:
-            # The end of a group fails, too, if one of its calls has: that one says why.
+            # The end of a group fails as well if one of its calls has: the call's error says why.
             within = error.__context__
             first = within if isinstance(within, self._error) else error
             raise failed(f"batch of {batch_in_words(messages)}", first) from error
@@ -163,12 +163,12 @@ class Nccl(ABC):
             looks += 1
             sleep(NAP if looks > YIELDS else 0)
 
-    def _checked(self, what: str, call: Any, *arguments: Any) -> Any:
-        """A call that is not one of many in a step; those do without another one around them."""
+    def _checked(self, description: str, call: Any, *arguments: Any) -> Any:
+        """Make a call that is rare. Calls that a step makes often have no function around them."""
         try:
             return call(*arguments)
         except self._error as error:
-            raise failed(what, error) from error
+            raise failed(description, error) from error
 
 
 def failed(what: str, error: Exception) -> CommunicationError:

@@ -37,15 +37,15 @@ class Nccl4py(Nccl):
         if width is not None:
             config.min_ctas, config.max_ctas = 1, width
         key = low.UniqueId.from_buffer(unique)
-        what = f"joining of {size} ranks, as member {rank},"
-        return self._checked(what, low.comm_init_rank_config, size, key, rank, config)
+        description = f"joining of {size} ranks, as member {rank},"
+        return self._checked(description, low.comm_init_rank_config, size, key, rank, config)
 
     def is_ready(self, comm: Any) -> bool:
         """True once a communicator has been joined, and its last call is done."""
         state = int(self._checked("look for errors", low.comm_get_async_error, comm))
         if state not in (SUCCESS, IN_PROGRESS):
-            said = f"{low.get_error_string(state)} {low.get_last_error(comm)}"
-            raise CommunicationError(said.strip())
+            message = f"{low.get_error_string(state)} {low.get_last_error(comm)}"
+            raise CommunicationError(message.strip())
         return state == SUCCESS
 
 

@@ -36,10 +36,10 @@ NARROW = 2
 them, and as many as NCCL sees fit cost an H200 up to a quarter of what it computes meanwhile."""
 
 BYTES_EACH = 8 << 20
-"""So many bytes of a message to each at most: it then takes half a millisecond."""
+"""The most bytes of a message for each multiprocessor; they take half a millisecond."""
 
 WIDE = 16
-"""With this many NCCL may as well decide."""
+"""The number of multiprocessors from which on the choice is left to NCCL."""
 
 BYTES_A_SECOND = 16.5e9
 """The rate of one multiprocessor of an H200 over NVLink; NCCL gives each its own channel."""
@@ -64,7 +64,7 @@ MULTIPROCESSORS = 132
 """Of an H200."""
 
 EXPOSED = 0.25
-"""The share of its time by which a message in the background still delays its rank, about."""
+"""About the share of its time by which a message in the background still delays its rank."""
 
 
 def width_of(channel: Channel, tf32: bool = False) -> int | None:
@@ -89,18 +89,18 @@ def width_of(channel: Channel, tf32: bool = False) -> int | None:
     if EXPOSED * MULTIPROCESSORS * sending >= WIDE**2 * computing:
         return None
     best = math.sqrt(EXPOSED * MULTIPROCESSORS * sending / computing)
-    wanted = max(1 << (least - 1).bit_length(), 1 << round(math.log2(max(best, 1.0))))
-    return wanted if wanted < WIDE else None
+    width = max(1 << (least - 1).bit_length(), 1 << round(math.log2(max(best, 1.0))))
+    return width if width < WIDE else None
 
 
 def seconds_of(flops: Flops, tf32: bool) -> float:
-    """The time of an H200 for operations; `tf32` rounds those in float32."""
+    """The seconds that an H200 takes for operations; `tf32` rounds factors in float32."""
     speeds = FLOPS_A_SECOND | ({DType.F32: TF32_A_SECOND} if tf32 else {})
     return sum(count / speeds[dtype] for dtype, count in flops.counts)
 
 
 def may_round_to_tf32() -> bool:
-    """True if torch may do so for products of matrices, by whichever of its settings."""
+    """True if a setting lets torch round the factors of matrix products to TF32."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -147,9 +147,9 @@ class NcclPool(Pool):
         """
         self._is_broken = True
         self._drop_graphs()
-        taken = self._take()
+        communicators = self._take()
         stuck: dict[Group, str | None] = dict.fromkeys(
-            (group for group, _ in taken), f"it takes longer than {ABORT_SECONDS:g} s"
+            (group for group, _ in communicators), f"it takes longer than {ABORT_SECONDS:g} s"
         )
 
         def abort(group: Group, comm: object) -> None:
@@ -160,7 +160,7 @@ class NcclPool(Pool):
                 stuck[group] = str(error)
 
         threads = []
-        for group, comm in taken:
+        for group, comm in communicators:
             thread = threading.Thread(target=abort, args=(group, comm), daemon=True)
             thread.start()
             threads.append(thread)
@@ -177,8 +177,8 @@ class NcclPool(Pool):
         """
         if not self._is_broken:
             return
-        everyone = enumerate(self._world.allgather(self._stuck))
-        reasons = [f"rank {rank}: {why}" for rank, stuck in everyone for why in stuck]
+        stuck_by_rank = enumerate(self._world.allgather(self._stuck))
+        reasons = [f"rank {rank}: {why}" for rank, stuck in stuck_by_rank for why in stuck]
         if reasons:
             raise CommunicationError(
                 "messages between devices could not be broken off after a failed step "

@@ -1,4 +1,4 @@
-"""Communication on a device's streams: what all libraries for it have in common.
+"""Communication on a device's streams: the common part of all libraries for it.
 
 In: channels between devices, and a library: that of `../nccl` or `../hccl`. Out: their ports.
 """

@@ -1,7 +1,7 @@
 """Make collectives of a library's calls: prepare operands before a call, and results after it.
 
-Libraries put parts one behind the other. Along any other dimension than the first, parts are put in
-order before or after, on the compute stream.
+Libraries lay parts one behind the other. For parts along another dimension than the first, the
+compute stream reorders the operand before the call, or the result after it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Parts = tuple[
     Callable[[int, int], None],
     Callable[[Tensor], Any],
 ]
-"""Memory for the result; what shapes the operand, and may use that memory; the call, by their
-pointers; what comes after."""
+"""Four functions: take memory for the result; prepare the operand, which may use that memory; call
+the library with the pointers of both; make the value from the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Reduction:
     """A reduction in terms of a library.
 
     Attributes:
-        op: the library's, by the IR's name.
-        through: the type as which the elements are reduced.
-        reads_bits: whether they are taken as they lie in memory, not converted.
-        divides: whether the total is divided by the number of members after.
+        op: of the library, by the IR's name.
+        through: the element type in which the library reduces.
+        reads_bits: True to read elements as bits of that type, False to convert them.
+        divides: whether the total is divided by the number of members afterwards.
     """
 
     op: ReduceOp
@@ -68,9 +68,9 @@ class Collectives(ABC):
         handle: the stream as the library takes it.
 
     Attributes:
-        codes, numbers: the library's own of element types and reductions.
+        codes, numbers: the library's own numbers for element types and for reductions.
         sends_to_itself: whether a member's part of its own tensor may be a message of a batch;
-            else it is copied.
+            otherwise the part is copied.
     """
 
     codes: ClassVar[Mapping[DType, int]]
@@ -105,7 +105,7 @@ class Collectives(ABC):
         """
 
     def parts(self) -> Parts:
-        """Memory for the result, what comes before the call, the call, what comes after.
+        """The functions of the collective; see `Parts`.
 
         Raises:
             BindError: the library does not know the op for the operand's type.
@@ -142,21 +142,21 @@ class Collectives(ABC):
         return maker(type_, self.device), before, run, same
 
     def _all_reduce(self, op: AllReduce, type_: TensorType) -> Parts:
-        found = self.reduction(op.op, type_.dtype)
-        count, code, number = type_.numel, self.codes[found.through], self.numbers[found.op]
+        reduction = self.reduction(op.op, type_.dtype)
+        count, code, number = type_.numel, self.codes[reduction.through], self.numbers[reduction.op]
 
         def run(source: int, target: int) -> None:
             if count:
                 comm, handle = self.line.comm, self.handle
                 self.library.all_reduce(source, target, count, code, number, comm, handle)
 
-        up, down = self._through(found, type_.dtype)
-        room = maker(TensorType(found.through, type_.shape), self.device)
+        up, down = self._through(reduction, type_.dtype)
+        room = maker(TensorType(reduction.through, type_.shape), self.device)
         return room, lambda value, _: up(value.contiguous()), run, down
 
     def _reduce_scatter(self, op: ReduceScatter, type_: TensorType) -> Parts:
-        found = self.reduction(op.op, type_.dtype)
-        code, number = self.codes[found.through], self.numbers[found.op]
+        reduction = self.reduction(op.op, type_.dtype)
+        code, number = self.codes[reduction.through], self.numbers[reduction.op]
         count = type_.numel // self.members
 
         def run(source: int, target: int) -> None:
@@ -164,9 +164,9 @@ class Collectives(ABC):
                 comm, handle = self.line.comm, self.handle
                 self.library.reduce_scatter(source, target, count, code, number, comm, handle)
 
-        up, down = self._through(found, type_.dtype)
+        up, down = self._through(reduction, type_.dtype)
         parts_first = self._parts_first(op.dim)
-        room = maker(TensorType(found.through, self._part(type_, op.dim)), self.device)
+        room = maker(TensorType(reduction.through, self._part(type_, op.dim)), self.device)
         return room, lambda value, _: up(parts_first(value)), run, down
 
     def _all_gather(self, op: AllGather, type_: TensorType) -> Parts:
@@ -181,10 +181,10 @@ class Collectives(ABC):
         peers = [i for i in range(self.members) if self.sends_to_itself or i != me]
 
         def before(value: Tensor, result: Tensor) -> Tensor:
-            there = parts_first(value)
+            ordered = parts_first(value)
             if not self.sends_to_itself:
-                result[me].copy_(there.view(parts.shape)[me])
-            return there
+                result[me].copy_(ordered.view(parts.shape)[me])
+            return ordered
 
         def run(source: int, target: int) -> None:
             self._batch(
@@ -235,9 +235,9 @@ class Collectives(ABC):
 
     def _batch(self, messages: Iterable[Message]) -> None:
         """Send and receive those messages that are not empty."""
-        found = [message for message in messages if message.nbytes]
-        if found:
-            self.library.batch(found, self.line.comm, self.handle)
+        nonempty = [message for message in messages if message.nbytes]
+        if nonempty:
+            self.library.batch(nonempty, self.line.comm, self.handle)
 
     def _of_others(self, receives: bool, pointer: int, nbytes: int) -> list[Message]:
         """A message with each other member; their parts stand one behind the other."""
@@ -252,17 +252,21 @@ class Collectives(ABC):
         return run
 
     def _through(
-        self, found: Reduction, dtype: DType
+        self, reduction: Reduction, dtype: DType
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """Makes the operand one that the library reduces, and the total one of the right type."""
-        there, back, members = TORCH_DTYPES[found.through], TORCH_DTYPES[dtype], self.members
+        """Convert the operand for the library's reduction, and the total back: two functions."""
+        reduced_type, result_type, members = (
+            TORCH_DTYPES[reduction.through],
+            TORCH_DTYPES[dtype],
+            self.members,
+        )
 
         def up(value: Tensor) -> Tensor:
-            return value.view(there) if found.reads_bits else value.to(there)
+            return value.view(reduced_type) if reduction.reads_bits else value.to(reduced_type)
 
         def down(total: Tensor) -> Tensor:
-            total = total.view(back) if found.reads_bits else total.to(back)
-            if not found.divides:
+            total = total.view(result_type) if reduction.reads_bits else total.to(result_type)
+            if not reduction.divides:
                 return total
             if total.is_floating_point():
                 return total / members
@@ -277,14 +281,14 @@ class Collectives(ABC):
         return tuple(shape)
 
     def _parts_first(self, dim: int) -> Callable[[Tensor], Tensor]:
-        """Puts the parts of a tensor along `dim` one behind the other."""
+        """A function that puts the parts of a tensor along `dim` one behind the other."""
         members = self.members
         if dim == 0:
             return lambda value: value.contiguous()
         return lambda value: torch.stack(value.chunk(members, dim))
 
     def _concatenated(self, dim: int) -> Callable[[Tensor], Tensor]:
-        """Puts parts that stand one behind the other side by side along `dim`."""
+        """A function that joins parts that stand one behind the other along `dim`."""
         if dim == 0:
             return lambda parts: parts.flatten(0, 1)
         return lambda parts: torch.cat(parts.unbind(0), dim)
@@ -307,7 +311,7 @@ def does_not_reduce(library: str, dtype: DType) -> BindError:
 
 
 def as_logic(op: ReduceOp) -> ReduceOp:
-    """For booleans: a sum is their disjunction, a product the conjunction."""
+    """The reduction for booleans: a sum is their disjunction, a product their conjunction."""
     return {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}.get(op, op)
 
 

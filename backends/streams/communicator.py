@@ -21,7 +21,7 @@ from .pool import Holder, Pool
 from .ports import CollectivePort, StreamRecvPort, StreamSendPort
 
 ALIGNMENT = 256
-"""Bytes that slots are multiples of, as the device's allocator has it."""
+"""Slots are multiples of this many bytes, as the device's allocator has it."""
 
 
 class StreamCommunicator:
@@ -111,7 +111,7 @@ class StreamCommunicator:
     def close(self) -> None:
         """Give back the slots, and let the pool have the communicators for other plans.
 
-        Graphs with messages of it have been dropped before.
+        The graphs with its messages have been dropped before.
         """
         self._slots.clear()
         self._pool.leave(self._lease)

@@ -1,4 +1,4 @@
-"""Groups of ranks that communicators join: what a rank has of them, and what a plan uses."""
+"""Groups of ranks that communicators join, a rank's part in them, and a plan's use of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Group:
     Attributes:
         width: the number of the device's multiprocessors that its operations may occupy; None
             leaves the choice to the library.
-        traffic: what its collectives are for, if others of the same ranks are for something else.
+        traffic: what its collectives are for, where groups of the same ranks differ in that.
     """
 
     ranks: tuple[int, ...]
@@ -29,8 +29,8 @@ class Group:
 
     def __str__(self) -> str:
         if self.collective:
-            what = f" of {self.traffic.value}s" if self.traffic is not None else ""
-            return f"the group{what} {format_ranks(self.ranks)}"
+            purpose = f" of {self.traffic.value}s" if self.traffic is not None else ""
+            return f"the group{purpose} {format_ranks(self.ranks)}"
         return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
 
 
@@ -46,7 +46,7 @@ class Line:
 
     @property
     def peer(self) -> int:
-        """The other one of two members."""
+        """The number of the other member of two."""
         return 1 - self.member
 
 

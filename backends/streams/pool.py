@@ -123,10 +123,10 @@ class Pool(ABC):
         if self._is_broken:
             self.reset()
         channels = list(channels)
-        wanted = dict.fromkeys(map(self.group_of, channels))
-        self._check_devices([group for group in wanted if group not in self._groups])
-        self._make_room(wanted)
-        self._connect([group for group in wanted if group not in self._groups])
+        groups = dict.fromkeys(map(self.group_of, channels))
+        self._check_devices([group for group in groups if group not in self._groups])
+        self._make_room(groups)
+        self._connect([group for group in groups if group not in self._groups])
         lines = ((channel.id, self._groups[self.group_of(channel)]) for channel in channels)
         lease = Lease({id_: line for id_, line in lines if line is not None})
         self._leases[lease] = None
@@ -152,15 +152,15 @@ class Pool(ABC):
         Raises:
             CommunicationError: the library does not report.
         """
-        found: list[str] = []
+        failures: list[str] = []
         if self._is_broken:
-            return found
+            return failures
         for line in self._lines():
             with self._taking:
                 error = None if line.comm is None else self.library.error(line.comm)
             if error is not None:
-                found.append(f"{line.group}: {error}")
-        return found
+                failures.append(f"{line.group}: {error}")
+        return failures
 
     def close(self) -> None:
         """Give all communicators up, once the device is idle; idempotent."""
@@ -181,12 +181,12 @@ class Pool(ABC):
 
     def _take(self) -> list[tuple[Group, Any]]:
         """All communicators, out of their lines, to be given up."""
-        taken = []
+        communicators = []
         with self._taking:
             for line in self._lines():
-                taken.append((line.group, line.comm))
+                communicators.append((line.group, line.comm))
                 line.comm = None
-        return taken
+        return communicators
 
     def _check_devices(self, new: Sequence[Group]) -> None:
         if not new:
@@ -204,21 +204,21 @@ class Pool(ABC):
 
     # -- room -------------------------------------------------------------------------------
 
-    def _make_room(self, wanted: Mapping[Group, None]) -> None:
+    def _make_room(self, groups: Mapping[Group, None]) -> None:
         """Give up communicators that no open plan uses, if a rank would be in too many; collective.
 
         All ranks know of all groups, so each finds out by itself if there is room. A plan may be
         closed at another time on each rank, so ranks tell each other which ones are in use.
         """
-        if _fullest((*self._groups, *wanted))[1] <= self.limit:
+        if _fullest((*self._groups, *groups))[1] <= self.limit:
             return
         steps: dict[Group, dict[str, None]] = {}
         for step, group in chain.from_iterable(self._world.allgather(self._in_use())):
             steps.setdefault(group, {})[step] = None
-        rank, count = _fullest((*steps, *wanted))
+        rank, count = _fullest((*steps, *groups))
         if count > self.limit:
-            raise BindError(self._too_many(rank, count, wanted, steps))
-        self._give_up([group for group in self._groups if group not in {*steps, *wanted}])
+            raise BindError(self._too_many(rank, count, groups, steps))
+        self._give_up([group for group in self._groups if group not in {*steps, *groups}])
 
     def _in_use(self) -> list[tuple[str, Group]]:
         """The groups that open plans use on this rank, each with the plan's step."""
@@ -228,24 +228,27 @@ class Pool(ABC):
         self,
         rank: int,
         count: int,
-        wanted: Mapping[Group, None],
+        groups: Mapping[Group, None],
         steps: Mapping[Group, Mapping[str, None]],
     ) -> str:
-        """Say why a plan is refused; `steps` are the open ones that use a group."""
-        mine = sum(rank in group.ranks for group in wanted)
-        held = Counter(
+        """Say why a plan is refused; `steps` has the open steps that use each group."""
+        own_count = sum(rank in group.ranks for group in groups)
+        by_step = Counter(
             step
             for group, names in steps.items()
-            if rank in group.ranks and group not in wanted
+            if rank in group.ranks and group not in groups
             for step in names
         )
-        by = ", ".join(f"'{name}': {held[name]}" if name else str(held[name]) for name in held)
-        others = f", and open ones hold {count - mine} more ({by})" if held else ""
-        close = "Close steps that are not needed any more; let" if held else "Let"
+        listing = ", ".join(
+            f"'{name}': {by_step[name]}" if name else str(by_step[name]) for name in by_step
+        )
+        held_text = f", and open ones hold {count - own_count} more ({listing})" if by_step else ""
+        close = "Close steps that are not needed any more; let" if by_step else "Let"
         return (
             f"rank {rank} would be a member of {count} {self.library_name} communicators, and "
-            f"{self.limit} is the most: this step needs {mine}{others}. {self.needs}. {close} "
-            f"values that are rarely sent take another way, by cg.via(x, 'cpu'); {self.ways_out}"
+            f"{self.limit} is the most: this step needs {own_count}{held_text}. {self.needs}. "
+            f"{close} values that are rarely sent take another way, by cg.via(x, 'cpu'); "
+            f"{self.ways_out}"
         )
 
     def _give_up(self, groups: Sequence[Group]) -> None:
@@ -270,8 +273,8 @@ class Pool(ABC):
             return
         rank = self._world.rank
         keys: dict[Group, bytes] = {}
-        for mine in self._world.allgather(self._make_keys(groups)):
-            keys.update(mine)
+        for rank_keys in self._world.allgather(self._make_keys(groups)):
+            keys.update(rank_keys)
         for group in groups:  # in the same order on all ranks, so that none waits in a circle
             line = self._groups.get(group)
             if line is None and rank in group.ranks:
@@ -302,23 +305,23 @@ class Pool(ABC):
             sleep(0.001)
         return comm
 
-    def _overdue(self, what: str) -> str:
+    def _overdue(self, work: str) -> str:
         return (
-            f"{self.library.name} has not {what} within {self.connect_seconds:g} s; look at the "
+            f"{self.library.name} has not {work} within {self.connect_seconds:g} s; look at the "
             f"other ranks' output, and at {self.logs}"
         )
 
     @contextmanager
-    def _ending_job_unless(self, what: str) -> Iterator[None]:
+    def _ending_job_unless(self, work: str) -> Iterator[None]:
         """End the job if the block takes too long, since a blocking call has no other end.
 
         Args:
-            what: the work of the block, in words, as `joined rank 1`.
+            work: of the block, in words, as `joined rank 1`.
         """
         if self.connect_seconds is None:
             yield
             return
-        timer = Timer(self.connect_seconds, lambda: self._world.end_job(self._overdue(what)))
+        timer = Timer(self.connect_seconds, lambda: self._world.end_job(self._overdue(work)))
         timer.daemon = True
         timer.start()
         try:
@@ -356,7 +359,7 @@ class Pool(ABC):
 
 
 def _fullest(groups: Iterable[Group]) -> tuple[int, int]:
-    """The rank that is in most of the groups, each counted once, and their number."""
+    """The rank that is in the most groups, each counted once, and their number."""
     counts = Counter(rank for group in dict.fromkeys(groups) for rank in group.ranks)
     return max(counts.items(), key=lambda item: item[1], default=(0, 0))
 

@@ -124,7 +124,7 @@ class StreamRecvPort(_Port):
         return self._make() if self._slot is None and not self._takes_buffer else None
 
     def prepare(self, value: Tensor | None) -> Tensor:
-        """The memory to receive into; a buffer's last use on the compute stream is over by then."""
+        """The memory to receive into; the receive comes behind the last use of a buffer."""
         if not self._takes_buffer:
             return self._make() if self.landing is None else self.landing
         assert value is not None, "a receive into a buffer takes one"
@@ -198,13 +198,13 @@ class CollectivePort(_Port):
                 raise self._failed(error) from error
 
     def take(self) -> Any:
-        """The value, in the order of its elements; the compute stream reorders them."""
+        """The value; the compute stream puts its elements in order."""
         result, self._result = self._result, None
         assert result is not None
         return self._shape_down(result)
 
 
 def maker(type_: TensorType, device: torch.device) -> Callable[[], Tensor]:
-    """Takes memory for a tensor."""
+    """A function that takes memory for a tensor of a type."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
     return lambda: torch.empty(shape, dtype=dtype, device=device)

@@ -31,13 +31,13 @@ def on(*ranks: int) -> Place:
 
     Raises:
         TypeError: a rank is no integer.
-        ValueError: there is none, or one is negative, or is there twice.
+        ValueError: no rank is given, or one is negative or given twice.
     """
-    shown = f"cg.on({', '.join(map(repr, ranks))})"
+    call = f"cg.on({', '.join(map(repr, ranks))})"
     if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-        raise TypeError(f"{shown}: ranks are integers, as in cg.on(0) or cg.on(0, 1)")
+        raise TypeError(f"{call}: ranks are integers, as in cg.on(0) or cg.on(0, 1)")
     if any(rank < 0 for rank in ranks):
-        raise ValueError(f"{shown}: ranks count from 0")
+        raise ValueError(f"{call}: ranks count from 0")
     return Place(ranks)
 
 
@@ -51,14 +51,14 @@ def fsdp(
 ) -> Residency:
     """Say for how long stored parameters stay gathered, for `compile(fsdp=...)`.
 
-    They are those that an actor on a mesh cuts further where they rest, by `store=`. All of a
-    bucket are gathered together, and their gradients reduced together, but that a rank's piece of a
-    mebibyte or more travels by itself.
+    A stored parameter is one that an actor on a mesh cuts further while it rests, by `store=`. The
+    parameters of a bucket are gathered together, and their gradients reduced together, except that
+    a rank's piece of a mebibyte or more travels by itself.
 
     Args:
         bucket: the parameters that are gathered together: modules or parameters by their paths,
             name by name, with `*` and `?` as in file names, as in `blocks.*` or
-            `encoder.*|decoder.*`; what matches nothing is one bucket more. By default the modules
+            `encoder.*|decoder.*`; those that match nothing are one bucket more. By default modules
             that have a number in their path, as elements of `nn.ModuleList` have, are one each.
         keep: `task`: gathered for each forward of a microbatch, and again for its backward;
             gradients are reduced in each backward. `step`: gathered once, until the last backward;
@@ -66,7 +66,7 @@ def fsdp(
             many buckets as `memory` allows.
         memory: bytes that the program of each rank may hold at its peak, as `memory_analysis()`
             counts them: without what actors keep. None: any number.
-        prefetch: how many calls of parts of a method before its use a bucket is gathered. Each
+        prefetch: how far ahead of its use a bucket is gathered, in calls of parts of methods. Each
             costs the memory of a bucket.
         separate: whether gathers and reductions have communicators, and on devices streams, of
             their own, so that they overlap with each other and with other collectives.
@@ -128,8 +128,8 @@ def measure(
         compiled: the step, on its ranks as they are now. If its schedule does not split backwards,
             `tb` is the time of a whole backward.
         args, kwargs: as the step takes them.
-        executions: how often the step runs, besides once to warm up; 5 times if None. It does all
-            that it does when it is called, so an update of weights is one. If the step itself has
+        executions: how often the step runs, besides once to warm up; 5 times if None. Each run does
+            all that a call does, such as an update of weights. If the step itself has
             a parameter of that name, write `compiled.repeated(5).measure(...)`.
 
     Returns:
@@ -159,7 +159,7 @@ def trace(
 
     Args:
         fn: the function. Its meaning is that of running it eagerly, all actors in one process.
-        inputs: the ranks whose arguments count; all, which then must be equal, if None.
+        inputs: the ranks whose arguments count; None for all, whose arguments must then be equal.
         outputs: the ranks that get its result; all if None.
 
     Raises:
@@ -174,12 +174,12 @@ def trace(
     return Step(fn, inputs, outputs)
 
 
-def _check_place(what: str, place: object) -> None:
+def _check_place(parameter: str, place: object) -> None:
     if place is None or isinstance(place, Place):
         return
     ranks = place if isinstance(place, (list, tuple)) else [place]
-    written = ", ".join(map(str, ranks)) if all(type(rank) is int for rank in ranks) else "0"
+    example = ", ".join(map(str, ranks)) if all(type(rank) is int for rank in ranks) else "0"
     raise TypeError(
-        f"cg.trace({what}={place!r}): {what} names ranks by cg.on, as in "
-        f"@cg.trace({what}=cg.on({written}))"
+        f"cg.trace({parameter}={place!r}): {parameter} names ranks by cg.on, as in "
+        f"@cg.trace({parameter}=cg.on({example}))"
     )

@@ -1,4 +1,4 @@
-"""`cg.carry`: a value that one execution leaves for the next, on a rank of its own choice."""
+"""`cg.carry`: a value that one execution leaves for the next, on a rank that the user chooses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .api import actor
 
 @actor
 class Carry(torch.nn.Module):
-    """Holds a tensor; its dtype and shape stay as they are.
+    """Holds a tensor, whose dtype and shape do not change.
 
-    With `rows`, int64 [n], an entry is a row of it: of a tensor [m, ...] the value is [n, ...].
+    `rows`, int64 [n], selects rows of it: of a tensor [m, ...] the value is then [n, ...].
     """
 
     value: torch.Tensor
@@ -30,7 +30,7 @@ class Carry(torch.nn.Module):
         return self.value.clone() if rows is None else self.value.index_select(0, rows)
 
     def set(self, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Replace the value, or some rows of it; of a row that is there twice, one counts.
+        """Replace the value, or some rows of it; of a row that is named twice, one value counts.
 
         Raises:
             ValueError: the new one has another dtype or shape.
@@ -63,7 +63,7 @@ class CarryObject:
 
     @opaque
     def set(self, value: Any) -> None:
-        """Replace the value, by a copy: what comes from this rank may be changed by who made it.
+        """Replace the value by a copy: a sender on this rank may change its own object later.
 
         Raises:
             TransportError: it cannot be pickled.

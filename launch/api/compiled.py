@@ -38,8 +38,8 @@ class Compiled(Programs):
     rank, its driver, starts executions by `execute` while the other ranks are in `serve`. Both may
     be used in one program, but not at the same time.
 
-    As a context manager, it ends with the block: the driver closes it, the other ranks serve until
-    then.
+    As a context manager, it is closed at the end of the block: the driver closes it, and the other
+    ranks serve until then.
 
     Attributes:
         variants: one for each signature that it was compiled for.
@@ -200,25 +200,25 @@ class Compiled(Programs):
             RuntimeError: this rank is the driver, or the step has none.
             TransportError: a rank has ended without closing the graph.
         """
-        made = self._made
-        if made is None:
+        open_graph = self._made
+        if open_graph is None:
             raise _no_driver(self._name, "serve()")
         if self._world.is_virtual:
             return
-        if made.graph.driver == self._world.rank:
+        if open_graph.graph.driver == self._world.rank:
             raise RuntimeError(
                 f"rank {self._world.rank} drives '{self._name}': it calls execute() and close(), "
                 "and the other ranks serve()"
             )
-        if made.recover is not None:
-            made.recover()
-        made.serve()
+        if open_graph.recover is not None:
+            open_graph.recover()
+        open_graph.serve()
         self._close_runtimes()
 
     def close(self) -> None:
         """End the step, and give back its buffers; idempotent. It cannot be run after that.
 
-        What says something about it, such as `statistics` and `visualize`, still does.
+        Methods that describe it, such as `statistics` and `visualize`, still work.
 
         The driver of a graph waits for the executions in flight, and then lets all ranks leave
         `serve`. On another rank this is `serve`, if the driver has not closed the graph yet.
@@ -231,10 +231,10 @@ class Compiled(Programs):
         """
         if self._closed:
             return
-        made = self._made
-        if made is not None and made.graph.driver in made.executions.schedulers:
-            made.executions.close(made.graph)
-        elif made is not None:
+        open_graph = self._made
+        if open_graph is not None and open_graph.graph.driver in open_graph.executions.schedulers:
+            open_graph.executions.close(open_graph.graph)
+        elif open_graph is not None:
             self.serve()
         self._close_runtimes()
 
@@ -247,8 +247,8 @@ class Compiled(Programs):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        made = self._made
-        drives = made is None or made.graph.driver in made.executions.schedulers
+        open_graph = self._made
+        drives = open_graph is None or open_graph.graph.driver in open_graph.executions.schedulers
         if drives or kind is None:
             self.close()
 
@@ -257,33 +257,33 @@ class Compiled(Programs):
     def statistics(self, rank: int | None = None) -> Statistics:
         """The times that a rank of this process has measured of its executions so far.
 
-        Later executions do not change what this has returned.
+        Later executions do not change the result.
 
         Raises:
             ValueError: another process plays that rank.
         """
         chosen = self._world.rank if rank is None else rank
         runtimes = [runtime for runtime in self._runtimes if runtime is not None]
-        found = Statistics()
+        statistics = Statistics()
         if self._made is not None:
             if chosen not in self._made.statistics:
                 raise ValueError(
                     f"this is rank {self._world.rank}, and it has no statistics of rank {chosen}; "
                     "cg.allgather() exchanges them"
                 )
-            found += self._made.statistics[chosen]
+            statistics += self._made.statistics[chosen]
         for runtime in runtimes:
-            found = runtime.statistics(chosen) + found
-        return found
+            statistics = runtime.statistics(chosen) + statistics
+        return statistics
 
     def record(
         self, /, *args: Any, executions: int | None = None, **kwargs: Any
     ) -> list[Recording]:
         """Run the step on all ranks, and say when each call ran; collective.
 
-        The step does all that it does when it is called, so an update of weights is one. The
-        result is of the same form as that of `simulate`, to be held against it. Calls are timed
-        as `cg.measure` times them; what would be replayed as a graph runs call by call.
+        Each run does all that a call does, such as an update of weights. A recording has the same
+        form as the result of `simulate`, so the two can be compared. Calls are timed as
+        `cg.measure` times them; work that would be replayed as a graph runs call by call.
 
         Args:
             args, kwargs: as the step takes them.
@@ -305,7 +305,7 @@ class Compiled(Programs):
         return self._repeated("measure", executions, 5).measure(*args, **kwargs)
 
     def repeated(self, executions: int) -> Repeated:
-        """The step, to be recorded or measured so often: `compiled.repeated(3).record(x)`.
+        """The step, to be recorded or measured several times: `compiled.repeated(3).record(x)`.
 
         Raises:
             TypeError: `executions` is no integer.
@@ -316,7 +316,7 @@ class Compiled(Programs):
     # -- making it --------------------------------------------------------------------------
 
     def _check_callable(self) -> None:
-        """Return if all ranks may run the step here and now."""
+        """Return if all ranks may run the step now; raise otherwise."""
         if self._closed:
             raise self._closed_error()
         if is_tracing():
@@ -328,7 +328,7 @@ class Compiled(Programs):
         graphs.check_idle(self._world, self._name)
 
     def _repeated(self, method: str, executions: int | None, otherwise: int) -> Repeated:
-        """For a method that takes `executions` by name, beside the step's arguments."""
+        """The repeated step, for a method that takes `executions` beside the step's arguments."""
         if executions is None:
             return self.repeated(otherwise)
         for variant in self.variants:
@@ -352,7 +352,7 @@ class Compiled(Programs):
             )
 
     def _runtime(self, index: int) -> Runtime:
-        """The runtime of a variant on all ranks; of a graph, made on the first call."""
+        """The runtime of a variant on all ranks; a driven graph's is made on the first call."""
         runtime = self._runtimes[index]
         if runtime is None:
             variant = self.variants[index]
@@ -385,18 +385,18 @@ class Compiled(Programs):
             for variant in self.variants
         ]
         with torch.inference_mode(False):
-            made = graphs.make_graph(
+            open_graph = graphs.make_graph(
                 self._world, self._name, driver, variants, max_inflight, self._timeout
             )
         for index, variant in enumerate(self.variants):
             bound = {
                 rank: [context.instances[index] for context in contexts]
-                for rank, contexts in made.graph.contexts.items()
+                for rank, contexts in open_graph.graph.contexts.items()
             }
             self._watched.append(watch(self._world, variant.module, bound))
-        made.graph.patience = patience
-        made.graph.limit = self._timeout
-        return made
+        open_graph.graph.patience = patience
+        open_graph.graph.limit = self._timeout
+        return open_graph
 
     def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:
         self.variants[variant].trace.check_guards(self._driver)
@@ -411,12 +411,12 @@ class Compiled(Programs):
                 runtime.close()
 
     def _cannot_execute(self) -> RuntimeError:
-        made = self._made
-        if made is None:
+        open_graph = self._made
+        if open_graph is None:
             return _no_driver(self._name, "execute()")
-        if made.graph.driver not in made.executions.schedulers:
+        if open_graph.graph.driver not in open_graph.executions.schedulers:
             return RuntimeError(
-                f"rank {made.graph.driver} drives '{self._name}', and this is rank "
+                f"rank {open_graph.graph.driver} drives '{self._name}', and this is rank "
                 f"{self._world.rank}: call serve() here"
             )
         return self._closed_error()
@@ -425,8 +425,8 @@ class Compiled(Programs):
         return RuntimeError(f"'{self._name}' has been closed: compile it again")
 
 
-def _no_driver(step: str, what: str) -> RuntimeError:
+def _no_driver(step: str, call: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} needs a rank that drives '{step}': trace it with "
+        f"{call} needs a rank that drives '{step}': trace it with "
         "@cg.trace(inputs=cg.on(rank)), then lower() and compile() it"
     )

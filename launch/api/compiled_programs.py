@@ -1,4 +1,4 @@
-"""The programs of a compiled step, and what can be read from them without running them."""
+"""The programs of a compiled step, and analyses of them that run nothing."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Variant:
 
     Attributes:
         trace: of the step.
-        scheduled: its programs, and what passes and a search say of them.
-        fused: what its functions run.
-        fallbacks: its graphs that are not replayed, as far as has been seen.
+        scheduled: its programs, and the reports of passes and of a search.
+        fused: the bodies that its functions run.
+        fallbacks: its graphs that are not replayed, as far as is known.
         loc: the step's first line.
     """
 
@@ -64,10 +64,10 @@ class Variant:
         return [value.name for value in self.trace.module.program.params]
 
     def pick(self, driver: int) -> list[int] | None:
-        """For each parameter of the driver's program its index among the step's; None if equal."""
+        """The index in the step's parameters of each of the driver's; None if both are the same."""
         names = self.parameters
-        mine = [value.name for value in self.module.program_of(driver).params]
-        return None if mine == names else [names.index(name) for name in mine]
+        program_names = [value.name for value in self.module.program_of(driver).params]
+        return None if program_names == names else [names.index(name) for name in program_names]
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values of the step's parameters, if the actors are as they were traced."""
@@ -140,8 +140,8 @@ class Programs:
     def schedule_report(self) -> str:
         """What `auto` has chosen and why (for the first signature); empty for other schedules.
 
-        For each pipeline of the step a line: how far its makespan is above the bound that none can
-        be under, what share of the memory it takes, and where the order comes from.
+        For each pipeline of the step a line: how far its makespan is above the lower bound of all
+        orders, what share of the memory it takes, and where the order comes from.
         """
         return self.variants[0].scheduled.choice
 
@@ -194,8 +194,8 @@ class Programs:
         """Run every rank's program on paper; `print` shows the result as a table.
 
         It has the makespan, the bubble, the communication that nothing hides, and for each rank
-        its times and its peak of bytes by the buffer plan. All ranks find the same, and none has
-        to take part.
+        its times and its peak of bytes by the buffer plan. Every rank gets the same result, and
+        ranks need not call this together.
 
         Args:
             costs: in milliseconds and bytes: given, measured by `cg.measure`, or the name of a
@@ -264,7 +264,7 @@ class Programs:
 
 
 def cost_of(module: Module, rank: int) -> Cost:
-    """Count what one rank of a scheduled module does."""
+    """Count the work of one rank of a scheduled module."""
     ops = module.program_of(rank).ops
     calls = [op for op in ops if isinstance(op, Call)]
     sends = [op for op in ops if isinstance(op, Send)]
@@ -290,7 +290,7 @@ def cost_of(module: Module, rank: int) -> Cost:
 
 
 def _received(op: Collective) -> int:
-    """Bytes that a rank receives of others: what a gather adds to it, or a reduction leaves out."""
+    """Bytes that a rank receives from others: those that a gather adds, or a reduction removes."""
     return abs(_nbytes(op.result.type) - sum(_nbytes(value.type) for value in op.operands))
 
 

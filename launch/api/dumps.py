@@ -21,15 +21,15 @@ from ..pictures.timeline_svg import timeline_svg
 
 @dataclass(frozen=True)
 class Dump:
-    """A directory, and what the files of one compilation are called.
+    """The directory and the file names of one compilation's dump.
 
     Attributes:
         directory: made if it does not exist.
         prefix: the step's name; the n-th compilation of a step of this name, in this process and to
             this directory, adds `-n`.
         passes: a pattern in the names of the passes that write their module; None for all.
-        is_wanted: True if this rank writes what it compiles; if not, it writes only what it sees
-            as it runs.
+        is_wanted: True if this rank writes its compilation; otherwise it writes only findings
+            of its runs.
     """
 
     directory: Path
@@ -73,20 +73,20 @@ def make_dump(settings: Config, directory: Path | None, name: str, world: World)
         settings: of the environment.
         directory: that the caller asks for, before that of the environment.
         name: of the step.
-        world: this process's; ranks other than rank 0 add theirs to the name of the files.
+        world: this process's; ranks other than rank 0 add their number to the names of files.
     """
     directory = directory or settings.dump
     rank = world.rank
     if directory is None:
         return None
-    seen = _seen.setdefault(world, Counter())
-    seen[directory.absolute(), name] += 1
-    count = seen[directory.absolute(), name]
+    compilations = _seen.setdefault(world, Counter())
+    compilations[directory.absolute(), name] += 1
+    count = compilations[directory.absolute(), name]
     prefix = name if count == 1 else f"{name}-{count}"
     prefix = prefix if rank == 0 else f"{prefix}.rank{rank}"
-    wanted = settings.dump_ranks is None or rank in settings.dump_ranks
-    return Dump(directory, prefix, settings.dump_passes, wanted)
+    is_wanted = settings.dump_ranks is None or rank in settings.dump_ranks
+    return Dump(directory, prefix, settings.dump_passes, is_wanted)
 
 
 _seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()
-"""Counts the compilations of steps of a name to a directory."""
+"""The number of compilations, by directory and name of the step."""

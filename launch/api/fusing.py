@@ -20,10 +20,10 @@ class Fused:
     """The bodies that the ranks of this process run.
 
     Attributes:
-        bodies: by `Function.body_name`, as the trace has them but for those that are made anew.
+        bodies: by `Function.body_name`: those of the trace, some of them made anew.
         rank_bodies: by rank and name, those that ranks of this process have of their own.
-        reasons: for each function that a program of this process calls, why it is not compiled;
-            empty if it is. Nothing is in here if the step asks for no compiler.
+        reasons: for each function that a program of this process calls, why it is not compiled; an
+            empty text if it is. There are none if the step asks for no compiler.
     """
 
     bodies: Mapping[str, Body]
@@ -37,8 +37,8 @@ class Fused:
         of_rank: dict[int, dict[str, Body]] = {}
         for name, body in bodies.items():
             if isinstance(body, RankBodies):
-                for rank, own in body.of_rank.items():
-                    of_rank.setdefault(rank, {})[name] = own
+                for rank, rank_body in body.of_rank.items():
+                    of_rank.setdefault(rank, {})[name] = rank_body
             else:
                 common[name] = body
         return Fused(common, of_rank, reasons)
@@ -76,7 +76,7 @@ class Fusing:
         return {**self._bodies, **adding}
 
     def apply(self, module: Module, world: World) -> Fused:
-        """The bodies of a scheduled module, with those compiled that its functions say; collective.
+        """The bodies of a scheduled module, compiled where its functions ask for it; collective.
 
         Raises:
             FuseError: what their compiler needs is missing, on any rank; every rank raises it.
@@ -86,7 +86,7 @@ class Fusing:
             fused = self._apply(module, world)
         except FuseError as error:
             trouble = f"rank {world.rank}: {error}"
-        troubles = [each for each in world.allgather(trouble) if each is not None]
+        troubles = [message for message in world.allgather(trouble) if message is not None]
         if troubles:
             raise FuseError(troubles[0])
         return fused
@@ -97,26 +97,26 @@ class Fusing:
             if function.fuse is None:
                 reasons[function.name] = refusal(function) or "nothing asks for it"
                 continue
-            made = self._compiled(function.body_name, function.fuse)
-            reasons[function.name] = made if isinstance(made, str) else ""
-            if not isinstance(made, str):
-                bodies[function.body_name] = made
+            body = self._compiled(function.body_name, function.fuse)
+            reasons[function.name] = body if isinstance(body, str) else ""
+            if not isinstance(body, str):
+                bodies[function.body_name] = body
         return Fused.of(bodies, reasons)
 
     def _adding(self, name: str) -> Bodies:
-        """The body of a function that adds products by themselves, if it has a graph."""
-        known = self._known.get((name, None))
-        if known is None:
+        """The body of a function with `adds_products`, made anew if it has a graph."""
+        cached = self._known.get((name, None))
+        if cached is None:
             body = self._bodies[name]
-            known = self._known[name, None] = each_body(body, _refitted)
-        return cast(Bodies, known)
+            cached = self._known[name, None] = each_body(body, _refitted)
+        return cast(Bodies, cached)
 
     def _compiled(self, name: str, by: str) -> Bodies | str:
         """The compiled body of a function, or why there is none."""
-        known = self._known.get((name, by))
-        if known is None:
-            known = self._known[name, by] = _compiled(self._bodies.get(name), by)
-        return known
+        cached = self._known.get((name, by))
+        if cached is None:
+            cached = self._known[name, by] = _compiled(self._bodies.get(name), by)
+        return cached
 
 
 def _called(module: Module, world: World) -> list[Function]:
@@ -136,11 +136,11 @@ def _refitted(body: Body) -> Body:
 
 
 def _compiled(body: Bodies | None, by: str) -> Bodies | str:
-    several = body.of_rank.values() if isinstance(body, RankBodies) else (body,)
-    if body is None or not all(isinstance(each, GraphBody) for each in several):
+    rank_bodies = body.of_rank.values() if isinstance(body, RankBodies) else (body,)
+    if body is None or not all(isinstance(rank_body, GraphBody) for rank_body in rank_bodies):
         return "it has no graph"
     try:
-        return each_body(body, lambda each: cast(GraphBody, each).refit(fuser(by)))
+        return each_body(body, lambda rank_body: cast(GraphBody, rank_body).refit(fuser(by)))
     except FuseError:
         raise
     except Exception as error:  # whatever a compiler of a third party raises

@@ -60,13 +60,13 @@ from .step_lock import lock_of
 
 @dataclass(frozen=True)
 class Definition:
-    """A step as it is defined.
+    """The definition of a step.
 
     Attributes:
         name: of the step.
         fn: its Python function.
         driver: the rank that may start executions, if there is one.
-        numberings: those of programs that were compiled of it and count for themselves.
+        numberings: of programs that were compiled from it and count their own executions.
     """
 
     name: str
@@ -76,9 +76,9 @@ class Definition:
 
     def number(self) -> Numbering:
         """A numbering for another program."""
-        made = Numbering()
-        self.numberings.add(made)
-        return made
+        numbering = Numbering()
+        self.numberings.add(numbering)
+        return numbering
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -131,7 +131,7 @@ class Lowered:
         return self.traces[0]
 
     def as_text(self, phase: str = "traced", *, locations: bool = False, variant: int = 0) -> str:
-        """The IR at a phase, compiled with the defaults as far as that phase.
+        """The IR at a phase, compiled with the defaults up to that phase.
 
         Args:
             phase: `traced`, `placed`, `async` or `scheduled`.
@@ -141,7 +141,7 @@ class Lowered:
         Raises:
             ValueError: there is no such phase.
         """
-        phases = [each.value for each in Phase]
+        phases = [member.value for member in Phase]
         if phase not in phases:
             raise ValueError(f"as_text({phase!r}): the phases are {', '.join(phases)}")
         module = self._module_at(Phase(phase), self.traces[variant])
@@ -168,11 +168,11 @@ class Lowered:
                 after CG_PASSES has switched them off.
             dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
             seed: of the random numbers that the step draws; CG_SEED if None.
-            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also those that
-                `execute` waits while `max_inflight` executions are in flight; if None, CG_TIMEOUT
-                where that is set, and else no limit. An execution itself has no other limit than
-                that of `result(timeout)`, but for executions that do not move, `close` waits no
-                longer than this.
+            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also the seconds
+                that `execute` waits while `max_inflight` executions are in flight; if None,
+                CG_TIMEOUT where that is set, and else no limit. An execution itself is limited by
+                `result(timeout)` alone, but `close` waits no longer than `timeout` for executions
+                that do not move.
             max_inflight: of a step with `inputs=cg.on(rank)`: how many of its executions may be in
                 flight; each has registers and channels of its own on all ranks.
             fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
@@ -242,7 +242,7 @@ class Lowered:
     ) -> Optimistic:
         """As `compile`, for a step that clips gradients and goes on; collective.
 
-        The result is called as that of `compile` and gives the same bits. Calls of
+        The result is called like that of `compile`, and gives the same bits. Calls of
         `cg.clip_grad_norm` hold nothing up in it: see `Optimistic`. It pays where a step goes on
         after them, with the microbatches of the next update, and gradients are seldom clipped. It
         traces the step once more, and keeps a copy of all that the actors hold.
@@ -281,7 +281,7 @@ class Lowered:
     def _measure(
         self, passes: str, seed: int | None, timeout: float | None, schedule: Schedule
     ) -> Costs:
-        """Run the step on the arguments that it was lowered for, and undo what that does."""
+        """Measure the step on the arguments that it was lowered for, and undo its effects."""
         if self._example is None or self._step.driver is not None:
             raise ValueError(
                 f"step {self._step.name} is driven from one rank, or lowered for several "
@@ -300,7 +300,7 @@ class Lowered:
     def _for_fusing(self, fuse: str | None, passes: str) -> Lowered:
         """The step with backwards for fused kernels, if a compiler makes any; collective.
 
-        What is to be kept for a backward is known once it is traced, and only then.
+        A trace decides what is kept for a backward, so the step is traced once more.
         """
         check_fuse(self._world, self._step.name, fuse)
         has_backward = any(trace.module.vjps for trace in self.traces)
@@ -308,15 +308,15 @@ class Lowered:
             return self
         if self._fused is None:
             again = [
-                replace(each, trace=functools.partial(each.trace, fused=True))
-                for each in self._again
+                replace(retrace, trace=functools.partial(retrace.trace, fused=True))
+                for retrace in self._again
             ]
-            traces = [each() for each in again]
+            traces = [retrace() for retrace in again]
             self._fused = Lowered(self._step, traces, self._world, again, self._example)
         return self._fused
 
     def _rematerialized(self, schedule: Schedule) -> tuple[Lowered, Schedule]:
-        """The step with the stages recomputing that a search chooses, and the search for these."""
+        """The step in which the stages that a search chooses recompute, and the search for it."""
         if self._example is None:
             raise ValueError(
                 f"step {self._step.name} is lowered for several signatures, so auto(remat=True) "

@@ -18,7 +18,7 @@ from .compiled import Compiled
 from .step_lock import lock_of
 
 _MOST = 64
-"""The most calls in a row that do not try."""
+"""The most calls in a row that run `plain` at once."""
 
 
 class Optimistic:
@@ -87,8 +87,8 @@ class Optimistic:
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Run the bold program; True if its assumption was right, and its result."""
         try:
-            result, kept = self.bold(*args, **kwargs)
+            result, assumptions = self.bold(*args, **kwargs)
         except RemoteError:
             # Gradients that should have been clipped may be the cause; if not, `plain` raises, too.
             return False, None
-        return all(map(bool, kept)), result
+        return all(map(bool, assumptions)), result

@@ -27,9 +27,13 @@ def check_keywords(
         TraceError: a parameter of the step is also one of `execute`, which would take it.
     """
     parameters = inspect.signature(execute).parameters.values()
-    own = {each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    keywords = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     for name in _names_of(inputs):
-        if name in own:
+        if name in keywords:
             raise TraceError(
                 f"step {inputs.step} is driven from one rank and has a parameter {name}, but "
                 f"execute() takes {name}= for itself and could not pass it on",
@@ -73,6 +77,10 @@ def check_options(passes: object, seed: object, timeout: object, fsdp: object = 
 
 def _names_of(inputs: InputSpec) -> list[str]:
     """The names by which the arguments of a step are or may be given."""
-    theirs = [each.name for each in inputs.signature.parameters.values() if each.kind in _BY_NAME]
+    parameter_names = [
+        parameter.name
+        for parameter in inputs.signature.parameters.values()
+        if parameter.kind in _BY_NAME
+    ]
     _, by_name = tree_unflatten(list(inputs.names), inputs.tree.spec)
-    return [*theirs, *by_name]
+    return [*parameter_names, *by_name]

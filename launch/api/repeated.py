@@ -12,7 +12,7 @@ from ..measure.calibration import measured_costs
 from ..measure.recording import Recording
 
 Run = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[Module, list[Recording]]]
-"""Runs a step on all ranks: arguments and number of executions to the module and its recordings."""
+"""Runs a step on all ranks, given its arguments and a count; returns module and recordings."""
 
 
 class Repeated:

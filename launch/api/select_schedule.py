@@ -57,20 +57,20 @@ def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: 
     Raises:
         ValueError: the file does not hold costs.
     """
-    kept = dict(schedule.options)["measure"]
+    file = dict(schedule.options)["measure"]
     schedule = _with(schedule, measure=False)
-    read: str | None = None
-    if isinstance(kept, str) and world.rank == 0 and Path(kept).exists():
-        read = read_text(kept)
-    text = gather(world, "cg.schedules.auto(measure=...)", read)[0]
+    stored: str | None = None
+    if isinstance(file, str) and world.rank == 0 and Path(file).exists():
+        stored = read_text(file)
+    text = gather(world, "cg.schedules.auto(measure=...)", stored)[0]
     if text is not None:
-        costs = Costs.from_json(text, str(kept))
+        costs = Costs.from_json(text, str(file))
     else:
         # Where stages are to recompute, the step is measured in the memory of 1F1B.
         plain = {"remat": False, "max_activations": None, "max_bytes": None}
         costs = measure(_with(schedule, **plain) if wants_remat(schedule) else schedule)
-        if isinstance(kept, str) and world.rank == 0:
-            costs.save(kept)
+        if isinstance(file, str) and world.rank == 0:
+            costs.save(file)
     return _with(schedule, costs=costs)
 
 
@@ -83,7 +83,7 @@ def costs_of(schedule: Schedule | None) -> Costs | None:
 
 
 def check_costs(schedule: Schedule | None) -> None:
-    """Return if no costs say which stages recompute: what a step does, its trace says.
+    """Return if the costs do not say which stages recompute, since a step's trace says that.
 
     Raises:
         ValueError: some do.
@@ -97,7 +97,7 @@ def check_costs(schedule: Schedule | None) -> None:
 
 
 def wants_memory(schedule: Schedule | None) -> bool:
-    """True if a search is given memory in bytes, and no costs that say what stages hold."""
+    """True if a search is given memory in bytes, and no costs with the bytes of stages."""
     if not isinstance(schedule, Schedule) or not is_search(schedule):
         return False
     costs = costs_of(schedule)
@@ -115,14 +115,14 @@ def with_memory(schedule: Schedule, modules: Sequence[Module]) -> Schedule:
     Raises:
         ValueError: they have different stages.
     """
-    each = [_stages(module)[0] for module in modules]
-    if len({memory.actors for memory in each}) > 1:
+    memories = [_stages(module)[0] for module in modules]
+    if len({memory.actors for memory in memories}) > 1:
         raise ValueError(
             "auto(max_bytes=...): the signatures of the step have different stages; give "
             "Costs(activation_bytes=...), what a microbatch holds on each"
         )
     costs = dict(schedule.options)["costs"] or Costs()
-    return _with(schedule, costs=_with_bytes(costs, each))
+    return _with(schedule, costs=_with_bytes(costs, memories))
 
 
 def wants_remat(schedule: Schedule | None) -> bool:
@@ -151,8 +151,8 @@ def choose_remat(
         pairs = zip(memory.activations, _stages(again)[0].activations, strict=True)
         shares = (min(1.0, less / plain) if plain else 1.0 for plain, less in pairs)
         costs = replace(costs, mr=tuple(shares))
-    found = found_orders(_with(schedule, costs=costs), pipeline)[0]
-    actors = frozenset(memory.actors[stage] for stage in found.remat)
+    best_order = found_orders(_with(schedule, costs=costs), pipeline)[0]
+    actors = frozenset(memory.actors[stage] for stage in best_order.remat)
     stages = tuple(s for s, actor in enumerate(memory.actors) if actor in actors)
     # Times of single functions are those of backwards that do not recompute.
     functions = {
@@ -165,7 +165,7 @@ def choose_remat(
 
 
 def _with_bytes(costs: Costs, memories: Sequence[StageMemory]) -> Costs:
-    """The costs with what stages hold, at most."""
+    """The costs, with the most bytes that the stages of any module hold."""
     activations = [memory.activations for memory in memories]
     weights = [memory.weights for memory in memories]
     return replace(
@@ -181,12 +181,12 @@ def _with(schedule: Schedule, **options: Any) -> Schedule:
 
 
 def _stages(module: Module) -> tuple[StageMemory, Stages]:
-    """What the stages of a traced step hold, and its pipeline."""
-    seen: list[Stages] = []
+    """The memory of the stages of a traced step, and its pipeline."""
+    pipelines: list[Stages] = []
 
     def order(pipeline: Stages) -> Order:
-        """Any order tells, as long as B and W stand apart."""
-        seen.append(pipeline)
+        """Any order serves, as long as B and W are tasks of their own."""
+        pipelines.append(pipeline)
         return {
             rank: [*tasks, *(t.beside(Action.WEIGHT) for t in tasks if t.action is Action.BACKWARD)]
             for rank, tasks in gpipe()(pipeline).items()
@@ -194,13 +194,13 @@ def _stages(module: Module) -> tuple[StageMemory, Stages]:
 
     watched = default_pipeline(Schedule("gpipe with W", order, splits=True))
     copy, _ = run_on_copy(watched, module)
-    if len(set(seen)) != 1:
+    if len(set(pipelines)) != 1:
         raise ValueError(
-            f"step {module.name} has {len(set(seen))} pipelines, and auto measures what stages "
-            "hold of a step that has one; give Costs(activation_bytes=...), and use "
+            f"step {module.name} has {len(set(pipelines))} pipelines, and auto measures what "
+            "stages hold of a step that has one; give Costs(activation_bytes=...), and use "
             "cg.remat(actor.method) in the step"
         )
-    return stage_memory(copy), seen[0]
+    return stage_memory(copy), pipelines[0]
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def run_passes(
     """Compile a module with a schedule; with all forwards first where a search finds no order.
 
     A search mixes forwards and backwards. Where a backward has to follow all forwards, as that of
-    a loss over all microbatches, there is nothing to search for, and a warning says so. Not where
-    the search is given a bound on activations, which such an order does not keep to.
+    a loss over all microbatches, there is nothing to search for, and a warning says so. If the
+    search is given a bound on activations, the error is raised: such an order exceeds the bound.
 
     Args:
         schedule: as `default_pipeline` takes it.
@@ -245,19 +245,19 @@ def run_passes(
         options = dict(schedule.options)
         if options["max_activations"] is not None or options["max_bytes"] is not None:
             raise
-        for instead in (gpipe(), looped_bfs()):
+        for fallback in (gpipe(), looped_bfs()):
             try:
-                found = _run(instead, module, pipeline_of, sink)
+                scheduled = _run(fallback, module, pipeline_of, sink)
             except (IRError, ValueError):
                 continue
             warnings.warn(
-                f"step {module.name} is compiled with the schedule '{instead.name}' instead of "
+                f"step {module.name} is compiled with the schedule '{fallback.name}' instead of "
                 f"'{schedule.name}', which finds no order that mixes forwards and backwards: "
                 f"{_why(error)}",
                 stacklevel=4,
             )
-            choice = f"{instead.name}: no order mixes forwards and backwards"
-            return replace(found, choice=choice)
+            choice = f"{fallback.name}: no order mixes forwards and backwards"
+            return replace(scheduled, choice=choice)
         raise
 
 
@@ -267,12 +267,12 @@ def choose_residency(
     module: Module,
     pipeline_of: Callable[..., Pipeline],
 ) -> Fsdp | None:
-    """The pass that gathers stored parameters, as far as memory allows what the user has chosen.
+    """The pass that gathers stored parameters, as the user's choice and memory allow.
 
     The choice is the same on all ranks: it depends on nothing but the step and the options.
 
     Args:
-        residency: what `compile` was given, if it was.
+        residency: the `fsdp` of `compile`.
         schedule, module, pipeline_of: as for `run_passes`; with `fsdp=` for the pass.
 
     Raises:
@@ -296,41 +296,43 @@ def _run(
 ) -> Scheduled:
     if not isinstance(schedule, Schedule) or not is_search(schedule):
         return Scheduled(*run_on_copy(pipeline_of(schedule), module, sink), "")
-    seen: list[Stages] = []
+    pipelines: list[Stages] = []
 
     def order(pipeline: Stages, **options: Any) -> Order:
-        seen.append(pipeline)
+        pipelines.append(pipeline)
         return schedule.order(pipeline, **options)
 
     watched = replace(schedule, order=order)
     copy, reports = run_on_copy(pipeline_of(watched), module, sink)
-    choice = "\n".join(_choice(schedule, each) for each in dict.fromkeys(seen))
+    choice = "\n".join(_choice(schedule, pipeline) for pipeline in dict.fromkeys(pipelines))
     return Scheduled(copy, reports, choice)
 
 
 def _choice(schedule: Schedule, pipeline: Stages) -> str:
     """What a search has chosen for a pipeline, and why."""
-    found = found_orders(schedule, pipeline)
+    orders = found_orders(schedule, pipeline)
     options = dict(schedule.options)
-    number = min(options.get("choice", 0), len(found) - 1)
+    number = min(options.get("choice", 0), len(orders) - 1)
     costs = options["costs"]
-    why = "" if costs is None else f"; its programs are the fastest on paper of {len(found)} orders"
+    why = (
+        "" if costs is None else f"; its programs are the fastest on paper of {len(orders)} orders"
+    )
     is_equal = costs is None or (costs.tf, costs.tb, costs.tw, costs.tcomm) == (1, 1, 1, 0)
     paid = "equal costs of all tasks" if is_equal else "the given costs"
     ranks = len(pipeline.ranks)
     shape = f"{pipeline.stages} stages on {ranks} ranks, {pipeline.microbatches} microbatches"
-    return f"{schedule.name}, {shape}: {found[number]}, with {paid}{why}"
+    return f"{schedule.name}, {shape}: {orders[number]}, with {paid}{why}"
 
 
 def _why(error: IRError) -> str:
-    """The part of the circle that is no matter of the order that was tried, in one line."""
-    notes = [note for each in error.diagnostics for note in each.notes]
-    found = [note for note in notes if "by the order of" not in note.message]
-    found.sort(key=lambda note: note.op is None or note.op.mb is not None)  # outside of the loop
-    if not found:
+    """What closes the circle besides the order that was tried, in one line."""
+    notes = [note for diagnostic in error.diagnostics for note in diagnostic.notes]
+    reasons = [note for note in notes if "by the order of" not in note.message]
+    reasons.sort(key=lambda note: note.op is None or note.op.mb is not None)  # outside of the loop
+    if not reasons:
         return "its tasks wait for each other"
-    op = found[0].op
-    return found[0].message if op is None else f"{found[0].message} ({op.loc})"
+    op = reasons[0].op
+    return reasons[0].message if op is None else f"{reasons[0].message} ({op.loc})"
 
 
 def _select_schedule(
@@ -338,8 +340,8 @@ def _select_schedule(
 ) -> Schedule | None:
     """The schedule, or, if that is a search with costs, the candidate that is fastest on paper.
 
-    The search plays orders of tasks; here are whole programs, with the messages, streams and slots
-    that they come to have. The choice is the same on all ranks, as it depends on nothing else.
+    The search simulates orders of tasks; this simulates whole programs, with their messages,
+    streams and slots. The choice is the same on all ranks, as it depends on nothing else.
 
     Args:
         schedule: as `default_pipeline` takes it.
@@ -351,8 +353,8 @@ def _select_schedule(
     """
     if not isinstance(schedule, Schedule):
         return schedule
-    found = candidates(schedule)
-    if len(found) == 1:
+    choices = candidates(schedule)
+    if len(choices) == 1:
         return schedule
     costs = dict(schedule.options)["costs"]
 
@@ -361,4 +363,4 @@ def _select_schedule(
         # Times are sums of the same numbers in other orders: equal ones may differ a little.
         return round(simulate_programs(compiled, costs).makespan, 9)
 
-    return min(found, key=makespan)
+    return min(choices, key=makespan)

@@ -23,7 +23,7 @@ Raises:
 
 
 def selection(specs: Sequence[InputSpec]) -> Select:
-    """The choice among variants with these inputs; as fast as they allow."""
+    """A function that chooses among variants with these inputs, as fast as they allow."""
     if len(specs) > 1:
         return _Choice(specs).select
     (spec,) = specs

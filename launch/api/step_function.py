@@ -28,8 +28,8 @@ from .step_lock import lock_of
 class Step:
     """A function over actors, compiled for each signature that it is called with.
 
-    Calling it is collective: every rank calls it, with arguments of the same types. Where a name
-    by which the function reaches actors has been given others, it is compiled anew.
+    Calling it is collective: every rank calls it, with arguments of the same types. It is compiled
+    anew when a name by which the function reaches actors is given to other actors.
     `step.__wrapped__` is the plain Python function. A decorated method is a step for each object,
     which counts as a constant.
     """
@@ -108,14 +108,15 @@ class Step:
         what `lower(...).compile()` has returned, which has a state of its own.
 
         Raises:
-            RuntimeError: only what `lower(...).compile()` has returned was called, never the step.
+            RuntimeError: only the result of `lower(...).compile()` was called, never the step.
         """
-        others = max((numbering.next for numbering in self._numberings), default=0)
-        if others and not self._numbering.next:
+        compiled_calls = max((numbering.next for numbering in self._numberings), default=0)
+        if compiled_calls and not self._numbering.next:
             raise RuntimeError(
                 f"step {self.__name__} was never called itself, but what lower(...).compile() has "
-                f"returned was, {others} times, and counts for itself: save the state_dict() of "
-                "that, or a resumed run would draw the same random numbers once more"
+                f"returned was, {compiled_calls} times, and counts for itself: save the "
+                "state_dict() of that, or a resumed run would draw the same random numbers once "
+                "more"
             )
         return {"seed": config().seed, "calls": self._numbering.next}
 
@@ -125,10 +126,10 @@ class Step:
         self._numbering.next = state["calls"]
 
     def clear_cache(self) -> None:
-        """Forget what calls have compiled, so that the next call traces again; on all ranks.
+        """Forget the programs of earlier calls, so that the next call traces again; on all ranks.
 
         Needed when an actor has changed in a way that the trace relied on, such as by `eval()`.
-        What `lower(...).compile()` has returned is not affected.
+        The results of `lower(...).compile()` are not affected.
         """
         for compiled in self._compiled.values():
             compiled.close()
@@ -173,16 +174,16 @@ class Step:
         if not signatures:
             raise ValueError(f"lower_many() of {self.__name__} takes at least one set of arguments")
         again = [
-            Again(functools.partial(self._trace_entry, index, given, Traces()))
-            for index, given in enumerate(signatures)
+            Again(functools.partial(self._trace_entry, index, entry, Traces()))
+            for index, entry in enumerate(signatures)
         ]
-        return Lowered(self._definition, [each.trace() for each in again], world(), again)
+        return Lowered(self._definition, [retrace.trace() for retrace in again], world(), again)
 
-    def _trace_entry(self, index: int, given: Any, traces: Traces, **options: Any) -> Trace:
+    def _trace_entry(self, index: int, entry: Any, traces: Traces, **options: Any) -> Trace:
         """The trace for one of the sets of arguments that `lower_many` takes."""
-        args, kwargs = given if isinstance(given, tuple) else (given,), {}
-        if isinstance(given, dict):
-            args, kwargs = (), given
+        args, kwargs = entry if isinstance(entry, tuple) else (entry,), {}
+        if isinstance(entry, dict):
+            args, kwargs = (), entry
         try:
             return self._trace(args, kwargs, traces, **options)
         except InputError as error:
@@ -197,27 +198,27 @@ class Step:
         remat: frozenset[str] = frozenset(),
         fused: bool = False,
     ) -> Trace:
-        """Trace the step; with `traces`, which an earlier trace of it has used, in less time."""
-        here = world()
-        check_outside(here, self.__name__)
+        """Trace the step; it takes less time with the `traces` of an earlier trace."""
+        current_world = world()
+        check_outside(current_world, self.__name__)
         request = TraceRequest(
             self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic, remat, fused
         )
-        with lock_of(here).held(self.__name__, tracing=True):
-            request.check(here, args, kwargs)
+        with lock_of(current_world).held(self.__name__, tracing=True):
+            request.check(current_world, args, kwargs)
             return trace_step(
                 self.__wrapped__,
                 args,
                 kwargs,
-                peers=here,
+                peers=current_world,
                 inputs=self._inputs,
                 outputs=self._outputs,
                 name=self.__name__,
-                tracer=Functions(torch_device(here), traces, fused),
+                tracer=Functions(torch_device(current_world), traces, fused),
                 optimistic=optimistic,
                 remat=remat,
                 # In the virtual world, actors may be wherever the user has put them.
-                host_only=here.device is None and not here.is_virtual,
+                host_only=current_world.device is None and not current_world.is_virtual,
             )
 
     @property

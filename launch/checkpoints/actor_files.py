@@ -56,11 +56,11 @@ def save(
     """
     path = Path(file)
     partial = path.with_name(f".{path.name}.partial")
-    mine = together(lambda: _pieces(actors), "name its tensors")
-    table = table_of(mine)
+    own_pieces = together(lambda: _pieces(actors), "name its tensors")
+    table = table_of(own_pieces)
     if dry_run:
         return
-    write(partial, table, mine, {PREFIXES: json.dumps(sorted(actors))})
+    write(partial, table, own_pieces, {PREFIXES: json.dumps(sorted(actors))})
     on_rank_0(lambda: replace(partial, path))
 
 
@@ -84,39 +84,45 @@ def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
             its first update. Nothing has been filled.
     """
     opened = together(lambda: TensorFile(Path(file)), "read the file")
-    taken = together(lambda: _check(opened, actors), "read the file")
-    _refuse_surplus(opened, actors, taken)
+    names = together(lambda: _check(opened, actors), "read the file")
+    _refuse_surplus(opened, actors, names)
     for prefix, actor in actors.items():
         fill_state(opened, actor, _named(prefix))
         fill_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
 
 
 def _check(opened: TensorFile, actors: Mapping[str, ActorHandle]) -> set[str]:
-    """Look at all that actors take of a file; returns its names, on the ranks of this process."""
-    taken: set[str] = set()
+    """Check all that actors take of a file; returns the names that this process's ranks take."""
+    names: set[str] = set()
     for prefix, actor in actors.items():
-        taken |= check_state(opened, actor, _named(prefix))
-        taken |= check_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
-    return taken
+        names |= check_state(opened, actor, _named(prefix))
+        names |= check_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
+    return names
 
 
-def _refuse_surplus(opened: TensorFile, actors: Mapping[str, ActorHandle], mine: set[str]) -> None:
+def _refuse_surplus(
+    opened: TensorFile, actors: Mapping[str, ActorHandle], own_names: set[str]
+) -> None:
     """Refuse tensors of a file that belong to an actor, and that nothing takes. Collective.
 
     Args:
-        mine: the names that the ranks of this process take.
+        own_names: the names that the ranks of this process take.
     """
     training = {prefix for prefix, actor in actors.items() if has_optimizers(actor)}
-    told = world().allgather((mine, training))
-    taken = {name for names, _ in told for name in names}
-    trained = {prefix for _, prefixes in told for prefix in prefixes}
-    others = [p for p in opened.prefixes if not any(name.startswith(p) for name in taken)]
+    gathered = world().allgather((own_names, training))
+    taken = {name for names, _ in gathered for name in names}
+    trained = {prefix for _, prefixes in gathered for prefix in prefixes}
+    other_prefixes = [p for p in opened.prefixes if not any(name.startswith(p) for name in taken)]
     for name in sorted(opened.shapes.keys() - taken):
         inner = name.removeprefix("optimizer.")
         parameter = inner.rpartition(".")[0]
         is_kept = inner != name and parameter in opened.shapes
-        whose = inner if is_kept else name
-        owner = max((p for p in (*actors, *others) if whose.startswith(p)), key=len, default=None)
+        tensor_name = inner if is_kept else name
+        owner = max(
+            (p for p in (*actors, *other_prefixes) if tensor_name.startswith(p)),
+            key=len,
+            default=None,
+        )
         if owner is None or owner not in actors or (is_kept and owner not in trained):
             continue
         if is_kept:
@@ -132,11 +138,11 @@ def _refuse_surplus(opened: TensorFile, actors: Mapping[str, ActorHandle], mine:
 
 
 def _pieces(actors: Mapping[str, ActorHandle]) -> list[Piece]:
-    mine: list[Piece] = []
+    own_pieces: list[Piece] = []
     for prefix, actor in actors.items():
-        mine += pieces(actor, _named(prefix))
-        mine += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
-    return mine
+        own_pieces += pieces(actor, _named(prefix))
+        own_pieces += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
+    return own_pieces
 
 
 def _named(prefix: str) -> NameOf:
@@ -144,7 +150,7 @@ def _named(prefix: str) -> NameOf:
 
 
 def check_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> set[str]:
-    """Compare what a file has with the tensors of an actor, as far as this process holds it.
+    """Compare a file with the tensors of an actor that this process holds.
 
     Returns:
         Their names.
@@ -153,13 +159,13 @@ def check_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> set[
         KeyError: the file lacks one.
         ValueError: it has one of another shape or element type.
     """
-    taken: set[str] = set()
+    names: set[str] = set()
     for piece in pieces(actor, name_of):
         if piece.name not in opened:
             raise KeyError(f"the file has no tensor '{piece.name}', which {actor.name} has")
         opened.check(piece.name, piece.shape, piece.tensor.dtype)
-        taken.add(piece.name)
-    return taken
+        names.add(piece.name)
+    return names
 
 
 def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
@@ -169,29 +175,29 @@ def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
 
 
 def check_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> set[str]:
-    """Compare what a file has for an actor's optimizers with their parameters.
+    """Compare a file's tensors of an actor's optimizers with their parameters.
 
     Returns:
-        The names of what they take.
+        The names of the tensors that the optimizers take.
 
     Raises:
         ValueError: a tensor cannot be cut as its parameter is. Or parameters of one kind have
             different tensors, so that an update would not find what it needs.
     """
-    taken = set()
+    names = set()
     keys: dict[Hashable, dict[str, set[str]]] = {}
-    for each in _kept(opened, actor, name_of):
-        taken.add(f"{each.parameter_name}.{each.key}")
-        kind = _kind(each.optimizer, each.parameter.tensor)
+    for entry in _kept(opened, actor, name_of):
+        names.add(f"{entry.parameter_name}.{entry.key}")
+        kind = _kind(entry.optimizer, entry.parameter.tensor)
         if kind is not None:
-            keys.setdefault(kind, {}).setdefault(each.parameter_name, set()).add(each.key)
+            keys.setdefault(kind, {}).setdefault(entry.parameter_name, set()).add(entry.key)
     for alike in keys.values():
         _refuse_differing(opened.path, alike)
-    return taken
+    return names
 
 
 def _kind(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Hashable | None:
-    """The kind of parameters of which an optimizer keeps tensors by the same keys, once any.
+    """The kind of a parameter: for all of one kind an optimizer keeps tensors by the same keys.
 
     Returns:
         None if that is not known: optimizers that are not torch's choose keys as they like.
@@ -214,13 +220,13 @@ def _refuse_differing(path: Path, keys: Mapping[str, set[str]]) -> None:
         ValueError: there is one.
     """
     usual = Counter(map(frozenset, keys.values())).most_common(1)[0][0]
-    other = next(name for name, own in keys.items() if own == usual)
-    for name, own in keys.items():
-        if own != usual:
+    usual_name = next(name for name, own_keys in keys.items() if own_keys == usual)
+    for name, own_keys in keys.items():
+        if own_keys != usual:
             raise ValueError(
-                f"{path} is damaged: an optimizer keeps {_listed(own)} for '{name}', and "
-                f"{_listed(usual)} for '{other}'; load a file that is whole, or give the actor no "
-                "optimizer"
+                f"{path} is damaged: an optimizer keeps {_listed(own_keys)} for '{name}', and "
+                f"{_listed(usual)} for '{usual_name}'; load a file that is whole, or give the "
+                "actor no optimizer"
             )
 
 
@@ -229,12 +235,12 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
-    """Give an actor's optimizers what a file has for their parameters."""
-    for each in _kept(opened, actor, name_of):
-        value = opened.read(f"{each.parameter_name}.{each.key}", each.region)
-        parameter = each.parameter.tensor
-        own = value.to(parameter.device) if value.shape or each.on_device else value
-        each.optimizer.state[parameter][each.key] = own
+    """Give an actor's optimizers the tensors that a file has for their parameters."""
+    for entry in _kept(opened, actor, name_of):
+        value = opened.read(f"{entry.parameter_name}.{entry.key}", entry.region)
+        parameter = entry.parameter.tensor
+        moved = value.to(parameter.device) if value.shape or entry.on_device else value
+        entry.optimizer.state[parameter][entry.key] = moved
 
 
 @dataclass(frozen=True)
@@ -243,7 +249,7 @@ class _Kept:
 
     Attributes:
         optimizer: keeps it.
-        parameter: what it is kept for.
+        parameter: the parameter that it is kept for.
         parameter_name: in the file.
         key: by which the optimizer finds it.
         region: the part that a rank holds.
@@ -272,18 +278,18 @@ def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_
     for rank, instance in actor.instances.items():
         state = collect(instance)
         trainers = optimizers_of(state)
-        for each in state.tensors:
-            name = name_of(each)
+        for state_tensor in state.tensors:
+            name = name_of(state_tensor)
             if name is None:
                 continue
             for optimizer in trainers:
-                options = group_with(optimizer, each.tensor)
+                options = group_with(optimizer, state_tensor.tensor)
                 if options is None:
                     continue
                 for key in keys.get(name, ()):
                     full = f"{name}.{key}"
-                    region = region_like(full, opened.shapes[full], each, group, rank)
-                    yield _Kept(optimizer, each, name, key, region, _is_on_device(options))
+                    region = region_like(full, opened.shapes[full], state_tensor, group, rank)
+                    yield _Kept(optimizer, state_tensor, name, key, region, _is_on_device(options))
 
 
 def _is_on_device(options: Mapping[str, Any]) -> bool:

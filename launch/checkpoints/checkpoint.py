@@ -1,8 +1,8 @@
-"""Checkpoints of training: a folder that the model's library opens, and what goes on from it.
+"""Checkpoints of training: folders that the model's library opens, and that training resumes.
 
 A checkpoint is a folder of weights (`weights.py`). In its folder `training` are the state of the
-optimizers, a safetensors file, and `state.json`, with all that is no tensor. A checkpoint has its
-name when it is complete and on the disk, and not before.
+optimizers, a safetensors file, and `state.json`, with all that is no tensor. A checkpoint gets its
+name only when it is complete and on the disk.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def save_checkpoint(
     """Write the parts of a cut model, and the state of its training, as a folder; collective.
 
     The folder is one of weights, which `from_pretrained` opens, whatever meshes the actors are on.
-    It appears when it is complete: whatever ends the job before leaves it as it was. All ranks see
-    one file system.
+    It appears when it is complete: a job that ends before leaves no folder of that name. All ranks
+    see one file system.
 
     Args:
         folder: its name; `step-000100`, say, so that `newest_checkpoint` finds it.
@@ -136,13 +136,14 @@ def load_checkpoint(
             f"{path} has tensors that no actor has, such as '{min(surplus)}': is it of another "
             "model?"
         )
-    kept = read.kept.union(*world().allgather(read.kept))
+    optimizer_names = read.kept.union(*world().allgather(read.kept))
     untrained = read.untrained.union(*world().allgather(read.untrained))
-    left = {each for each in read.optimizers.shapes if each.rpartition(".")[0] not in untrained}
-    if left - kept:
+    leftover = {name for name in read.optimizers.shapes if name.rpartition(".")[0] not in untrained}
+    if leftover - optimizer_names:
         raise ValueError(
-            f"{path} has '{min(left - kept)}' of an optimizer, and no optimizer trains that "
-            "parameter here; give it to one in the constructor, or load into actors without any"
+            f"{path} has '{min(leftover - optimizer_names)}' of an optimizer, and no optimizer "
+            "trains that parameter here; give it to one in the constructor, or load into actors "
+            "without any"
         )
     if compiled is not None and read.compiled is not None:
         compiled.load_state_dict(read.compiled)
@@ -158,24 +159,24 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Args:
         folder: the one in which `save_checkpoint` makes folders; it need not be there.
     """
-    found: tuple[int, str] | None = None
+    newest: tuple[int, str] | None = None
     if world().rank == 0 and Path(folder).is_dir():
-        matches = ((_NUMBERED.fullmatch(each.name), each) for each in Path(folder).iterdir())
-        found = max(((int(m[1]), str(each)) for m, each in matches if m), default=None)
-    found = world().broadcast(found, 0)
-    return None if found is None else Path(found[1])
+        matches = ((_NUMBERED.fullmatch(entry.name), entry) for entry in Path(folder).iterdir())
+        newest = max(((int(m[1]), str(entry)) for m, entry in matches if m), default=None)
+    newest = world().broadcast(newest, 0)
+    return None if newest is None else Path(newest[1])
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A checkpoint of which everything has been looked at.
+    """A checkpoint that has been checked as a whole, and is to be read.
 
     Attributes:
         weights, optimizers: its tensors.
-        named: the actors, with what their tensors are called.
+        named: the actors, with functions that name their tensors.
         names: of the weights.
         taken: those that this process's ranks have.
-        kept: the names of what their optimizers take.
+        kept: the names of the tensors that their optimizers take.
         untrained: of weights, those of actors without optimizers.
         trainers, compiled, state: as they were saved.
     """
@@ -197,34 +198,34 @@ class _Reading:
             raise FileNotFoundError(f"there is no checkpoint {path}")
         weights = Weights(path, stem, rename)
         optimizers = TensorFile(path / _TRAINING / _OPTIMIZERS)
-        found = read_json(path / _TRAINING / _STATE)
+        saved = read_json(path / _TRAINING / _STATE)
         try:
-            trainers = TrainerState.of_json(found["trainers"])
-            compiled, state = found["compiled"], found["state"]
+            trainers = TrainerState.of_json(saved["trainers"])
+            compiled, state = saved["compiled"], saved["state"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / _TRAINING / _STATE} is damaged: {error}") from error
         check_trainers(actors, trainers)
         named = _named(actors, rename)
         taken: set[str] = set()
-        kept: set[str] = set()
+        optimizer_names: set[str] = set()
         untrained: set[str] = set()
         for actor, name_of in named:
-            own: set[str] = set()
+            actor_names: set[str] = set()
             for piece in pieces(actor, name_of):
                 if piece.name not in weights.files:
                     raise KeyError(f"{path} has no '{piece.name}', which {actor.name} has")
                 weights.files[piece.name].check(piece.name, piece.shape, piece.tensor.dtype)
-                own.add(piece.name)
-            taken |= own
-            untrained |= set() if has_optimizers(actor) else own
-            kept |= check_optimizers(optimizers, actor, name_of)
+                actor_names.add(piece.name)
+            taken |= actor_names
+            untrained |= set() if has_optimizers(actor) else actor_names
+            optimizer_names |= check_optimizers(optimizers, actor, name_of)
         return _Reading(
             weights,
             optimizers,
             named,
             frozenset(weights.files),
             frozenset(taken),
-            frozenset(kept),
+            frozenset(optimizer_names),
             frozenset(untrained),
             trainers,
             compiled,
@@ -251,7 +252,7 @@ def _pieces(actors: Sequence[ActorHandle], rename: Rename) -> tuple[list[Piece],
 
 
 def _named(actors: Sequence[ActorHandle], rename: Rename) -> list[tuple[ActorHandle, NameOf]]:
-    """The actors, with what their tensors are called in the files.
+    """The actors, with functions that name their tensors in the files.
 
     Raises:
         ValueError: an actor has no part of a model, or has tensors besides.
@@ -268,14 +269,14 @@ def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
         if part is None:
             raise ValueError(f"{actor.name} has no part of a model, as cg.cut_layers makes them")
         state = collect(instance).tensors
-        own = _names_in(path, part, state, rename)
-        for each in state:
-            if id(each.tensor) not in own:
+        part_names = _names_in(path, part, state, rename)
+        for state_tensor in state:
+            if id(state_tensor.tensor) not in part_names:
                 raise ValueError(
-                    f"'{each.path}' of {actor.name} is no tensor of the model, so a folder of the "
-                    "model's weights has no place for it; save it by cg.save"
+                    f"'{state_tensor.path}' of {actor.name} is no tensor of the model, so a folder "
+                    "of the model's weights has no place for it; save it by cg.save"
                 )
-        names |= own
+        names |= part_names
     return lambda state: names[id(state.tensor)]
 
 
@@ -287,23 +288,27 @@ def _names_in(
     That is what `state_dict` leaves out: buffers that are not persistent, and tensors that are
     plain attributes of the model's modules, such as a table of positions.
     """
-    own: dict[int, str | None] = {id(tensor): None for tensor in part.buffers()}
+    names: dict[int, str | None] = {id(tensor): None for tensor in part.buffers()}
     inside = f"{path}.model.".removeprefix(".")
-    own |= {id(each.tensor): None for each in state if each.path.startswith(inside)}
-    kept = part.model.state_dict(keep_vars=True)
-    return own | {id(tensor): rename(name) for name, tensor in reversed(kept.items())}
+    names |= {
+        id(state_tensor.tensor): None
+        for state_tensor in state
+        if state_tensor.path.startswith(inside)
+    }
+    state_dict = part.model.state_dict(keep_vars=True)
+    return names | {id(tensor): rename(name) for name, tensor in reversed(state_dict.items())}
 
 
 def _state_text(
     trainers: TrainerState, compiled: Compiled | None, state: Mapping[str, Any] | None
 ) -> str:
-    kept = {
+    content = {
         "trainers": trainers.as_json(),
         "compiled": None if compiled is None else compiled.state_dict(),
         "state": dict(state or {}),
     }
     try:
-        return json.dumps(kept, indent=1)
+        return json.dumps(content, indent=1)
     except TypeError as error:
         raise ValueError(
             f"the state of a checkpoint is JSON, and holds no such thing: {error}"
@@ -330,7 +335,7 @@ def _finish(
     like: str | os.PathLike[str] | None,
     dtype: str | None,
 ) -> None:
-    """Write what is no tensor, and give the folder its name."""
+    """Write everything that is no tensor, and give the folder its name."""
     for file in sorted(Path(like).iterdir()) if like is not None else ():
         if file.is_file() and not file.name.endswith(_WEIGHTS) and not file.name.startswith("."):
             shutil.copyfile(file, partial / file.name)

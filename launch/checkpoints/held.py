@@ -28,7 +28,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's piece of a logical tensor, and whether it is the one that writes it."""
+    """A rank's piece of a logical tensor; `counts` tells whether this rank writes it."""
 
     name: str
     tensor: torch.Tensor
@@ -39,17 +39,17 @@ class Piece:
 
 def pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
     """The tensors of an actor's state."""
-    for rank, each in _tensors(actor):
-        name = name_of(each)
+    for rank, state in _tensors(actor):
+        name = name_of(state)
         if name is not None:
             group = actor._member.group
-            shape, region = held(each, group, rank)
-            yield Piece(name, each.tensor, shape, region, _counts(group, each.path, rank))
+            shape, region = held(state, group, rank)
+            yield Piece(name, state.tensor, shape, region, _counts(group, state.path, rank))
 
 
 def has_optimizers(actor: ActorHandle) -> bool:
     """Whether an actor has an optimizer on a rank of this process."""
-    return any(optimizers_of(collect(each)) for each in actor.instances.values())
+    return any(optimizers_of(collect(instance)) for instance in actor.instances.values())
 
 
 def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
@@ -57,36 +57,38 @@ def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
 
     Raises:
         ValueError: one is neither cut as its parameter nor the same for all pieces. Or an optimizer
-            keeps something that no name is for: what is no tensor, is kept for no parameter, or is
-            kept by another optimizer as well.
+            keeps state that has no name in a file: it is no tensor, belongs to no parameter, or
+            another optimizer keeps state for the parameter as well.
     """
     group = actor._member.group
     tensors = list(_tensors(actor))  # which waits for devices
-    found = {rank: optimizers_of(collect(each)) for rank, each in actor.instances.items()}
-    for own in found.values():
-        _refuse_others(own, actor.name)
-    for rank, each in tensors:
-        name = name_of(each)
+    optimizers = {
+        rank: optimizers_of(collect(instance)) for rank, instance in actor.instances.items()
+    }
+    for rank_optimizers in optimizers.values():
+        _refuse_others(rank_optimizers, actor.name)
+    for rank, state in tensors:
+        name = name_of(state)
         if name is None:
             continue
-        logical, region = held(each, group, rank)
-        for key, value in _kept_for(each, found[rank], actor.name):
-            same = value.shape == each.tensor.shape
+        logical, region = held(state, group, rank)
+        for key, value in _kept_for(state, optimizers[rank], actor.name):
+            same = value.shape == state.tensor.shape
             shape = logical if same else tuple(value.shape)
-            part = region if same else region_like(f"{name}.{key}", shape, each, group, rank)
-            counts = _counts(group, each.path if same else None, rank)
+            part = region if same else region_like(f"{name}.{key}", shape, state, group, rank)
+            counts = _counts(group, state.path if same else None, rank)
             yield Piece(f"{name}.{key}", value, shape, part, counts)
 
 
 def _kept_for(
     parameter: StateTensor, optimizers: Iterable[torch.optim.Optimizer], actor: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an optimizer keeps for a parameter, by its key.
+    """The tensors that an optimizer keeps for a parameter, by key.
 
     Raises:
         ValueError: it has no name in a file.
     """
-    keeping = [one for one in optimizers if _keeps(one, parameter.tensor)]
+    keeping = [optimizer for optimizer in optimizers if _keeps(optimizer, parameter.tensor)]
     if len(keeping) > 1:
         raise ValueError(
             f"{_names(keeping)} of {actor} both keep state for '{parameter.path}', and a file has "
@@ -94,26 +96,26 @@ def _kept_for(
         )
     for optimizer in keeping:
         for key, value in optimizer.state[parameter.tensor].items():
-            whose = f"{_names([optimizer])} of {actor} keeps {key!r} for '{parameter.path}'"
+            subject = f"{_names([optimizer])} of {actor} keeps {key!r} for '{parameter.path}'"
             if value is None:
                 continue
             if not isinstance(value, torch.Tensor):
                 raise ValueError(
-                    f"{whose}, which is no tensor but a value of type {type(value).__name__}, so "
+                    f"{subject}, which is no tensor but a value of type {type(value).__name__}, so "
                     f"it would be missing in the file; {_REMEDY}"
                 )
             if not isinstance(key, str) or "." in key:
-                raise ValueError(f"{whose}; call it by a word without a dot")
+                raise ValueError(f"{subject}; call it by a word without a dot")
             yield key, value
 
 
 def _refuse_others(optimizers: Iterable[torch.optim.Optimizer], actor: str) -> None:
-    """Refuse optimizers that keep state for what they do not train, which has no name in a file."""
+    """Refuse optimizers with state of what they do not train: it has no name in a file."""
     for optimizer in optimizers:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key, value in optimizer.state.items():
             is_empty = isinstance(value, dict) and not value  # as asking for it makes it
-            if id(key) not in own and not is_empty:
+            if id(key) not in parameters and not is_empty:
                 word = f"a {type(key).__name__}" if isinstance(key, torch.Tensor) else repr(key)
                 raise ValueError(
                     f"{_names([optimizer])} of {actor} keeps state for {word}, which is none of "
@@ -126,13 +128,13 @@ def _keeps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
 
 
 def _names(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    return " and ".join(type(each).__name__ for each in optimizers)
+    return " and ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
 def group_with(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, Any] | None:
     """The group of an optimizer's parameters that a tensor is in; None if it does not train it."""
-    found = (g for g in optimizer.param_groups if any(p is tensor for p in g["params"]))
-    return next(found, None)
+    groups = (g for g in optimizer.param_groups if any(p is tensor for p in g["params"]))
+    return next(groups, None)
 
 
 def held(state: StateTensor, group: GroupActor | None, rank: int) -> tuple[tuple[int, ...], Region]:
@@ -177,8 +179,8 @@ def _tensors(actor: ActorHandle) -> Iterator[tuple[int, StateTensor]]:
     if device is not None:  # whose results nobody may have taken
         follow_tails(device, (device.caller(),))
     for rank, instance in actor.instances.items():
-        for each in collect(instance).tensors:
-            yield rank, each
+        for state in collect(instance).tensors:
+            yield rank, state
 
 
 def _counts(group: GroupActor | None, path: str | None, rank: int) -> bool:

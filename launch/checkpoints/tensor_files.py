@@ -1,4 +1,4 @@
-"""Files of tensors, as safetensors, of which each rank writes and reads pieces.
+"""Files of tensors, as safetensors: each rank writes and reads pieces of them.
 
 Each rank writes the pieces that it holds straight to where they belong in the file. The format:
 https://huggingface.co/docs/safetensors, a header of JSON and the elements behind it.
@@ -50,7 +50,7 @@ PREFIXES = "cg.prefixes"
 """The entry of a file's metadata that says which actors it has, by their prefixes."""
 
 _TYPES = {word: torch_dtype(dtype) for dtype, word in _NAMES.items()}
-"""Torch's element types, by what the format calls them."""
+"""Torch's element types, by their names in the format."""
 
 Table: TypeAlias = Mapping[str, tuple[DType, tuple[int, ...]]]
 """The element type and the shape of tensors, by name."""
@@ -63,7 +63,7 @@ class TensorFile:
         path: of the file.
         shapes: of its tensors, by name.
         dtypes: likewise; None where cg has no name for the type.
-        prefixes: of the actors that `save` has written; none in files of others.
+        prefixes: of the actors that `save` has written; empty for other files.
 
     Raises:
         ValueError: it is damaged.
@@ -75,9 +75,14 @@ class TensorFile:
         try:
             with safe_open(os.fspath(path), framework="pt") as opened:
                 words = opened.metadata() or {}
-                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                self.shapes = {name: tuple(each.get_shape()) for name, each in found.items()}
-                self.dtypes = {name: _TYPES.get(each.get_dtype()) for name, each in found.items()}
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                self.shapes = {
+                    name: tuple(tensor_slice.get_shape()) for name, tensor_slice in slices.items()
+                }
+                self.dtypes = {
+                    name: _TYPES.get(tensor_slice.get_dtype())
+                    for name, tensor_slice in slices.items()
+                }
             self.prefixes: list[str] = json.loads(words.get(PREFIXES, "[]"))
         except (SafetensorError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
@@ -86,37 +91,37 @@ class TensorFile:
         return name in self.shapes
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Compare a tensor of the file with what is wanted.
+        """Compare the shape and element type of a tensor in the file with those of an actor's.
 
         Raises:
             ValueError: it has another shape or element type.
         """
-        found = self.shapes[name]
-        if found != shape:
-            raise ValueError(f"'{name}' is {list(found)} in the file, and {list(shape)} here")
+        stored = self.shapes[name]
+        if stored != shape:
+            raise ValueError(f"'{name}' is {list(stored)} in the file, and {list(shape)} here")
         if self.dtypes[name] != dtype:
             raise ValueError(f"'{name}' is {self.dtypes[name]} in the file, and {dtype} here")
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """The part of a tensor in a region, in memory of its own.
 
-        The file is opened for the one tensor. Else the pages that have been read would stay in
-        memory beside the tensors.
+        The file is opened for this tensor alone. Otherwise the pages that have been read would stay
+        in memory beside the tensors.
 
         Raises:
             ValueError: the region is no part of the tensor.
         """
         shape = self.shapes[name]
-        ends = [max((stop for _, stop in each), default=0) for each in region]
+        ends = [max((stop for _, stop in intervals), default=0) for intervals in region]
         if len(ends) != len(shape) or any(e > size for e, size in zip(ends, shape, strict=True)):
             raise ValueError(f"'{name}' is {list(shape)} in the file, and ends at {ends} here")
         with safe_open(os.fspath(self.path), framework="pt") as opened:
             if not region:
                 return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
-            found = opened.get_slice(name)
+            tensor_slice = opened.get_slice(name)
             value = torch.empty(shape_of(region), dtype=self.dtypes[name])
-            for here, there in _boxes(region):
-                value[here] = found[there]
+            for piece_box, tensor_box in _boxes(region):
+                value[piece_box] = tensor_slice[tensor_box]
             return value
 
 
@@ -124,18 +129,18 @@ def table_of(mine: Iterable[Piece]) -> Table:
     """All tensors that ranks write, by name, sorted; the same on all ranks. Collective.
 
     Raises:
-        ValueError: two tensors have one name, or one has an element type without a name there.
+        ValueError: two tensors have one name, or safetensors has no name for an element type.
     """
-    own = [(p.name, ir_dtype(p.tensor.dtype), p.shape) for p in mine if p.counts]
-    found: dict[str, tuple[DType, tuple[int, ...]]] = {}
-    for theirs in world().allgather(own):
-        for name, dtype, shape in theirs:
-            if found.setdefault(name, (dtype, shape)) != (dtype, shape):
+    entries = [(p.name, ir_dtype(p.tensor.dtype), p.shape) for p in mine if p.counts]
+    table: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    for rank_entries in world().allgather(entries):
+        for name, dtype, shape in rank_entries:
+            if table.setdefault(name, (dtype, shape)) != (dtype, shape):
                 raise ValueError(f"two tensors have the name '{name}'; give prefixes that differ")
-    for name, (dtype, _) in found.items():
+    for name, (dtype, _) in table.items():
         if dtype not in _NAMES:
             raise ValueError(f"'{name}' is {dtype}, which safetensors has no name for")
-    return dict(sorted(found.items()))
+    return dict(sorted(table.items()))
 
 
 def size_of(table: Table, name: str) -> int:
@@ -153,7 +158,7 @@ def write(
     memory maps, and there a full disk is a signal that ends the process.
 
     Args:
-        words: what its metadata say besides.
+        words: further entries of its metadata.
 
     Raises:
         OSError: a rank could not write, such as on a full disk.
@@ -161,9 +166,9 @@ def write(
     header, offsets = _header(table, words or {})
     on_rank_0(lambda: _create(path, header, offsets))
     start = 8 + len(header)
-    own = [piece for piece in mine if piece.counts and piece.name in table]
+    pieces = [piece for piece in mine if piece.counts and piece.name in table]
     try:
-        together(lambda: _write_all(path, start, offsets, own))
+        together(lambda: _write_all(path, start, offsets, pieces))
     except OSError:
         if world().rank == 0:
             path.unlink(missing_ok=True)  # for its space
@@ -171,13 +176,13 @@ def write(
 
 
 def replace(partial: Path, path: Path) -> None:
-    """Give what is complete its name, for good."""
+    """Give a complete file or folder its name, and have that on the disk."""
     os.replace(partial, path)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the entries of a folder, on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -186,7 +191,7 @@ def sync(path: Path) -> None:
 
 
 def _header(table: Table, words: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The header behind its length, and where each tensor begins and ends behind it."""
+    """The header without its length, and where each tensor begins and ends behind the header."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **words}}
     offsets: dict[str, tuple[int, int]] = {}
     at = 0
@@ -204,7 +209,7 @@ def _header(table: Table, words: Mapping[str, str]) -> tuple[bytes, dict[str, tu
 
 
 def _create(path: Path, header: bytes, offsets: Mapping[str, tuple[int, int]]) -> None:
-    """Make a file with its header and the space for all tensors, in place of what a job has left.
+    """Make a file with its header and the space for all tensors, in place of an earlier job's.
 
     Raises:
         OSError: the file system lacks the space, or a folder has the name.
@@ -266,10 +271,10 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _write_all(
-    path: Path, start: int, offsets: Mapping[str, tuple[int, int]], mine: Iterable[Piece]
+    path: Path, start: int, offsets: Mapping[str, tuple[int, int]], pieces: Iterable[Piece]
 ) -> None:
     with open(path, "r+b", opener=_open_no_link) as opened:
-        for piece in mine:
+        for piece in pieces:
             _write(opened, start, offsets, piece)
         os.fsync(opened.fileno())
 
@@ -283,20 +288,23 @@ def _write(
     size = piece.tensor.element_size()
     flat = piece.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     unit = np.dtype((np.void, size))
-    own = flat.view(unit).reshape(local)
+    values = flat.view(unit).reshape(local)
     at = start + offsets[piece.name][0]
     file = np.memmap(opened, unit, "r+", at, piece.shape or (1,))
     if not piece.shape:
-        file[0] = own
-    for here, there in _boxes(piece.region):
-        file[there] = own[here]
+        file[0] = values
+    for piece_box, tensor_box in _boxes(piece.region):
+        file[tensor_box] = values[piece_box]
     file.flush()
 
 
 def _boxes(region: Region) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The boxes of a region: where each stands in what holds the region, and in the tensor."""
+    """The boxes of a region: the slices of each in a piece with that region, and in the tensor."""
     for chosen in itertools.product(*map(_runs, region)):
-        yield tuple(here for here, _ in chosen), tuple(there for _, there in chosen)
+        yield (
+            tuple(piece_slice for piece_slice, _ in chosen),
+            tuple(tensor_slice for _, tensor_slice in chosen),
+        )
 
 
 def _runs(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:

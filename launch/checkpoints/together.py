@@ -1,4 +1,4 @@
-"""Do something on each rank; where one fails, all do."""
+"""Do something on each rank; if it fails on one, it fails on all."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ T = TypeVar("T")
 
 
 def together(work: Callable[[], T], what: str = "write") -> T:
-    """Do something on each rank; where one fails, all do. Collective.
+    """Do something on each rank; if it fails on one, it fails on all. Collective.
 
     Args:
-        what: the ranks do, in a word, for messages.
+        what: names the work in messages.
+
+    Returns:
+        The result of `work` on this rank.
 
     Raises:
-        OSError, KeyError, ValueError: what has been raised here; or else, as the first that another
-            rank has raised.
+        OSError, KeyError, ValueError: the error of this rank; or else one of the same type, for the
+            first rank that has failed.
     """
-    failed: OSError | KeyError | ValueError | None = None
+    failure: OSError | KeyError | ValueError | None = None
     try:
-        made = work()
+        result = work()
     except (OSError, KeyError, ValueError) as error:
-        failed = error
-    words = None if failed is None else (type(failed).__name__, str(failed))
-    told = world().allgather(words)
-    if failed is not None:
-        raise failed
-    for rank, theirs in enumerate(told):
-        if theirs is not None:
-            kind = {"KeyError": KeyError, "ValueError": ValueError}.get(theirs[0], OSError)
-            raise kind(f"rank {rank} could not {what}: {theirs[1]}")
-    return made
+        failure = error
+    words = None if failure is None else (type(failure).__name__, str(failure))
+    gathered = world().allgather(words)
+    if failure is not None:
+        raise failure
+    for rank, rank_words in enumerate(gathered):
+        if rank_words is not None:
+            kind = {"KeyError": KeyError, "ValueError": ValueError}.get(rank_words[0], OSError)
+            raise kind(f"rank {rank} could not {what}: {rank_words[1]}")
+    return result
 
 
 def on_rank_0(work: Callable[[], None], what: str = "write") -> None:
-    """Do something on rank 0; where it fails, all ranks do. Collective."""
+    """Do something on rank 0; if it fails there, it fails on all ranks. Collective."""
     together(work if world().rank == 0 else lambda: None, what)

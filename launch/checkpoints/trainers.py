@@ -30,7 +30,7 @@ class TrainerState:
     schedulers: tuple[dict[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """As `of_json` takes it."""
+        """The state for JSON, as `of_json` takes it."""
         return {"optimizers": self.groups, "schedulers": self.schedulers}
 
     @staticmethod
@@ -38,9 +38,11 @@ class TrainerState:
         """The state that was written.
 
         Raises:
-            KeyError, TypeError: it is no such thing.
+            KeyError, TypeError: it is no such state.
         """
-        groups = tuple(tuple(map(dict, each)) for each in found["optimizers"])
+        groups = tuple(
+            tuple(map(dict, optimizer_groups)) for optimizer_groups in found["optimizers"]
+        )
         return TrainerState(groups, tuple(map(dict, found["schedulers"])))
 
 
@@ -50,50 +52,54 @@ def trainers_of(actors: Sequence[ActorHandle]) -> TrainerState:
     Raises:
         ValueError: they differ, or hold something that JSON has no form for.
     """
-    mine = together(lambda: _by_text(actors), "save its optimizers")
-    everywhere = {text: who for theirs in world().allgather(mine) for text, who in theirs.items()}
-    if len(everywhere) > 1:
-        one, other, *_ = everywhere.values()
+    own_texts = together(lambda: _by_text(actors), "save its optimizers")
+    actor_names = {
+        text: name
+        for rank_texts in world().allgather(own_texts)
+        for text, name in rank_texts.items()
+    }
+    if len(actor_names) > 1:
+        one, other, *_ = actor_names.values()
         raise ValueError(
             f"the optimizers or schedulers of {one} and {other} have other options or positions; "
             "those of all parts of a model are saved as one: give them equal ones"
         )
-    return next((TrainerState.of_json(json.loads(text)) for text in everywhere), TrainerState())
+    return next((TrainerState.of_json(json.loads(text)) for text in actor_names), TrainerState())
 
 
 def _by_text(actors: Sequence[ActorHandle]) -> dict[str, str]:
     """The trainers of this process's actors as JSON, each with the name of an actor."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, instance in _instances(actors):
         state = _state(instance)
         if state == TrainerState():
             continue
         try:
-            found.setdefault(json.dumps(state.as_json()), name)
+            names.setdefault(json.dumps(state.as_json()), name)
         except TypeError as error:
             raise ValueError(f"{name} has an optimizer or scheduler with {error}") from error
-    return found
+    return names
 
 
 def check_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
     """Compare the numbers of trainers and groups with those that were saved.
 
     Raises:
-        ValueError: they are others.
+        ValueError: they differ.
     """
     for name, instance in _instances(actors):
-        mine = _state(instance)
-        here = [len(groups) for groups in mine.groups], len(mine.schedulers)
-        there = [len(groups) for groups in saved.groups], len(saved.schedulers)
-        if mine != TrainerState() and here != there:
+        current = _state(instance)
+        counts = [len(groups) for groups in current.groups], len(current.schedulers)
+        saved_counts = [len(groups) for groups in saved.groups], len(saved.schedulers)
+        if current != TrainerState() and counts != saved_counts:
             raise ValueError(
-                f"{name} has optimizers with {here[0]} groups of parameters and {here[1]} "
-                f"schedulers; in the checkpoint they are {there[0]} and {there[1]}"
+                f"{name} has optimizers with {counts[0]} groups of parameters and {counts[1]} "
+                f"schedulers; in the checkpoint they are {saved_counts[0]} and {saved_counts[1]}"
             )
 
 
 def put_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
-    """Give optimizers and schedulers what was saved of them."""
+    """Give optimizers and schedulers their saved options and states."""
     for _, instance in _instances(actors):
         optimizers, schedulers = _trainers(instance)
         for optimizer, groups in zip(optimizers, saved.groups, strict=False):
@@ -103,8 +109,8 @@ def put_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
             scheduler.load_state_dict(state)
 
 
-def _like(now: Any, value: Any) -> Any:
-    return tuple(value) if isinstance(now, tuple) else value
+def _like(current: Any, value: Any) -> Any:
+    return tuple(value) if isinstance(current, tuple) else value
 
 
 def _instances(actors: Sequence[ActorHandle]) -> Iterator[tuple[str, object]]:
@@ -114,17 +120,20 @@ def _instances(actors: Sequence[ActorHandle]) -> Iterator[tuple[str, object]]:
 
 
 def _trainers(instance: object) -> tuple[list[torch.optim.Optimizer], list[LRScheduler]]:
-    found = collect(instance)
-    schedulers = [each for each in found.trainers if isinstance(each, LRScheduler)]
-    return optimizers_of(found), schedulers
+    state = collect(instance)
+    schedulers = [trainer for trainer in state.trainers if isinstance(trainer, LRScheduler)]
+    return optimizers_of(state), schedulers
 
 
 def _state(instance: object) -> TrainerState:
     optimizers, schedulers = _trainers(instance)
     return TrainerState(
         tuple(
-            tuple({k: v for k, v in group.items() if k != "params"} for group in each.param_groups)
-            for each in optimizers
+            tuple(
+                {k: v for k, v in group.items() if k != "params"}
+                for group in optimizer.param_groups
+            )
+            for optimizer in optimizers
         ),
-        tuple(each.state_dict() for each in schedulers),
+        tuple(scheduler.state_dict() for scheduler in schedulers),
     )

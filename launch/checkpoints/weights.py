@@ -32,7 +32,7 @@ class Weights:
 
     Attributes:
         folder: where they are.
-        files: of each tensor, by its name.
+        files: the file of each tensor, by the tensor's name.
     """
 
     def __init__(self, folder: Path, stem: str, rename: Rename) -> None:
@@ -47,8 +47,8 @@ class Weights:
     def check(self, model: nn.Module) -> None:
         """Compare the names and shapes of a whole model's tensors with those of the folder.
 
-        Of a tied parameter, one of its names is enough. The weights know all of them from then on,
-        for actors that have it under another one.
+        For a tied parameter, one of its names is enough. The weights then know all of them, for
+        actors that have the parameter under another name.
 
         Args:
             model: it may be on the meta device.
@@ -60,13 +60,13 @@ class Weights:
         paths: dict[int, list[str]] = {}
         for path, tensor in tensors.items():
             paths.setdefault(id(tensor), []).append(path)
-        named = self._named(self._prefix(tensors))
+        name_of = self._named(self._prefix(tensors))
         for tied in paths.values():
-            names = tuple(filter(None, map(named, tied)))
+            names = tuple(filter(None, map(name_of, tied)))
             self._tied |= dict.fromkeys(names, names) if len(names) > 1 else {}
-        wanted = {n[0]: tensors[n[0]] for n in paths.values() if any(map(named, n))}
-        known = self.names(wanted, type(model).__name__)
-        taken = {name for name in map(named, tensors) if name} | {*known.values()}
+        distinct = {n[0]: tensors[n[0]] for n in paths.values() if any(map(name_of, n))}
+        stored_names = self.names(distinct, type(model).__name__)
+        taken = {name for name in map(name_of, tensors) if name} | {*stored_names.values()}
         surplus = [n for n in self.files if n not in taken and not _is_ignored(model, n)]
         if surplus:
             raise ValueError(
@@ -75,23 +75,23 @@ class Weights:
             )
 
     def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
-        """The names in the files of tensors of an actor, by their path.
+        """The names in the files of an actor's tensors, by their paths.
 
-        Paths and names may differ by what stands in front: an actor's attributes, or the name of a
-        model without a head.
+        Paths and names may differ by a prefix: an actor's attributes, or the name of a model
+        without a head.
 
         Raises:
             ValueError: tensors are missing, or of other shapes or kinds of types.
         """
         prefix = self._prefix(wanted)
-        named = self._named(prefix)
-        found, missing = {}, []
+        name_of = self._named(prefix)
+        stored_names, missing = {}, []
         for path, tensor in wanted.items():
-            name = self._stored(named(path))
+            name = self._stored(name_of(path))
             if name is None:
                 missing.append(path.removeprefix(prefix))
                 continue
-            found[path] = name
+            stored_names[path] = name
             self._compare(name, tensor)
         if missing:
             raise ValueError(
@@ -100,14 +100,14 @@ class Weights:
                 "loads them, load it there, and write the model's state_dict() as safetensors. If "
                 "it has a tied parameter under its other name, call check(model) of the weights"
             )
-        return found
+        return stored_names
 
     def read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
         """The part of a tensor in a region, as an element type; only that part is read."""
         return self.files[name].read(name, region).to(dtype)
 
     def _stored(self, name: str | None) -> str | None:
-        """The name by which the files have a tensor; None if they have it by none."""
+        """The name by which the files have a tensor; None if they do not have it."""
         return next((n for n in self._tied.get(name, (name,)) if n in self.files), None)
 
     def _named(self, prefix: str) -> Callable[[str], str | None]:
@@ -142,24 +142,26 @@ class Weights:
             if not single.exists():
                 raise self._no_weights()
             return [TensorFile(single)]
-        where = read_json(index).get("weight_map")
-        if not isinstance(where, dict):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
             raise ValueError(f"{index} has no weight_map, which says where each tensor is")
         opened = {}
-        for file in sorted(set(where.values())):
+        for file in sorted(set(weight_map.values())):
             if not (self.folder / file).exists():
                 raise ValueError(f"{index} names {file}, which is not in {self.folder}")
             opened[file] = TensorFile(self.folder / file)
-        for name, file in where.items():
+        for name, file in weight_map.items():
             if name not in opened[file]:
                 raise ValueError(f"{index} says that '{name}' is in {file}, which has it not")
         return list(opened.values())
 
     def _no_weights(self) -> FileNotFoundError:
-        others = [file.name for pattern in _OTHER_FORMATS for file in self.folder.glob(pattern)]
+        other_files = [
+            file.name for pattern in _OTHER_FORMATS for file in self.folder.glob(pattern)
+        ]
         if not self.folder.is_dir():
             return FileNotFoundError(f"{self.folder} is no folder, so no model can be read from it")
-        why = f"; it has {_few(others)}, which are of other formats" if others else ""
+        why = f"; it has {_few(other_files)}, which are of other formats" if other_files else ""
         return FileNotFoundError(
             f"{self.folder} has neither {self._stem}.safetensors nor "
             f"{self._stem}.safetensors.index.json{why}; write one with the model's save_pretrained"
@@ -201,12 +203,12 @@ def read_json(file: Path) -> dict[str, Any]:
         FileNotFoundError: it is not there.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, where an object is expected")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, where an object is expected")
+    return content
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class Shard:
 
 
 def shards(table: Table, stem: str, largest: int) -> Iterator[Shard]:
-    """Share tensors out to files of no more than so many bytes, or one tensor."""
+    """Share tensors out to files of at most `largest` bytes, or of one tensor."""
     parts: list[dict[str, Any]] = [{}]
     size = 0
     for name, entry in table.items():
@@ -242,36 +244,36 @@ def shards(table: Table, stem: str, largest: int) -> Iterator[Shard]:
 def index_of(files: Iterable[Shard]) -> dict[str, Any]:
     """The index of several files."""
     tables = list(files)
-    total = sum(size_of(each.table, name) for each in tables for name in each.table)
-    where = {name: each.file for each in tables for name in each.table}
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    total = sum(size_of(shard.table, name) for shard in tables for name in shard.table)
+    weight_map = {name: shard.file for shard in tables for name in shard.table}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def dtype_of(table: Table) -> str | None:
-    """The floating-point type of the tensors of a table, as configurations name it; None: several.
+    """The floating-point type of a table's tensors, as configurations name it, such as `float32`.
 
-    Torch's name, such as `float32`.
+    None if there are several types, or none.
     """
-    found = {dtype for dtype, _ in table.values() if dtype.is_differentiable}
-    return str(torch_dtype(*found)).removeprefix("torch.") if len(found) == 1 else None
+    dtypes = {dtype for dtype, _ in table.values() if dtype.is_differentiable}
+    return str(torch_dtype(*dtypes)).removeprefix("torch.") if len(dtypes) == 1 else None
 
 
-def _converts(stored: torch.dtype | None, wanted: torch.dtype) -> bool:
-    """Whether numbers of a file stand for themselves; those of a byte are quantized ones."""
-    if stored is None or stored.is_floating_point != wanted.is_floating_point:
+def _converts(stored: torch.dtype | None, expected: torch.dtype) -> bool:
+    """Whether a file's numbers convert to a type; one-byte floats are quantized, and do not."""
+    if stored is None or stored.is_floating_point != expected.is_floating_point:
         return False
-    return not stored.is_floating_point or stored.itemsize > 1 or stored == wanted
+    return not stored.is_floating_point or stored.itemsize > 1 or stored == expected
 
 
 @runtime_checkable
 class _Ignores(Protocol):
-    """A model of transformers, which knows what older files have besides."""
+    """A model of transformers, which names surplus tensors that older files have."""
 
     _keys_to_ignore_on_load_unexpected: Iterable[str] | None
 
 
 def _is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether a model says of a tensor that files may have it for nothing."""
+    """Whether a model says that it ignores a tensor which files may have."""
     patterns = model._keys_to_ignore_on_load_unexpected if isinstance(model, _Ignores) else None
     return any(re.search(pattern, name) for pattern in patterns or ())
 

@@ -1,7 +1,7 @@
-"""Observe a model's forward: what goes between its layers, and what each part uses and costs.
+"""Observe a model's forward: the tensors between its layers, and the use and cost of each part.
 
-The model's own forward runs once on fake tensors, which compute nothing. What each layer takes,
-gives and depends on is noted. So nothing has to be known of the architecture.
+The model's own forward runs once on fake tensors, which compute nothing. The run notes what each
+layer takes, gives and depends on, so the architecture need not be known.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Boundary:
     """The tensors that go from a layer to the next one.
 
     Attributes:
-        structure: of what the earlier layer gives, as a pytree.
+        structure: of the earlier layer's output, as a pytree.
         leaves: of that pytree; tensors are replaced by None.
         moving: the leaves that the next layer takes: the position of each among the leaves, and
             among those of the next layer's arguments.
@@ -47,7 +47,7 @@ class Analysis:
         before, after: the names of parameters that the model uses before its first layer and after
             its last one.
         layers: the names of parameters that each layer uses.
-        flops: of what comes before the layers, of each layer, and of what comes after.
+        flops: of the work before the layers, of each layer, and of the work after them.
     """
 
     boundaries: tuple[Boundary, ...]
@@ -61,7 +61,7 @@ def analyse(model: nn.Module, chain: Chain, example: Mapping[str, Any]) -> Analy
     """Run a model's forward on fakes of example inputs.
 
     Raises:
-        ValueError: it cannot run so, or does not run each layer once, in order.
+        ValueError: it cannot run on fakes, or does not run each layer once, in order.
     """
     run = _Run(model, chain)
     try:
@@ -172,7 +172,7 @@ class _Run:
         self.inside = False
 
     def _count(self) -> None:
-        """Count the operations since the last call for what has run since."""
+        """End the count of the part that has run since the last call, and begin another."""
         self.flops[-1] = self.dependence.flops - self.last
         self.last = self.dependence.flops
         self.flops.append(0)
@@ -192,7 +192,7 @@ class _Run:
             )
         self.output = self.dependence.sources_of(output)
 
-    # -- what it has shown --------------------------------------------------------------------
+    # -- the findings ------------------------------------------------------------------------
 
     def analysis(self) -> Analysis:
         owned = self._owners()
@@ -213,7 +213,7 @@ class _Run:
         )
 
     def _costs(self) -> tuple[int, ...]:
-        """Of what comes before, of each layer with what comes between it and the next, after."""
+        """The operations before the layers, of each layer up to the next, and after the layers."""
         before, *rest = self.flops[:-1]
         layers, between = rest[0::2], rest[1::2]
         return (
@@ -259,7 +259,7 @@ class _Run:
                 return f"the model changes what {behind} gives before {first} takes it"
         earlier = self._bit(index) - 1
         for number in range(index, len(self.layers) + 1):
-            who = "the model" if number == len(self.layers) else self.chain.path_of(number)
+            taker = "the model" if number == len(self.layers) else self.chain.path_of(number)
             sources = (
                 self.output if number == len(self.layers) else _union(self.layers[number].sources)
             )
@@ -268,15 +268,15 @@ class _Run:
                 crossing &= ~self._bit(index - 1)
             if crossing:
                 giver = self.chain.path_of(crossing.bit_length() - 1)
-                return f"{who} takes what {giver} gives, other than by the layers between them"
+                return f"{taker} takes what {giver} gives, other than by the layers between them"
             if number == len(self.layers):
                 break
             for name in sorted(self._parameters(sources)):
                 owners = owned[name]
                 if owners and min(owners) < index and number not in owners:
-                    return f"{who} takes what {self.chain.path_of(min(owners))} makes inside"
+                    return f"{taker} takes what {self.chain.path_of(min(owners))} makes inside"
                 if not owners:
-                    return f"{who} takes a value that the parameter '{name}' makes"
+                    return f"{taker} takes a value that the parameter '{name}' makes"
         return None
 
 
@@ -286,30 +286,32 @@ def _replaced(
     parameter: Callable[[str, torch.Tensor], torch.Tensor],
     buffer: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[None]:
-    """Inside the `with` block other tensors stand for a model's, tied ones for tied ones."""
-    instead: dict[int, torch.Tensor] = {
-        id(held): parameter(name, held) for name, held in model.named_parameters()
+    """Inside the `with` block other tensors stand in for a model's; tied ones stay tied."""
+    replacements: dict[int, torch.Tensor] = {
+        id(tensor): parameter(name, tensor) for name, tensor in model.named_parameters()
     }
-    instead |= {id(held): buffer(held) for _, held in model.named_buffers()}
+    replacements |= {id(tensor): buffer(tensor) for _, tensor in model.named_buffers()}
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in model.modules():
             holders: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for slots in holders:
-                undo += [(slots, key, own) for key, own in slots.items() if own is not None]
-        for slots, key, own in undo:
-            slots[key] = instead[id(own)]
+                undo += [
+                    (slots, key, tensor) for key, tensor in slots.items() if tensor is not None
+                ]
+        for slots, key, tensor in undo:
+            slots[key] = replacements[id(tensor)]
         yield
     finally:
-        for slots, key, own in undo:
-            slots[key] = own
+        for slots, key, tensor in undo:
+            slots[key] = tensor
 
 
 def _union(sources: Sequence[int]) -> int:
-    found = 0
-    for each in sources:
-        found |= each
-    return found
+    union = 0
+    for bits in sources:
+        union |= bits
+    return union
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Cut a row of costs into runs, so that the dearest run costs as little as can be."""
+"""Cut a row of costs into runs, so that the dearest run costs as little as possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def balance(
     Args:
         costs: of each item.
         parts: the number of runs.
-        before, after: what the first run and the last one cost besides.
+        before, after: the additional costs of the first run and of the last one.
         may_cut: whether a run may begin at an index.
 
     Returns:
@@ -31,19 +31,19 @@ def balance(
 
     @cache
     def best(stop: int, runs: int) -> tuple[float, int] | None:
-        """The dearest of so many runs that end at an index, and where the last of them begins."""
-        own = after if stop == count else 0.0
+        """The cost of the dearest of `runs` runs up to `stop`, and where the last one begins."""
+        extra = after if stop == count else 0.0
         if runs == 1:
-            return sums[stop] + before + own, 0
-        found: tuple[float, int] | None = None
+            return sums[stop] + before + extra, 0
+        cheapest: tuple[float, int] | None = None
         for start in range(stop - 1, runs - 2, -1):
             rest = best(start, runs - 1) if may_cut(start) else None
             if rest is None:
                 continue
-            dearest = max(rest[0], sums[stop] - sums[start] + own)
-            if found is None or dearest < found[0]:
-                found = dearest, start
-        return found
+            dearest = max(rest[0], sums[stop] - sums[start] + extra)
+            if cheapest is None or dearest < cheapest[0]:
+                cheapest = dearest, start
+        return cheapest
 
     if not 1 <= parts <= count:
         return None

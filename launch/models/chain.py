@@ -13,7 +13,7 @@ class Chain:
     """The layers of a model.
 
     Attributes:
-        path: where the list hangs, from the model; empty if the model is the list.
+        path: of the list in the model; empty if the model is the list.
         layers: the modules, in order.
     """
 
@@ -21,42 +21,47 @@ class Chain:
     layers: tuple[nn.Module, ...]
 
     def path_of(self, index: int) -> str:
-        """Where a layer hangs, from the model."""
+        """The path of a layer in the model."""
         return f"{self.path}.{index}" if self.path else str(index)
 
 
 def find_chain(model: nn.Module, path: str | None = None) -> Chain:
     """Find the layers of a model.
 
-    Without a path it is the `ModuleList` or `Sequential` with most parameters, of those that are in
-    no other one.
+    Without a path it is the `ModuleList` or `Sequential` with most parameters, among those that are
+    in no other.
 
     Args:
-        path: where the list hangs, if it is to be another one.
+        path: of the list, to choose another one.
 
     Raises:
         ValueError: there is no such list.
     """
     if path is not None:
-        found = dict(model.named_modules()).get(path)
-        if not isinstance(found, nn.ModuleList | nn.Sequential):
-            kind = "nothing" if found is None else f"a {type(found).__name__}"
+        candidate = dict(model.named_modules()).get(path)
+        if not isinstance(candidate, nn.ModuleList | nn.Sequential):
+            kind = "nothing" if candidate is None else f"a {type(candidate).__name__}"
             raise ValueError(
                 f"{type(model).__name__} has {kind} at '{path}', where cg.cut_layers looks for a "
                 f"ModuleList or Sequential; there are {_names(_lists(model))}"
             )
-        return Chain(path, tuple(found))
+        return Chain(path, tuple(candidate))
     lists = dict(_lists(model))
     inner = {
-        id(below) for found in lists.values() for below in found.modules() if below is not found
+        id(descendant)
+        for layer_list in lists.values()
+        for descendant in layer_list.modules()
+        if descendant is not layer_list
     }
-    outer = [(name, found) for name, found in lists.items() if id(found) not in inner]
+    outer = [
+        (name, layer_list) for name, layer_list in lists.items() if id(layer_list) not in inner
+    ]
     if not outer:
         raise ValueError(
             f"{type(model).__name__} has no ModuleList or Sequential, so cg.cut_layers finds no "
             "layers to cut between"
         )
-    name, chosen = max(outer, key=lambda each: _size(each[1]))  # the first of equals
+    name, chosen = max(outer, key=lambda entry: _size(entry[1]))  # the first of equals
     return Chain(name, tuple(chosen))
 
 
@@ -68,8 +73,8 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequentia
 
 def _names(lists: Iterator[tuple[str, nn.Module]]) -> str:
     names = [f"'{name}'" for name, _ in lists]
-    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-    return shown or "none at all"
+    listing = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return listing or "none at all"
 
 
 def _size(module: nn.Module) -> int:

@@ -78,49 +78,50 @@ def _costs(
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
         parts = (analysis.before, *analysis.layers, analysis.after)
         return Costs("bytes", tuple(sum(sizes[name] for name in part) for part in parts))
-    given, count = tuple(costs), len(chain.layers)
-    if len(given) == count:
-        given = (0.0, *given, 0.0)
-    if len(given) != count + 2 or any(not cost >= 0 for cost in given):
+    values, count = tuple(costs), len(chain.layers)
+    if len(values) == count:
+        values = (0.0, *values, 0.0)
+    if len(values) != count + 2 or any(not cost >= 0 for cost in values):
         raise ValueError(
             f"{len(tuple(costs))} costs are given for the {count} layers of '{chain.path}'; give "
             f"{count} numbers that are not negative, or {count + 2}, with what comes before and "
             "after"
         )
-    return Costs("as given", given)
+    return Costs("as given", values)
 
 
 def _lengths(
     model: nn.Module, chain: Chain, analysis: Analysis, costs: Costs, stages: int | Sequence[int]
 ) -> list[int]:
     """The number of layers of each stage."""
-    count, who = len(chain.layers), type(model).__name__
+    count, model_name = len(chain.layers), type(model).__name__
     refusals = {i: b.refusal for i, b in enumerate(analysis.boundaries, 1) if b.refusal}
     if not isinstance(stages, int):
         lengths = list(stages)
         if sum(lengths) != count or min(lengths, default=0) < 1:
             raise ValueError(
-                f"stages of {', '.join(map(str, lengths))} layers are asked for, and {who} has "
-                f"{count} in '{chain.path}'; give each at least one, {count} in all"
+                f"stages of {', '.join(map(str, lengths))} layers are asked for, and {model_name} "
+                f"has {count} in '{chain.path}'; give each at least one, {count} in all"
             )
         starts = [sum(lengths[:i]) for i in range(1, len(lengths))]
         for start in starts:
             if start in refusals:
                 raise ValueError(
-                    f"{who} cannot be cut in front of {chain.path_of(start)}: {refusals[start]}"
+                    f"{model_name} cannot be cut in front of {chain.path_of(start)}: "
+                    f"{refusals[start]}"
                 )
         return lengths
     if not 1 <= stages <= count:
         raise ValueError(
-            f"{stages} stages are asked for, and {who} has {count} layers in '{chain.path}'; each "
-            "stage has at least one"
+            f"{stages} stages are asked for, and {model_name} has {count} layers in "
+            f"'{chain.path}'; each stage has at least one"
         )
-    before, *each, after = costs.values
-    found = balance(each, stages, before, after, lambda index: index not in refusals)
-    if found is None:
-        where, why = next(iter(refusals.items()))
+    before, *layer_costs, after = costs.values
+    balanced = balance(layer_costs, stages, before, after, lambda index: index not in refusals)
+    if balanced is None:
+        index, why = next(iter(refusals.items()))
         raise ValueError(
-            f"{who} cannot be cut into {stages} stages; in front of {chain.path_of(where)}, for "
-            f"one: {why}"
+            f"{model_name} cannot be cut into {stages} stages; in front of {chain.path_of(index)}, "
+            f"for one: {why}"
         )
-    return found
+    return balanced

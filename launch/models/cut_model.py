@@ -1,4 +1,4 @@
-"""A model that is cut: what each stage has, and the modules of the stages."""
+"""A model that is cut: the contents of each stage, and the modules of the stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Costs:
 
     Attributes:
         unit: in words.
-        values: of what comes before the layers, of each layer, and of what comes after.
+        values: of the work before the layers, of each layer, and of the work after them.
     """
 
     unit: str
@@ -33,7 +33,7 @@ class StageOfModel:
     """The contents of one stage of a cut model.
 
     Attributes:
-        layers: by their number.
+        layers: the numbers of its layers.
         parameters: their names, in the order of the model; a tied one has the first of its names.
         borrowed: the names of those that it uses and an earlier stage has.
         lent: the names of its own that later stages use.
@@ -79,24 +79,24 @@ class Cuts(Sequence[StageOfModel]):
     def part(self, index: int) -> ModelPart:
         """Make the module of a stage, with copies of its tensors.
 
-        Of a model on the meta device they are there as well, until an actor fills them (`init=`).
+        If the model is on the meta device, so are the copies, until an actor fills them (`init=`).
         """
         stage, layers = self[index], self._chain.layers
         start, stop = stage.layers.start, stage.layers.stop
         boundaries = self._analysis.boundaries
         passage = Passage(boundaries[start - 1] if start else None)
-        # What deepcopy finds in its memo it takes for the copy, so nothing else is copied.
+        # `deepcopy` takes what its memo has for copies: these layers and parameters are not copied.
         memo: dict[int, Any] = {id(layer): Entry(layer, passage) for layer in layers[:start]}
         memo |= {id(layer): Exit(layer, boundaries[stop - 1]) for layer in layers[stop:]}
         missing = list(self._missing(stage))
-        memo |= {id(self._parameters[each.name]): None for each in missing}
+        memo |= {id(self._parameters[place.name]): None for place in missing}
         return ModelPart(
             copy.deepcopy(self.model, memo), missing, stage.borrowed, stage.lent, passage
         )
 
     def _missing(self, stage: StageOfModel) -> Iterator[Missing]:
-        """The places in a stage's model whose parameters it has not."""
-        own = set(stage.parameters)
+        """The places in a stage's model whose parameters the stage does not have."""
+        own_names = set(stage.parameters)
         first = {id(p): name for name, p in self._parameters.items()}
         absent = tuple(
             f"{self._chain.path_of(i)}."
@@ -105,7 +105,7 @@ class Cuts(Sequence[StageOfModel]):
         )
         for path, parameter in self.model.named_parameters(remove_duplicate=False):
             name = first[id(parameter)]
-            if name not in own and not path.startswith(absent):
+            if name not in own_names and not path.startswith(absent):
                 yield Missing(path, name, parameter.shape, parameter.dtype)
 
     def _share_out(self, lengths: list[int]) -> tuple[StageOfModel, ...]:
@@ -134,12 +134,12 @@ class Cuts(Sequence[StageOfModel]):
     def _used(self, layers: range) -> set[str]:
         """The parameters that the part of the forward with these layers uses."""
         analysis = self._analysis
-        found: set[str] = set().union(*(analysis.layers[i] for i in layers))
+        names: set[str] = set().union(*(analysis.layers[i] for i in layers))
         if layers.start == 0:
-            found |= analysis.before
+            names |= analysis.before
         if layers.stop == len(self._chain.layers):
-            found |= analysis.after
-        return found
+            names |= analysis.after
+        return names
 
     def _stage(
         self,
@@ -148,20 +148,20 @@ class Cuts(Sequence[StageOfModel]):
         borrowed: tuple[str, ...],
         lent: tuple[str, ...],
     ) -> StageOfModel:
-        before, *each, after = self.costs.values
-        cost = sum(each[i] for i in layers)
+        before, *layer_costs, after = self.costs.values
+        cost = sum(layer_costs[i] for i in layers)
         cost += before if layers.start == 0 else 0
-        cost += after if layers.stop == len(each) else 0
-        held = [self._parameters[name] for name in parameters]
-        elements = sum(p.numel() for p in held)
-        size = sum(p.numel() * p.element_size() for p in held)
+        cost += after if layers.stop == len(layer_costs) else 0
+        tensors = [self._parameters[name] for name in parameters]
+        elements = sum(p.numel() for p in tensors)
+        size = sum(p.numel() * p.element_size() for p in tensors)
         return StageOfModel(layers, parameters, borrowed, lent, elements, size, cost)
 
     # -- the table ----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        count, where = len(self._chain.layers), self._chain.path or "the model itself"
-        head = f"{type(self.model).__name__}: {count} layers in {where}, {len(self)} stages"
+        count, place = len(self._chain.layers), self._chain.path or "the model itself"
+        head = f"{type(self.model).__name__}: {count} layers in {place}, {len(self)} stages"
         dearest = max((stage.cost for stage in self), default=0.0) or 1.0
         rows = [("stage", "layers", "parameters", self.costs.unit, "of the dearest", "besides")]
         for index, stage in enumerate(self):

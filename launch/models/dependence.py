@@ -1,8 +1,8 @@
-"""Which parameters and layers the tensors of a run depend on, by watching its operators.
+"""Find the parameters and layers that the tensors of a run depend on, by watching its operators.
 
-A run on fake tensors computes nothing. What a tensor depends on is kept for its memory, as a set
-of sources that are the bits of an int. Operators that take nothing but the shape of a tensor do not
-make their result depend on it.
+A run on fake tensors computes nothing. The sources of a tensor are kept for its storage, as the
+bits of an int. Operators that use nothing but the shape of a tensor do not make their result depend
+on it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def sources_of(self, value: Any) -> int:
         """The sources that the tensors of a pytree depend on."""
-        found = 0
+        sources = 0
         for tensor in _tensors(value):
-            found |= self._sources.get(_key(tensor), 0)
-        return found
+            sources |= self._sources.get(_key(tensor), 0)
+        return sources
 
     def set_sources(self, value: Any, sources: int) -> None:
-        """Say what the tensors of a pytree depend on from here on."""
+        """Set the sources that the tensors of a pytree depend on."""
         for tensor in _tensors(value):
             self._keep(tensor)
             self._sources[_key(tensor)] = sources
@@ -71,14 +71,14 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops += int(formula(*args, **kwargs, out_val=results))
         if func.overloadpacket.__name__ in _OF_SHAPE_ALONE:
             return results
-        given = self.sources_of((args, kwargs))
-        self.read |= given
+        sources = self.sources_of((args, kwargs))
+        self.read |= sources
         written = [a for a, s in zip(args, func._schema.arguments, strict=False) if _is_written(s)]
-        if given:
+        if sources:
             for tensor in _tensors((results, written)):
                 self._keep(tensor)
                 key = _key(tensor)
-                self._sources[key] = self._sources.get(key, 0) | given
+                self._sources[key] = self._sources.get(key, 0) | sources
         return results
 
     def _keep(self, tensor: torch.Tensor) -> None:

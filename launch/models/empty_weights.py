@@ -1,4 +1,4 @@
-"""Make models without the memory of their parameters: on the meta device, buffers as they are."""
+"""Make models without memory for their parameters, which are on the meta device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Inside the `with` block, parameters of modules that are made are on the meta device.
+    """Inside the `with` block, parameters of new modules are on the meta device.
 
     ```python
     with cg.empty_weights():
         model = AutoModelForCausalLM.from_config(config)
     ```
 
-    Buffers are computed as ever, since files of weights lack many, such as rotary tables. So the
-    model costs no memory, and knows everything but its weights. An actor fills those that it keeps
-    (`init=`). Tied parameters stay tied.
+    Buffers are computed as usual, since files of weights lack many, such as rotary tables. So the
+    model takes no memory for its weights, and has everything else. An actor fills those that it
+    keeps (`init=`). Tied parameters stay tied.
     """
     handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]
     try:

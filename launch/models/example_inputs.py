@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 ROWS, LENGTH = 1, 64
-"""Of a batch of texts; a model that takes fewer positions has fewer."""
+"""The shape of a batch of texts; it is shorter for a model that takes fewer positions."""
 
 
 @runtime_checkable

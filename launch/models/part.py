@@ -1,4 +1,4 @@
-"""A stage of a cut model: the model's own forward, of which it runs a part.
+"""A stage of a cut model, which runs a part of the model's own forward.
 
 A part is the model, without the tensors and layers of other stages. In their place stand layers
 that let in what the stage before has made, and one that ends the run where the next stage goes on.
@@ -29,7 +29,7 @@ class ModelPart(nn.Module):
     Its parameters and buffers have the names that they have in the model, behind `model.`.
 
     Attributes:
-        model: the model, of which it has a part.
+        model: the model, reduced to this part.
         borrowed: the names of parameters that it uses and another part has.
         lent: the names of its own parameters that others use.
     """
@@ -95,15 +95,19 @@ class ModelPart(nn.Module):
         return {name: nn.functional.embedding(rows[name], value) for name, value in lent.items()}
 
     def _check(self, entering: Moving | None, lent: Mapping[str, torch.Tensor]) -> None:
-        taken = self._passage.taken
-        given = 0 if entering is None else len(_as_tuple(entering) or ())
-        if given != taken:
-            what = "the first part takes None" if not taken else f"this part takes {taken} tensors"
-            raise ValueError(f"{what} of the part before it, and was given {given}")
-        wanting = [name for name in self.borrowed if name not in lent]
-        if wanting:
+        expected = self._passage.taken
+        count = 0 if entering is None else len(_as_tuple(entering) or ())
+        if count != expected:
+            expectation = (
+                "the first part takes None"
+                if not expected
+                else f"this part takes {expected} tensors"
+            )
+            raise ValueError(f"{expectation} of the part before it, and was given {count}")
+        lacking = [name for name in self.borrowed if name not in lent]
+        if lacking:
             raise ValueError(
-                f"this part uses {', '.join(wanting)} of another part; give it what that part's "
+                f"this part uses {', '.join(lacking)} of another part; give it what that part's "
                 "lend() returns, as lent={name: value}"
             )
 
@@ -111,15 +115,15 @@ class ModelPart(nn.Module):
     def _filled(self, lent: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside the `with` block no parameter is missing.
 
-        What others lend is in its place. For all else stand zeros of one element: what is computed
-        of them does not reach what the part returns.
+        What others lend is in its place. Zeros of one element stand in all other places: values
+        computed from them do not reach what the part returns.
         """
         device = next(self.model.parameters(), torch.empty(0)).device
         slots = []
-        for each in self._missing:
-            path, _, key = each.path.rpartition(".")
+        for missing in self._missing:
+            path, _, key = missing.path.rpartition(".")
             slots.append((self.model.get_submodule(path)._parameters, key))
-            value = lent[each.name] if each.name in self.borrowed else each.zeros(device)
+            value = lent[missing.name] if missing.name in self.borrowed else missing.zeros(device)
             slots[-1][0][key] = value  # type: ignore[assignment]
         try:
             yield
@@ -130,7 +134,7 @@ class ModelPart(nn.Module):
 
 @dataclass(frozen=True)
 class Missing:
-    """A place in a part's model whose parameter the part has not.
+    """A place in a part's model whose parameter the part does not have.
 
     Attributes:
         path: of the place, from the model.
@@ -152,7 +156,7 @@ class Passage:
     """The tensors that enter a part, while it runs.
 
     Args:
-        boundary: what the part before gives; None for the first part.
+        boundary: the tensors that the part before gives; None for the first part.
     """
 
     def __init__(self, boundary: Boundary | None) -> None:
@@ -164,7 +168,7 @@ class Passage:
         return 0 if self.boundary is None else len(self.boundary.moving)
 
     def give(self) -> Any:
-        """Return what has entered, as the layer in front gives it."""
+        """Return the tensors that have entered, as the output of the layer in front."""
         assert self.boundary is not None
         assert self.entering is not None
         leaves = list(self.boundary.leaves)
@@ -186,12 +190,14 @@ class _Stand(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        own = vars(self)
-        own.update({k: v for k, v in vars(layer).items() if k not in own and _is_plain(v)})
+        attributes = vars(self)
+        attributes.update(
+            {k: v for k, v in vars(layer).items() if k not in attributes and _is_plain(v)}
+        )
 
 
 class Entry(_Stand):
-    """In the place of a layer before the part's own: gives what has entered."""
+    """Stands for a layer before the part's own, and gives the tensors that have entered."""
 
     def __init__(self, layer: nn.Module, passage: Passage) -> None:
         super().__init__(layer)
@@ -202,7 +208,7 @@ class Entry(_Stand):
 
 
 class Exit(_Stand):
-    """In the place of the layer behind the part's last one: ends the run with what it is given."""
+    """Stands for the layer behind the part's last one, and ends the run with its own inputs."""
 
     def __init__(self, layer: nn.Module, boundary: Boundary) -> None:
         super().__init__(layer)

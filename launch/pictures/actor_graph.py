@@ -76,9 +76,9 @@ class Edge:
 
     @property
     def text(self) -> str:
-        """Types, without saying the same one twice."""
-        found = Counter(self.types)
-        return ", ".join(t if n == 1 else f"{n} of {t}" for t, n in found.items())
+        """The types, each once, with its number."""
+        counts = Counter(self.types)
+        return ", ".join(t if n == 1 else f"{n} of {t}" for t, n in counts.items())
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ def actor_graph(
     Args:
         module: scheduled.
         transport: describes the transport of a channel.
-        traced: the functions as they were traced, by name: these know of layouts.
+        traced: the functions as they were traced, by name; their types have layouts.
     """
     maker = _Maker(module, transport, traced or {})
     return maker.make()
@@ -118,7 +118,7 @@ class _Origin:
 
 
 class _Maker:
-    """One graph on its way."""
+    """Makes one graph."""
 
     def __init__(
         self, module: Module, transport: Transport, traced: Mapping[str, Function]
@@ -193,7 +193,7 @@ class _Maker:
         return Node(rank, title, actor or "", box.kind, box.source, layout=layout)
 
     def _types(self, op: Op, given: bool) -> Sequence[TensorType | None]:
-        """Of what a call takes or gives: each with its layout; None where it has none."""
+        """The types that a call gives, or else takes, with their layouts; None without a layout."""
         if not isinstance(op, Call):
             return ()
         function = self._traced.get(self._module.functions[op.fn.name].body_name)
@@ -208,9 +208,9 @@ class _Maker:
             key = self._keys.get(id(op))
             if key is None:
                 continue
-            wanted = self._types(op, given=False)
+            input_types = self._types(op, given=False)
             for index, value in enumerate(op.operands):
-                type_ = wanted[index] if len(wanted) == len(op.operands) else None
+                type_ = input_types[index] if len(input_types) == len(op.operands) else None
                 for origin in self._origins(rank, value):
                     self._edge(origin, key, value, op.mb, type_ or origin.type)
 
@@ -223,9 +223,13 @@ class _Maker:
                 yield _Origin(self._input(rank, value), channel)
                 return
             if id(op) in self._keys:
-                made = self._types(op, given=True)
-                known = made[op.results.index(value)] if len(made) == len(op.results) else None
-                yield _Origin(self._keys[id(op)], channel, known)
+                output_types = self._types(op, given=True)
+                type_ = (
+                    output_types[op.results.index(value)]
+                    if len(output_types) == len(op.results)
+                    else None
+                )
+                yield _Origin(self._keys[id(op)], channel, type_)
                 return
             if isinstance(op, Recv | Broadcast):
                 channel = self._module.channels.get(op.chan or 0)
@@ -266,7 +270,7 @@ class _Maker:
         type_ = _plain(value) if travels else laid_out
         # Of all microbatches the first alone counts.
         seen = self._seen.setdefault(pair, set())
-        first = next((other for other, _ in seen), mb)
+        first = next((microbatch for microbatch, _ in seen), mb)
         if mb == first:
             edge.types.append(str(type_))
         seen.add((first, str(type_)))
@@ -283,9 +287,9 @@ class _Maker:
                 continue
             key = self._keys[id(op)]
             for state, _ in function.touches:
-                before = latest.get(state)
-                if before is not None and key not in fed:
-                    self._graph.edges.setdefault((before, key), Edge(is_state=True))
+                previous = latest.get(state)
+                if previous is not None and key not in fed:
+                    self._graph.edges.setdefault((previous, key), Edge(is_state=True))
                 latest[state] = key
             # Later microbatches come after much that the first one does not need.
             fed.add(key)
@@ -307,12 +311,12 @@ def _plain(value: Value) -> Type:
 def _title(function: str, actor: str | None) -> str:
     """The name of a function, for readers."""
     name = function.removeprefix("torch." if actor is None else f"{actor}.")
-    whole, _, number = name.rpartition(".part")
-    if whole and number.isdigit():
-        return f"{_title(whole, None)} {int(number) + 1}"
-    for suffix, before in _PARTS.items():
+    base, _, number = name.rpartition(".part")
+    if base and number.isdigit():
+        return f"{_title(base, None)} {int(number) + 1}"
+    for suffix, prefix in _PARTS.items():
         if name.endswith(suffix):
-            return before + name.removesuffix(suffix)
+            return prefix + name.removesuffix(suffix)
     return name
 
 
@@ -325,19 +329,19 @@ def _layer(graph: ActorGraph) -> None:
     needs: dict[Key, list[Key]] = {key: [] for key in graph.nodes}
     for source, target in graph.edges:
         needs[target].append(source)
-    done: dict[Key, int] = {}
+    layer_of: dict[Key, int] = {}
     for start in graph.nodes:
         path: list[Key] = [start]
-        open_: set[Key] = {start}
+        on_path: set[Key] = {start}
         while path:
             key = path[-1]
-            missing = [k for k in needs[key] if k not in done and k not in open_]
+            missing = [k for k in needs[key] if k not in layer_of and k not in on_path]
             if missing:
                 path.append(missing[0])
-                open_.add(missing[0])
+                on_path.add(missing[0])
                 continue
-            found = [done[k] for k in needs[key] if k in done]
-            done[key] = max(found, default=-1) + 1
-            open_.discard(path.pop())
-    for key, layer in done.items():
+            layers = [layer_of[k] for k in needs[key] if k in layer_of]
+            layer_of[key] = max(layers, default=-1) + 1
+            on_path.discard(path.pop())
+    for key, layer in layer_of.items():
         graph.nodes[key].layer = layer

@@ -21,7 +21,7 @@ def graph_svg(graph: ActorGraph, title: str = "") -> str:
 
 
 class _Drawing:
-    """One SVG on its way."""
+    """Draws one SVG."""
 
     def __init__(self, graph: ActorGraph, title: str) -> None:
         self._graph = graph
@@ -34,15 +34,15 @@ class _Drawing:
         self._place()
 
     def _place(self) -> None:
-        """Layers from left to right; nodes of one rank and layer below each other."""
-        used: Counter[tuple[int, int]] = Counter()
+        """Place layers from left to right, and the nodes of a rank and layer below each other."""
+        counts: Counter[tuple[int, int]] = Counter()
         rows: dict[Key, int] = {}
         for key, node in self._graph.nodes.items():
-            rows[key] = used[node.rank, node.layer]
-            used[node.rank, node.layer] += 1
+            rows[key] = counts[node.rank, node.layer]
+            counts[node.rank, node.layer] += 1
         top = float(_TOP)
         for rank in range(self._graph.world):
-            deepest = max((n for (r, _), n in used.items() if r == rank), default=1)
+            deepest = max((n for (r, _), n in counts.items() if r == rank), default=1)
             height = deepest * (self._box + _DOWN) - _DOWN + 2 * _PAD
             self._bands[rank] = (top, height)
             top += height + _BETWEEN
@@ -131,8 +131,8 @@ class _Drawing:
                 f"{x1 - bend:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
             )
         kind = "state" if edge.is_state else "across" if edge.transport else "within"
-        what = "state of the actor" if edge.is_state else edge.text
-        about = f"{what}\n{edge.transport}" if edge.transport else what
+        content = "state of the actor" if edge.is_state else edge.text
+        about = f"{content}\n{edge.transport}" if edge.transport else content
         self._lines.append(
             f'<g class="edge"><title>{escape(about)}</title><path class="{kind}" d="{path}"/>'
             f'<path class="tip {kind}" d="M{x1 - 6:.1f} {y1 - 3.5:.1f}L{x1:.1f} {y1:.1f}'
@@ -142,15 +142,15 @@ class _Drawing:
     def _edge_label(self, source: Key, target: Key, edge: Edge) -> None:
         x0, y0, x1, y1 = self._ends(source, target)
         x, y = (x0 + x1) / 2, (y0 + y1) / 2
-        text, how = escape(_cut(edge.text, 150)), escape(edge.transport)
+        text, transport = escape(_cut(edge.text, 150)), escape(edge.transport)
         self._lines.append(
             f'<text class="label" x="{x:.1f}" y="{y - 2:.1f}">{text}'
-            f'<tspan x="{x:.1f}" dy="11" class="how">{how}</tspan></text>'
+            f'<tspan x="{x:.1f}" dy="11" class="how">{transport}</tspan></text>'
         )
 
 
 def _cut(text: str, width: float) -> str:
-    """As much of a text as there is room for."""
+    """The part of a text that there is room for."""
     room = int(width / _CHARACTER)
     return text if len(text) <= room else text[: room - 1] + "…"
 

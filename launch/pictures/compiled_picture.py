@@ -21,7 +21,7 @@ _SIZE = re.compile(r'<svg [^>]*?width="([\d.]+)" height="([\d.]+)"')
 def timeline_of(
     module: Module, predicted: ProgramTimes | None, measured: ProgramTimes | None
 ) -> Picture:
-    """Make the timeline of times that are known; without any, each task takes a unit of time."""
+    """Make the timeline of given times; without any, each task takes a unit of time."""
     if predicted is None and measured is None:
         return picture_in_units(module)
     if predicted is None or measured is None:
@@ -48,7 +48,7 @@ def write_compiled(
         timeline: of its programs.
         transport: describes the transport of a channel.
         path: ends in `.svg` or `.html`; its folder is made if it does not exist.
-        traced: the functions as they were traced, which know of layouts.
+        traced: the functions as they were traced, whose types have layouts.
 
     Raises:
         ValueError: the path ends in something else.

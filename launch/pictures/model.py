@@ -43,9 +43,9 @@ class Slice:
         kind: of work; gives the colour.
         name: for tooltips and traces: `2F0 stage2.forward`.
         label: the text in the box, if there is room.
-        op: the op in the IR's text form, as far as there is one.
+        op: the op in the IR's text form, if there is one.
         source: the user's line, `train.py:12, in step`; empty if it is not known.
-        nbytes: of tensors that a message carries or a call makes; None if that means nothing.
+        nbytes: of tensors that a message carries or a call makes; None where it has no meaning.
         microbatch: which it belongs to, if any.
         execution: of the step, where several are shown.
         chunk: which of the rank's stages it belongs to, where a rank has several; 0 is the first.
@@ -116,7 +116,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """From a send to the end of what waited for its message."""
+    """An arrow from a send to the end of the wait for its message."""
 
     tail: Spot
     head: Spot
@@ -127,7 +127,7 @@ class Picture:
     """A timeline.
 
     Attributes:
-        title: of what.
+        title: of the picture.
         note: a remark for the reader, such as the costs that were assumed.
         rows: from top to bottom.
         arrows: messages.
@@ -141,7 +141,7 @@ class Picture:
     @property
     def end(self) -> float:
         """The end of the last slice, in milliseconds."""
-        return max((each.end for each in self.slices()), default=0.0)
+        return max((box.end for box in self.slices()), default=0.0)
 
     def slices(self) -> Iterator[Slice]:
         """All slices, from top to bottom."""
@@ -151,14 +151,14 @@ class Picture:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Those that occur, in the order of the legend."""
-        found = {each.kind for each in self.slices()}
-        return tuple(kind for kind in Kind if kind in found)
+        """The kinds that occur, in the order of the legend."""
+        present = {box.kind for box in self.slices()}
+        return tuple(kind for kind in Kind if kind in present)
 
     @property
     def has_chunks(self) -> bool:
         """True if a rank has several stages, which differ in shade."""
-        return any(each.chunk for each in self.slices())
+        return any(box.chunk for box in self.slices())
 
 
 class TrackKey(NamedTuple):
@@ -184,7 +184,7 @@ def lay_out(
 ) -> Picture:
     """Lay out slices: a row for each rank, and in it a track for each lane and stream.
 
-    Arrows are left out whose tracks have no slices.
+    Arrows whose tracks have no slices are left out.
     """
     rows: list[Row] = []
     places: dict[TrackKey, tuple[int, int]] = {}
@@ -196,12 +196,12 @@ def lay_out(
             for key in keys
         )
         rows.append(Row(rank, tuple(tracks)))
-    found = (
-        Arrow(Spot(*places[tail], sent), Spot(*places[head], come))
-        for (tail, sent), (head, come) in arrows
+    placed_arrows = (
+        Arrow(Spot(*places[tail], start), Spot(*places[head], end))
+        for (tail, start), (head, end) in arrows
         if tail in places and head in places
     )
-    return Picture(title, tuple(rows), note, tuple(found))
+    return Picture(title, tuple(rows), note, tuple(placed_arrows))
 
 
 def _order(key: TrackKey) -> tuple[int, int, str]:
@@ -209,8 +209,8 @@ def _order(key: TrackKey) -> tuple[int, int, str]:
     return key.lane, _STREAMS.index(key.stream) if known else len(_STREAMS), key.stream
 
 
-def _times(each: Slice) -> tuple[float, float]:
-    return each.start, each.end
+def _times(box: Slice) -> tuple[float, float]:
+    return box.start, box.end
 
 
 def one_above_the_other(predicted: Picture, measured: Picture) -> Picture:

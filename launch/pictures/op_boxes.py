@@ -26,10 +26,10 @@ class OpBoxes:
 
     def of(self, op: Op) -> Slice:
         """The box of `op`."""
-        found = self._made.get(id(op))
-        if found is None:
-            found = self._made[id(op)] = self._make(op)
-        return found
+        box = self._made.get(id(op))
+        if box is None:
+            box = self._made[id(op)] = self._make(op)
+        return box
 
     def instruction(self, index: int, role: Role, awaited: int | None) -> Slice:
         """The box of an instruction that was made for the op at `index`.
@@ -43,8 +43,10 @@ class OpBoxes:
         box = self.of(op)
         communicates = isinstance(op, Send | Recv | Collective)
         if role is Role.AWAIT:
-            what = "the others' reports" if awaited is None else self._name(self._ops[awaited])
-            return replace(box, kind=Kind.WAIT, name=f"wait: {what}", label="")
+            awaited_name = (
+                "the others' reports" if awaited is None else self._name(self._ops[awaited])
+            )
+            return replace(box, kind=Kind.WAIT, name=f"wait: {awaited_name}", label="")
         if role is Role.ISSUE and not communicates:
             return replace(box, kind=Kind.MESSAGE, name="report", label="", op="", source="")
         if role is Role.KEEP and isinstance(op, Call):

@@ -27,7 +27,7 @@ def write_trace(picture: Picture, path: Path, about: Mapping[str, Any] | None = 
     """Write a timeline to a file, an event a line.
 
     Args:
-        picture: what to write.
+        picture: the timeline to write.
         path: its folder is made if it does not exist.
         about: goes into the file's metadata; JSON.
     """
@@ -49,8 +49,8 @@ def trace_events(picture: Picture) -> Iterator[dict[str, Any]]:
         yield from _names(index, row)
     for index, row in enumerate(picture.rows):
         for thread, track in enumerate(row.tracks):
-            for each in track.slices:
-                yield _complete(each, index, thread)
+            for box in track.slices:
+                yield _complete(box, index, thread)
     for number, arrow in enumerate(picture.arrows):
         yield _flow("s", number, arrow.tail)
         # It binds to the slice that encloses its time: that of the wait, not the one after it.
@@ -69,25 +69,25 @@ def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dic
     return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": args}
 
 
-def _complete(each: Slice, process: int, thread: int) -> dict[str, Any]:
-    given = {
-        "op": each.op,
-        "source": each.source,
-        "bytes": each.nbytes,
-        "microbatch": each.microbatch,
-        "execution": each.execution,
+def _complete(box: Slice, process: int, thread: int) -> dict[str, Any]:
+    details = {
+        "op": box.op,
+        "source": box.source,
+        "bytes": box.nbytes,
+        "microbatch": box.microbatch,
+        "execution": box.execution,
     }
     event: dict[str, Any] = {
         "ph": "X",
-        "name": each.name,
-        "cat": each.kind.name.lower(),
-        "ts": _micros(each.start),
-        "dur": round(_micros(each.end) - _micros(each.start), 3),
+        "name": box.name,
+        "cat": box.kind.name.lower(),
+        "ts": _micros(box.start),
+        "dur": round(_micros(box.end) - _micros(box.start), 3),
         "pid": process,
         "tid": thread,
-        "args": {key: value for key, value in given.items() if value not in (None, "")},
+        "args": {key: value for key, value in details.items() if value not in (None, "")},
     }
-    colour = _COLOURS.get(each.kind.name)
+    colour = _COLOURS.get(box.kind.name)
     return event | {"cname": colour} if colour else event
 
 

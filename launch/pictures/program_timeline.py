@@ -18,7 +18,7 @@ from .op_boxes import OpBoxes
 def picture_of_programs(
     times: ProgramTimes, module: Module, title: str = "", note: str = ""
 ) -> Picture:
-    """Programs: for each rank its computation and, on paper, the messages on its other streams.
+    """The picture of programs: each rank's computation and, on paper, its messages by stream.
 
     Args:
         times: of the programs of `module`, simulated or recorded.
@@ -82,6 +82,6 @@ def picture_in_units(module: Module) -> Picture:
         and op.task is None
         and module.functions[op.fn.name].actor is not None
     }
-    found = simulate_programs(module, Costs(functions=dict.fromkeys(loose, 1.0)))
+    simulation = simulate_programs(module, Costs(functions=dict.fromkeys(loose, 1.0)))
     note = "on paper: F, B, W and each call outside of them take 1 ms, transfers none"
-    return picture_of_programs(found, module, note=note)
+    return picture_of_programs(simulation, module, note=note)

@@ -68,11 +68,11 @@ class Records:
 
     def executions(self, step: int) -> list[int]:
         """The numbers of the executions of a step that have left a trace, ascending."""
-        found = set[int]()
+        numbers = set[int]()
         for record in self.programs:
             if record.step == step:
-                found.update(record.events[1::4])
-        return sorted(found)
+                numbers.update(record.events[1::4])
+        return sorted(numbers)
 
 
 def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
@@ -81,7 +81,9 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
     Where executions overlap on a rank, each has tracks of its own.
     """
     zero = min((began for _, _, _, began, _ in _events(records)), default=0.0)
-    instructions = [_instructions(each, records.modules[each.step]) for each in records.programs]
+    instructions = [
+        _instructions(record, records.modules[record.step]) for record in records.programs
+    ]
     boxes: list[tuple[Which, Slice]] = []
     spans: dict[int, dict[Which, tuple[float, float]]] = defaultdict(dict)
     tails: dict[_MessageKey, tuple[Which, Slice]] = {}
@@ -97,7 +99,9 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
         if message is not None:
             key = (record.step, record.context, execution, message.chan, message.seq or 0)
             (tails if isinstance(message, Send) else heads)[key] = which, box
-    lanes = {which: lane for each in spans.values() for which, lane in _lanes(each).items()}
+    lanes = {
+        which: lane for rank_spans in spans.values() for which, lane in _lanes(rank_spans).items()
+    }
 
     def track(which: Which, box: Slice) -> TrackKey:
         return TrackKey(records.programs[which[0]].rank, box.stream, lanes[which])
@@ -110,7 +114,7 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
         for key, tail in tails.items()
         if key in heads
     )
-    return lay_out(title, note, {each.rank for each in records.programs}, slices, arrows)
+    return lay_out(title, note, {record.rank for record in records.programs}, slices, arrows)
 
 
 _MessageKey: TypeAlias = tuple[int, int, int, int, int]
@@ -131,8 +135,8 @@ def _events(records: Records) -> Iterator[tuple[int, int, int, float, float]]:
 def _instructions(record: ProgramRecord, module: Module) -> list[tuple[Slice, Send | Recv | None]]:
     """For each instruction its box, and the message that it sends or waits for."""
     boxes = OpBoxes(module, module.program_of(record.rank))
-    origins = [(each.op, each.role, each.awaited) for each in record.origins]
-    return [(boxes.instruction(*each), boxes.of_message(*each)) for each in origins]
+    origins = [(origin.op, origin.role, origin.awaited) for origin in record.origins]
+    return [(boxes.instruction(*origin), boxes.of_message(*origin)) for origin in origins]
 
 
 def _lanes(spans: Mapping[Which, tuple[float, float]]) -> dict[Which, int]:

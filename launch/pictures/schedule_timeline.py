@@ -41,7 +41,7 @@ def _task_arrows(ends: dict[Task, tuple[TrackKey, float, float]]) -> list[tuple[
     for task, (key, _, end) in ends.items():
         if task.action in _NEXT_STAGE:
             step = _NEXT_STAGE[task.action]
-            other = ends.get(Task(task.stage + step, task.action, task.microbatch))
-            if other is not None and other[0] != key:
-                arrows.append(((key, end - NUDGE), (other[0], other[1])))
+            next_ends = ends.get(Task(task.stage + step, task.action, task.microbatch))
+            if next_ends is not None and next_ends[0] != key:
+                arrows.append(((key, end - NUDGE), (next_ends[0], next_ends[1])))
     return arrows

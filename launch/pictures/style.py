@@ -56,7 +56,7 @@ def ink_on(kind: Kind) -> str:
 
 
 def ticks(end: float, wanted: int = 10) -> list[float]:
-    """About so many round times from 0 to `end`."""
+    """About `wanted` round times from 0 to `end`, in the same unit."""
     if end <= 0:
         return [0.0]
     raw = end / max(wanted, 1)

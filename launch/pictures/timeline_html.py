@@ -23,7 +23,7 @@ def timeline_html(picture: Picture, graph: str = "") -> str:
     """Draw a timeline.
 
     Args:
-        picture: what to draw.
+        picture: the timeline to draw.
         graph: SVG to show below it.
     """
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=False)
@@ -41,7 +41,7 @@ def _template() -> Template:
 
 
 def _data(picture: Picture) -> dict[str, Any]:
-    """The data that the page's script reads; text that occurs often is there once."""
+    """The data that the page's script reads; each text is in it once."""
     bands = stack(picture)
     strings = _Strings()
     return {
@@ -82,18 +82,18 @@ def _kinds(picture: Picture) -> list[dict[str, Any]]:
 
 
 class _Strings:
-    """Numbers strings."""
+    """Gives each string a number."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        found = self._numbers.get(text)
-        if found is None:
-            found = self._numbers[text] = len(self.all)
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self.all)
             self.all.append(text)
-        return found
+        return number
 
 
 def _row(band: Band, strings: _Strings) -> dict[str, Any]:
@@ -107,26 +107,26 @@ def _row(band: Band, strings: _Strings) -> dict[str, Any]:
                 "name": lane.track.name,
                 "top": lane.top,
                 "height": lane.height,
-                "slices": [_slice(each, strings) for each in lane.track.slices],
+                "slices": [_slice(box, strings) for box in lane.track.slices],
             }
             for lane in band.lanes
         ],
     }
 
 
-def _slice(each: Slice, strings: _Strings) -> list[Any]:
+def _slice(box: Slice, strings: _Strings) -> list[Any]:
     return [
-        _rounded(each.start),
-        _rounded(each.end),
-        _KINDS.index(each.kind),
-        *map(strings.number, (each.name, each.label, each.op, each.source)),
-        each.nbytes,
-        each.microbatch,
-        each.execution,
-        each.chunk % 2,
+        _rounded(box.start),
+        _rounded(box.end),
+        _KINDS.index(box.kind),
+        *map(strings.number, (box.name, box.label, box.op, box.source)),
+        box.nbytes,
+        box.microbatch,
+        box.execution,
+        box.chunk % 2,
     ]
 
 
 def _rounded(ms: float) -> float:
-    """To nanoseconds."""
+    """Milliseconds, rounded to nanoseconds."""
     return round(ms, 6)

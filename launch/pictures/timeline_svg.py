@@ -36,9 +36,9 @@ def timeline_svg(picture: Picture, width: float | None = None) -> str:
     Each slice tells about itself in a tooltip. Slices that are too short to be seen are left out.
 
     Args:
-        picture: what to draw.
-        width: of the time axis in pixels; as wide as the boxes' labels want it, within limits,
-            if None.
+        picture: the timeline to draw.
+        width: of the time axis in pixels; None for a width at which the boxes' labels fit, within
+            limits.
     """
     return _Drawing(picture, width).draw()
 
@@ -55,7 +55,7 @@ def tooltip(each: Slice) -> str:
 
 
 class _Drawing:
-    """One SVG on its way."""
+    """Draws one SVG."""
 
     def __init__(self, picture: Picture, width: float | None) -> None:
         self._picture = picture
@@ -120,38 +120,38 @@ class _Drawing:
             self._lane(lane, len(band.lanes) > 1)
         add("</g>")
 
-    def _lane(self, lane: Lane, named: bool) -> None:
+    def _lane(self, lane: Lane, is_named: bool) -> None:
         top = _TOP + lane.top
-        if named:
+        if is_named:
             self._lines.append(
                 f'<text class="name" x="{self._left - 8}" y="{top + lane.height / 2 + 3.5:.1f}">'
                 f"{escape(lane.track.name)}</text>"
             )
-        for each in lane.track.slices:
-            self._slice(each, top, lane.height)
+        for box in lane.track.slices:
+            self._slice(box, top, lane.height)
 
-    def _slice(self, each: Slice, top: int, height: int) -> None:
-        x, width = self._x(each.start), (each.end - each.start) * self._per_ms
+    def _slice(self, box: Slice, top: int, height: int) -> None:
+        x, width = self._x(box.start), (box.end - box.start) * self._per_ms
         if width < _INVISIBLE:
             return
         # A hair of paper between neighbours, where they can spare it.
-        shown = width - 0.8 if width > 4 else width
+        visible_width = width - 0.8 if width > 4 else width
         self._lines.append(
-            f'<g class="{_class(each.kind, each.chunk)}"><title>{escape(tooltip(each))}</title>'
-            f'<rect x="{x:.2f}" y="{top}" width="{shown:.2f}" height="{height}" '
-            f'rx="{min(2.5, shown / 4):.1f}"/>'
-            + self._text(each, x + shown / 2, top, height, shown)
+            f'<g class="{_class(box.kind, box.chunk)}"><title>{escape(tooltip(box))}</title>'
+            f'<rect x="{x:.2f}" y="{top}" width="{visible_width:.2f}" height="{height}" '
+            f'rx="{min(2.5, visible_width / 4):.1f}"/>'
+            + self._text(box, x + visible_width / 2, top, height, visible_width)
             + "</g>"
         )
 
-    def _text(self, each: Slice, middle: float, top: int, height: int, width: float) -> str:
+    def _text(self, box: Slice, middle: float, top: int, height: int, width: float) -> str:
         size = 11 if height > 16 else 9
         room = int((width - 3) / (size * 0.58))
-        if room < 1 or not each.label or each.kind is Kind.WAIT:
+        if room < 1 or not box.label or box.kind is Kind.WAIT:
             return ""
-        label = each.label if len(each.label) <= room else ""
+        label = box.label if len(box.label) <= room else ""
         if not label and room >= 4:
-            label = each.label[: room - 1] + "…"
+            label = box.label[: room - 1] + "…"
         if not label:
             return ""
         y = top + height / 2 + size * 0.36
@@ -159,7 +159,7 @@ class _Drawing:
         return f'<text class="in" {at}>{escape(label)}</text>'
 
     def _arrow(self, arrow: Arrow) -> None:
-        """From edge to edge, under the slices."""
+        """Draw an arrow from edge to edge, under the slices."""
         x0, x1 = self._x(arrow.tail.time), self._x(arrow.head.time)
         tail, head = self._lane_of(arrow.tail), self._lane_of(arrow.head)
         down = head.top > tail.top
@@ -192,14 +192,14 @@ class _Drawing:
 def _natural_width(picture: Picture) -> float:
     """The width at which three of four boxes with a label have room for it."""
     times = sorted(
-        each.end - each.start
-        for each in picture.slices()
-        if each.label and each.kind is not Kind.MESSAGE and each.end > each.start
+        box.end - box.start
+        for box in picture.slices()
+        if box.label and box.kind is not Kind.MESSAGE and box.end > box.start
     )
     if not times or not picture.end:
         return _NARROWEST
-    wanted = _BOX * picture.end / times[len(times) // 4]
-    return min(max(wanted, _NARROWEST), _WIDEST)
+    natural = _BOX * picture.end / times[len(times) // 4]
+    return min(max(natural, _NARROWEST), _WIDEST)
 
 
 def _class(kind: Kind, chunk: int = 0) -> str:

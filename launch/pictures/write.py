@@ -14,7 +14,7 @@ def write_picture(picture: Picture, path: Path, form: str | None = None) -> None
     """Write a timeline; the file's folder is made if it does not exist.
 
     Args:
-        picture: what to draw.
+        picture: the timeline to draw.
         path: ends in `.svg`, `.html` or, for a Perfetto trace, `.json`.
         form: which of these to write, whatever the path ends in.
 

@@ -37,7 +37,7 @@ _PLAIN: Final = (int, float, complex, bool, bytes, type(None), slice, range)
 _TORCH: Final = (torch.dtype, torch.Size, torch.layout, torch.memory_format, np.generic)
 _DEVICE: Final = re.compile(r"(cpu|cuda|npu|meta|xpu|hpu|mps)(:\d+)?")
 _SHOWN: Final = 8
-"""Up to so many elements are shown of a tensor in which ranks differ."""
+"""The most elements of a tensor that are shown where ranks differ."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +64,26 @@ class TraceRequest:
         """Return if all ranks are about to trace this step for such arguments; collective.
 
         Raises:
-            PlanMismatch: they are not; on all ranks, which can go on.
+            PlanMismatch: they are not; all ranks raise it, and can go on.
             InputError: the step cannot take the arguments of this rank.
         """
         if world.is_virtual:
             return
         refusal: InputError | None = None
-        given: dict[str, Part] = {}
+        arguments: dict[str, Part] = {}
         doing = f"step '{self.name}'"
         try:
             place = Place(tuple(range(world.size)))
             spec = describe_inputs(self.fn, args, kwargs, self.name, place, host_only=False)
             loc = definition(self.fn)
-            given, doing = _arguments(spec, loc), call_text(spec, loc)
+            arguments, doing = _arguments(spec, loc), call_text(spec, loc)
         except InputError as error:
             refusal = error
-        said = "nothing" if refusal is None else str(refusal)
+        refusal_text = "nothing" if refusal is None else str(refusal)
         parts = {
             "step": Part("the step is", self._text()),
-            "refusal": Part("what forbids its arguments is", said),
-            **given,
+            "refusal": Part("what forbids its arguments is", refusal_text),
+            **arguments,
         }
         tell(world, f"the trace of {doing}")
         try:
@@ -100,12 +100,12 @@ class TraceRequest:
         loc = definition(self.fn)
         line = "" if loc is None else f", which line {loc.line} of {_file(loc)} defines"
         places = f"inputs {_ranks(self.inputs)}, outputs {_ranks(self.outputs)}"
-        how = "optimistically, " if self.optimistic else ""
+        mode = "optimistically, " if self.optimistic else ""
         if self.remat:
-            how += f"recomputing {', '.join(sorted(self.remat))}, "
-        how += "for fused kernels, " if self.fused else ""
+            mode += f"recomputing {', '.join(sorted(self.remat))}, "
+        mode += "for fused kernels, " if self.fused else ""
         grad = "on" if torch.is_grad_enabled() else "off"
-        return f"{self.name}({_parameters(self.fn)}){line} ({how}{places}, gradients {grad})"
+        return f"{self.name}({_parameters(self.fn)}){line} ({mode}{places}, gradients {grad})"
 
 
 def check_compilation(
@@ -114,17 +114,17 @@ def check_compilation(
     """Return if all ranks are about to compile the same; collective.
 
     Ranks compare the text of the traces, the numbers that torch functions are given, the tensors
-    that the step makes from nothing, what it returns besides values and where, and the options
+    that the step makes from nothing, the structure of its results, and the options
     of `compile`.
 
     Args:
         world: all ranks.
         step: its name.
         traces: of the step.
-        options: what `compile` was given, as far as it must be equal, by name.
+        options: those arguments of `compile` that must be equal, by name.
 
     Raises:
-        PlanMismatch: they are not; on all ranks, which can go on.
+        PlanMismatch: they are not; all ranks raise it, and can go on.
     """
     if world.is_virtual:
         return
@@ -144,7 +144,7 @@ def check_fuse(world: World, step: str, fuse: str | None) -> None:
     """Return if all ranks compile a step with one compiler of graphs, or with none; collective.
 
     Raises:
-        PlanMismatch: they do not; on all ranks, which can go on.
+        PlanMismatch: they do not; all ranks raise it, and can go on.
     """
     parts = {"fuse": Part("fuse in compile() is", text_of(fuse))}
     agree(world, f"the ranks compile step {step} differently", parts, ADVICE)
@@ -152,15 +152,15 @@ def check_fuse(world: World, step: str, fuse: str | None) -> None:
 
 def call_text(spec: InputSpec, loc: Location | None) -> str:
     """Describe a step and the arguments that it is called with, in words."""
-    where = "" if loc is None else f" ({loc.file}:{loc.line})"
+    location = "" if loc is None else f" ({loc.file}:{loc.line})"
     texts = map(_argument, spec.tree.leaves)
     arguments = ", ".join(f"{name}: {text}" for name, text in zip(spec.names, texts, strict=True))
-    shown = arguments if len(arguments) <= 400 else f"{arguments[:397]}..."
-    return f"step '{spec.step}'{where} for {shown or 'no arguments'}"
+    listing = arguments if len(arguments) <= 400 else f"{arguments[:397]}..."
+    return f"step '{spec.step}'{location} for {listing or 'no arguments'}"
 
 
 def text_of(value: Any) -> str:
-    """Describe a static value, as far as it must be equal on all ranks; devices may differ."""
+    """Describe the part of a static value that must be equal on all ranks; devices may differ."""
     kind = type(value).__qualname__
     if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
         return "a device"
@@ -175,8 +175,10 @@ def text_of(value: Any) -> str:
     if isinstance(value, frozenset):
         return f"{kind}({', '.join(sorted(map(text_of, value)))})"
     if is_dataclass(value):
-        held = (f"{each.name}={text_of(getattr(value, each.name, None))}" for each in fields(value))
-        return f"{kind}({', '.join(held)})"
+        field_texts = (
+            f"{field.name}={text_of(getattr(value, field.name, None))}" for field in fields(value)
+        )
+        return f"{kind}({', '.join(field_texts)})"
     return f"of type {kind}"
 
 
@@ -188,15 +190,17 @@ def _parameters(fn: Callable[..., Any]) -> str:
         return "..."
     none = inspect.Parameter.empty
     return ", ".join(
-        each.name if each.default is none else f"{each.name}={text_of(each.default)}"
-        for each in parameters
+        parameter.name
+        if parameter.default is none
+        else f"{parameter.name}={text_of(parameter.default)}"
+        for parameter in parameters
     )
 
 
 def _arguments(spec: InputSpec, loc: Location | None) -> dict[str, Part]:
-    where = "" if loc is None else f", defined at {loc.file}:{loc.line},"
+    location = "" if loc is None else f", defined at {loc.file}:{loc.line},"
     return {
-        f"argument {name}": Part(f"argument {name} of {spec.step}(){where} is", _argument(leaf))
+        f"argument {name}": Part(f"argument {name} of {spec.step}(){location} is", _argument(leaf))
         for name, leaf in zip(spec.names, spec.tree.leaves, strict=True)
     }
 
@@ -213,15 +217,15 @@ def _argument(leaf: Leaf) -> str:
 
 def _beside(trace: Trace, number: int) -> dict[str, Part]:
     """The facts that all ranks must share and that the text of a trace does not say."""
-    found = {}
-    for given in trace.given:
-        words = f"{given.function}, called at {given.loc}, is given"
-        found[f"{number} {given.function}"] = Part(words, ", ".join(given.values))
+    parts = {}
+    for call in trace.given:
+        words = f"{call.function}, called at {call.loc}, is given"
+        parts[f"{number} {call.function}"] = Part(words, ", ".join(call.values))
     for op in trace.module.program.ops:
         if isinstance(op, Constant) and op.ref is not None:
             words = f"the constant made at {op.loc} is"
-            found[f"{number} {op.ref.name}"] = Part(words, _content(trace.constants[op.ref.name]))
-    return found
+            parts[f"{number} {op.ref.name}"] = Part(words, _content(trace.constants[op.ref.name]))
+    return parts
 
 
 def _results(trace: Trace) -> str:

@@ -1,6 +1,6 @@
 """The part of a step's runtime that concerns devices.
 
-Objects, and what concerns ranks without a device, go by the transport of hosts. Between devices the
+Objects, and messages of ranks without a device, go by the transport of hosts. Between devices the
 host only puts messages on streams: a failure has to break them off, and a watchdog looks whether
 they end.
 """
@@ -28,12 +28,12 @@ from ..world.fault_hook import say_faults
 
 
 class DeviceSession:
-    """The work of one rank of a step for devices, its own and those of other ranks.
+    """One rank's part of a step that concerns devices: its own, and those of other ranks.
 
     Args:
         world: all ranks.
         transport: of hosts.
-        streams: what carries messages from device to device.
+        streams: the communicators that carry messages from device to device.
         executable: this rank's program, on its device if it has one.
         timeout: seconds that an execution may take; None for no limit.
 
@@ -82,7 +82,7 @@ class DeviceSession:
         """Make ready for an execution, once all ranks have recovered from the last one.
 
         Raises:
-            TransportError: what an actor holds is in doubt.
+            TransportError: the state of an actor is in doubt.
         """
         self._transport.recover_if_due()
         if self._lost:
@@ -99,7 +99,7 @@ class DeviceSession:
                 raise
 
     def raise_noted(self) -> None:
-        """Raise what earlier executions have noted on the device; the host waits for nothing.
+        """Raise an error that an earlier execution has noted on the device, without a wait for any.
 
         Raises:
             IndexError: an index was out of range.
@@ -118,7 +118,7 @@ class DeviceSession:
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop what was captured of messages; idempotent."""
+        """Drop the graphs with messages; idempotent."""
         if isinstance(self._executable, DeviceExecutable):
             self._executable.drop_graphs()
 
@@ -147,7 +147,7 @@ class DeviceSession:
         self._lost = sorted({actor for lost in self._world.allgather(self._lost) for actor in lost})
 
     def break_off(self) -> None:
-        """Break off what is under way between devices, once what was ahead of it has ended.
+        """Break off messages that are under way between devices, once work ahead of them has ended.
 
         A message that has been put on a stream would otherwise wait for its other end for ever.
         """
@@ -158,9 +158,9 @@ class DeviceSession:
                 communicator.break_off()
 
     def _end_what_is_ahead(self) -> None:
-        """Wait for what the device was given before the failed execution: its messages are whole.
+        """Wait for work that the device had before the failed execution: its messages are whole.
 
-        Every rank has put its part of it on its device, and what it returned is in use already.
+        Every rank has put its part of that work on its device, and its results are in use already.
         """
         if self._watchdog is None:
             return
@@ -180,13 +180,13 @@ class DeviceSession:
             return True  # the device has failed: it goes on with nothing
 
     def _give_up(self, trouble: str) -> None:
-        """End the job: the device does not end what was put on it, and the host may wait for it."""
-        where = self._transport.control.flight_record()
+        """End the job: the device does not end its work, and the host may wait for it."""
+        hosts = self._transport.control.flight_record()
         executable = self._on_device
         self._world.end_job(
             f"{trouble}\nHere is where the host of every rank is in {executable.work.name}; a host "
             "outside of executions has put its last one on its device, and does not wait for that:"
-            f"\n{where}{advice(logs_of(self._streams))}"
+            f"\n{hosts}{advice(logs_of(self._streams))}"
         )
 
     @property
@@ -196,11 +196,11 @@ class DeviceSession:
 
 
 def built_on_streams(program: Program, module: Module) -> list[tuple[int, str]]:
-    """The calls that change an actor and may take what has come by a stream, as (index, actor)."""
+    """The calls that change an actor and may take a value from a stream, as (index, actor)."""
     by_stream = {id_ for id_, channel in module.channels.items() if is_by_stream(channel)}
     awaited: set[Value] = set()
     has_come = False
-    found: list[tuple[int, str]] = []
+    calls: list[tuple[int, str]] = []
     for index, op in enumerate(program.ops):
         if isinstance(op, Recv | Collective) and op.chan in by_stream:
             awaited.update(op.results)
@@ -209,6 +209,6 @@ def built_on_streams(program: Program, module: Module) -> list[tuple[int, str]]:
         elif isinstance(op, Call) and has_come:
             function = module.functions[op.fn.name]
             if function.actor is not None and function.effect not in (Effect.PURE, Effect.READ):
-                held = (function.actor, *(other for other, _ in function.shares.effects))
-                found.extend((index, actor) for actor in held)
-    return found
+                actors = (function.actor, *(sharer for sharer, _ in function.shares.effects))
+                calls.extend((index, actor) for actor in actors)
+    return calls

@@ -33,7 +33,7 @@ from .execution_contexts import ContextFactory, GraphVariant, OnDevice
 from .runtime import is_in_step, transport_of
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
-"""Starts an execution of a variant with its inputs; waits for a free context if the last is set."""
+"""Starts an execution: the variant, its inputs, and whether to wait for a free context."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class OpenGraph:
     """A graph, as one process holds it.
 
     Attributes:
-        executions: what runs it.
+        executions: those of the world, which run it.
         graph: the graph.
-        statistics: what this process measures of it, by rank.
+        statistics: the measurements of this process, by rank.
         recover: called on all ranks before they go on with the graph: after a failed step, messages
             between devices have been broken off. None where there are no devices.
         device: of this rank, if it has one.
@@ -73,8 +73,8 @@ class OpenGraph:
     def started(self) -> int:
         """The number of executions that the driver has started, as far as this process knows."""
         graph = self.graph
-        others = [graph.started[rank] for rank in self.executions.schedulers]
-        return graph.count if graph.driver in self.executions.schedulers else max(others)
+        started_counts = [graph.started[rank] for rank in self.executions.schedulers]
+        return graph.count if graph.driver in self.executions.schedulers else max(started_counts)
 
     def go_on_from(self, execution: int) -> None:
         """Let the next execution have this number; on all ranks, and none is in flight."""
@@ -101,14 +101,14 @@ _worlds: WeakKeyDictionary[World, Executions] = WeakKeyDictionary()
 
 def executions_of(world: World) -> Executions:
     """The executions of a world; made once, on all ranks."""
-    found = _worlds.get(world)
-    if found is None:
+    executions = _worlds.get(world)
+    if executions is None:
         if world.is_virtual:
-            found = virtual_executions(world.size)
+            executions = virtual_executions(world.size)
         else:
-            found = _cpu_executions(world)  # type: ignore[arg-type] # only MPI's is not virtual
-        use_executions(world, found)
-    return found
+            executions = _cpu_executions(world)  # type: ignore[arg-type] # it is MPI's
+        use_executions(world, executions)
+    return executions
 
 
 def check_idle(world: World, step: str) -> None:
@@ -145,7 +145,7 @@ def check_outside(world: World, step: str) -> None:
 
 
 def use_executions(world: World, executions: Executions) -> None:
-    """Let a world's graphs be those of `executions`; before any graph of it is compiled."""
+    """Use `executions` for a world's graphs; called before any graph of it is compiled."""
     _worlds[world] = executions
     # After the hook of the transport, which therefore runs later.
     atexit.register(_close_all, ref(world))
@@ -154,7 +154,7 @@ def use_executions(world: World, executions: Executions) -> None:
 def _close_all(world: ref[World]) -> None:
     """At the interpreter's exit: as the driver, close every graph that is still open.
 
-    Any other rank says that it leaves those which the driver has not closed, and so does a driver
+    Another rank reports that it leaves the graphs that the driver has not closed. So does a driver
     that cannot close them.
     """
     alive = world()
@@ -199,7 +199,7 @@ def make_graph(
         RuntimeError: open graphs of the world have another driver.
         ValueError: there are more variants or executions in flight than commands can name.
         UnknownCommunicator: a step names a transport that nobody has registered.
-        BindError: a transport cannot carry what it is to carry.
+        BindError: a transport cannot carry a channel's messages.
     """
     if not 1 <= capacity <= CONTEXTS:
         raise ValueError(f"max_inflight={capacity}: it is at least 1, and at most {CONTEXTS}")

@@ -38,7 +38,7 @@ from ..world.fault_hook import say_faults
 from .runtime import transport_of
 
 Pair = tuple[int, int]
-"""Two ranks; the first tells the second."""
+"""Two ranks, of which the first reports to the second."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class GraphVariant:
 
     Attributes:
         linked: the scheduled module, and what the ranks that this process plays run it with.
-        guards: what the traces of a rank's actors rely on, if this process plays the rank.
-        rebuild: makes what the step returns; None where the driver gets nothing.
+        guards: returns the guards of a rank's actors, if this process plays the rank.
+        rebuild: makes the results of the step; None where the driver gets nothing.
     """
 
     linked: LinkedModule
@@ -61,9 +61,9 @@ class Connections:
     """The communicators of one execution context of a rank.
 
     Attributes:
-        host: serves what goes from host to host, all that is said about messages included.
-        serving: for each variant what serves its channels, by id.
-        streams: what carries messages from device to device.
+        host: serves messages from host to host, announcements and reports included.
+        serving: for each variant the communicators of its channels, by id.
+        streams: the communicators from device to device.
     """
 
     host: Communicator
@@ -71,7 +71,7 @@ class Connections:
     streams: Sequence[StreamCommunicator] = ()
 
     def close(self) -> None:
-        """Give back what serves them; idempotent."""
+        """Close the communicators; idempotent."""
         for communicator in (*self.streams, self.host):
             communicator.close()
 
@@ -82,7 +82,7 @@ class OnDevice:
     Args:
         world: all ranks.
         device: of this rank.
-        scheduler: the rank, as far as executions of graphs are concerned.
+        scheduler: of this rank.
         timeout: seconds that an execution may take on the device; None for no limit.
     """
 
@@ -105,15 +105,17 @@ class OnDevice:
     def make(self, instances: Sequence[Instance], connections: Connections) -> ExecutionContext:
         """A context, whose resources are given back once the device has nothing to do."""
         self._streams += connections.streams
-        whole = [each for each in instances if isinstance(each, DeviceOnlyInstance)]
-        self._whole += whole
-        for communicator in connections.streams if whole else ():
+        device_only_instances = [
+            instance for instance in instances if isinstance(instance, DeviceOnlyInstance)
+        ]
+        self._whole += device_only_instances
+        for communicator in connections.streams if device_only_instances else ():
             communicator.hold(self)
 
         def close() -> None:
             self.watchdog.close()
             self.device.synchronize()
-            for instance in whole:
+            for instance in device_only_instances:
                 instance.drop_graphs()
             connections.close()
 
@@ -124,25 +126,27 @@ class OnDevice:
         return self._scheduler.in_flight
 
     def drop_graphs(self) -> None:
-        """Forget what was captured of messages; idempotent."""
+        """Drop the graphs with messages; idempotent."""
         for instance in self._whole:
             instance.drop_graphs()
 
     def _putting(self) -> Position | None:
         """The place where the host puts work on the device at the moment, if it does."""
-        busy = (each for each in self._scheduler.in_flight if each.engine.pending is None)
+        busy = (
+            instance for instance in self._scheduler.in_flight if instance.engine.pending is None
+        )
         return next(filter(None, map(put_by, busy)), None)
 
     def give_up(self, trouble: str) -> None:
-        """End the job: the device does not end what was put on it."""
+        """End the job: the device does not end its work."""
         rank = self._scheduler.rank
-        where = [
+        positions = [
             f"  execution {instance.execution} of {named(instance.module)}:\n"
             f"  {FlightRecord(instance.module, [instance.position()], (rank,)).describe()}"
             for instance in self._scheduler.in_flight
         ] or ["  in no execution: all that it was given is on its device"]
-        said = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *where])
-        self._world.end_job(said + advice(logs_of(self._streams)))
+        report = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *positions])
+        self._world.end_job(report + advice(logs_of(self._streams)))
 
 
 class ContextFactory:
@@ -170,13 +174,13 @@ class ContextFactory:
         self._on_device = on_device
         fabrics = fabrics_of(world)
         numbers = count(len(channels))
-        # Where hosts tell of the messages of a channel that go by streams, by its id.
+        # The channels by which hosts announce messages on streams, by the id of their channel.
         self._announcing = {
             c.id: replace(c, id=next(numbers), via=None, slots=0, slot_bytes=0)
             for c in channels
             if fabrics is not None and c.via is not None and fabrics.knows(c.via)
         }
-        # For each variant the pairs of ranks of which one reports to the other.
+        # For each variant, the pairs of ranks of which the first reports to the second.
         self._pairs = [_reports_of(variant.linked.module, driver) for variant in variants]
         self._reporting = {
             pair: Channel(next(numbers), pair, slots=0, slot_bytes=0)
@@ -191,10 +195,12 @@ class ContextFactory:
         modules = [variant.linked.module for variant in self._variants]
         if world.is_virtual:
             fabric = VirtualFabric()
-            each = {rank: fabric.communicator(rank) for rank in range(world.size)}
+            communicators = {rank: fabric.communicator(rank) for rank in range(world.size)}
             return {
-                rank: Connections(one, [dict.fromkeys(m.channels, one) for m in modules])
-                for rank, one in each.items()
+                rank: Connections(
+                    communicator, [dict.fromkeys(m.channels, communicator) for m in modules]
+                )
+                for rank, communicator in communicators.items()
             }
         transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
         host = transport.communicator(world, self._hosts)
@@ -203,8 +209,10 @@ class ContextFactory:
             connect_channels(world, transport, list(module.channels.values()), module.name, host)
             for module in modules
         ]
-        streams = [c for one in connected for c in one.streams]
-        return {world.rank: Connections(host, [one.serving for one in connected], streams)}
+        streams = [c for connection in connected for c in connection.streams]
+        return {
+            world.rank: Connections(host, [connection.serving for connection in connected], streams)
+        }
 
     def make(
         self, scheduler: RankScheduler, connections: Connections, statistics: Statistics
@@ -212,11 +220,11 @@ class ContextFactory:
         """An execution context of one rank."""
         instances = []
         host, rank = connections.host, scheduler.rank
-        told = {channel.id: host for channel in self._announcing.values()}
+        announcements = {channel.id: host for channel in self._announcing.values()}
         for variant, pairs, serving in zip(
             self._variants, self._pairs, connections.serving, strict=True
         ):
-            linked = variant.linked.program(rank, {**serving, **told})
+            linked = variant.linked.program(rank, {**serving, **announcements})
             # The driver's guards are checked before it starts an execution at all.
             guards = () if rank == self._driver else variant.guards(rank)
             reports = self._reports(rank, pairs, host)
@@ -225,7 +233,7 @@ class ContextFactory:
         if self._on_device is not None:
             return self._on_device.make(instances, connections)
 
-        # What others have made may be reset, but perhaps not be interrupted in that.
+        # A third party's transport can be reset, but the reset may not stand an interruption.
         reset = None if connections.streams else host.reset
         return ExecutionContext(tuple(instances), connections.close, reset)
 
@@ -241,9 +249,9 @@ class ContextFactory:
             return Instance(linked, Binder(linked, tickets).bind(), *shared)
         device, watchdog = on_device.device, on_device.watchdog
         if is_device_only(linked.module):
-            whole = DeviceOnlyBinder(linked, tickets, device=device)
+            device_only_binder = DeviceOnlyBinder(linked, tickets, device=device)
             abandon, in_flight = on_device.give_up, on_device.in_flight
-            return DeviceOnlyInstance(whole, shared, watchdog, abandon, in_flight)
+            return DeviceOnlyInstance(device_only_binder, shared, watchdog, abandon, in_flight)
         announcing = self._announcing.items()
         handshakes = {id_: HostHandshake(host, channel) for id_, channel in announcing}
         binder = DrivenBinder(linked, tickets, device=device, handshakes=handshakes)
@@ -252,13 +260,13 @@ class ContextFactory:
     def _reports(self, rank: int, pairs: Sequence[Pair], host: Communicator) -> Reports:
         send, receive = [], []
         for pair in pairs:
-            channel, (teller, told) = self._reporting[pair], pair
-            if teller == rank:
-                op = Send(chan=channel.id, peer=told)
+            channel, (reporter, recipient) = self._reporting[pair], pair
+            if reporter == rank:
+                op = Send(chan=channel.id, peer=recipient)
                 send.append(host.send_port(op, channel, UnitType()))
-            elif told == rank:
-                recv = Recv(chan=channel.id, peer=teller)
-                receive.append((teller, host.recv_port(recv, channel, UnitType())))
+            elif recipient == rank:
+                recv = Recv(chan=channel.id, peer=reporter)
+                receive.append((reporter, host.recv_port(recv, channel, UnitType())))
         return Reports(tuple(send), tuple(receive))
 
 

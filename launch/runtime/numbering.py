@@ -41,14 +41,14 @@ def check_state(
         TypeError: it is no such state.
         ValueError: it is of a run with another seed, or lacks something.
     """
-    said = sorted(f"{key}: {value!r}" for key, value in state.items())
-    part = {"state": Part("the state is", ", ".join(said))}
+    entries = sorted(f"{key}: {value!r}" for key, value in state.items())
+    part = {"state": Part("the state is", ", ".join(entries))}
     agree(world, f"the ranks resume step {step} differently", part, _ADVICE)
-    wanted = {"seed", *counts}
-    if set(state) != wanted:
+    keys = {"seed", *counts}
+    if set(state) != keys:
         raise ValueError(
             f"load_state_dict() of step {step} takes what its state_dict() returns, with "
-            f"{', '.join(sorted(wanted))}, and was given {', '.join(sorted(state)) or 'nothing'}"
+            f"{', '.join(sorted(keys))}, and was given {', '.join(sorted(state)) or 'nothing'}"
         )
     for key in counts:
         if type(state[key]) is not int or state[key] < 0:

@@ -84,7 +84,7 @@ class VirtualRuntime(Runtime):
 
     @property
     def bound(self) -> Mapping[int, Sequence[Recordable]]:
-        return {each.rank: [each] for each in self._executable.executables}
+        return {executable.rank: [executable] for executable in self._executable.executables}
 
     def statistics(self, rank: int) -> Statistics:
         executables = self._executable.executables
@@ -93,15 +93,15 @@ class VirtualRuntime(Runtime):
         return executables[rank].statistics
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
 
 class RankRuntime(Runtime):
     """This process's rank of a step, with the other ranks in processes of their own.
 
     Making one is collective. The transport of hosts begins and ends executions on all ranks
-    together, whatever carries their messages. On a rank with a device the program runs there; what
-    `run` returns is then there for whatever the caller puts on its current stream.
+    together, whatever carries their messages. On a rank with a device the program runs there, and
+    whatever the caller puts on its current stream can use the results of `run`.
 
     Args:
         world: all ranks, one for each process.
@@ -111,7 +111,7 @@ class RankRuntime(Runtime):
     Raises:
         PlanMismatch: the ranks have compiled different plans.
         UnknownCommunicator: the step names a transport that nobody has registered.
-        BindError: a transport cannot carry what it is to carry.
+        BindError: a transport cannot carry a channel's messages.
     """
 
     def __init__(
@@ -153,8 +153,10 @@ class RankRuntime(Runtime):
             session = DeviceSession(world, transport, connected.streams, self._executable, timeout)
             self._session, self._begin, self._watch = session, session.begin, session.watch
         devices = {rank for channel in by_stream for rank in channel.ranks}
-        self._describe = lambda found, sights: FlightRecord(module, found, devices).describe(sights)
-        self._progress = tuple(each.progress for each in self._communicators)
+        self._describe = lambda positions, sights: FlightRecord(
+            module, positions, devices
+        ).describe(sights)
+        self._progress = tuple(communicator.progress for communicator in self._communicators)
         self._pick = pick(module, world.rank, parameters)
         self._takes_all = self._pick == list(range(len(parameters)))
         self._doing = f"a call of {module.name if call is None else call.words}"
@@ -216,7 +218,7 @@ class RankRuntime(Runtime):
             communicator.close()
 
     def _fail(self, error: BaseException, execution: int) -> BaseException:
-        """Tell all ranks of a failure; the error that all of them raise.
+        """Tell all ranks of a failure; returns the error that all of them raise.
 
         The execution counts unless a rank has refused it, before its program began: where one
         process plays all ranks, nothing runs then. So the ranks count alike, whether their own
@@ -224,7 +226,10 @@ class RankRuntime(Runtime):
         """
         numbering, session = self._numbering, self._session
         has_begun = numbering.next > execution
-        resets = [self._executable.reset, *(each.reset for each in self._communicators)]
+        resets = [
+            self._executable.reset,
+            *(communicator.reset for communicator in self._communicators),
+        ]
         resets.append(self._agree_on_number)
         if session is not None:
             session.note_failure(has_begun)
@@ -284,7 +289,7 @@ def transport_of(world: MpiWorld) -> CpuTransport:
 
 
 def tell(world: World, purpose: str) -> None:
-    """Say, for the other ranks to read while they wait, what the world's next calls are for."""
+    """Tell the purpose of the world's next calls; the other ranks read it while they wait."""
     transport = _transports.get(world)
     if transport is not None:
         transport.control.purpose = purpose
@@ -306,6 +311,6 @@ def _lowest_reader(module: Module) -> int:
 
 
 def pick(module: Module, rank: int, parameters: Sequence[str]) -> list[int]:
-    """For each parameter of a rank's program its index among the step's."""
+    """The index in the step's parameters of each parameter of a rank's program."""
     index = {name: i for i, name in enumerate(parameters)}
     return [index[value.name] for value in module.program_of(rank).params]

@@ -1,9 +1,10 @@
 """Bind a rank's program to its device: ops go onto the streams that the program names.
 
 The compute stream is torch's current one while the program runs, so calls are bound as on the
-host. A `wait` for a value of another stream is an event behind the op that made it, and a wait of
-the stream for that event. A message that goes by a stream has an event behind it, for which `wait`
-lets its own stream wait; the host goes on. The host waits for a message that goes by its memory.
+host. A `wait` for a value of another stream is an event behind the op that made the value, and a
+wait of the stream for that event. A message that goes by a stream has an event behind it: `wait`
+lets its own stream wait for the event, and the host goes on. The host itself waits for a message
+that goes by its memory.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ class DeviceBinder(Binder):
     Attributes:
         linked: the program, and what it runs with; its constants are on the device.
         copies: between the device and its host, for messages that go by the host.
-        order: the program's streams, which run in stretches.
+        order: the streams of the program.
         segments: the parts of the program that are captured when it is bound, in order.
     """
 
     def __init__(
         self, linked: LinkedProgram, tickets: Tickets | None = None, *, device: Device
     ) -> None:
-        there = {name: landed(value, device) for name, value in linked.constants.items()}
-        self.linked = linked = replace(linked, constants=there)
+        constants = {name: landed(value, device) for name, value in linked.constants.items()}
+        self.linked = linked = replace(linked, constants=constants)
         super().__init__(linked, tickets, target=device.torch_device)
         self.device = device
         self.copies = Copies(device)
@@ -82,7 +83,7 @@ class DeviceBinder(Binder):
         self._freed: dict[tuple[int, int], StreamEvent] = {}
         self._streamed: dict[Value, StreamPort] = {}
         self._batches: dict[int, StreamEvent] = {}
-        # What a wait on another stream gives, and what it waits for.
+        # The future that each wait on another stream than the compute stream waits for, by result.
         self._elsewhere = {
             op.result: op.operands[0]
             for op in linked.program.ops
@@ -96,21 +97,21 @@ class DeviceBinder(Binder):
 
     @property
     def messages(self) -> list[tuple[int, StreamEvent]]:
-        """The ops that go by streams, as indices of the program's, with the event behind each."""
-        made = {value: i for i, op in enumerate(self._program.ops) for value in op.results}
-        return sorted(((made[f], event) for f, event in self._done.items()), key=itemgetter(0))
+        """The ops whose messages go by streams: the index of each, and the event behind it."""
+        indices = {value: i for i, op in enumerate(self._program.ops) for value in op.results}
+        return sorted(((indices[f], event) for f, event in self._done.items()), key=itemgetter(0))
 
     @property
     def escaping(self) -> frozenset[int]:
-        """The registers of values that methods or the caller get, or what shares their memory."""
+        """The registers of what methods or the caller get, and of values that share its memory."""
         return frozenset(self._register(value) for value in self._layout.escaping)
 
     def order_of(self, graph: int | None) -> StreamOrder:
-        """The streams of the ops of a graph, by its number; None: of those that are of none."""
+        """The streams for the ops of a graph, by its number; None means ops outside of graphs."""
         return self.order
 
     def _land_inputs(self, code: Code) -> list[Instruction]:
-        """Instructions that bring the inputs to the device, ahead of what is captured."""
+        """Instructions that bring the inputs to the device, ahead of segments."""
         land = partial(landed, device=self.device)
         return [
             host.apply(code.registers, register, register, land)
@@ -119,7 +120,7 @@ class DeviceBinder(Binder):
         ]
 
     def _adapted(self, body: Body, function: Function) -> Body:
-        """An opaque method makes its tensors on the device, whatever it says of devices."""
+        """Let an opaque method make tensors on the device, and move those that it returns there."""
         if function.kind is not FunctionKind.OPAQUE:
             return body
         return checked(_on_device(body, function, self.device), function)
@@ -142,8 +143,8 @@ class DeviceBinder(Binder):
         super()._bind_op(op, arena)
         for value in op.results:
             if value in self._crossing:
-                made = self._made[value] = StreamEvent(self.order)
-                self._emit(instructions.record(made, self.order.use(stream)), KEEP)
+                event = self._made[value] = StreamEvent(self.order)
+                self._emit(instructions.record(event, self.order.use(stream)), KEEP)
 
     # -- communication ----------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class DeviceBinder(Binder):
         if (sends or receives) is not None and isinstance(op, Recv) and op.operands:
             self._fail(op, "a transport of the host cannot receive into a device's buffer")
         if sends is None and not isinstance(op, Recv):
-            # It would overtake those that are still copied.
+            # This message would overtake those that are still being copied.
             self._emit(self.copies.move_on, KEEP, self._at)
         if sends is not None or receives is not None:
             port = self._staged(op, port, sends, receives)
@@ -173,7 +174,7 @@ class DeviceBinder(Binder):
         slot = op.slot if isinstance(op, Recv) else None
         landing = None if receives is None else self.copies.landing(op.chan, slot, receives)
         changes = sends is not None and self._may_change(op.operands[0])
-        # An op of the host takes its operand from its own stream, as one on a device.
+        # As for an op on the device, the operand may come from the op's own stream.
         producers = (self.copies.compute, self.order.use(stream_of(op)))
         return StagedPort(port, self.copies, sends, landing, producers, changes)
 
@@ -202,7 +203,7 @@ class DeviceBinder(Binder):
         )
 
     def _event_behind(self, op: Op) -> StreamEvent:
-        """The event behind an op; those of a batch have one, which the last of them moves."""
+        """The event behind an op; the ops of a batch share one, which the last of them records."""
         batch = batch_of(op)
         if batch is None:
             return StreamEvent(self.order)
@@ -216,9 +217,9 @@ class DeviceBinder(Binder):
             staged = self._ports.get(source)
             if isinstance(staged, StagedPort) and staged.landed and queue is not self.order.compute:
                 self._emit(instructions.follow_device(staged.landed, queue), KEEP)
-            made = self._made.get(source)  # none for what was there before the program began
-            if made is not None:
-                self._emit(instructions.follow(made, queue), KEEP)
+            event = self._made.get(source)  # none for what was there before the program began
+            if event is not None:
+                self._emit(instructions.follow(event, queue), KEEP)
             return
         done = self._done[source]
         is_first = self._layout.first_waits.get(source) is op
@@ -233,7 +234,7 @@ class DeviceBinder(Binder):
         return InstructionInfo(Role.AWAIT, (), (target,))
 
     def _bind_free(self, op: Free) -> None:
-        """The compute stream, in whose order memory is used again, follows what is named."""
+        """Let the compute stream wait for the named values: memory is used again in its order."""
         for value in op.operands[1:]:
             awaited = self._elsewhere.get(value)
             event = None if awaited is None else self._done.get(awaited) or self._made.get(awaited)
@@ -242,7 +243,7 @@ class DeviceBinder(Binder):
         super()._bind_free(op)
 
     def awaited_outside(self, graph: int) -> list[StreamEvent]:
-        """The events of messages that ops of a graph wait for and that were not issued in it."""
+        """The events of messages that a graph waits for, and that were issued outside of it."""
         ops = self._program.ops
         return [
             self._done[op.operands[0]]
@@ -264,7 +265,7 @@ class DeviceBinder(Binder):
 
 
 def stream_of(op: Op) -> Stream:
-    """The stream that an op is on; where the program does not say, the usual one of its kind."""
+    """The stream of an op: the one that the program names, else the usual one of its kind."""
     if op.stream is not None:
         return op.stream
     if isinstance(op, Send):
@@ -275,15 +276,15 @@ def stream_of(op: Op) -> Stream:
 
 
 STAGED = 1 << 20
-"""Bytes of an input up to which it is copied on the host first."""
+"""The most bytes of an input that is copied on the host first."""
 
 
 def landed(value: Any, device: Device) -> Any:
-    """A value for work on the device: a tensor is brought there, unless it is there.
+    """A value for work on the device: a tensor that is elsewhere is copied there.
 
-    Its memory may be written to as soon as this returns. That of pinned memory the device reads
-    later, when it comes to it, so it reads a copy; torch keeps that until then. What is small goes
-    the same way, since the host would wait for the device to copy other memory.
+    Its memory may be written to as soon as this returns. The device reads pinned memory later, when
+    it comes to it, so it reads a copy, which torch keeps until then. A small tensor goes by pinned
+    memory as well, since the host would wait while the device copies other memory.
     """
     if isinstance(value, Tensor) and value.device != device.torch_device:
         if value.is_pinned() or (value.device.type == "cpu" and value.nbytes <= STAGED):

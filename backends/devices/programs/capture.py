@@ -1,20 +1,20 @@
 """Record parts of a rank's program once as graphs of the device, and replay them.
 
-A graph reads and writes the memory that it was captured with. So what a segment takes from outside
-is copied into memory of its own first, unless it has come to the same place twice in a row; what
-methods or the caller may keep, or views of it, is copied behind it. What the caller alone gets is
-not: it is the graph's own memory, and while it is in use another graph of the same segment is
-replayed. Gradients stay in a graph's memory as `.grad` of their parameters, since that is what an
-optimizer reads. Which tensors the parameters and gradients are is looked at before each replay; a
-segment has graphs for each combination that it has met.
+A graph reads and writes the memory that it was captured with. So a value that a segment takes from
+outside is first copied into the segment's own memory, unless it has been in the same place twice in
+a row. A value that methods or the caller may keep, or keep views of, is copied behind the graph. A
+value that only the caller gets is not copied: it stays in the graph's memory, and while the caller
+holds it, another graph of the segment is replayed. Gradients stay in a graph's memory as `.grad` of
+their parameters, since an optimizer reads them there. Before each replay the segment looks which
+tensors the parameters and gradients are; it has graphs for each combination that it has met.
 
-All graphs of a stream share one pool for what lives within a replay: any replay may write all over
-it. So what outlives a replay is not there. What that is shows in a rehearsal, a capture that is
-thrown away; in the one that counts, messages land in memory outside of the pool, bodies make
-gradients there, and the rest is copied out at the end of the graph. Gradients of the first graph of
-a pool are in the pool: those captured later leave their memory alone as long as somebody holds
-them, and the graph itself is replayed only where parameters have none. So they come where operands
-have gone.
+All graphs of a stream share one pool for values that live within a replay, and any replay may
+overwrite all of it. So values that outlive a replay are elsewhere. A rehearsal, a capture that is
+thrown away, shows which these are. In the capture that counts, messages land in memory outside of
+the pool, bodies make gradients there, and the other values are copied out at the end of the graph.
+The first graph of a pool has its gradients in the pool: graphs captured later leave that memory
+alone as long as somebody holds them, and the first graph is replayed only where parameters have no
+gradients. So these gradients can use the memory of operands that are no longer needed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .captured import Captured, Interface, Outlasting
 from .tensor_memory import TensorLocation, copy_all, laid_out, layouts, location, storage, storages
 
 WARM_UPS = 2
-"""Executions that run as they are, before any is captured: libraries make their handles then."""
+"""Executions that run without graphs before one is captured: libraries make their handles then."""
 
 STATES = 4
-"""Combinations of parameters and gradients that a segment has graphs for; with more, it runs as it
-is."""
+"""The most combinations of parameters and gradients that a segment has graphs for. With more, it
+runs without graphs."""
 
 LENDING = 2
-"""Graphs whose outputs the caller may hold; with all of them held, outputs are copied."""
+"""Graphs whose outputs the caller may hold; if it holds those of all, outputs are copied."""
 
 _REBINDS = Refusal(
     "it replaces buffers of an actor by new tensors", "Let the method write to them, as by copy_()."
@@ -60,17 +60,17 @@ _CAPTURABLE = (
 
 
 class Segment:
-    """Some instructions in a row, as one; none of them makes the host wait.
+    """A run of instructions as one instruction; none of them makes the host wait.
 
     Attributes:
         number: the `graph` of its ops.
-        interface: what it has in common with the rest of the program.
-        reason: why it runs as it is and is not replayed, if that is so.
+        interface: the registers that it shares with the rest of the program.
+        reason: why it runs without graphs; None if it may be replayed.
         at: the instruction that was begun last, where they run one by one; else 0.
-        captures: graphs captured so far.
-        replays: executions that replayed one.
-        is_replayed: whether the last execution did.
-        behind: set behind each replay, where a program has several segments; else None.
+        captures: the number of graphs captured so far.
+        replays: the number of executions that replayed one.
+        is_replayed: whether the last execution replayed one.
+        behind: the event behind each replay, where a program has several segments; else None.
         lent: what the last execution has lent to the caller, by register.
     """
 
@@ -99,10 +99,10 @@ class Segment:
         self._instructions = tuple(instructions)
         self._registers = registers
         self.interface = interface
-        known = [body for body in bodies if isinstance(body, StatefulBody)]
-        self._state_of = [body.state for body in known]
-        self._trained_in = [body.trained for body in known]
-        self._new_gradients = [b.new_gradients for b in known if isinstance(b, GraphBody)]
+        stateful_bodies = [body for body in bodies if isinstance(body, StatefulBody)]
+        self._state_of = [body.state for body in stateful_bodies]
+        self._trained_in = [body.trained for body in stateful_bodies]
+        self._new_gradients = [b.new_gradients for b in stateful_bodies if isinstance(b, GraphBody)]
         self._ports = tuple(ports)
         self._order = order
         self._device: Device = order.device
@@ -114,7 +114,7 @@ class Segment:
         self._warm = 0
         self._failed: Graph | None = None
         self._fallbacks = fallbacks
-        if any(body.rebinds for body in known if isinstance(body, GraphBody)):
+        if any(body.rebinds for body in stateful_bodies if isinstance(body, GraphBody)):
             self._stay(_REBINDS)
 
     def __call__(self) -> bool:
@@ -124,7 +124,7 @@ class Segment:
         if self.reason is not None or self._warm < WARM_UPS:
             self._warm += 1
             if self.reason is None:
-                self._come_again()  # what comes to the same place from the start has one graph
+                self._come_again()  # inputs that stay in one place from the start need one graph
             self.run()
             return True
         trained = [p for tensors in self._trained_in for p in tensors()]
@@ -139,29 +139,29 @@ class Segment:
                 self._stay(_OTHERS)
                 return True
             graphs = self._graphs[key] = []
-        found: Captured | Refusal | None = None
+        outcome: Captured | Refusal | None = None
         for captured in graphs:
             if captured.is_free():
-                found = captured
+                outcome = captured
                 break
-        if found is None:
-            found = self._capture(trained, (*state, *gradients), gradients, graphs, direct)
-        if isinstance(found, Refusal):
-            # If that fails, too, there is more amiss than the capture: after a reset comes another.
+        if outcome is None:
+            outcome = self._capture(trained, (*state, *gradients), gradients, graphs, direct)
+        if isinstance(outcome, Refusal):
+            # If this fails as well, the capture is not the cause; after a reset it is tried again.
             self.run()
-            self._stay(found)
+            self._stay(outcome)
         else:
-            self._replay(found, trained)
+            self._replay(outcome, trained)
         return True
 
     def forget(self) -> None:
-        """Drop the graphs: their messages are no more."""
+        """Drop the graphs, whose messages no longer exist."""
         self._graphs.clear()
         self._failed = None
         self._warm = 0
 
     def run(self) -> None:
-        """Put the work on the streams as it is, one thing after the other."""
+        """Put the work on the streams without a graph, instruction by instruction."""
         self.lent = ()
         self._order.fork()
         for at, instruction in enumerate(self._instructions):
@@ -170,15 +170,15 @@ class Segment:
         self.at = 0
 
     def _stay(self, refusal: Refusal) -> None:
-        """Run as it is from now on."""
+        """Give up graphs for this segment, and warn with the reason."""
         self.reason = refusal.reason
         self._fallbacks.warn(self.number, refusal)
 
     def _come_again(self) -> bool:
         """True if all inputs are where a graph may read them in place.
 
-        That is where they were when they first came to the same places twice in a row: a program
-        whose caller has one set of buffers then copies nothing.
+        That is where they were when they first came to the same places twice in a row. So a program
+        whose caller has one set of buffers copies nothing.
         """
         registers = self._registers
         places = tuple([location(registers[i]) for i in self.interface.inputs])
@@ -219,7 +219,7 @@ class Segment:
         graphs: list[Captured],
         direct: bool,
     ) -> Captured | Refusal:
-        """Record the segment, if that can be."""
+        """Record the segment as a graph; a refusal if it cannot be captured."""
         registers, before = self._registers, list(self._registers)
         takes = self._take(direct)
         if isinstance(takes, Refusal):
@@ -237,7 +237,7 @@ class Segment:
         lends = len(graphs) < LENDING
         gives, loans = self._given(storages([*taken, *state]) if lends else None)
         after = tuple(parameter.grad for parameter in trained)
-        # What was read is put back: the replay takes it like any other.
+        # Registers get back the values that were read: the replay takes them as any replay does.
         for register in self.interface.reads:
             registers[register] = before[register]
         captured = Captured(graph, takes, gives, loans, state, after)
@@ -254,9 +254,9 @@ class Segment:
     def _rehearse(
         self, trained: Sequence[Tensor], state: tuple[Tensor | None, ...]
     ) -> tuple[Graph, Outlasting]:
-        """Capture once to see what the segment leaves behind, and make room for that.
+        """Capture once to see what the segment leaves behind, and allocate memory for that.
 
-        Without messages: to drop a graph that has some makes the library wait for all that is on
+        Messages are left out: dropping a graph with messages makes the library wait for all work on
         the device.
         """
         registers = self._registers
@@ -275,9 +275,11 @@ class Segment:
             for port in self._ports:
                 port.rehearses = False
         values = {r: registers[r] for r in self.interface.gives}
-        made = {r: value for r, value in values.items() if isinstance(value, Tensor)}
-        used = {storage(value) for value in made.values()}
-        inside = {r: value for r, value in made.items() if storage(value) not in outside | landed}
+        tensors = {r: value for r, value in values.items() if isinstance(value, Tensor)}
+        used = {storage(value) for value in tensors.values()}
+        inside = {
+            r: value for r, value in tensors.items() if storage(value) not in outside | landed
+        }
         parameters = {
             id(p): p
             for p in (() if stay else trained)
@@ -297,8 +299,10 @@ class Segment:
         for register in self.interface.reads:
             value = registers[register]
             if not isinstance(value, Tensor):
-                what = type(value).__name__
-                return Refusal(f"it reads a value of type {what}, which is no tensor", _TENSORS)
+                type_name = type(value).__name__
+                return Refusal(
+                    f"it reads a value of type {type_name}, which is no tensor", _TENSORS
+                )
             if direct and register in self.interface.inputs:
                 continue
             memory = value if self._stable.get(register) is value else value.clone()
@@ -312,23 +316,27 @@ class Segment:
         """The values that the graph has left in registers, and those of them that are lent.
 
         Args:
-            outside: the storages that are not the graph's alone, so that what is in them is not
-                lent; None if nothing is.
+            outside: the storages that belong to others as well, whose tensors are not lent; None if
+                nothing is lent.
         """
         registers, interface = self._registers, self.interface
-        made = {r: v for r in interface.gives if isinstance(v := registers[r], Tensor)}
+        tensors = {r: v for r in interface.gives if isinstance(v := registers[r], Tensor)}
         lent = {
             register: value
-            for register, value in made.items()
+            for register, value in tensors.items()
             if outside is not None
             and register in interface.lent
             and may_be_lent(value)
             and storage(value) not in outside
         }
-        kept = storages([value for register, value in made.items() if register not in lent])
-        loans = tuple((r, Loan(value)) for r, value in lent.items() if storage(value) not in kept)
+        unlent_storages = storages(
+            [value for register, value in tensors.items() if register not in lent]
+        )
+        loans = tuple(
+            (r, Loan(value)) for r, value in lent.items() if storage(value) not in unlent_storages
+        )
         owed = {register for register, _ in loans}
-        gives = tuple((r, value) for r, value in made.items() if r not in owed)
+        gives = tuple((r, value) for r, value in tensors.items() if r not in owed)
         self._stable.update((r, value) for r, value in gives if r not in interface.copied)
         for register in interface.gives:
             registers[register] = None
@@ -337,8 +345,8 @@ class Segment:
     def _record_all(self, outlasting: Outlasting) -> Graph:
         """Capture the segment with its messages.
 
-        If something fails, the capture ends like any other. Its graph may have messages, and to
-        drop it would make the library wait for the device: it is kept until all are dropped.
+        If something fails, the capture ends like any other. Its graph may have messages, and
+        dropping it would make the library wait for the device. So it is kept until all are dropped.
         """
         failures: list[RuntimeError] = []
 
@@ -363,9 +371,9 @@ class Segment:
         order = self._order
         for port, memory in outlasting.landings:
             port.landing = memory
-        made = {id(parameter): memory for parameter, memory in outlasting.gradients}
+        gradients = {id(parameter): memory for parameter, memory in outlasting.gradients}
         for new in self._new_gradients:
-            new.update(made)
+            new.update(gradients)
         order.begin_capture()
         try:
             order.fork()
@@ -386,11 +394,11 @@ class Segment:
 
     def _copy_out(self, outlasting: Outlasting) -> None:
         registers = self._registers
-        left = [pair for pair in outlasting.gradients if pair[0].grad is not pair[1]]
+        uncopied = [pair for pair in outlasting.gradients if pair[0].grad is not pair[1]]
         sources = [registers[register] for register, _ in outlasting.copies]
-        sources += [parameter.grad for parameter, _ in left]
-        copy_all([memory for _, memory in (*outlasting.copies, *left)], sources)
+        sources += [parameter.grad for parameter, _ in uncopied]
+        copy_all([memory for _, memory in (*outlasting.copies, *uncopied)], sources)
         for register, memory in outlasting.copies:
             registers[register] = memory
-        for parameter, memory in left:
+        for parameter, memory in uncopied:
             parameter.grad = memory

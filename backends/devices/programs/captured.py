@@ -17,10 +17,10 @@ class Captured:
 
     Attributes:
         takes: for each register that it reads from outside, the memory that it reads.
-        gives: for each register that others read behind it, what it leaves there.
-        loans: the same for registers that the caller gets, if those are lent.
+        gives: for each register that others read behind it, the value that it leaves there.
+        loans: for each register whose value is lent to the caller, the loan.
         state: the tensors that were parameters and gradients when it was captured; they live on.
-        gradients: what `.grad` of each trained parameter is behind it.
+        gradients: `.grad` of each trained parameter behind it.
     """
 
     graph: Graph
@@ -31,19 +31,19 @@ class Captured:
     gradients: tuple[Tensor | None, ...]
 
     def is_free(self) -> bool:
-        """True if the caller holds nothing of what it has last made."""
+        """True if the caller holds none of its last outputs."""
         return all(loan.is_back() for _, loan in self.loans)
 
 
 @dataclass(frozen=True, slots=True)
 class Outlasting:
-    """Memory outside of the pool for what a graph makes and others use behind it.
+    """Memory outside of the pool, for values of a graph that others use behind it.
 
     Attributes:
-        landings: for messages whose values are used as they come.
+        landings: for messages whose values are outputs of the graph.
         copies: for values in registers, which the graph copies there at its end.
-        gradients: for those of parameters. What a body has made elsewhere is copied, too. Those
-            that stay in the pool need none.
+        gradients: for the gradients of parameters; one that a body has made elsewhere is copied
+            there. Gradients that stay in the pool are left out.
     """
 
     landings: tuple[tuple[StreamPort, Tensor], ...]

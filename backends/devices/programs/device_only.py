@@ -1,10 +1,10 @@
-"""Bind a program that a rank drives, and that its device does in one go.
+"""Bind a program of a driven graph that devices run as a whole.
 
-Its hosts exchange no announcements. When the record of an execution has come, each tells the others
+Hosts announce no messages. When the command for an execution has come, each host tells the others
 that it can do its part. When all have, each puts its part on its streams, and the parts meet there.
-So whoever has begun must go through with it: what the program waits for, earlier executions, it
-waits for first. Its tail, if it has one, has streams of its own: the next execution does not wait
-for it.
+A host that has begun must go through with it. So it first waits for the earlier executions that the
+program depends on. The tail of the program, if it has one, has streams of its own: the next
+execution does not wait for it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class DeviceOnlyBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Attributes:
-        acquires: how many instructions at the program's begin wait for earlier executions.
-        agreement: the register that holds the error if some rank cannot do its part; all that is
-            put on the device depends on it.
+        acquires: the number of instructions at the start of the program that wait for earlier
+            executions.
+        agreement: the register that holds the error if some rank cannot do its part; all work on
+            the device depends on it.
         tail: the program's tail, if it has one.
     """
 
@@ -102,7 +103,7 @@ class DeviceOnlyBinder(DeviceBinder):
         return self._end if graph == TAIL else self._main
 
     def forget(self) -> None:
-        """Drop what was captured: its messages are no more."""
+        """Drop the graphs, whose messages no longer exist."""
         self._ran = 0
         for segment in self.segments:
             segment.forget()
@@ -119,7 +120,7 @@ class DeviceOnlyBinder(DeviceBinder):
         return any(op.graph == TAIL for op in self._program.ops)
 
     def _check_graphs(self) -> None:
-        """Refuse a program that is not one graph, or one and its tail."""
+        """Refuse a program that is neither one graph nor a graph and its tail."""
         begun: set[Value] = set()
         reserved: set[Value] = set()
         is_tail = False
@@ -156,14 +157,14 @@ class DeviceOnlyBinder(DeviceBinder):
     def _bind_op(self, op: Op, arena: Tensor) -> None:
         if op.graph == TAIL and self.order is self._main:
             self.order = self._end
-            # The whole tail is behind what was made ahead of it, and the next execution, which
-            # receives to the same slots, behind the whole tail.
+            # The whole tail comes behind the values that are made ahead of it. The next execution,
+            # which receives into the same slots, comes behind the whole tail.
             self._made.clear()
             self._slots.clear()
         super()._bind_op(op, arena)
 
     def _put_off(self, code: Code) -> None:
-        """Make the instructions of the tail one, which runs beside the next execution."""
+        """Make the tail one instruction, which runs beside the next execution."""
         ops = self._program.ops
         within = [i for i, info in enumerate(code.infos) if ops[info.op].graph == TAIL]
         if not within:
@@ -206,7 +207,7 @@ class DeviceOnlyBinder(DeviceBinder):
         super()._bind_call(op)
 
     def _make_locks(self) -> tuple[Acquires, Acquires]:
-        """None among the ops: they are all at the program's begin and end."""
+        """Keep the locks for the start and the end of the program; there are none among its ops."""
         acquires, releases = super()._make_locks()
         assert self._tickets is not None, "several executions may be in flight"
         acquire, release = self._tickets.acquire_and_release(STREAMS)
@@ -215,16 +216,16 @@ class DeviceOnlyBinder(DeviceBinder):
         return {}, {}
 
     def _make_room(self) -> bool:
-        """Ahead of the first capture: a graph takes memory that nobody else holds."""
+        """Give memory back ahead of the first capture: a graph takes memory that nobody holds."""
         if self._ran == WARM_UPS:
             self.device.give_back()
         self._ran += 1
         return True
 
     def _catch_up(self) -> bool:
-        """Go on behind the tails that have touched the same actors, and the program's own last one.
+        """Wait for tails that have touched the same actors, and for the program's own last tail.
 
-        A message of the program stands behind all that its rank receives in tails.
+        If the program receives, it waits for all tails: its messages come behind those of tails.
         """
         compute = self._main.compute
         if self._receives:

@@ -1,16 +1,15 @@
-"""Binds a program of a graph that one rank drives: tensors go by streams, and hosts tell of them.
+"""Bind a program of a driven graph: tensors go by streams, and hosts announce them.
 
-A device does not look into messages, so an error cannot travel in one. The host of the sender
-therefore announces each message to that of the receiver: that it has been put on a stream, or the
-error in its place. The receive is put on a stream when the announcement has come, and not at all if
-it is an error. So no stream ever waits for a message that nobody sends, and nothing has to be
-broken off. Members of a collective tell each other that they have come to it, and then put it on
-their streams.
+A device does not look into messages, so an error cannot travel in one. The sender's host therefore
+announces each message to the receiver's host: that the message is on a stream, or the error in its
+place. The receive is put on a stream when the announcement has come, and not at all if that is an
+error. So no stream ever waits for a message that nobody sends, and nothing has to be broken off.
+Members of a collective tell each other that they have come to it, and then put it on their streams.
 
-Receives go onto their stream in the order of the program: whoever waits for one has those ahead of
-it put there first, and so has a send that is on their stream. Of several executions in flight, one
-has put all its work on the rank's streams before the next does, so what two ranks put on the
-streams between them is in one order on both.
+Receives go onto their stream in the order of the program: an op that waits for one first puts those
+ahead of it there, and so does a send on the same stream. Of several executions in flight, one puts
+all its work on the rank's streams before the next does. So the work that two ranks put on the
+streams between them has one order on both.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ from .tail import follow_tails
 
 @dataclass(frozen=True, slots=True)
 class HostHandshake:
-    """The channel by which hosts tell each other of the messages of another that go by streams.
+    """The channel by which hosts announce the messages of another channel, which go by streams.
 
     Attributes:
         communicator: of hosts.
-        channel: between the ranks of the channel that is told of.
+        channel: of hosts, between the ranks of the announced channel.
     """
 
     communicator: Communicator
     channel: Channel
 
     def port(self, op: Send | Recv | Collective) -> Port:
-        """The port by which a rank tells, or is told, of an op."""
+        """The port by which a rank announces an op, or hears of it."""
         id_, unit = self.channel.id, UnitType()
         if isinstance(op, Send):
             return self.communicator.send_port(Send(chan=id_, peer=op.peer), self.channel, unit)
@@ -80,7 +79,7 @@ class DrivenBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Args:
-        handshakes: for each channel whose messages go by streams, by its id.
+        handshakes: by the id of each channel whose messages go by streams.
 
     Attributes:
         acquires: the instructions that wait for earlier executions.
@@ -107,10 +106,12 @@ class DrivenBinder(DeviceBinder):
         params = frozenset(linked.program.params)
         streams = {stream_of(op): None for op in ops if not params.isdisjoint(op.operands)}
         self._landed = StreamEvent(self.order)
-        self._takers = [self.order.use(each) for each in streams if each is not Stream.COMPUTE]
+        self._takers = [
+            self.order.use(stream) for stream in streams if stream is not Stream.COMPUTE
+        ]
 
     def bind(self) -> Code:
-        """Bind the program. Inputs come to the compute stream, which others wait for."""
+        """Bind the program; other streams wait for the compute stream, which lands the inputs."""
         code = super().bind()
         events = [instructions.record(self._landed, self.order.compute)] if self._takers else []
         code.put_first([*self._land_inputs(code), *events])
@@ -125,15 +126,17 @@ class DrivenBinder(DeviceBinder):
             follows = [instructions.follow(self._landed, queue) for queue in self._takers]
             acquires.setdefault(self._first_work, []).extend([acquire, *follows])
             releases.setdefault(self._last_work, []).append(release)
-        for each in acquires.values():
-            each.append(self._catch_up)
-        self.acquires = frozenset(acquire for each in acquires.values() for acquire in each)
+        for op_acquires in acquires.values():
+            op_acquires.append(self._catch_up)
+        self.acquires = frozenset(
+            acquire for op_acquires in acquires.values() for acquire in op_acquires
+        )
         return acquires, releases
 
     def _catch_up(self) -> bool:
-        """Go on behind the tails of earlier executions.
+        """Wait for the tails of earlier executions.
 
-        They may have touched the same actors, and receive on the way of messages of this one.
+        Tails may have touched the same actors, and may receive where this execution does.
         """
         follow_tails(self.device, self.order.queues)
         return True
@@ -158,12 +161,12 @@ class DrivenBinder(DeviceBinder):
                 "in a graph that one rank drives, all are or none is",
             )
         sources = tuple(map(self._register, op.operands))
-        telling = self._handshakes[op.chan].port(op)
-        tell = host.issue(telling, self._code.registers, None)
+        handshake = self._handshakes[op.chan].port(op)
+        tell = host.issue(handshake, self._code.registers, None)
         if isinstance(op, Recv):
             self._indices[op.result] = self._at
-            self._expected[op.result] = op, port, telling
-            self._emit(tell, InstructionInfo(Role.ISSUE, port=telling))
+            self._expected[op.result] = op, port, handshake
+            self._emit(tell, InstructionInfo(Role.ISSUE, port=handshake))
             return
         if batch_of(op) is not None:
             self._fail(
@@ -176,11 +179,11 @@ class DrivenBinder(DeviceBinder):
         token = self._tokens[op.result] = self._token()
         if isinstance(op, Send):
             self._emit(self._on_stream(op, port), InstructionInfo(Role.COMPUTE, sources, (token,)))
-            self._emit(tell, InstructionInfo(Role.ISSUE, (token,), port=telling))
-            self._told.append(telling)
+            self._emit(tell, InstructionInfo(Role.ISSUE, (token,), port=handshake))
+            self._told.append(handshake)
             return
-        self._emit(tell, InstructionInfo(Role.ISSUE, sources, port=telling))
-        self._emit(_told(telling), InstructionInfo(Role.AWAIT, (), (token,), telling), self._at)
+        self._emit(tell, InstructionInfo(Role.ISSUE, sources, port=handshake))
+        self._emit(_told(handshake), InstructionInfo(Role.AWAIT, (), (token,), handshake), self._at)
         self._emit(
             self._on_stream(op, port), InstructionInfo(Role.COMPUTE, (*sources, token), (token,))
         )
@@ -197,17 +200,19 @@ class DrivenBinder(DeviceBinder):
         """Await the handshakes of receives up to `last`, or of all, and put them on streams."""
         while self._expected:
             future = next(iter(self._expected))
-            op, port, telling = self._expected.pop(future)
+            op, port, handshake = self._expected.pop(future)
             posted = self._indices[future]
             token = self._tokens[future] = self._token()
-            self._emit(_told(telling), InstructionInfo(Role.AWAIT, (), (token,), telling), posted)
+            self._emit(
+                _told(handshake), InstructionInfo(Role.AWAIT, (), (token,), handshake), posted
+            )
             sources = (token, *map(self._register, op.operands))
             self._emit(self._on_stream(op, port), InstructionInfo(Role.COMPUTE, sources, (token,)))
             if future is last:
                 return
 
     def _finish(self) -> None:
-        """The compute stream goes on behind all messages: their operands may be written to then."""
+        """Let the compute stream wait for all messages: then their operands may be written to."""
         awaited = {
             op.operands[0]
             for op in self._program.ops
@@ -217,8 +222,8 @@ class DrivenBinder(DeviceBinder):
             if future not in awaited:
                 self._emit(instructions.follow(done, self.order.compute), KEEP)
         super()._finish()
-        for telling in self._told:
-            self._emit(telling.poll, KEEP)
+        for handshake in self._told:
+            self._emit(handshake.poll, KEEP)
 
     def _token(self) -> int:
         """A register for the error in place of a message, if there is one."""
@@ -228,12 +233,12 @@ class DrivenBinder(DeviceBinder):
 
 
 _WORK = (Call, Constant, Copy, View, Slice, Reserve, Assemble, Wait, Send, Recv, Collective)
-"""The ops that are put on streams, or may ask for what is there."""
+"""The ops that put work on streams, or may read values there."""
 
 
-def _told(telling: Port) -> Instruction:
+def _told(handshake: Port) -> Instruction:
     """Wait for an announcement."""
-    poll, take, release = telling.poll, telling.take, telling.release
+    poll, take, release = handshake.poll, handshake.take, handshake.release
 
     def run() -> bool:
         if not poll():

@@ -21,8 +21,8 @@ from .tail import follow_tails
 class DeviceExecutable(Executable):
     """A program that is bound to a device; see `Executable`.
 
-    When `run` returns, what the program does has been put on streams, behind which the caller's
-    stream goes on. What it returns is there for whatever the caller puts on its stream.
+    When `run` returns, the work of the program is on streams, and the caller's stream goes on
+    behind it. So whatever the caller puts on its stream can use the results.
 
     Args:
         device: of this rank.
@@ -63,15 +63,15 @@ class DeviceExecutable(Executable):
         """Put one execution on the device's streams; see `Executable.run`."""
         device, order = self._device, self._order
         if self.segments and self._ran == WARM_UPS:
-            # A graph has a pool of its own, and while it is captured no memory changes hands.
+            # A graph has a pool of its own, which gets no memory of other pools during a capture.
             device.give_back()
         self._ran += 1
         with device.session():
             follow_tails(device, (order.compute,))
-            there = [landed(value, device) for value in inputs]
+            landed_inputs = [landed(value, device) for value in inputs]
             if not self.segments:
                 order.fork()
-            outputs = super().run(there, pause, execution, checked)
+            outputs = super().run(landed_inputs, pause, execution, checked)
             order.join()
             returned = [value for value in outputs if isinstance(value, Tensor)]
             device.keep(returned, device.caller())
@@ -81,13 +81,13 @@ class DeviceExecutable(Executable):
         return outputs
 
     def reset(self) -> None:
-        """Forget the execution in progress, and what was captured, for its messages are gone."""
+        """Forget the execution in progress and the graphs, whose messages are gone."""
         super().reset()
         self._copies.forget()
         self._ran = 0
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Forget what was captured; idempotent."""
+        """Drop the captured graphs; idempotent."""
         for segment in self.segments:
             segment.forget()

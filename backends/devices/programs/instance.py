@@ -1,4 +1,4 @@
-"""One of the executions of a graph that may be in flight at a time, on a rank with a device."""
+"""Instances of a driven graph on a rank with a device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Shared = tuple[Statistics, Sequence[Guard], Reports | None]
 
 
 def hand_over(device: Device, tensors: Sequence[Tensor], loans: Sequence[Loan]) -> None:
-    """Inside a session: let the caller's stream use a result, of which some is a graph's memory."""
+    """Inside a session: let the caller's stream use a result, some of it in a graph's memory."""
     device.keep(tensors, device.caller())
     for loan in loans:
         loan.hand_to_caller(device)
@@ -48,11 +48,12 @@ def hand_over(device: Device, tensors: Sequence[Tensor], loans: Sequence[Loan]) 
 class SessionEngine(Engine):
     """An engine that runs inside a session of the device; see `Engine`.
 
-    The device is only asked for if there is something to put on it.
+    It opens a session only if there is something to put on the device.
 
     Args:
         device: of this rank.
-        polls: for instructions that wait, what says without the device whether they can go on.
+        polls: for instructions that wait, functions that tell without the device whether they can
+            go on.
 
     Attributes:
         is_put: whether all of the execution is on the device, so that the rest needs no session.
@@ -87,12 +88,12 @@ class SessionEngine(Engine):
 class DeviceInstance(Instance):
     """An instance whose program runs on the rank's device.
 
-    An execution has ended when all its work has been put on streams. What it returns is there for
-    whatever its receiver puts on a stream behind `delivery`.
+    An execution has ended when all its work is on streams. Whatever the receiver of its result puts
+    on a stream behind `delivery` can use the result.
 
     Args:
         binder: of the program, which it binds.
-        shared: what `Instance` takes besides.
+        shared: the other arguments of `Instance`.
         watchdog: is told of each execution that has been put on the device, and of each error.
 
     Attributes:
@@ -137,9 +138,9 @@ class DeviceInstance(Instance):
         """Inside a session, with all work on streams: let the caller's stream have the result.
 
         Args:
-            ended: behind the execution, so that another stream can take the result by itself: in a
-                session of its own, what the device does next would come behind it.
-            has_tails: whether the rank has tails, so that the caller's stream, too, waits for that
+            ended: the event behind the execution. By it another stream can take the result without
+                a session, which would put that stream behind later work of the device.
+            has_tails: whether the rank has tails. The caller's stream, too, then waits for `ended`
                 when it takes the result.
         """
         if self.on_end is None:
@@ -180,7 +181,7 @@ class HandshakeInstance(DeviceInstance):
         self.record(None)
 
     def record(self, log: Log | None) -> None:
-        """Record every instruction as it is, and not by graphs; None: no longer."""
+        """Record instruction by instruction, without graphs; None ends the recording."""
         if log is None:
             self.engine.use(self._graphs.instructions, self._graphs.place)
         else:
@@ -189,7 +190,7 @@ class HandshakeInstance(DeviceInstance):
     def failed(self, error: BaseException) -> None:
         self._watchdog.end_if_failed(error, self._work)
         if self.engine.located is not None:
-            # What comes behind a graph, but stands ahead of what has failed in it.
+            # Instructions that come behind a graph, but stand ahead of the failure in it.
             for instruction in self._graphs.put_off(self.engine.begun - 1):
                 instruction()
         super().failed(error)
@@ -198,13 +199,13 @@ class HandshakeInstance(DeviceInstance):
 class DeviceOnlyInstance(DeviceInstance):
     """An instance whose device does the whole program in one go, messages included.
 
-    Ahead of the work each rank tells all others whether its actors are what was traced. If some
-    are not, no rank puts anything on its device: nothing has been done, and the execution has
-    failed. Nothing is to fail after that, for the other ranks have put their parts on their
-    devices, or will. If something does nevertheless, the job ends.
+    Ahead of the work each rank tells all others whether its actors are as they were traced. If some
+    are not, no rank puts anything on its device, and the execution has failed without having done
+    anything. After that nothing may fail, for the other ranks have put their parts on their
+    devices, or will. If something fails nevertheless, the job ends.
 
-    It begins when every earlier execution of the rank has ended whose messages are announced: what
-    is behind it on the device waits for other hosts, and such an execution's methods may wait for
+    It begins when every earlier execution of the rank with announced messages has ended: work that
+    is behind it on the device waits for other hosts, and methods of such an execution may wait for
     the device.
 
     Args:
@@ -236,11 +237,11 @@ class DeviceOnlyInstance(DeviceInstance):
         super().start(inputs, execution)
 
     def drop_graphs(self) -> None:
-        """Forget what was captured; idempotent."""
+        """Drop the captured graphs; idempotent."""
         self._binder.forget()
 
     def _add_reports(self, reports: Reports) -> None:
-        """The reports go ahead of the work, which cannot fail."""
+        """Put the reports ahead of the work, which cannot fail."""
         code, agreement = self._code, self._binder.agreement
         agreed = (agreement,)
         front: list[tuple[Instruction, InstructionInfo]] = [(self._is_due, KEEP)]
@@ -262,7 +263,7 @@ class DeviceOnlyInstance(DeviceInstance):
         post_reports(code, reports)
 
     def _is_due(self) -> bool:
-        """True if no earlier execution is in progress whose messages are announced."""
+        """True if no earlier execution with announced messages is in progress."""
         for instance in self._in_flight():
             if instance is self:
                 return True
@@ -275,7 +276,7 @@ class DeviceOnlyInstance(DeviceInstance):
         return True
 
     def _hand_over(self) -> bool:
-        """All is on the streams: the result is there for whoever takes the execution's end."""
+        """Deliver the result, with all work on the streams."""
         has_tails = self._device.has(Stream.TAIL)
         self._deliver(self.engine.outputs(), self._binder.end(), has_tails)
         self._session.is_put = True
@@ -309,10 +310,10 @@ class DeviceOnlyInstance(DeviceInstance):
         computes = self._code.infos[self.engine.index].role is Role.COMPUTE
         is_under_way = self._has_begun and not self._session.is_put
         if is_under_way and (computes or not isinstance(error, TransportError)):
-            what = f"{type(error).__name__}: {error}"
+            description = f"{type(error).__name__}: {error}"
             self._abandon(
                 f"rank {self.rank} could not put its part of an execution of "
-                f"'{self.module.name}' on its device ({what}), and the other ranks wait for it; "
-                "compiled with passes='-capture', a step's errors travel instead"
+                f"'{self.module.name}' on its device ({description}), and the other ranks wait for "
+                "it; compiled with passes='-capture', a step's errors travel instead"
             )
         super().failed(error)

@@ -9,7 +9,7 @@ from ..stream_order import StreamEvent
 
 
 def record(event: StreamEvent, queue: Queue) -> Instruction:
-    """Let an event be where a stream is."""
+    """Record an event on a stream."""
 
     def run() -> bool:
         event.record(queue)
@@ -54,8 +54,8 @@ def issue(
         source: the operand's register, if it has one.
         queue: the op's stream.
         done: recorded behind the op.
-        ready: recorded on the compute stream behind what the port has prepared there.
-        freed: where the op's slot was given back, if it has one.
+        ready: recorded on the compute stream behind the work that the port prepares there.
+        freed: the event behind which the op's slot is free, if it has one.
     """
     start, must_prepare, prepare = port.start, port.must_prepare, port.prepare
 

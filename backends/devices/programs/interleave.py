@@ -1,8 +1,8 @@
 """Record what a driven program computes between messages as graphs.
 
-Hosts announce messages one by one, and executions wait for each other at locks, so neither is
-part of a graph. Of what stands among the instructions of a graph, waits for earlier executions go
-ahead of it, and all other bookkeeping comes behind. After a failure an execution goes on without
+Hosts announce messages one by one, and executions wait for each other at locks, so neither is part
+of a graph. Where such instructions stand among those of a graph, waits for earlier executions are
+moved ahead of it, and all other bookkeeping behind it. After a failure an execution goes on without
 graphs, instruction by instruction.
 """
 
@@ -25,11 +25,11 @@ class Interleaved:
     """A program's instructions with graphs among them.
 
     Attributes:
-        instructions: what to call, in order.
-        places: for each the instruction of the plain program that it is; for a graph its first.
-        within: for each graph, by its index, those instructions of the plain program that it does.
-        behind: for each graph, by its index, those among them that come behind it.
-        plain: the plain program.
+        instructions: to be called in order.
+        places: the index of each instruction in the plain program; of a graph, that of its first.
+        within: for each graph, by its index, the instructions of the plain program that it runs.
+        behind: for each graph, by its index, those that stand among them and come behind it.
+        plain: the instructions of the plain program.
         segments: the graphs.
     """
 
@@ -41,26 +41,26 @@ class Interleaved:
     segments: list[Segment]
 
     def place(self, index: int) -> int:
-        """The place of the plain program while instruction `index` runs."""
+        """The index in the plain program of what instruction `index` is running."""
         instruction = self.instructions[index]
         if isinstance(instruction, Segment):
             return self.within[index][instruction.at]
         return self.places[index]
 
     def put_off(self, index: int) -> Iterator[Instruction]:
-        """The instructions that the plain program would have done by now, and that are not done."""
+        """The instructions that the plain program would have run by now, and that have not run."""
         place = self.place(index)
         return (self.plain[i] for i in self.behind.get(index, ()) if i < place)
 
 
 def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
-    """Replace each run of computation that is worth it by a graph; `code` stays as it is."""
-    made = Interleaved([], [], {}, {}, code.instructions, [])
+    """Replace each run of computation that is worth it by a graph; `code` does not change."""
+    interleaved = Interleaved([], [], {}, {}, code.instructions, [])
     make, order = SegmentMaker(code, binder), StreamOrder(binder.device)
 
     def emit(indices: Sequence[int]) -> None:
-        made.instructions.extend(code.instructions[i] for i in indices)
-        made.places.extend(indices)
+        interleaved.instructions.extend(code.instructions[i] for i in indices)
+        interleaved.places.extend(indices)
 
     for number, first, last in runs_of(code, binder.linked.program):
         if number is None or not make.is_worth_it(number, first, last):
@@ -72,11 +72,11 @@ def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
         ]
         behind = sorted({*range(within[0], within[-1])} - {*within, *acquires})
         emit([*range(first, within[0]), *acquires])
-        made.within[len(made.places)] = within
-        made.behind[len(made.places)] = behind
+        interleaved.within[len(interleaved.places)] = within
+        interleaved.behind[len(interleaved.places)] = behind
         segment = make(number, first, last, within, order)
-        made.instructions.append(segment)
-        made.segments.append(segment)
-        made.places.append(within[0])
+        interleaved.instructions.append(segment)
+        interleaved.segments.append(segment)
+        interleaved.places.append(within[0])
         emit([*behind, *range(within[-1] + 1, last)])
-    return made
+    return interleaved

@@ -1,8 +1,8 @@
-"""Describe what of an execution a device has not ended: messages by stream, and graphs.
+"""Describe the work of an execution that a device has not ended: messages by stream, and graphs.
 
-The host has put all of it on streams by then, and knows no more. What is known is kept anyway: each
-message outside of graphs has an event behind it, and each graph of several. They are those of the
-execution that was put last.
+The host has put all work on streams by then. Only events tell how far the device is: one behind
+each message outside of graphs, and one behind each graph if there are several. They belong to the
+execution that was put on the device last.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .binder import stream_of
 from .capture import Segment
 
 MOST = 8
-"""Messages of a graph that are named; of more, how many there are."""
+"""The most messages of a graph that are named; others are counted."""
 
 
 class Work:
-    """The work that a bound program puts on its device. Any thread may ask it.
+    """The work that a bound program puts on its device. Any thread may call it.
 
     Args:
         program: of this rank.
-        module: that it is part of.
-        messages: the ops that go by streams, as indices, with the event behind each.
+        module: the module that it is part of.
+        messages: the ops whose messages go by streams: the index of each, and the event behind it.
         segments: the parts that are captured.
-        position: where the host is.
+        position: returns where the host is.
         bodies: the Python of functions, by name.
     """
 
@@ -69,8 +69,8 @@ class Work:
         """Describe the methods that may have stopped the device by an index, in their order.
 
         Args:
-            begun: whether only those count that the host has begun in the execution that it is in.
-                Where that is at a graph, all of the graph counts.
+            begun: True to count only those that the host has begun in the current execution. If the
+                host is at a graph, all of the graph counts.
         """
         ops, at = self._program.ops, self._position()
         end = len(ops)
@@ -81,7 +81,7 @@ class Work:
         return suspects(ops[:end], self._module, self._bodies)
 
     def unfinished(self, execution: int) -> str:
-        """The parts of an execution on the device that it has not ended, a line each."""
+        """The parts of an execution that the device has not ended, a line each."""
         last = self._position().execution
         if last != execution:
             return (
@@ -95,37 +95,41 @@ class Work:
         return "\n".join(lines or [f"  {self._nothing_known()}"])
 
     def _streams(self) -> list[str]:
-        """The message that each stream is at. What is behind it has not begun."""
-        open_: dict[str, list[Op]] = {}
+        """The message that each stream is at; messages behind it have not begun."""
+        pending: dict[str, list[Op]] = {}
         for index, event in self._messages:
             if event.is_outside and not event.has_passed():
                 op = self._program.ops[index]
-                open_.setdefault(stream_of(op).value, []).append(op)
+                pending.setdefault(stream_of(op).value, []).append(op)
         return [
             f"  stream {stream}: {_described(ops[0])}{_behind(len(ops) - 1)}"
-            for stream, ops in open_.items()
+            for stream, ops in pending.items()
         ]
 
     def _graphs(self) -> list[str]:
         """The first graph that may not have ended; those behind it have not begun."""
         replayed = [segment for segment in self._segments if segment.is_replayed]
-        open_ = [each for each in replayed if each.behind is None or not each.behind.has_passed()]
-        if not open_:
+        pending = [
+            segment
+            for segment in replayed
+            if segment.behind is None or not segment.behind.has_passed()
+        ]
+        if not pending:
             return []
-        segment = open_[0]
+        segment = pending[0]
         ops = self._program.ops
         inside = [ops[index] for index, _ in self._messages if ops[index].graph == segment.number]
-        known = [_message(op) for op in inside[:MOST]]
+        messages = [_message(op) for op in inside[:MOST]]
         if len(inside) > MOST:
-            known.append(f"{len(inside) - MOST} more")
+            messages.append(f"{len(inside) - MOST} more")
         first = next(op for op in ops if op.graph == segment.number)
         head = f"  graph {segment.number}, which begins with {_quoted(first)}"
-        others = [str(each.number) for each in open_[1:]]
-        tail = f"; behind it: graphs {', '.join(others)}" if others else ""
-        what = "at a kernel of a method"
-        if known:
-            what = f"at one of its messages ({'; '.join(known)}), or {what}"
-        return [f"{head}: {what}{tail}"]
+        later_graphs = [str(segment.number) for segment in pending[1:]]
+        tail = f"; behind it: graphs {', '.join(later_graphs)}" if later_graphs else ""
+        place = "at a kernel of a method"
+        if messages:
+            place = f"at one of its messages ({'; '.join(messages)}), or {place}"
+        return [f"{head}: {place}{tail}"]
 
     def _nothing_known(self) -> str:
         if self._messages:
@@ -147,12 +151,12 @@ def _described(op: Op) -> str:
 
 
 def _quoted(op: Op) -> str:
-    where = f" ({op.loc})" if op.loc is not None else ""
-    return f"`{format_op(op)}`{where}"
+    location = f" ({op.loc})" if op.loc is not None else ""
+    return f"`{format_op(op)}`{location}"
 
 
 def _message(op: Op) -> str:
-    """A message as the other ranks name it, too."""
+    """The name of a message, which is the same on the other ranks."""
     if isinstance(op, Collective):
         ranks = format_ranks(op.group.ranks)
         return f"{op.opcode} {op.seq} of channel {op.chan} among ranks {ranks}"

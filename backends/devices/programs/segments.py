@@ -1,4 +1,4 @@
-"""Cut a bound program into segments, and find what each has in common with the rest."""
+"""Cut a bound program into segments, and find the registers that each shares with the rest."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .capture import Segment
 from .captured import Interface
 
 LEAST = 8
-"""Operators of torch that a graph replaces at least: fewer take the host less than its replay and
-the copies of its inputs."""
+"""The fewest operators of torch that are worth a graph: fewer take the host less time than a replay
+and the copies of its inputs."""
 
 
 def cut(code: Code, binder: DeviceBinder) -> None:
     """Make each run of instructions whose ops are of one graph a segment of the binder.
 
-    The instructions of `code` are replaced: a segment counts as one. In front of what is not part
-    of any, the other streams fork from the compute stream.
+    A segment replaces the instructions of its run in `code`. The other streams fork from the
+    compute stream in front of instructions that are part of no segment.
     """
     runs = runs_of(code, binder.linked.program)
     several = sum(number is not None for number, _, _ in runs) > 1
@@ -65,7 +65,7 @@ class SegmentMaker:
         self._stable: dict[int, Tensor] = {}
 
     def bodies(self, first: int, last: int) -> list[Body]:
-        """The traced functions that some instructions in a row call."""
+        """The traced functions that a run of instructions calls."""
         linked = self._binder.linked
         ops = (linked.program.ops[info.op] for info in self._code.infos[first:last])
         called = dict.fromkeys(op.fn.name for op in ops if isinstance(op, Call))
@@ -74,9 +74,9 @@ class SegmentMaker:
         return [linked.bodies[name] for name in dict.fromkeys(f.body_name for f in traced)]
 
     def is_one_call(self, first: int, last: int) -> bool:
-        """Whether some instructions in a row do one op, the call of a function that torch traced.
+        """Whether a run of instructions is one op, the call of a function that torch traced.
 
-        Of a body that is not of torch it is not known how much it does.
+        How much another body does is not known.
         """
         ops = {info.op for info in self._code.infos[first:last] if info.role is not Role.KEEP}
         bodies = self.bodies(first, last)
@@ -84,7 +84,7 @@ class SegmentMaker:
         return len(ops) == len(bodies) == 1 and is_traced
 
     def is_worth_it(self, number: int, first: int, last: int) -> bool:
-        """Whether the functions that they call have operators enough; if not, that is noted."""
+        """Whether the functions that a run calls have enough operators; if not, that is noted."""
         operators = sum(map(_operators, self.bodies(first, last)))
         if operators < LEAST:
             worth = f"{operators} of the {LEAST} operators of torch that are worth it"
@@ -100,7 +100,7 @@ class SegmentMaker:
         order: StreamOrder,
         behind: StreamEvent | None = None,
     ) -> Segment:
-        """The segment of a run, which does those instructions of it that are `within`.
+        """The segment of a run, with those of its instructions that are in `within`.
 
         Args:
             order: the streams that the segment forks.
@@ -129,7 +129,7 @@ def _operators(body: Body) -> int:
 
 
 def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
-    """The instructions by graph: number, first, and one behind the last."""
+    """The runs of instructions of one graph: its number, first index, and index behind the last."""
     runs: list[tuple[int | None, int, int]] = []
     for index, info in enumerate(code.infos):
         number = program.ops[info.op].graph
@@ -143,10 +143,10 @@ def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
 def interface_of(
     code: Code, program: Program, first: int, last: int, escaping: frozenset[int]
 ) -> Interface:
-    """The registers that some instructions in a row have in common with the rest of a program.
+    """The registers that a run of instructions shares with the rest of a program.
 
     Args:
-        escaping: registers whose values, or what shares their memory, methods or the caller get.
+        escaping: registers of what methods or the caller get, and of values that share its memory.
     """
     written: dict[int, None] = {}
     reads: dict[int, None] = {}
@@ -159,7 +159,7 @@ def interface_of(
     outputs = frozenset(code.outputs)
     inputs = tuple(register for register in reads if register < len(program.params))
     gives = tuple(register for register in written if register in later or register in outputs)
-    # What both a later op and the caller take has one copy for both.
+    # A value that both a later op and the caller take is copied once for both.
     return Interface(tuple(reads), inputs, gives, escaping | outputs, outputs - later)
 
 

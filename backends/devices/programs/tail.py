@@ -1,9 +1,9 @@
 """Run the tail of a program on a stream of its own, beside what the rank does next.
 
-The tail of a program waits for a message that comes back to the rank, and does what is left (see
-the pass `split-tails`). Only the tail waits: the compute stream goes on with the next execution. So
-whoever works on what a tail has touched waits for it by an event: later executions by the locks of
-its actors, and the caller when it takes the result.
+The tail of a program waits for a message that comes back to the rank, and does the rest of the work
+(see the pass `split-tails`). Only the tail waits: the compute stream goes on with the next
+execution. So work on what a tail has touched waits for the tail by an event: later executions by
+the locks of its actors, and the caller when it takes the result.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Tail:
     """The tail of one bound program, as one instruction of it.
 
     Args:
-        instructions: what it does, bound to `order`.
+        instructions: its instructions, bound to `order`.
         registers: of the program.
         reads: the registers that it reads and has not written.
-        main: the streams of what is in front of it.
+        main: the streams of the work in front of it.
         order: its own streams.
         locks: of the actors that it touches.
 
     Attributes:
-        ended: behind the last execution's; None before the first.
+        ended: the event behind the tail of the last execution; None before the first.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Tail:
         self._begun = main.device.event()
 
     def __call__(self) -> bool:
-        """Put the tail on its stream, behind what is in front of it."""
+        """Put the tail on its stream, behind the work in front of it."""
         main, order, device = self._main, self._order, self._main.device
         main.join()
         self._hold()
@@ -63,7 +63,7 @@ class Tail:
             for instruction in self._instructions:
                 instruction()
             order.join()
-        # Not the same one each time: the caller may wait for it when another execution has ended.
+        # A new event each time: the caller may wait for this one after another execution has ended.
         self.ended = device.event()
         self.ended.record(order.compute)
         for lock in self._locks:
@@ -76,13 +76,13 @@ class Tail:
         The caller may write to an input as soon as the execution is done, and the next execution to
         the state of an actor, of which a method may have returned a part.
         """
-        registers, held = self._registers, []
+        registers, copies = self._registers, []
         for register in self._reads:
             value = registers[register]
             if isinstance(value, Tensor):
                 registers[register] = value.clone()
-                held.append(registers[register])
-        self._main.device.keep(held, self._order.compute)
+                copies.append(registers[register])
+        self._main.device.keep(copies, self._order.compute)
 
 
 def follow_tails(device: Device, queues: Iterable[Queue]) -> None:

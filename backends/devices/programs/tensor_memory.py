@@ -1,4 +1,4 @@
-"""The memory of tensors: where it is, which of them share it, copies of many of them."""
+"""The memory of tensors: locations, storages, layouts, and copies of many tensors at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 TensorLocation = tuple[object, ...]
-"""The place of a tensor's elements, and how they are read; its shape and type are known."""
+"""The address of a tensor's elements, and how they are read; shape and type are not part of it."""
 
 
 def location(value: object) -> TensorLocation:
@@ -37,7 +37,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _signed(tensor: Tensor) -> Tensor:
-    """The same bits in a type that torch can copy many tensors of in one kernel."""
+    """The same bits in a type whose tensors torch copies in one kernel."""
     return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
 
 
@@ -46,11 +46,11 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in memory; it holds none.
+    """How a tensor lies in memory; a layout holds no memory.
 
     Attributes:
-        whole: the address of that memory: where it is the same, so is the memory.
-        nbytes: of all of it.
+        whole: the address of the storage; tensors with the same address share it.
+        nbytes: of the storage.
     """
 
     whole: int
@@ -63,27 +63,29 @@ class Layout:
 
 
 def layouts(values: Sequence[Tensor]) -> list[Layout]:
-    """The layout of each value; of one that is by itself in its memory, that of a dense copy."""
+    """The layout of each value; one that shares its memory with no other is laid out densely."""
     shared = Counter(map(storage, values))
-    found = []
+    tensor_layouts = []
     for value in values:
         whole, offset = value, value.storage_offset()
         if shared[storage(value)] == 1:
             whole, offset = torch.empty_like(value, device="meta"), 0
         nbytes, strides = whole.untyped_storage().nbytes(), whole.stride()
         place = storage(value), nbytes, int(offset)
-        found.append(Layout(*place, value.shape, strides, value.dtype, value.device))
-    return found
+        tensor_layouts.append(Layout(*place, value.shape, strides, value.dtype, value.device))
+    return tensor_layouts
 
 
 def laid_out(found: Sequence[Layout]) -> list[Tensor]:
-    """New memory of some layouts, with zeros in it; what shares memory goes on sharing it."""
+    """New tensors of zeros with these layouts; tensors of one storage share memory again."""
     wholes: dict[int, Tensor] = {}
-    made = []
-    for each in found:
-        if each.whole not in wholes:
-            wholes[each.whole] = torch.zeros(each.nbytes, dtype=torch.uint8, device=each.device)
-        memory = wholes[each.whole].untyped_storage()
-        alias = torch.empty(0, dtype=each.dtype, device=each.device)
-        made.append(alias.set_(memory, each.offset, each.shape, each.stride))
-    return made
+    tensors = []
+    for layout in found:
+        if layout.whole not in wholes:
+            wholes[layout.whole] = torch.zeros(
+                layout.nbytes, dtype=torch.uint8, device=layout.device
+            )
+        memory = wholes[layout.whole].untyped_storage()
+        alias = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        tensors.append(alias.set_(memory, layout.offset, layout.shape, layout.stride))
+    return tensors

@@ -1,10 +1,10 @@
-"""Watch a device for an execution that does not end, and for faults of it or of its messages.
+"""Watch a device for executions that do not end, and for faults of it or of its messages.
 
 Each of them ends the job.
 
-The host puts work on streams and goes on, so it does not notice a message that never comes; and
-when it waits for the device at last, in a method or in the caller's program, nobody is left to look
-at a clock. Nor is there when the driver makes it wait while it puts work on a stream. A thread
+The host puts work on streams and goes on, so it does not notice a message that never comes. When it
+waits for the device at last, in a method or in the caller's program, nobody is left to look at a
+clock. The same is true if the driver makes it wait while it puts work on a stream. So a thread
 looks.
 """
 
@@ -30,7 +30,7 @@ INTERVAL = 0.25
 """Seconds between two looks."""
 
 GRACE = 2.0
-"""Seconds past the timeout that the host has to find out by itself that it waits in vain."""
+"""Seconds past the timeout in which the host may find out by itself that it waits in vain."""
 
 
 class Watched(Protocol):
@@ -40,11 +40,11 @@ class Watched(Protocol):
     module: Module
 
     def position(self) -> Position:
-        """The place where it is; called by another thread."""
+        """Where it is; called by another thread."""
 
 
 def put_by(watched: Watched) -> Position | None:
-    """The place where a program puts work on its device, which no host should take long over.
+    """Where a program puts work on its device, if it does; no host should take long over that.
 
     An opaque method may take as long as it likes, and a wait for another host has its own deadline.
     """
@@ -63,9 +63,9 @@ class Put:
     """An execution that has been put on the device as a whole.
 
     Attributes:
-        work: what it is an execution of.
+        work: what the program puts on the device.
         execution: its number.
-        since: when it was put there, by the monotonic clock.
+        since: when it was put there, in seconds of the monotonic clock.
         event: behind all of it.
     """
 
@@ -78,21 +78,21 @@ class Put:
 class Watchdog:
     """Watches one program's executions on its device.
 
-    Each execution has an event behind it, of its own until the device has passed it. So one thread
-    alone uses an event at a time: the one that puts work on the device records it and lines it up,
-    the watchdog asks for it, takes it out of the line, and lays it aside to be used again. Neither
-    waits for the other, and no execution is left out, however many the device has before it.
+    Each execution has an event behind it, which is its own until the device has passed it. So only
+    one thread at a time uses an event: the one that puts work on the device records it and lines it
+    up; the watchdog queries it, takes it out of the line, and lays it aside to be used again.
+    Neither waits for the other, and no execution is left out, however many are on the device.
 
     Args:
         device: of this rank.
         timeout: seconds that an execution may take on the device; None for no limit.
-        faults: says what has gone wrong with messages under way; called by the thread.
-        bark: called once, by the thread, with what is wrong.
-        putting: where the host puts work on the device at the moment, if it does.
-        end: called in the place of `bark` if the device has failed, which leaves nothing to look
-            for: by the thread, or by whoever learns of it.
-        noted: the error that an execution has noted on the device, if one has; the next one on this
-            rank raises it if it comes in time.
+        faults: returns the failures of messages under way; called by the watchdog's thread.
+        bark: called once, by that thread, with a description of what is wrong.
+        putting: returns where the host puts work on the device at the moment, if it does.
+        end: called in place of `bark` if the device has failed, which leaves nothing to look for:
+            by that thread, or by the one that learns of it.
+        noted: returns the error that an execution has noted on the device, if one has. The next
+            execution on this rank raises the error if it comes in time.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Watchdog:
         self._thread.start()
 
     def watch(self, work: Work, execution: int) -> None:
-        """An execution has been put on the device as a whole; called by one thread."""
+        """Watch an execution that has been put on the device as a whole; called by one thread."""
         if self._stop.is_set():
             return  # nobody looks any more, nor takes anything out of the line
         try:
@@ -173,7 +173,7 @@ class Watchdog:
         return self._look_at_notes() or self._look_at_host() or overdue
 
     def _look_at_notes(self) -> str | None:
-        """An error that nobody has raised: what came of it must not be taken for right."""
+        """An error that nobody has raised in time; its execution has computed wrong values."""
         error, now = self._noted(), monotonic()
         if error is None:
             self._noted_since = None
@@ -183,10 +183,10 @@ class Watchdog:
         return error if now - self._noted_since > GRACE else None
 
     def end_if_failed(self, error: BaseException, running: Work) -> None:
-        """End the job if an error says that the device has failed; called by who has come upon it.
+        """End the job if an error says that the device has failed; whoever meets it calls this.
 
         Args:
-            running: what the host was putting on the device.
+            running: the work that the host was putting on the device.
         """
         fault = fault_of(error, running)
         if fault is not None:
@@ -225,7 +225,7 @@ class Watchdog:
         )
 
     def _ask(self) -> None:
-        """Ask for an event that the device has passed: it says so if the device has failed."""
+        """Query an event that the device has passed: the query raises if the device has failed."""
         try:
             event = self._spare.popleft()
         except IndexError:
@@ -234,7 +234,7 @@ class Watchdog:
         self._spare.append(event)
 
     def _let_go(self) -> None:
-        """Take out of the line what the device has passed; it passes the events in their order.
+        """Take executions that the device has passed out of the line; it passes them in order.
 
         An execution's time begins when the device has passed the one ahead of it.
         """
@@ -253,11 +253,11 @@ _watchdogs: WeakSet[Watchdog] = WeakSet()
 
 
 def fault_of(error: BaseException, running: Work | None = None) -> DeviceFault | None:
-    """All that is known of a device's failure, wherever that has come up as an error.
+    """Describe the failure of a device, wherever it has come up as an error.
 
     Args:
-        error: raised to anybody.
-        running: what the host was putting on the device, if it was.
+        error: any error.
+        running: the work that the host was putting on the device; None if there was none.
 
     Returns:
         The description; None if the device has not failed, or had nothing of cg's on it.
@@ -277,26 +277,26 @@ def _on_device() -> list[Put]:
 def _described(error: BaseException, running: Work | None = None) -> DeviceFault:
     puts = _on_device()
     works = [put.work for put in puts] + ([] if running is None else [running])
-    where = ""
+    place = ""
     if puts:
-        where = f" in execution {puts[0].execution} of {puts[0].work.name} or behind it"
+        place = f" in execution {puts[0].execution} of {puts[0].work.name} or behind it"
     elif running is not None and running.running is not None:
-        where = f" in execution {running.running} of {running.name}"
-    said = f"the device has failed{where}, and cannot be used any more: {first_line(error)}"
+        place = f" in execution {running.running} of {running.name}"
+    message = f"the device has failed{place}, and cannot be used any more: {first_line(error)}"
     cause = cause_of(error)
     if not cause:
-        return DeviceFault(said)
+        return DeviceFault(message)
     methods: list[str] = []
     for index, work in enumerate(works):
         if not any(work is before for before in works[:index]):
             methods += work.suspects(begun=not puts)
     if methods:
         methods.insert(0, "These methods were on the device and use indices, in their order:")
-    return DeviceFault("\n".join([said, cause, *methods, REMEDY]))
+    return DeviceFault("\n".join([message, cause, *methods, REMEDY]))
 
 
 def advice(logs: Sequence[str]) -> str:
-    """Advice on a device that does not end what was put on it.
+    """Advice on a device that does not end its work.
 
     Args:
         logs: where the libraries that carry messages say more, in words.
