@@ -19,9 +19,9 @@ from ...ir.ops.module import Channel
 from ...ir.text.printer import format_op
 from ...ir.types import ValueType
 from ..errors import TransportError
+from ..exchanges import outcomes
 from ..poison import Poison
 from ..program.value_copies import duplicate, overwrite
-from .collectives import outcomes
 
 
 class VirtualPort:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.devices.programs.executable import DeviceExecutable
+from ...backends.exchanges import outcomes
 from ...backends.hccl.selftest import ROW
-from ...backends.virtual.collectives import outcomes
 from ...ir.attributes import ReduceOp
 from ...ir.ops import AllGather, AllReduce, AllToAll, ReduceScatter
 from ...ir.types import Place

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cg.backends import exchanges
 from cg.backends.errors import BindError, DeadlockError, RemoteError
-from cg.backends.virtual import collectives
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.attributes import ReduceOp
 
@@ -258,7 +258,7 @@ def test_collective_on_a_channel_of_another_group_is_an_error() -> None:
 def test_reduction_runs_in_group_order() -> None:
     tensors = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     expected = ((tensors[0] + tensors[1]) + tensors[2]) + tensors[3]
-    assert torch.equal(collectives.reduce(tensors, ReduceOp.SUM), expected)
+    assert torch.equal(exchanges.reduce(tensors, ReduceOp.SUM), expected)
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MAX])
@@ -268,8 +268,8 @@ def test_a_reduction_in_the_memory_of_an_operand_has_the_same_bits(
 ) -> None:
     tensors = [torch.tensor([value, 3.0]) for value in (1e8, 1.0, -1e8, 1.5)]
     others = [tensor.clone() for tensor in tensors]
-    expected = collectives.reduce(tensors, op)
-    made = collectives.reduce(tensors, op, donated)
+    expected = exchanges.reduce(tensors, op)
+    made = exchanges.reduce(tensors, op, donated)
     assert torch.equal(made, expected)
     assert made.data_ptr() == tensors[donated].data_ptr()
     for index in {0, 1, 2, 3} - {donated}:
@@ -278,9 +278,9 @@ def test_a_reduction_in_the_memory_of_an_operand_has_the_same_bits(
 
 def test_average_of_integers_is_cut_towards_zero() -> None:
     tensors = [torch.tensor([-3, 3]), torch.tensor([0, 0])]
-    assert collectives.reduce(tensors, ReduceOp.AVG).tolist() == [-1, 1]
+    assert exchanges.reduce(tensors, ReduceOp.AVG).tolist() == [-1, 1]
 
 
 def test_parts_must_be_equal() -> None:
     with pytest.raises(ValueError, match="dimension 0 of length 3 cannot be cut into 2"):
-        collectives.split(torch.ones(3), 2, 0)
+        exchanges.split(torch.ones(3), 2, 0)

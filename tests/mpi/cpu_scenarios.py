@@ -20,8 +20,8 @@ from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.transport import CpuTransport
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError
+from cg.backends.exchanges import outcomes
 from cg.backends.failures.flight import Position
-from cg.backends.virtual.collectives import outcomes
 from cg.ir.ops import (
     AllGather,
     AllReduce,

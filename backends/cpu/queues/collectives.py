@@ -19,9 +19,9 @@ from ....ir.ops import AllReduce, Collective, Exchange
 from ....ir.ops.rules import resized
 from ....ir.types import TensorType, UnitType, ValueType
 from ...errors import BindError
+from ...exchanges import combine, cut, reduce
 from ...failures.interruptions import is_interruption
 from ...poison import Poison
-from ...virtual.collectives import combine, cut, reduce
 from ..memory.codecs import codec_of
 from ..memory.parallel_memcpy import Copier
 from .messages import Active, Incoming, Outgoing, RecvQueue, SendQueue

@@ -1,4 +1,4 @@
-"""Collectives in shared memory against their definition, in `backends/virtual/collectives.py`."""
+"""Collectives in shared memory against their definition, in `backends/exchanges.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.queues.collectives import SPLIT_BYTES
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import BindError, TransportError
-from cg.backends.virtual.collectives import outcomes
+from cg.backends.exchanges import outcomes
 from cg.ir.attributes import ReduceOp
 from cg.ir.ops import (
     AllGather,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.attributes import ReduceOp
-from ...ir.ops import Exchange
+from ..ir.attributes import ReduceOp
+from ..ir.ops import Exchange
 
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
