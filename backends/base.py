@@ -133,8 +133,8 @@ class Pause(Protocol):
         """Give way after `polls` fruitless polls in a row (1, 2, ...).
 
         It may return at once, yield the core, or block for a bounded time until something may
-        have arrived; the engine then polls again and checks its deadline. What it raises (the
-        failure of another rank, for one) ends the execution and reaches the caller unchanged.
+        have arrived; the engine then polls again and checks its deadline. An exception of it
+        (the failure of another rank, for one) ends the execution and reaches the caller unchanged.
         """
 
 

@@ -111,7 +111,7 @@ class Device(Protocol):
         """The caller's stream: torch's current one, or, inside a session, the one before it."""
 
     def keep(self, tensors: Sequence[torch.Tensor], queue: Queue) -> None:
-        """Note that a stream will use tensors of another stream.
+        """Keep in mind that a stream will use tensors of another stream.
 
         Their memory is then not used again before that stream has passed the point at which they
         are dropped.

@@ -1,7 +1,7 @@
 """Errors as data, which take the place of values that could not be made.
 
-A poison stands in registers and travels in messages like the value that it replaces. What a user
-catches in the end is an exception that is both a `RemoteError` and of the original's class.
+A poison stands in registers and travels in messages like the value that it replaces. In the end
+the user catches an exception that is both a `RemoteError` and of the original's class.
 """
 
 from __future__ import annotations

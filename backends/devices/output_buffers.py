@@ -19,7 +19,7 @@ class Loan:
     last tensor that uses any of it, views included, whatever else uses the graph's storage.
 
     When the host has dropped the tensor, the caller's streams may still read it. Torch's allocator
-    does not know of that, since the storage is not its own. So a loan keeps the streams that it was
+    does not know of that, since the storage is not its own. So this keeps the streams that it was
     handed to, and whoever uses its memory again waits for the work that is on them by then.
     """
 

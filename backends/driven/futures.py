@@ -31,7 +31,7 @@ class Future(Outcome):
     """The result of an execution, sooner or later.
 
     The graph's executions go on while the driver is in a method of a future or of the graph.
-    What `result` returns belongs to the caller; tensors on a device are there for whatever the
+    The return value of `result` belongs to the caller; tensors on a device are there for whatever the
     caller puts on its current stream. Futures of one graph may be asked in any order, or
     not at all. They are no more thread-safe than the graph: use one thread, or a lock.
 
@@ -80,8 +80,8 @@ class Future(Outcome):
 
         It is called while the driver moves executions on, in the driver's thread; a running event
         loop of asyncio goes on with them meanwhile. If a rank has died, such a loop logs it and
-        calls back, too: the future is not done then, and `result` raises. What the callback raises
-        is logged.
+        calls back, too: the future is not done then, and `result` raises. An exception of the
+        callback is logged.
         """
         if self._callbacks is None:
             self._callbacks = []

@@ -3,8 +3,8 @@
 A kernel that is given an index out of range stops its device for good. The host learns of it by
 whatever it asks of the device next, in another method or in the caller's program. The device
 answers no question about the kernel any more: on an H100 with torch 2.11 every event then raises
-the same error, even one that the device had passed long before. What is known is the work that the
-host had put on the device, and which of its methods use indices, at which lines.
+the same error, even one that the device had passed long before. The host knows the work that it had
+put on the device, and which of its methods use indices, at which lines.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What another process has found out about a process by asking.
+    """The answer of a process that another process has asked what it does.
 
     Attributes:
         text: what the process does, in words, with the line that its Python is at.

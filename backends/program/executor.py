@@ -77,7 +77,7 @@ class Executable:
             execution, checked: as in `start`.
 
         Returns:
-            What the program returns. Its tensors belong to the caller.
+            The results of the program. Its tensors belong to the caller.
 
         Raises:
             InputError: the inputs do not fit; nothing has been issued.
@@ -126,7 +126,7 @@ class Executable:
     def reset(self) -> None:
         """Give up the execution in progress, if any, and be ready for the next.
 
-        What methods have done to their actors stays done. Messages in flight stay there until the
+        The work of methods on their actors stays done. Messages in flight stay there until the
         communicators' `reset`.
         """
         self._engine.abandon()

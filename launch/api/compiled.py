@@ -123,7 +123,7 @@ class Compiled(Programs):
         """Run the step on all ranks; collective.
 
         Returns:
-            What the function returns; None on ranks that get no outputs.
+            The result of the function; None on ranks that get no outputs.
 
         Raises:
             InputError: the arguments are not of the types that were traced, or ranks are found to

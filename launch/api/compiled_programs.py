@@ -138,7 +138,7 @@ class Programs:
 
     @property
     def schedule_report(self) -> str:
-        """What `auto` has chosen and why (for the first signature); empty for other schedules.
+        """The choice of `auto` and its reason (for the first signature); empty for other schedules.
 
         For each pipeline of the step a line: how far its makespan is above the lower bound of all
         orders, what share of the memory it takes, and where the order comes from.

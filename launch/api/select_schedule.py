@@ -309,7 +309,7 @@ def _run(
 
 
 def _choice(schedule: Schedule, pipeline: Stages) -> str:
-    """What a search has chosen for a pipeline, and why."""
+    """The choice of a search for a pipeline, and its reason."""
     orders = found_orders(schedule, pipeline)
     options = dict(schedule.options)
     number = min(options.get("choice", 0), len(orders) - 1)
@@ -325,7 +325,7 @@ def _choice(schedule: Schedule, pipeline: Stages) -> str:
 
 
 def _why(error: IRError) -> str:
-    """What closes the circle besides the order that was tried, in one line."""
+    """The rest of the circle besides the order that was tried, in one line."""
     notes = [note for diagnostic in error.diagnostics for note in diagnostic.notes]
     reasons = [note for note in notes if "by the order of" not in note.message]
     reasons.sort(key=lambda note: note.op is None or note.op.mb is not None)  # outside of the loop

@@ -67,7 +67,7 @@ class Step:
         """Run the step; the first call with a signature traces and compiles it.
 
         Returns:
-            What the function returns; None on ranks that get no outputs.
+            The result of the function; None on ranks that get no outputs.
 
         Raises:
             TraceError: the function, or a method that it calls, cannot be traced.

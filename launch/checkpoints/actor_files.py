@@ -67,8 +67,8 @@ def save(
 def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
     """Fill the tensors of actors, and their optimizers, from a file of `save`; collective.
 
-    The ranks, meshes and plans may be others than those that have written it. What an optimizer
-    keeps for a parameter is made as the file has it, in its shape and element type.
+    The ranks, meshes and plans may be others than those that have written it. State that
+    an optimizer keeps for a parameter is made as the file has it, in its shape and element type.
 
     The file may have more actors than are loaded, and an actor without optimizers takes its own
     tensors alone.

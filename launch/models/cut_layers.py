@@ -26,8 +26,8 @@ def cut_layers(
 
     The model's forward runs once, on fake tensors, and is left as it is. A stage has the parameters
     that its part of the forward uses: the first one an embedding, the last one a norm and a head.
-    What depends on the inputs alone, such as masks and rotary tables, each stage computes by
-    itself. A parameter that several stages use and that is trained, such as tied embeddings, is in
+    Each stage computes by itself what depends on the inputs alone, such as masks and rotary
+    tables. A parameter that several stages use and that is trained, such as tied embeddings, is in
     the first of them alone, and goes to the others as a value (`ModelPart.lend`). One that is
     frozen is in each.
 

@@ -64,7 +64,7 @@ class ModelPart(nn.Module):
             lent: by name, what `lend` of other parts has returned of `borrowed`.
 
         Returns:
-            What the next part takes; of the last one, what the model returns.
+            The input of the next part; of the last one, the result of the model.
 
         Raises:
             ValueError: `entering` or `lent` are not what this part takes.
@@ -115,7 +115,7 @@ class ModelPart(nn.Module):
     def _filled(self, lent: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside the `with` block no parameter is missing.
 
-        What others lend is in its place. Zeros of one element stand in all other places: values
+        Parameters that others lend are in their places. Zeros of one element stand in all other places: values
         computed from them do not reach what the part returns.
         """
         device = next(self.model.parameters(), torch.empty(0)).device

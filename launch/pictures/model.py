@@ -81,7 +81,7 @@ class Track:
 
     @property
     def name(self) -> str:
-        """The stream, and the lane if it is not the first."""
+        """The stream, and `lane` if it is not the first."""
         return self.stream if not self.lane else f"{self.stream} {self.lane}"
 
 
@@ -162,7 +162,7 @@ class Picture:
 
 
 class TrackKey(NamedTuple):
-    """Names a track: a rank, its stream, and the lane as in `Track`."""
+    """Names a track: a rank, its stream, and `lane` as in `Track`."""
 
     rank: int
     stream: str = "compute"
@@ -182,7 +182,7 @@ def lay_out(
     slices: Mapping[TrackKey, Sequence[Slice]],
     arrows: Iterable[tuple[End, End]],
 ) -> Picture:
-    """Lay out slices: a row for each rank, and in it a track for each lane and stream.
+    """Lay out slices: a row for each rank, and in it a track for each `lane` and stream.
 
     Arrows whose tracks have no slices are left out.
     """

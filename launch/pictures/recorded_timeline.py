@@ -140,7 +140,7 @@ def _instructions(record: ProgramRecord, module: Module) -> list[tuple[Slice, Se
 
 
 def _lanes(spans: Mapping[Which, tuple[float, float]]) -> dict[Which, int]:
-    """The first lane for each execution in which it overlaps with no other."""
+    """For each execution the first `lane` in which it overlaps with no other."""
     free_at: list[float] = []
     lanes: dict[Which, int] = {}
     for which, (start, end) in sorted(spans.items(), key=lambda item: item[1]):

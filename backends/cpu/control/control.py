@@ -276,7 +276,7 @@ class Control:
     # -- calls of the world -----------------------------------------------------------------
 
     def enter(self, number: int, call: str) -> None:
-        """Note that this rank is in the world's call `number`.
+        """Say that this rank is in the world's call `number`.
 
         Raises:
             TransportError: the ranks have diverged before.

@@ -104,7 +104,7 @@ class ErrorAgreement:
         node.wake_all()
 
     def note(self, failed: Failed) -> None:
-        """Note that an execution has failed on a rank of another machine."""
+        """Keep in mind that an execution has failed on a rank of another machine."""
         if failed.epoch > self.last_failed(failed.rank) or failed.error is not None:
             self._from_afar[failed.rank] = failed
 

@@ -139,7 +139,7 @@ class StatusTable:
     def note_reached(
         self, ranks: Sequence[int], barrier: int, epoch: int, digests: Sequence[int] = ()
     ) -> None:
-        """Note that ranks of another machine have come to a barrier, and their digests."""
+        """Keep in mind that ranks of another machine have come to a barrier, and their digests."""
         words = self._words
         if barrier == Barrier.INPUTS:
             for rank, digest in zip(ranks, digests, strict=True):
@@ -221,7 +221,7 @@ class StatusTable:
         return len({self.digest(rank) for rank in ranks}) <= 1
 
     def doing(self, rank: int) -> str:
-        """What a rank does, in the words that it last gave."""
+        """The work of a rank, in the words that it last gave."""
         at = doing_at(rank, self._node.size)
         content = bytes(self._node.block[at : at + DOING_ROOM])
         return content.partition(b"\0")[0].decode(errors="replace")

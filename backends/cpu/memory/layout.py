@@ -1,7 +1,7 @@
 """Layouts of shared memory: a machine's control block, and the slots of a channel.
 
-All words are 8 bytes, and each has exactly one process that writes it. What different processes
-write lies in different cache lines (64 bytes).
+All words are 8 bytes, and each has exactly one process that writes it. Words of
+different processes lie in different cache lines (64 bytes).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def encode(value: Any) -> Encoded:
 
     Raises:
         TransportError: it cannot be pickled.
-        Exception: whatever its class raises when it is pickled, with a note that says so.
+        Exception: whatever its class raises when it is pickled; a note says so.
     """
     try:
         if type(value) in _PLAIN:
@@ -123,7 +123,7 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         private: whether the object may keep the memory of `source`.
 
     Raises:
-        Exception: whatever its class raises when it is unpickled, with a note that says so.
+        Exception: whatever its class raises when it is unpickled; a note says so.
     """
     length, count = _HEAD.unpack_from(source, at)
     try:

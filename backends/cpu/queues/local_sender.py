@@ -178,7 +178,7 @@ class LocalSender:
         return True
 
     def _advance(self) -> None:
-        """Note that the next slot of the ring has been used."""
+        """Keep in mind that the next slot of the ring has been used."""
         self._next = self._after[self._next]
         self._free -= 1
 

@@ -80,7 +80,7 @@ class Outgoing:
             self.codec.write(self.prepared, target, at)
 
     def finish(self) -> None:
-        """Note that the message is out."""
+        """Keep in mind that the message is out."""
         self.prepared = None
         self.done = True
 

@@ -22,7 +22,7 @@ class Observer(Protocol):
     """Hears of the collective calls of a world on this rank."""
 
     def enter(self, number: int, call: str) -> None:
-        """Note that this rank is in call `number`.
+        """Say that this rank is in call `number`.
 
         Raises:
             TransportError: other ranks are known never to come to it.

@@ -18,7 +18,7 @@ class Captured:
     Attributes:
         takes: for each register that it reads from outside, the memory that it reads.
         gives: for each register that others read behind it, the value that it leaves there.
-        loans: for each register whose value is lent to the caller, the loan.
+        loans: for each register whose value is lent to the caller, its `Loan`.
         state: the tensors that were parameters and gradients when it was captured; they live on.
         gradients: `.grad` of each trained parameter behind it.
     """
