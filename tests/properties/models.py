@@ -136,6 +136,14 @@ class Program:
         side: the stage whose values have a loss of their own, or None.
         rising: whether losses count more from microbatch to microbatch.
         passes: switches, as in `-overlap,-cse`.
+        loop: over `microbatches`; or over `chunks`, which are nothing to a schedule; or with
+            `updates` in each of them.
+        teaches: whether values without gradients, of the same weights, have a part in the loss.
+        is_counted: whether losses are divided by the number of labels of the whole batch.
+        averages: whether a traced method keeps an average of weights, behind the update.
+        looks_again: whether the step ends with outputs of the new weights.
+        has_grads: whether there are gradients before the first step.
+        shares: whether stages of one rank have the same blocks.
     """
 
     seed: int
@@ -164,6 +172,13 @@ class Program:
     side: int | None
     rising: bool
     passes: str
+    loop: str
+    teaches: bool
+    is_counted: bool
+    averages: bool
+    looks_again: bool
+    has_grads: bool
+    shares: bool
 
     @property
     def tolerance(self) -> float:
@@ -253,6 +268,13 @@ def draw_program(number: Number) -> Program:
         side=number(0, len(homes) - 1) if grid is None and coin(5) else None,
         rising=coin(5),
         passes=",".join(f"-{name}" for name in OPTIONAL if coin(6)),
+        loop=some(("chunks", "updates")) if is_basic and coin(5) else "microbatches",
+        teaches=coin(8),
+        is_counted=coin(6),
+        averages=coin(6),
+        looks_again=coin(8),
+        has_grads=coin(8),
+        shares=grid is None and coin(3),
     )
 
 
@@ -465,7 +487,7 @@ class Part(nn.Module):
         found: the gradients that the last update has found, by name.
     """
 
-    def __init__(self, program: Program, at: int) -> None:
+    def __init__(self, program: Program, at: int, other: Part | None = None) -> None:
         super().__init__()
         torch.manual_seed(1000 * program.seed + at)
         spec = program.stages[at]
@@ -481,12 +503,17 @@ class Part(nn.Module):
             self.norm = nn.LayerNorm(WIDTH)
             self.head = None if program.is_tied else nn.Linear(WIDTH, VOCABULARY)
             self.register_buffer("weights", torch.linspace(0.5, 1.5, VOCABULARY))
+            self.register_buffer("average", torch.zeros(WIDTH))
         self.dtype = program.dtype
         if spec.is_wide and program.dtype != torch.float64:
             self.dtype = torch.float32
         self.to(self.dtype)
+        if other is not None and self.dtype == other.dtype:
+            self.blocks = other.blocks
         self.found: dict[str, Tensor | None] = {}
         trained = [p for p in self.parameters() if p.requires_grad]
+        for parameter in trained if program.has_grads else ():
+            parameter.grad = torch.full_like(parameter, 0.01)
         self.optimizer = OPTIMIZERS[program.optimizer](trained) if trained else None
         self.scheduler = None
         if self.optimizer is not None and program.seed % 3:
@@ -511,6 +538,10 @@ class Part(nn.Module):
 
     def side(self, given: Any) -> Tensor:
         return unpack(given, self.gives).square().mean()
+
+    def keep(self) -> None:
+        with torch.no_grad():
+            self.average.lerp_(self.norm.weight, 0.25)
 
     def _through(self, h: Tensor, mask: Tensor) -> Tensor:
         h = h.to(self.dtype)
@@ -632,82 +663,120 @@ def _is_hidden(leaf: Any) -> bool:
     return getattr(leaf, "ndim", 0) == 3
 
 
-def make_step(program: Program, stages: Sequence[Any]) -> Callable[..., Any]:
-    """The step that is compiled."""
+@dataclass(frozen=True)
+class Way:
+    """The functions that a training calls: cg's, or plain PyTorch's."""
 
-    def step(x: Tensor, mask: Tensor, target: Tensor) -> Any:
-        weight = stages[0].weight() if program.is_tied else None
-        losses, outputs, count = [], [], program.microbatches
-        for mx, mm, mt in cg.microbatches((x, mask, target), count):
-            h, side = through(program, stages, mx, mm, cg.remat)
-            loss = stages[-1].score(h, mt, weight)
-            if side is not None:
-                loss = loss + 0.1 * side
-            if program.rising:
-                loss = loss * (1 + len(losses))
-            if program.ending == "inside":
-                cg.backward(loss / count)
-            losses.append(loss)
-            outputs.append(h)
-        total = sum(losses[1:], losses[0]) if program.ending == "sum" else cg.mean(losses)
-        if program.ending == "two":
-            cg.backward(total, losses[0] * 0.5)
-        elif program.ending != "inside":
-            cg.backward(total)
-        norm = None
-        if program.clip is not None:
-            norm = cg.clip_grad_norm(stages, 0.5, norm_type=program.clip)
-        for stage in stages:
-            stage.update()
-        return {"loss": total, "outputs": outputs, "norm": norm}
-
-    return step
+    microbatches: Callable[..., Any]
+    mean: Callable[..., Tensor]
+    backward: Callable[..., None]
+    clip: Callable[..., Tensor]
+    remat: Callable[..., Any]
 
 
-def plain_step(program: Program, stages: Sequence[Part], *data: Tensor) -> Any:
-    """The same in plain PyTorch."""
-    weight = stages[0].weight() if program.is_tied else None
+def _chunks(trees: tuple[Tensor, ...], count: int) -> Iterator[Any]:
+    return zip(*(tree.chunk(count) for tree in trees), strict=True)
+
+
+def _backward(*losses: Tensor) -> None:
+    sum(losses[1:], losses[0]).backward()  # type: ignore[no-untyped-call]
+
+
+def _clip(stages: Sequence[Part], most: float, norm_type: float) -> Tensor:
+    parameters = {id(p): p for stage in stages for p in stage.parameters()}
+    return nn.utils.clip_grad_norm_(parameters.values(), most, norm_type=norm_type)
+
+
+def _alone(method: Any) -> Any:
+    return method
+
+
+COMPILED = Way(cg.microbatches, cg.mean, cg.backward, cg.clip_grad_norm, cg.remat)
+PLAIN = Way(_chunks, lambda losses: torch.stack(losses).mean(), _backward, _clip, _alone)
+
+
+def train(program: Program, stages: Sequence[Any], way: Way, *data: Tensor) -> Any:
+    """A step."""
+    x, mask, target = data
+    weight = stages[0].weight() if program.is_tied and program.loop != "updates" else None
+    labels = (target != -100).sum() if program.is_counted else None
     losses, outputs, count = [], [], program.microbatches
-    for mx, mm, mt in zip(*(each.chunk(count) for each in data), strict=True):
-        h, side = through(program, stages, mx, mm, lambda method: method)
+    parts = way.microbatches if program.loop == "microbatches" else _chunks
+    for mx, mm, mt in parts((x, mask, target), count):
+        if program.is_tied and program.loop == "updates":
+            weight = stages[0].weight()
+        h, side = through(program, stages, mx, mm, way.remat)
         loss = stages[-1].score(h, mt, weight)
         if side is not None:
             loss = loss + 0.1 * side
+        if program.teaches:
+            with torch.no_grad():
+                taught, _ = through(program, stages, mx, mm, _alone)
+            loss = loss + (h - 0.5 * taught).square().mean()
+        if labels is not None:
+            loss = loss / labels
         if program.rising:
             loss = loss * (1 + len(losses))
-        if program.ending == "inside":
-            (loss / count).backward()
+        if program.ending == "inside" or program.loop == "updates":
+            way.backward(loss / count)
+        if program.loop == "updates":
+            for stage in stages:
+                stage.update()
         losses.append(loss)
-        outputs.append(h.detach().clone())
-    total = torch.stack(losses).sum() if program.ending == "sum" else torch.stack(losses).mean()
-    if program.ending == "two":
-        (total + losses[0] * 0.5).backward()
-    elif program.ending != "inside":
-        total.backward()
+        outputs.append(h.detach() if way is COMPILED else h.detach().clone())
+    total = sum(losses[1:], losses[0]) if program.ending == "sum" else way.mean(losses)
+    if program.loop != "updates" and program.ending != "inside":
+        way.backward(*((total, losses[0] * 0.5) if program.ending == "two" else (total,)))
     norm = None
     if program.clip is not None:
-        parameters = [p for stage in stages for p in stage.parameters()]
-        norm = nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=program.clip)
+        norm = way.clip(stages, 0.5, program.clip)
     for stage in stages:
         stage.update()
-    return {"loss": total.detach(), "outputs": outputs, "norm": norm}
+    if program.averages:
+        stages[-1].keep()
+    after = None
+    if program.looks_again:
+        with torch.no_grad():
+            after, _ = through(program, stages, x, mask, _alone)
+    return {"loss": total.detach(), "outputs": outputs, "norm": norm, "after": after}
 
 
 def place_stages(program: Program) -> list[Any]:
     """The actors, as users make them."""
-    place, stages = program.place, []
-    for at, home in enumerate(place.homes):
-        if place.grid is None:
-            stages.append(Part.on(home)(program, at))  # type: ignore[attr-defined]
+    stages: list[Any] = []
+    for at, home in enumerate(program.place.homes):
+        if program.place.grid is not None:
+            stages.append(_on_mesh(program, at, home))
             continue
-        dp, tp = place.grid
-        mesh = cg.mesh(range(home * dp * tp, (home + 1) * dp * tp), dp=dp, tp=tp)
-        if place.is_mixed and at == len(place.homes) - 1:
-            stages.append(Part.on(home * dp * tp)(program, at))  # type: ignore[attr-defined]
-            continue
-        store = cg.cut(0, "dp") if place.is_stored else cg.whole
-        plan = plan_of(program, at)
-        stages.append(Part.on(mesh, plan=plan, store=store)(program, at))  # type: ignore[attr-defined]
+        other = _sharing(program, at)
+        shared = None if other is None else stages[other].local
+        stages.append(Part.on(home)(program, at, shared))  # type: ignore[attr-defined]
+    return stages
+
+
+def _sharing(program: Program, at: int) -> int | None:
+    """The stage whose blocks a stage has: the first one of its rank."""
+    first = program.place.homes.index(program.place.homes[at])
+    return first if program.shares and first < at else None
+
+
+def _on_mesh(program: Program, at: int, home: int) -> Any:
+    place = program.place
+    assert place.grid is not None
+    dp, tp = place.grid
+    if place.is_mixed and at == len(place.homes) - 1:
+        return Part.on(home * dp * tp)(program, at)  # type: ignore[attr-defined]
+    mesh = cg.mesh(range(home * dp * tp, (home + 1) * dp * tp), dp=dp, tp=tp)
+    store = cg.cut(0, "dp") if place.is_stored else cg.whole
+    return Part.on(mesh, plan=plan_of(program, at), store=store)(program, at)  # type: ignore[attr-defined]
+
+
+def plain_stages(program: Program) -> list[Part]:
+    """The same stages in one process."""
+    stages: list[Part] = []
+    for at in range(len(program.stages)):
+        other = _sharing(program, at)
+        stages.append(Part(program, at, None if other is None else stages[other]))
     return stages
 
 
@@ -769,17 +838,17 @@ class Difference(AssertionError):
 
 def train_plain(program: Program) -> tuple[list[Moment], Any]:
     """All steps in plain PyTorch; and what a last one without gradients gives."""
-    stages = [Part(program, at) for at in range(len(program.stages))]
+    stages = plain_stages(program)
     moments = []
     for step in range(program.steps):
-        outputs = plain_step(program, stages, *batch(program, step))
+        outputs = train(program, stages, PLAIN, *batch(program, step))
         moments.append(Moment(outputs, [Held.of(stage) for stage in stages]))
     if program.evaluates:
         for stage in stages:
             stage.eval()
     with torch.no_grad():
         x, mask, _ = batch(program, program.steps)
-        return moments, through(program, stages, x, mask, lambda method: method)[0]
+        return moments, through(program, stages, x, mask, _alone)[0]
 
 
 def check(program: Program) -> str:
@@ -813,7 +882,12 @@ def compile_step(program: Program, stages: Sequence[Any], step: int) -> cg.Compi
     """Compile for the batch of a step."""
     place = program.place
     inputs = None if program.inputs is None else cg.on(program.inputs)
-    lowered = cg.trace(inputs=inputs)(make_step(program, stages)).lower(*batch(program, step))
+
+    @cg.trace(inputs=inputs)
+    def traced(x: Tensor, mask: Tensor, target: Tensor) -> Any:
+        return train(program, stages, COMPILED, x, mask, target)
+
+    lowered = traced.lower(*batch(program, step))
     return lowered.compile(
         schedule=cg.schedules.by_name(program.schedule),
         fsdp=cg.fsdp(keep=place.keep) if place.is_stored else None,
@@ -836,7 +910,7 @@ def compare_inference(program: Program, stages: Sequence[Any], wanted: Any) -> N
     @cg.trace
     def infer(x: Tensor, mask: Tensor) -> Any:
         with torch.no_grad():
-            return through(program, stages, x, mask, lambda method: method)[0]
+            return through(program, stages, x, mask, _alone)[0]
 
     if program.evaluates:
         for stage in stages:
@@ -851,6 +925,10 @@ def compare_step(
 ) -> None:
     """Hold what a step gave and left against plain PyTorch."""
     tolerance = program.tolerance
+    found_by_all = [g for held in moment.stages for g in held.found.values() if g is not None]
+    # Sums that cancel leave rounding of what they are made of, as the gradient of keys' biases.
+    steepest = max((float(g.abs().max()) for g in found_by_all if g.numel()), default=1.0)
+    least = {"found": steepest, "grads": steepest, "tensors": 0.05 * steepest}
     wanted, found = tree_flatten(moment.outputs)[0], tree_flatten(outputs)[0]
     for number, (one, two) in enumerate(zip(wanted, found, strict=True)):
         hold(f"step {step}: result {number}", one, two, tolerance)
@@ -863,7 +941,8 @@ def compare_step(
                 if one.keys() != two.keys():
                     raise Difference(f"{what}: {kind} of {two.keys()}, not of {one.keys()}")
                 for name in one:
-                    hold(f"{what}: {kind} {name}", cut(name, one[name]), two[name], tolerance)
+                    pair = cut(name, one[name]), two[name]
+                    hold(f"{what}: {kind} {name}", *pair, tolerance, least[kind])
 
 
 def instances(stage: Any) -> Iterator[tuple[int, Part, Callable[[str, Any], Any]]]:
@@ -879,8 +958,15 @@ def instances(stage: Any) -> Iterator[tuple[int, Part, Callable[[str, Any], Any]
         yield rank, part, cut
 
 
-def hold(what: str, wanted: Any, found: Any, tolerance: float) -> None:
-    """Raise if two tensors differ by more than rounding, or one is None."""
+def hold(what: str, wanted: Any, found: Any, tolerance: float, least: float = 1.0) -> None:
+    """Raise if two tensors differ by more than rounding, or one is None.
+
+    Args:
+        what: names them in the error.
+        wanted, found: of plain PyTorch and of the compiled program.
+        tolerance: of their largest element.
+        least: what counts as the largest if all are smaller; 1 at least.
+    """
     if (wanted is None) != (found is None):
         raise Difference(f"{what} is {found}, and in plain PyTorch {wanted}")
     if wanted is None:
@@ -891,7 +977,7 @@ def hold(what: str, wanted: Any, found: Any, tolerance: float) -> None:
         raise Difference(f"{what} is {kinds}")
     one, two = wanted.double(), found.double()
     finite = one[one.isfinite()]
-    largest = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
+    largest = max(1.0, least, float(finite.abs().max()) if finite.numel() else 1.0)
     if not torch.allclose(two, one, rtol=0, atol=tolerance * largest, equal_nan=True):
         worst = float((one - two).abs().max())
         raise Difference(f"{what} differs by {worst:.3g}, of {largest:.3g}: {found} not {wanted}")

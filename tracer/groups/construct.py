@@ -129,13 +129,16 @@ class Constructor:
 
 
 def _copied(instance: Any) -> Any:
-    """A copy with all attributes of optimizers, of which torch copies its own alone.
+    """A copy with gradients and all attributes of optimizers, which torch leaves out.
 
     Functions stay out, such as the `step` that a scheduler has put into its optimizer: they belong
     to what they were made for.
     """
     memo: dict[int, Any] = {}
     made = copy.deepcopy(instance, memo)
+    for one, two in zip(collect(instance).tensors, collect(made).tensors, strict=True):
+        if one.tensor.grad is not None:
+            two.tensor.grad = one.tensor.grad.clone()
     for trainer in collect(instance).trainers:
         twin = memo.get(id(trainer), trainer)
         for name, value in vars(trainer).items():
