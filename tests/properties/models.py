@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -683,8 +684,11 @@ def _backward(*losses: Tensor) -> None:
 
 
 def _clip(stages: Sequence[Part], most: float, norm_type: float) -> Tensor:
+    """Torch's clipping; its norm has the type of all parameters, also where gradients lack."""
     parameters = {id(p): p for stage in stages for p in stage.parameters()}
-    return nn.utils.clip_grad_norm_(parameters.values(), most, norm_type=norm_type)
+    dtypes = [p.dtype for p in parameters.values() if p.requires_grad]
+    norm = nn.utils.clip_grad_norm_(parameters.values(), most, norm_type=norm_type)
+    return norm.to(reduce(torch.promote_types, dtypes))
 
 
 def _alone(method: Any) -> Any:

@@ -16,7 +16,7 @@ from ...ir.layout import WHOLE, Layout
 from ...ir.location import Location
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.names import Names
-from ...ir.ops import Call, Return, Transfer, Value
+from ...ir.ops import Call, Op, Return, Transfer, Value
 from ...ir.types import TensorType, relocate
 from ..actors.actor_state import StateTensor
 from ..functions.interface import Body, RankBodies, TracedPart
@@ -98,7 +98,7 @@ def _program(name: str, read: Function, root: Function) -> Program:
     (local,), (whole,), (type_,) = read.outputs, root.inputs, root.outputs
     terms, total = Value(names.fresh("terms"), local), Value(names.fresh("total"), whole)
     norms = Value(names.fresh("norms"), type_)
-    ops: list[Call | Transfer | Return] = [Call((), (terms,), fn=Symbol(read.name))]
+    ops: list[Op] = [Call((), (terms,), fn=Symbol(read.name))]
     if local == whole:  # the mesh has one rank, or nothing is trained
         total = terms
     else:
