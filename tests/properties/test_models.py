@@ -30,7 +30,7 @@ def programs(draw: st.DrawFn) -> Program:
     return draw_program(lambda first, last: draw(st.integers(first, last)))
 
 
-@pytest.mark.parametrize("seed", shards(80))
+@pytest.mark.parametrize("seed", shards(64))
 def test_a_seed_trains_as_in_plain_torch(seed: int, record_property: Any) -> None:
     record_property("result", check(program_of(seed)))
 
