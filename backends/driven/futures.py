@@ -31,8 +31,8 @@ class Future(Outcome):
     """The result of an execution, sooner or later.
 
     The graph's executions go on while the driver is in a method of a future or of the graph.
-    The return value of `result` belongs to the caller; tensors on a device are there for whatever the
-    caller puts on its current stream. Futures of one graph may be asked in any order, or
+    The return value of `result` belongs to the caller; tensors on a device are there for whatever
+    the caller puts on its current stream. Futures of one graph may be asked in any order, or
     not at all. They are no more thread-safe than the graph: use one thread, or a lock.
 
     Attributes:

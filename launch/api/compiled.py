@@ -172,8 +172,8 @@ class Compiled(Programs):
             CapacityError: `max_inflight` executions are in flight, or ranks start over after an
                 interruption, and `block` is false.
             StepTimeout: it has waited too long for one to end; nothing was sent. Try again later.
-            RuntimeError: this rank is not the driver, the graph has been closed, an actor of this
-                rank has changed since it was traced, a method of this rank asks for it, or another
+            RuntimeError: this rank is not the driver, or the graph has been closed. An actor of this
+                rank has changed since it was traced, or a method of this rank asks for it. Another
                 thread is using this rank's graphs, or tracing a step.
             TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.
         """

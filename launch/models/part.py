@@ -115,8 +115,8 @@ class ModelPart(nn.Module):
     def _filled(self, lent: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside the `with` block no parameter is missing.
 
-        Parameters that others lend are in their places. Zeros of one element stand in all other places: values
-        computed from them do not reach what the part returns.
+        Parameters that others lend are in their places. Zeros of one element stand in all other
+        places: values computed from them do not reach what the part returns.
         """
         device = next(self.model.parameters(), torch.empty(0)).device
         slots = []

@@ -9,6 +9,7 @@ import torch
 
 import cg
 from tests.properties.test_clipping import LOUD, QUIET, Stage, assert_same, batch, make, rounds
+from tests.tracer.groups.test_clipping_groups import PLAN, Actor, X
 
 
 def main() -> None:
@@ -25,7 +26,23 @@ def main() -> None:
         pairs = [(a, b) for a, b in zip(bold, sure, strict=True) if a.is_local]
         assert_same([a for a, _ in pairs], [b for _, b in pairs], 0)
     raises(bold)
+    outside()
     print(f"rank {cg.rank()}: undone {optimistic.undone}")
+
+
+def outside() -> None:
+    """A rank that has no piece of an actor takes part in the norm of its gradients."""
+    stages = [Actor.on(cg.mesh([0, 1], dp=2, tp=1), plan=PLAN)(1), Actor.on(2)(2)]
+
+    @cg.trace
+    def step(x: torch.Tensor) -> torch.Tensor:
+        cg.backward(stages[1].forward(stages[0].forward(x)).square().mean())
+        return cg.clip_grad_norm(stages, 0.1)
+
+    plain = [Actor(1), Actor(2)]
+    plain[1](plain[0](X)).square().mean().backward()
+    parameters = [p for each in plain for p in each.parameters()]
+    torch.testing.assert_close(step(X), torch.nn.utils.clip_grad_norm_(parameters, 0.1))
 
 
 def raises(stages: list[Stage]) -> None:

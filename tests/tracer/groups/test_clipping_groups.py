@@ -47,6 +47,44 @@ class Actor(Layer):
         return self.up.weight.norm()
 
 
+@cg.actor
+class Frozen(Layer):
+    """It trains nothing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.to(torch.bfloat16).requires_grad_(False)
+
+
+@cg.actor
+class Half(Layer):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("place", ["rank", "mesh"])
+def test_an_actor_that_trains_nothing_has_no_norm(place: str) -> None:
+    """The type of the norm is that of the others' parameters."""
+    with use_world(VirtualWorld(3)):
+        frozen = Frozen.on(0)(1) if place == "rank" else Frozen.on(cg.mesh(dp=2), plan={})(1)
+        other = Half.on(2)(2)
+
+        @cg.trace
+        def step(x: torch.Tensor) -> list[torch.Tensor]:
+            loss = other.forward(frozen.forward(x)).square().mean()
+            cg.backward(loss)
+            orders = ([other, frozen], [frozen, other], [frozen])
+            return [cg.clip_grad_norm(actors, math.inf) for actors in orders]
+
+        found = step(X.bfloat16())
+        plain, loss = Half(2), Frozen(1)(X.bfloat16())
+        plain(loss).square().mean().backward()
+        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf)
+        assert found == [wanted, wanted, torch.tensor(0.0)]
+        assert [norm.dtype for norm in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
 @pytest.mark.parametrize("norm_type", [0, 0.5, 1.0, 2.0, 3, math.inf])
 def test_the_norm_of_pieces_is_the_norm_of_the_whole(norm_type: float) -> None:
     with use_world(VirtualWorld(5)):

@@ -151,3 +151,23 @@ def test_it_goes_to_a_device_with_its_parameter() -> None:
         assert not kept["step"].is_cuda
     net.loss(X.cuda()).backward()
     net.update()
+
+
+def test_gradients_of_the_constructor_are_on_all_ranks() -> None:
+    with use_world(VirtualWorld(4)):
+        net = Begun.on(cg.mesh(dp=2, tp=2), plan={"up.*": cg.cut(0, "tp")})()
+        for rank, piece in net.instances.items():
+            whole = Begun().up.weight.grad
+            assert whole is not None
+            assert torch.equal(piece.up.weight.grad, whole[:3] if rank % 2 == 0 else whole[3:])
+            assert torch.equal(piece.down.bias.grad, torch.arange(4.0))
+
+
+@cg.actor
+class Begun(Net):
+    """A net that has gradients from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in self.parameters():
+            each.grad = torch.arange(float(each.numel())).view_as(each)

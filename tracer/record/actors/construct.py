@@ -139,13 +139,17 @@ class Constructor:
 
 
 def _copied(instance: Any) -> Any:
-    """A deep copy whose optimizers have all attributes; torch copies only the ones it knows.
+    """A deep copy with gradients and all attributes of optimizers, which torch leaves out.
 
     Functions are left out, such as the `step` that a scheduler puts into its optimizer: they are
     bound to the original.
     """
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(instance, memo)
+    pairs = zip(collect(instance).tensors, collect(copied).tensors, strict=True)
+    for original, duplicate in pairs:
+        if original.tensor.grad is not None:
+            duplicate.tensor.grad = original.tensor.grad.clone()
     for trainer in collect(instance).trainers:
         twin = memo.get(id(trainer), trainer)
         for name, value in vars(trainer).items():

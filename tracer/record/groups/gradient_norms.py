@@ -14,7 +14,7 @@ import torch
 from ....ir.attributes import Effect, ReduceOp, Symbol
 from ....ir.layout import WHOLE, Layout
 from ....ir.location import Location
-from ....ir.ops import Call, Return, Transfer, Value
+from ....ir.ops import Call, Op, Return, Transfer, Value
 from ....ir.ops.module import Function, FunctionKind, Program
 from ....ir.ops.names import Names
 from ....ir.types import TensorType, relocate
@@ -41,22 +41,22 @@ def gradient_norms(
 
     Returns:
         A tensor of shape (trained parameters,), of the type to which the parameters' dtypes are
-        promoted; each rank has a copy. A parameter without a gradient has norm 0.
+        promoted; each rank has a copy. A parameter without a gradient has norm 0. An actor that
+        trains nothing has no norm.
     """
     session.module.meshes.setdefault(group.mesh.name, group.mesh)
     session.groups[group.name] = group
     reduce_gradients(session, group.name, loc)
-    base = f"{group.name}.gradient_powers.{norm_type}"
-    make = functools.partial(_powers, norm_type)
+    base = f"{group.name}.gradient_norms.{norm_type}"
+    make = functools.partial(_norms, norm_type)
     name = declared(session, group, base, {}, make, loc)
     type_ = session.module.functions[name].outputs[0]
     assert isinstance(type_, TensorType)
-    value = session.new_value("powers", relocate(type_, group.mesh))
+    value = session.new_value("norms", relocate(type_, group.mesh))
     op = session.emit(Call((), (value,), fn=Symbol(name), loc=loc, mb=session.mb))
-    powers = session.hold(op.result, TensorSpec(torch_dtype(type_.dtype), type_.shape))
-    assert isinstance(powers, TracedTensor)
-    norms = powers if norm_type in _OWN_POWERS else torch.pow(powers, 1.0 / norm_type)
-    return norms.to(_common_type(group.state(group.first).tensors))
+    norms = session.hold(op.result, TensorSpec(torch_dtype(type_.dtype), type_.shape))
+    assert isinstance(norms, TracedTensor)
+    return norms
 
 
 _OWN_POWERS = (0.0, 1.0, math.inf)
@@ -65,10 +65,11 @@ _OWN_POWERS = (0.0, 1.0, math.inf)
 
 def _common_type(tensors: Sequence[StateTensor]) -> torch.dtype:
     """The dtype of the norms: the real type to which the trained tensors' dtypes are promoted."""
-    return reduce(torch.promote_types, (t.tensor.dtype for t in tensors if t.is_trained)).to_real()
+    dtypes = [state.tensor.dtype for state in tensors] or [torch.float32]
+    return reduce(torch.promote_types, dtypes).to_real()
 
 
-def _powers(
+def _norms(
     norm_type: float,
     group: GroupActor,
     name: str,
@@ -77,32 +78,41 @@ def _powers(
 ) -> list[TracedPart]:
     bodies: dict[int, Body] = {}
     trained = [state for state in group.state(group.first).tensors if state.is_trained]
-    wide = accumulation_type(_common_type(trained))
+    common = _common_type(trained)
+    wide = accumulation_type(common)
     for rank in group.instances:
         own = [state for state in group.state(rank).tensors if state.is_trained]
         bodies[rank] = _Powers([_counted(group, state, rank) for state in own], norm_type, wide)
     axes = tuple(axis for axis, size in group.mesh.grid if size > 1)
     combine = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
-    layout = Layout.of((WHOLE,), axes, combine)
+    layout = Layout.of((WHOLE,), axes, combine) if trained else None
     local = TensorType(ir_dtype(wide), (len(trained),), None, layout)
     whole = TensorType(ir_dtype(wide), (len(trained),))
-    common: dict[str, Any] = {"effect": Effect.WRITE, "actor": group.name, "loc": loc}
-    function = Function(name, (), (whole,), kind=FunctionKind.PROGRAM, **common)
-    read = Function(f"{name}.read", (), (local,), **common)
+    norms = TensorType(ir_dtype(common), (len(trained),))
+    write: dict[str, Any] = {"effect": Effect.WRITE, "actor": group.name, "loc": loc}
+    function = Function(name, (), (norms,), kind=FunctionKind.PROGRAM, **write)
+    read = Function(f"{name}.read", (), (local,), **write)
+    root = Function(f"{name}.root", (whole,), (norms,), loc=loc)
+    roots = {rank: _Roots(norm_type, common) for rank in group.instances}
     return [
-        TracedPart(function, None, _program(name, read, whole)),
+        TracedPart(function, None, _program(name, read, root)),
         TracedPart(read, RankBodies.of(bodies)),
+        TracedPart(root, RankBodies.of(roots)),
     ]
 
 
-def _program(name: str, read: Function, whole: TensorType) -> Program:
+def _program(name: str, read: Function, root: Function) -> Program:
     names = Names()
-    (local,) = read.outputs
+    (local,), (whole,), (type_,) = read.outputs, root.inputs, root.outputs
     terms, total = Value(names.fresh("terms"), local), Value(names.fresh("total"), whole)
-    call = Call((), (terms,), fn=Symbol(read.name))
-    if local == whole:  # the mesh has one rank
-        return Program(name, [], [call, Return((terms,), ())])
-    return Program(name, [], [call, Transfer((terms,), (total,)), Return((total,), ())])
+    norms = Value(names.fresh("norms"), type_)
+    ops: list[Op] = [Call((), (terms,), fn=Symbol(read.name))]
+    if local == whole:  # the mesh has one rank, or nothing is trained
+        total = terms
+    else:
+        ops.append(Transfer((terms,), (total,)))
+    ops += [Call((total,), (norms,), fn=Symbol(root.name)), Return((norms,), ())]
+    return Program(name, [], ops)
 
 
 def _counted(group: GroupActor, state: StateTensor, rank: int) -> tuple[torch.Tensor, bool]:
@@ -137,7 +147,8 @@ class _Powers:
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
-            return (torch.stack([self._power(*counted) for counted in self.tensors]),)
+            powers = [self._power(*counted) for counted in self.tensors]
+            return (torch.stack(powers) if powers else torch.zeros(0, dtype=self.wide),)
 
     def _power(self, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
         gradient = tensor.grad
@@ -146,3 +157,27 @@ class _Powers:
         wide = self.wide.to_complex() if gradient.is_complex() else self.wide
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, self.norm_type, dtype=wide)
         return norm if self.norm_type in _OWN_POWERS else norm.pow(self.norm_type)
+
+
+@dataclass(frozen=True)
+class _Roots:
+    """Makes norms of their powers, in the type of the parameters.
+
+    It is a function of the module, since a process without pieces knows no parameters.
+    """
+
+    norm_type: float
+    dtype: torch.dtype
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """Nothing."""
+        return ()
+
+    def __call__(self, powers: torch.Tensor) -> Sequence[torch.Tensor]:
+        is_norm = self.norm_type in _OWN_POWERS
+        norms = powers if is_norm else powers.pow(1.0 / self.norm_type)
+        return (norms.to(self.dtype),)

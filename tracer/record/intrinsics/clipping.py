@@ -45,7 +45,8 @@ def clip_grad_norm(
             0 counts the parameters with a gradient that is not 0.
 
     Returns:
-        The norm before clipping: a scalar of the parameters' dtype, on the last actor's rank.
+        The norm before clipping: a scalar of the type that the parameters have, on the rank of the
+        last actor that trains any; 0 if none does.
 
     Raises:
         TraceError: `actors` is empty, or holds something other than actors; `max_norm` is not
@@ -56,7 +57,13 @@ def clip_grad_norm(
     with torch.no_grad():
         holders = Holders(tuple(actor._member for actor in actors))
         norms = [_norms(session, actor, norm_type, holders) for actor in actors]
-        total: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+        # The dtype of an actor that trains nothing does not count; torch's norm of nothing is 0.
+        counted = [norm for norm in norms if norm.shape[0]]
+        total: Tensor
+        if counted:
+            total = torch.linalg.vector_norm(torch.cat(counted), norm_type)
+        else:
+            total = norms[-1].sum()
         # The same computation as in torch, so that the bits are the same.
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if session is not None and session.optimistic:
@@ -72,7 +79,7 @@ def clip_grad_norm(
 def _norms(
     session: Session | None, actor: ActorHandle, norm_type: float, holders: Holders
 ) -> Tensor:
-    """The norms of an actor's gradients, (parameters,)."""
+    """The norms of an actor's gradients, (trained parameters,)."""
     group = actor._member.group
     if session is not None and group is not None:
         return groups.gradient_norms(session, group, norm_type, caller_location(3))
@@ -155,8 +162,9 @@ def _changed(member: Member) -> set[int]:
 
 def _no_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
     """The fake of `gradient_norms`: its result without elements."""
-    dtypes = [parameter.dtype for parameter in _trained(actor)] or [torch.float32]
-    return torch.empty(len(dtypes), dtype=reduce(torch.promote_types, dtypes))
+    dtypes = [parameter.dtype for parameter in _trained(actor)]
+    common = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    return torch.empty(len(dtypes), dtype=common)
 
 
 @opaque(fake=_no_norms)
@@ -172,7 +180,7 @@ def gradient_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
         else torch.linalg.vector_norm(p.grad, norm_type)
         for p in _trained(actor)
     ]
-    return torch.stack(norms) if norms else torch.zeros(1)
+    return torch.stack(norms) if norms else torch.zeros(0)
 
 
 @opaque
