@@ -30,8 +30,10 @@ class Flops:
 
     def maximum(self, other: Flops) -> Flops:
         """The larger count of each element type."""
-        one, two = dict(self.counts), dict(other.counts)
-        return Flops.of({dtype: max(one.get(dtype, 0), two.get(dtype, 0)) for dtype in DType})
+        own_counts, other_counts = dict(self.counts), dict(other.counts)
+        return Flops.of(
+            {dtype: max(own_counts.get(dtype, 0), other_counts.get(dtype, 0)) for dtype in DType}
+        )
 
     def scaled(self, numerator: int, denominator: int) -> Flops:
         """Each count times a fraction, rounded down."""

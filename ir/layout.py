@@ -99,9 +99,9 @@ class Layout:
 
     def keeping(self, summands: Iterable[str]) -> Layout:
         """The same cuts, and of its summands those along these axes."""
-        wanted = set(summands)
-        kept = tuple(axis for axis in self.summands if axis in wanted)
-        return Layout(self.cuts, kept, self.reduce) if kept else Layout(self.cuts)
+        chosen_axes = set(summands)
+        axes = tuple(axis for axis in self.summands if axis in chosen_axes)
+        return Layout(self.cuts, axes, self.reduce) if axes else Layout(self.cuts)
 
     def region(self, shape: tuple[int, ...], position: Position) -> Region:
         """The part of a tensor of `shape` that the rank at `position` holds, copy or summand."""
@@ -123,13 +123,13 @@ def merge(intervals: Iterable[Interval]) -> Intervals:
 
 def _any_of(several: Iterable[Intervals]) -> Intervals:
     """The indices that are in any of some intervals."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, stop in sorted(interval for intervals in several for interval in intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def whole(shape: tuple[int, ...]) -> Region:
@@ -191,17 +191,17 @@ def overlap(one: Region, other: Region) -> Region:
 def _common(one: Intervals, other: Intervals) -> Intervals:
     if one == other:
         return one
-    found, left, right = [], 0, 0
+    common, left, right = [], 0, 0
     while left < len(one) and right < len(other):
         start = max(one[left][0], other[right][0])
         stop = min(one[left][1], other[right][1])
         if start < stop:
-            found.append((start, stop))
+            common.append((start, stop))
         if one[left][1] < other[right][1]:
             left += 1
         else:
             right += 1
-    return tuple(found)
+    return tuple(common)
 
 
 def within(part: Region, held: Region) -> Region:
@@ -210,17 +210,17 @@ def within(part: Region, held: Region) -> Region:
 
 
 def _within(part: Intervals, held: Intervals) -> Intervals:
-    found, at = [], 0
+    intervals, at = [], 0
     for start, stop in held:
-        found += [(at + a - start, at + b - start) for a, b in part if start <= a and b <= stop]
+        intervals += [(at + a - start, at + b - start) for a, b in part if start <= a and b <= stop]
         at += stop - start
-    return merge(found)
+    return merge(intervals)
 
 
 def logical(part: Region, held: Region) -> Region:
     """The region that `part` of a tensor that holds `held` is: what `within` undoes."""
     return tuple(
-        merge(found for wanted in a for found in _entries(b, wanted))
+        merge(interval for positions in a for interval in _entries(b, positions))
         for a, b in zip(part, held, strict=True)
     )
 
@@ -246,12 +246,12 @@ def entries(region: Region, dim: int, wanted: Interval) -> Region:
     return (*region[:dim], _entries(region[dim], wanted), *region[dim + 1 :])
 
 
-def _entries(intervals: Intervals, wanted: Interval) -> Intervals:
+def _entries(intervals: Intervals, positions: Interval) -> Intervals:
     """The indices at these positions of all indices of some intervals."""
-    found, at = [], 0
+    selected, at = [], 0
     for start, stop in intervals:
-        first, last = max(wanted[0] - at, 0), min(wanted[1] - at, stop - start)
+        first, last = max(positions[0] - at, 0), min(positions[1] - at, stop - start)
         if first < last:
-            found.append((start + first, start + last))
+            selected.append((start + first, start + last))
         at += stop - start
-    return tuple(found)
+    return tuple(selected)

@@ -51,11 +51,11 @@ class DType(FastEnum):
     BOOL = "bool", 1, "bool"
 
     def __new__(cls, spelling: str, itemsize: int, torch_name: str) -> DType:
-        made = object.__new__(cls)
-        made._value_ = spelling
-        made.itemsize = itemsize
-        made.torch_name = torch_name
-        return made
+        member = object.__new__(cls)
+        member._value_ = spelling
+        member.itemsize = itemsize
+        member.torch_name = torch_name
+        return member
 
     @property
     def is_differentiable(self) -> bool:
@@ -121,10 +121,10 @@ class Place:
         Raises:
             ValueError: the rank is not of this place.
         """
-        found = self.positions.get(rank)
-        if found is None:
+        position = self.positions.get(rank)
+        if position is None:
             raise ValueError(f"rank {rank} is not of the place {self}")
-        return found
+        return position
 
     @property
     def positions(self) -> Mapping[int, Position]:
@@ -133,13 +133,13 @@ class Place:
             names = [axis for axis, _ in self.axes]
             sizes = [size for _, size in self.axes]
             grid = itertools.product(*map(range, sizes))
-            found = {
+            positions = {
                 rank: dict(zip(names, zip(coordinates, sizes, strict=True), strict=True))
                 for rank, coordinates in zip(self.ranks, grid, strict=True)
             }
             # Derived of the rest, and made once: a rank is asked for its position again and again.
-            object.__setattr__(self, "_positions", found)
-            return found
+            object.__setattr__(self, "_positions", positions)
+            return positions
         return self._positions
 
     def fibre(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -295,10 +295,10 @@ class TensorType:
             return dict.fromkeys(self.place.ranks, whole(self.shape))
         if self._regions is None:
             layout, positions = self.layout, self.place.positions
-            found = {rank: layout.region(self.shape, at) for rank, at in positions.items()}
+            regions = {rank: layout.region(self.shape, at) for rank, at in positions.items()}
             # Derived of the rest, and made once, as most tensors of a step have few types.
-            object.__setattr__(self, "_regions", found)
-            return found
+            object.__setattr__(self, "_regions", regions)
+            return regions
         return self._regions
 
     def local(self, rank: int) -> TensorType:

@@ -118,5 +118,5 @@ _ATTRIBUTE_NAMES: dict[type[Op], tuple[str, ...]] = {
 
 def attributes(op: Op) -> dict[str, Any]:
     """The attributes of an op that are set, by name, sorted."""
-    found = ((name, getattr(op, name)) for name in _ATTRIBUTE_NAMES[type(op)])
-    return {name: value for name, value in found if value is not None}
+    pairs = ((name, getattr(op, name)) for name in _ATTRIBUTE_NAMES[type(op)])
+    return {name: value for name, value in pairs if value is not None}

@@ -79,9 +79,9 @@ def _declared(
         if (known.inputs, known.outputs) == (inputs, outputs):
             return known
         number += 1
-    made = Function(f"builtin.{base}.{number}", inputs, outputs, kind=FunctionKind.BUILTIN)
-    module.functions[made.name] = made
-    return made
+    function = Function(f"builtin.{base}.{number}", inputs, outputs, kind=FunctionKind.BUILTIN)
+    module.functions[function.name] = function
+    return function
 
 
 def _bare(type_: TensorType) -> TensorType:

@@ -147,15 +147,15 @@ class Collective(Op):
     def by_rank(self) -> Mapping[int, tuple[tuple[Value, ...], tuple[Value, ...]]]:
         """Of a program over all ranks: the operands and the results of each rank of the group."""
         exchange = self.exchange
-        given = {
+        operands = {
             rank: (value,) for rank, value in zip(exchange.senders, self.operands, strict=True)
         }
         if exchange.is_shared:
-            made = dict.fromkeys(exchange.members, self.results)
+            results = dict.fromkeys(exchange.members, self.results)
         else:
             pairs = zip(exchange.members, self.results, strict=True)
-            made = {rank: (value,) for rank, value in pairs}
-        return {rank: (given.get(rank, ()), made[rank]) for rank in exchange.members}
+            results = {rank: (value,) for rank, value in pairs}
+        return {rank: (operands.get(rank, ()), results[rank]) for rank in exchange.members}
 
     def check(self, context: Context) -> None:
         exchange = self.exchange
@@ -180,10 +180,10 @@ class Collective(Op):
         single = one_rank or exchange.is_shared
         expect_results(self, 1 if single else members, "one result (scattered: one for each rank)")
         futures = has_futures(context.phase)
-        made = [expect_future(v, self) if futures else v.type for v in self.results]
-        piece = self._piece(exchange, made[0])
+        result_types = [expect_future(v, self) if futures else v.type for v in self.results]
+        piece = self._piece(exchange, result_types[0])
         ranks = (context.program.rank,) if one_rank else exchange.members
-        for rank, value, type_ in zip(ranks, self.results, made, strict=False):
+        for rank, value, type_ in zip(ranks, self.results, result_types, strict=False):
             gets = rank in exchange.receivers or exchange.has_one_result_type
             expected = piece if gets else UnitType()
             if not same_but_place(type_, expected):
@@ -191,12 +191,12 @@ class Collective(Op):
                     f"this {self.opcode} makes {bare(expected)}, not {bare(type_)}", "", value
                 )
 
-    def _piece(self, exchange: Exchange, made: Type) -> Type:
+    def _piece(self, exchange: Exchange, result_type: Type) -> Type:
         """The type of what receivers get; `made` where the operands do not say."""
         if not exchange.senders:
             return UnitType()
         if not self.operands:
-            return made
+            return result_type
         first = self.operands[0]
         dim = exchange.cut if exchange.cut is not None else exchange.concat
         if dim is None and exchange.reduce is None:

@@ -95,8 +95,8 @@ class Function:
         if not self.shares:
             return (own,)
         pairs = [
-            ("&".join(sorted((self.actor or "", other))), effect)
-            for other, effect in self.shares.effects
+            ("&".join(sorted((self.actor or "", sharer))), effect)
+            for sharer, effect in self.shares.effects
         ]
         return (own, *pairs)
 
@@ -104,9 +104,10 @@ class Function:
         """True if a call of this function and one of another must keep their program order."""
         if self.actor == other.actor and self._is_apart_from(other):
             return False
-        theirs = dict(other.touches)
+        other_effects = dict(other.touches)
         return any(
-            name in theirs and effect.conflicts_with(theirs[name]) for name, effect in self.touches
+            name in other_effects and effect.conflicts_with(other_effects[name])
+            for name, effect in self.touches
         )
 
     def _is_apart_from(self, other: Function) -> bool:

@@ -46,8 +46,8 @@ class Constant(Op):
         expect_operands(self, 0, "no operand")
         expect_results(self, 1, "one result")
         if (self.fill is None) == (self.ref is None):
-            given = "neither fill nor ref" if self.fill is None else "both fill and ref"
-            raise Problem(f"constant has {given}", "give exactly one of the two")
+            choice = "neither fill nor ref" if self.fill is None else "both fill and ref"
+            raise Problem(f"constant has {choice}", "give exactly one of the two")
         if self.fill is not None:
             expect_tensor(self.result, self)
         elif isinstance(self.result.type, TensorType) and self.result.type.layout is not None:
@@ -153,8 +153,8 @@ class View(Op):
                 f"make it whole first: {whole}",
                 self.operands[0],
             )
-        made = replace(resized(type_, self.dim, self.length), layout=type_.layout)
-        expect_type(self.result, made, "this view makes")
+        expected = replace(resized(type_, self.dim, self.length), layout=type_.layout)
+        expect_type(self.result, expected, "this view makes")
 
 
 @dataclass(eq=False, slots=True)

@@ -54,8 +54,8 @@ class Slice(Op):
         expect_results(self, 1, "one result")
         source = expect_tensor(self.operands[0], self)
         _check_region(self, self.region, whole(source.shape), "the operand", self.operands[0])
-        made = TensorType(source.dtype, shape_of(self.region))
-        expect_type(self.result, made, "the region makes")
+        expected = TensorType(source.dtype, shape_of(self.region))
+        expect_type(self.result, expected, "the region makes")
 
     def check_places(self, context: Context) -> None:
         place = self.result.type.place
@@ -153,12 +153,12 @@ class Assemble(Op):
     def by_rank(self) -> dict[int, list[tuple[Value, Region]]]:
         """Of a program over all ranks: the operands of each rank, each with its region."""
         assert self.place is not None, "before SCHEDULED a value has a place"
-        found: dict[int, list[tuple[Value, Region]]] = {rank: [] for rank in self.place.ranks}
+        parts_of: dict[int, list[tuple[Value, Region]]] = {rank: [] for rank in self.place.ranks}
         for value, region in zip(self.operands, self.regions, strict=True):
             assert value.type.place is not None, "before SCHEDULED a value has a place"
             for rank in value.type.place.ranks:
-                found[rank].append((value, region))
-        return found
+                parts_of[rank].append((value, region))
+        return parts_of
 
     def check(self, context: Context) -> None:
         expect_results(self, 1, "one result")
@@ -194,7 +194,7 @@ class Assemble(Op):
             _check_tiles(self, regions, pieces[rank], f"the part of rank {rank}")
 
 
-def _check_region(op: Op, region: Region, held: Region, what: str, value: Value) -> None:
+def _check_region(op: Op, region: Region, held: Region, noun: str, value: Value) -> None:
     """Raise unless a region is one, and within another."""
     if not is_region(region):
         raise Problem(
@@ -205,36 +205,36 @@ def _check_region(op: Op, region: Region, held: Region, what: str, value: Value)
         )
     if len(region) != len(held):
         text = format_region(region)
-        problem = f"the region {text} has {len(region)} dimensions, {what} has {len(held)}"
+        problem = f"the region {text} has {len(region)} dimensions, {noun} has {len(held)}"
         raise Problem(problem, "write one for each dimension of the tensor", value)
     if not covers(held, region):
         raise Problem(
-            f"the region {format_region(region)} is not within {what}, {format_region(held)}",
+            f"the region {format_region(region)} is not within {noun}, {format_region(held)}",
             f"{op.opcode} takes indices of the logical tensor, and of a rank what it holds",
             value,
         )
 
 
-def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, what: str) -> None:
+def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, noun: str) -> None:
     """Raise unless regions within a piece are disjoint, and together all of it."""
     disjoint = _are_rows(regions)
     for index, region in enumerate(regions):
         if not covers(piece, region):
             raise Problem(
-                f"the region {format_region(region)} is not within {what}, {format_region(piece)}",
+                f"the region {format_region(region)} is not within {noun}, {format_region(piece)}",
                 "an operand is part of what its ranks hold of the result",
             )
-        for other in () if disjoint else regions[:index]:
-            if common := volume(overlap(region, other)):
+        for earlier in () if disjoint else regions[:index]:
+            if common := volume(overlap(region, earlier)):
                 raise Problem(
-                    f"the regions {format_region(other)} and {format_region(region)} of {what} "
+                    f"the regions {format_region(earlier)} and {format_region(region)} of {noun} "
                     f"have {common} elements in common",
                     "regions of one rank are disjoint",
                 )
     missing = volume(piece) - sum(map(volume, regions))
     if missing:
         raise Problem(
-            f"{missing} elements of {what}, {format_region(piece)}, are in no region",
+            f"{missing} elements of {noun}, {format_region(piece)}, are in no region",
             "regions of one rank are together all that it holds of the result",
         )
 

@@ -69,11 +69,11 @@ class Transfer(Op):
     def check(self, context: Context) -> None:
         expect_operands(self, 1, "one operand")
         expect_results(self, 1, "one result")
-        have, made = self.operands[0].type, self.result.type
-        if not same_but_layout(have, made):
+        source, target = self.operands[0].type, self.result.type
+        if not same_but_layout(source, target):
             check_unchanged(self)
-        _check_summands(self, have, made)
-        if isinstance(have, TensorType) and (have.layout is not None or self.changes_layout):
+        _check_summands(self, source, target)
+        if isinstance(source, TensorType) and (source.layout is not None or self.changes_layout):
             return
         if context.phase is not Phase.TRACED:
             return
@@ -92,17 +92,17 @@ class Transfer(Op):
         """Nothing: it goes from any place to any place."""
 
 
-def _check_summands(op: Transfer, have: Type, made: Type) -> None:
+def _check_summands(op: Transfer, source: Type, target: Type) -> None:
     """Raise where a transfer would make summands of what is cut, not of copies."""
-    old, new = (t.layout if isinstance(t, TensorType) else None for t in (have, made))
+    old, new = (t.layout if isinstance(t, TensorType) else None for t in (source, target))
     if old is None or new is None or not new.summands:
         return
     cut_axes = {axis for cut in old.cuts for axis in cut.axes}
-    if have.place == made.place:
+    if source.place == target.place:
         cut_axes.intersection_update(new.summands)
     if cut_axes:
         raise Problem(
-            f"the transfer makes summands along {'.'.join(new.summands)} of {bare(have)}, which "
+            f"the transfer makes summands along {'.'.join(new.summands)} of {bare(source)}, which "
             f"is cut along {'.'.join(sorted(cut_axes))}",
             "summands are made of copies; make these first, by another transfer",
             op.result,

@@ -46,13 +46,13 @@ class Lanes:
         for action in ACTIONS:
             step = {Action.FORWARD: 1, Action.BACKWARD: -1, Action.WEIGHT: 0}[action]
             for stage, rank in enumerate(stage_ranks):
-                other = stage + step if 0 <= stage + step < stages else stage
-                consumer = stage_ranks[other]
+                neighbour = stage + step if 0 <= stage + step < stages else stage
+                consumer = stage_ranks[neighbour]
                 lanes.durations.append(costs.of(action, stage, split))
-                lanes.hops.append((other - stage) * microbatches)
+                lanes.hops.append((neighbour - stage) * microbatches)
                 lanes.consumers.append(consumer)
                 crosses = consumer != rank
-                lanes.delays.append(costs.between(min(stage, other)) if crosses else 0.0)
+                lanes.delays.append(costs.between(min(stage, neighbour)) if crosses else 0.0)
         return lanes
 
 
@@ -106,9 +106,9 @@ class Timeline:
         back. Each of the v stages of a rank counts as 1/v.
         """
         stages = len(self.stage_ranks)
-        kept = mw if self.split else 0.0
+        left = mw if self.split else 0.0
         # Sums of integers are exact, and quicker.
-        exact = int(kept) if kept in (0.0, 1.0) else kept
+        exact = int(left) if left in (0.0, 1.0) else left
         deltas = [1] * stages + [exact - 1] * stages + [-exact] * stages
         changes = (deltas[number // self.microbatches] for number in self.rows[rank])
         return max(accumulate(changes), default=0) / self.stage_ranks.count(rank)
@@ -118,17 +118,17 @@ class Timeline:
 
         `costs.memory` says what F takes, what B needs, and what it leaves to W.
         """
-        each = [costs.memory(stage, self.split) for stage in range(len(self.stage_ranks))]
-        deltas = [m.before for m in each] + [m.after - m.before for m in each]
-        deltas += [-m.after for m in each]
+        memories = [costs.memory(stage, self.split) for stage in range(len(self.stage_ranks))]
+        deltas = [m.before for m in memories] + [m.after - m.before for m in memories]
+        deltas += [-m.after for m in memories]
         lanes = (number // self.microbatches for number in self.rows[rank])
-        if all(m.during <= max(m.before, m.after) for m in each):
+        if all(m.during <= max(m.before, m.after) for m in memories):
             return max(accumulate(deltas[lane] for lane in lanes), default=0.0)
-        stages = len(each)
+        stages = len(memories)
         held = most = 0.0
         for lane in lanes:
             if stages <= lane < 2 * stages:
-                memory = each[lane - stages]
+                memory = memories[lane - stages]
                 most = max(most, held + memory.during - memory.before)
             held += deltas[lane]
             most = max(most, held)

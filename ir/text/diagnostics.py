@@ -113,7 +113,7 @@ def _draw_op(op: Op, program: Program | None, value: Value | None) -> list[str]:
     lines = []
     if program is not None:
         lines.append(f"  in {_title(program)}:")
-        index = next((i for i, other in enumerate(program.ops) if other is op), 0)
+        index = next((i for i, candidate in enumerate(program.ops) if candidate is op), 0)
         if index > 0:
             lines.append(f"    {format_op(program.ops[index - 1])}")
     start, length = _find(text, op, value)

@@ -171,10 +171,10 @@ def _items(text: str, form: re.Pattern[str], problem: str) -> list[tuple[str, st
     """
     inner = text[1:-1].strip()
     items = [form.fullmatch(part.strip()) for part in inner.split(",")] if inner else []
-    found = [(item[1], item[2]) for item in items if item is not None]
-    if (text[:1], text[-1:]) != ("{", "}") or len(found) < len(items):
+    pairs = [(item[1], item[2]) for item in items if item is not None]
+    if (text[:1], text[-1:]) != ("{", "}") or len(pairs) < len(items):
         raise ValueError(f"'{text}' is {problem}")
-    return found
+    return pairs
 
 
 def _table(text: str, form: re.Pattern[str], problem: str) -> dict[str, str]:
@@ -252,13 +252,13 @@ def reader_for(annotation: Any) -> Reader:
 
 def readers_of(cls: type) -> dict[str, Reader]:
     """The readers of a dataclass's fields whose annotations have one, by field name."""
-    found: dict[str, Reader] = {}
+    readers: dict[str, Reader] = {}
     for name, annotation in get_type_hints(cls).items():
         try:
-            found[name] = reader_for(annotation)
+            readers[name] = reader_for(annotation)
         except (KeyError, TypeError):
             continue  # structure, such as operands or types, which has its own syntax
-    return found
+    return readers
 
 
 def _place(text: str) -> Place:
@@ -267,7 +267,7 @@ def _place(text: str) -> Place:
 
 def _pairs(text: str) -> tuple[tuple[int, int], ...]:
     pairs = _items(text, _PAIR, "not a set of pairs; write {0 -> 1, 1 -> 0}")
-    return tuple((int(one), int(other)) for one, other in pairs)
+    return tuple((int(first), int(second)) for first, second in pairs)
 
 
 def _region(text: str) -> Region:
@@ -278,10 +278,10 @@ def _region(text: str) -> Region:
 
 
 def _intervals(text: str) -> Intervals:
-    found = [_INTERVAL.fullmatch(part.strip()) for part in text.split("+")]
-    pairs = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    matches = [_INTERVAL.fullmatch(part.strip()) for part in text.split("+")]
+    pairs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
     intervals = merge(pairs)
-    if len(pairs) < len(found) or not is_region((intervals,)):
+    if len(pairs) < len(matches) or not is_region((intervals,)):
         raise ValueError(f"'{text.strip()}' is not the indices of a dimension; {_REGION_HELP}")
     return intervals
 

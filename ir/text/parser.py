@@ -113,8 +113,8 @@ class _Parser:
 
     def expect(self, token: str, after: str) -> None:
         if self.token != token:
-            found = f"'{self.token}'" if self.token else "the end of the text"
-            self.fail(f"expected '{token}' after {after}, found {found}")
+            actual = f"'{self.token}'" if self.token else "the end of the text"
+            self.fail(f"expected '{token}' after {after}, found {actual}")
         self.next()
 
     def read(self, reader: Reader, what: str) -> Any:
@@ -277,13 +277,13 @@ class _Parser:
         return cls(operands, tuple(results), loc=self.location(), **attributes)
 
     def opcode(self) -> tuple[type[Op], _Attributes]:
-        found = _OPS.get(self.token)
-        if found is None:
+        entry = _OPS.get(self.token)
+        if entry is None:
             if not self.token:
                 self.fail("the program is not closed", "end the program and the module with }")
             self.fail(f"'{self.token}' is no op", _suggest(self.token, _OPS))
         self.next()
-        return found
+        return entry
 
     def operands(self, opcode: str) -> tuple[Value, ...]:
         self.expect("(", opcode)
@@ -326,27 +326,29 @@ class _Parser:
         return value
 
     def attributes(self, known: _Attributes, owner: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.accept("{"):
             while not self.accept("}"):
-                if found:
+                if values:
                     self.expect(",", "an attribute")
-                self.attribute(known, owner, found)
-        if not known.required <= found.keys():
-            missing = ", ".join(sorted(known.required - found.keys()))
+                self.attribute(known, owner, values)
+        if not known.required <= values.keys():
+            missing = ", ".join(sorted(known.required - values.keys()))
             self.fail(
                 f"{owner} lacks {missing}",
                 f"write {{{missing.split(',')[0]} = ...}} among its attributes",
                 back=1,
             )
-        return found
+        return values
 
     def attribute(self, known: _Attributes, owner: str, found: dict[str, Any]) -> None:
         name = self.token
         reader = known.readers.get(name)
         if reader is None:
-            what = f"'{name}' is no attribute of {owner}" if name else "the attributes do not end"
-            self.fail(what, _suggest(name, known.readers))
+            message = (
+                f"'{name}' is no attribute of {owner}" if name else "the attributes do not end"
+            )
+            self.fail(message, _suggest(name, known.readers))
         if name in found:
             self.fail(f"{name} is given twice")
         self.next()
@@ -355,10 +357,10 @@ class _Parser:
 
     def type(self) -> Type:
         token = self.token
-        found = self._types.get(token)
-        if found is not None:
+        known = self._types.get(token)
+        if known is not None:
             self.next()
-            return found
+            return known
         try:
             type_ = literals.parse_type(token, self._meshes)
         except ValueError as problem:

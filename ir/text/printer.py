@@ -101,13 +101,13 @@ class _OpPrinter:
         if results:
             text = f"{', '.join([name(v) for v in results])} = {text}"
         getter, prefixes, formats = _GETTERS[type(op)]
-        found = [
+        attributes = [
             prefix + formats[type(value)](value)
             for prefix, value in zip(prefixes, getter(op), strict=True)
             if value is not None
         ]
-        if found:
-            text = f"{text} {{{', '.join(found)}}}"
+        if attributes:
+            text = f"{text} {{{', '.join(attributes)}}}"
         if results:
             text = f"{text} : {', '.join([type_(v.type) for v in results])}"
         if self._locations and op.loc is not None:
@@ -115,11 +115,11 @@ class _OpPrinter:
         return text
 
     def name(self, value: Value) -> str:
-        found = self._names.get(value.name)
-        if found is None:
-            found = format_value(value)
-            self._names[value.name] = found
-        return found
+        text = self._names.get(value.name)
+        if text is None:
+            text = format_value(value)
+            self._names[value.name] = text
+        return text
 
     def type(self, type_: Type) -> str:
         known = self._types_by_id.get(id(type_))
@@ -155,14 +155,14 @@ def _channel(channel: Channel) -> str:
 
 def _declared(declaration: Function | Vjp | Channel, skip: set[str]) -> str:
     """Attributes of a declaration, sorted, less those that are merely absent."""
-    found = []
+    attributes = []
     for f in sorted(fields(declaration), key=attrgetter("name")):
         value = getattr(declaration, f.name)
         if f.name not in skip and not _is_absent(f, value):
             is_function = isinstance(declaration, Vjp) and isinstance(value, str)
             text = _symbol(value) if is_function else format_attribute(value)
-            found.append(f"{f.name} = {text}")
-    return f"{{{', '.join(found)}}}"
+            attributes.append(f"{f.name} = {text}")
+    return f"{{{', '.join(attributes)}}}"
 
 
 def _is_absent(field: Field[Any], value: Any) -> bool:

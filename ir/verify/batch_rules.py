@@ -47,10 +47,10 @@ def check_batches(module: Module, program: Program) -> Iterator[Diagnostic]:
 def unlike_batches(sent: tuple[Program, Op], received: tuple[Program, Op]) -> Iterator[Diagnostic]:
     """Say where the two ends of a message are not in the same batch."""
     program, op = received
-    one, other = batch_of(sent[1]), batch_of(op)
-    if one != other:
+    sent_batch, received_batch = batch_of(sent[1]), batch_of(op)
+    if sent_batch != received_batch:
         yield Diagnostic(
-            f"recv is in {_named(other)}, but its send is in {_named(one)}",
+            f"recv is in {_named(received_batch)}, but its send is in {_named(sent_batch)}",
             op,
             program,
             help="both ends of a message are in the same batch",

@@ -42,15 +42,15 @@ def check_bodies(module: Module) -> Iterator[Diagnostic]:
 
 
 def _check_body(owner: Function, body: Program, module: Module) -> Iterator[Diagnostic]:
-    for what, types, values in (
+    for verb, types, values in (
         ("takes", owner.inputs, tuple(body.params)),
         ("returns", owner.outputs, body.outputs if _ends(body) else ()),
     ):
-        found = tuple(value.type for value in values)
-        if found != types:
+        body_types = tuple(value.type for value in values)
+        if body_types != types:
             yield Diagnostic(
-                f"function @{owner.name} {what} ({', '.join(map(str, types))}), "
-                f"and its body ({', '.join(map(str, found))})",
+                f"function @{owner.name} {verb} ({', '.join(map(str, types))}), "
+                f"and its body ({', '.join(map(str, body_types))})",
                 program=body,
             )
     for op in body.ops:

@@ -175,12 +175,12 @@ def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnosti
     if sent is None or received is None:
         yield from (_alone(end) for end in (sent, received) if end is not None)
         return
-    one, other_type = sent[1].operands[0].type, promised(received[1].result.type)
-    if not same_but_place(one, other_type):
+    sent_type, received_type = sent[1].operands[0].type, promised(received[1].result.type)
+    if not same_but_place(sent_type, received_type):
         program, op = received
         yield Diagnostic(
-            f"recv {_seq(op)} of channel {op.chan} is {bare(other_type)}, "
-            f"but what is sent is {bare(one)}",
+            f"recv {_seq(op)} of channel {op.chan} is {bare(received_type)}, "
+            f"but what is sent is {bare(sent_type)}",
             op,
             program,
             notes=(Diagnostic("sent here", sent[1], sent[0]),),
@@ -228,12 +228,12 @@ def _received_too_early(
 
 def _alone(end: _End) -> Diagnostic:
     program, op = end
-    other = "recv" if isinstance(op, Send) else "send"
+    counterpart = "recv" if isinstance(op, Send) else "send"
     return Diagnostic(
-        f"{op.opcode} {_seq(op)} of channel {op.chan} has no {other}",
+        f"{op.opcode} {_seq(op)} of channel {op.chan} has no {counterpart}",
         op,
         program,
-        help=f"its peer must {other} it, or both must go",
+        help=f"its peer must {counterpart} it, or both must go",
     )
 
 
@@ -294,8 +294,8 @@ def _mean_the_same(one: Communication, other: Communication) -> bool:
     for name in _SHARED[type(one)]:
         if getattr(one, name) != getattr(other, name):
             return False
-    mine, theirs = _shared_types(one), _shared_types(other)
-    return len(mine) == len(theirs) and all(map(same_but_place, mine, theirs))
+    one_types, other_types = _shared_types(one), _shared_types(other)
+    return len(one_types) == len(other_types) and all(map(same_but_place, one_types, other_types))
 
 
 def _shared_types(op: Communication) -> list[ValueType]:

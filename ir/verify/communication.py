@@ -393,10 +393,10 @@ class Progress:
 
     def _streams(self, message: Message) -> list[tuple[int, Stream]]:
         """The streams that a message is on."""
-        found = (
+        streams = (
             (rank, self.stream_of(op)) for rank, op in message.ends.items() if op not in self._early
         )
-        return [(rank, stream) for rank, stream in found if stream is not None]
+        return [(rank, stream) for rank, stream in streams if stream is not None]
 
     def stream_of(self, op: Communication) -> Stream | None:
         """The stream on which an op waits for those before it."""

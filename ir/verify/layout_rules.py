@@ -113,9 +113,9 @@ def check_op(op: Op, phase: Phase) -> None:
         assert type_.layout is not None, "a tensor with a layout"
         if op.takes_layouts and (op.takes_summands or not type_.layout.summands):
             continue
-        what = "summands" if op.takes_layouts else "a tensor that is laid out"
+        noun = "summands" if op.takes_layouts else "a tensor that is laid out"
         raise Problem(
-            f"{op.opcode} of {what}, %{value.name}: {type_}", _remedy(value, type_), value
+            f"{op.opcode} of {noun}, %{value.name}: {type_}", _remedy(value, type_), value
         )
     if isinstance(op, Transfer | Slice) or (op.brings_operands and phase is Phase.TRACED):
         return

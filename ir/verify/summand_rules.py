@@ -182,13 +182,13 @@ class _Checker:
         part = self._parts[first]
         terms: set[_Term] = set()
         for value in op.operands:
-            other = self._parts.get(value)
-            if other is None or (other.source, other.region) != (part.source, part.region):
+            summand = self._parts.get(value)
+            if summand is None or (summand.source, summand.region) != (part.source, part.region):
                 raise self._unlike(op, first, value)
-            if not terms.isdisjoint(other.terms):
+            if not terms.isdisjoint(summand.terms):
                 source = part.source.name
                 raise Problem(f"{op.opcode} takes a summand of %{source} twice", _HELP, value)
-            terms |= other.terms
+            terms |= summand.terms
         united = replace(part, terms=frozenset(terms))
         for index, value in enumerate(op.results):
             region = part.region
@@ -214,8 +214,8 @@ class _Checker:
         first = next(value for value in values if value in self._parts)
         part = self._parts[first]
         for value in values:
-            other = self._parts.get(value)
-            if other is None or (other.source, other.terms) != (part.source, part.terms):
+            summand = self._parts.get(value)
+            if summand is None or (summand.source, summand.terms) != (part.source, part.terms):
                 raise self._unlike(op, first, value)
         return [self._parts[value] for value in values]
 
@@ -229,9 +229,9 @@ class _Checker:
         )
 
     def _unlike(self, op: Op, one: Value, other: Value) -> Problem:
-        what = self._parts.get(other, "which is no summand")
+        description = self._parts.get(other, "which is no summand")
         return Problem(
-            f"{op.opcode} of %{one.name}, {self._parts[one]}, and of %{other.name}, {what}",
+            f"{op.opcode} of %{one.name}, {self._parts[one]}, and of %{other.name}, {description}",
             _HELP,
             other,
         )
@@ -245,12 +245,12 @@ class _Checker:
             raise self._unreduced(op, taken[0])
         elif taken:
             parts = self._alike(op, op.operands)
-            made = parts[0].at(union(part.region for part in parts))
+            assembled = parts[0].at(union(part.region for part in parts))
             for value, part, region in zip(op.operands, parts, op.regions, strict=True):
-                self._expect_region(op, value, logical(region, made.region), part)
-            if shape_of(made.region) != _shape(op.result):
+                self._expect_region(op, value, logical(region, assembled.region), part)
+            if shape_of(assembled.region) != _shape(op.result):
                 raise self._unreduced(op, taken[0])
-            self._note(op.result, made)
+            self._note(op.result, assembled)
 
     def _expect_region(self, op: Op, value: Value, region: Region, part: _Part) -> None:
         if part.region != region:
@@ -273,15 +273,15 @@ class _Checker:
                     raise self._unlike(op, taken[0], value)
         elif layout.reduce not in _NEUTRAL:
             return  # copies, of which a maximum is taken
-        found: dict[tuple[object, ...], list[frozenset[_Term]]] = {}
+        terms_of: dict[tuple[object, ...], list[frozenset[_Term]]] = {}
         place = _place(op.result)
         fixed = tuple(axis for axis, _ in place.axes if axis not in layout.summands)
         for rank, parts in op.by_rank().items():
             if not parts:
                 continue
             held = self._held(op, parts, _NEUTRAL.get(layout.reduce), everything)
-            found.setdefault(_term(op.result, fixed, rank), []).append(held)
-        for terms in found.values():
+            terms_of.setdefault(_term(op.result, fixed, rank), []).append(held)
+        for terms in terms_of.values():
             twice = layout.reduce in _NEUTRAL and sum(map(len, terms)) > len(everything)
             if twice or frozenset().union(*terms) != everything:
                 raise Problem(
@@ -295,12 +295,12 @@ class _Checker:
     def _held(
         self,
         op: Assemble,
-        found: Sequence[tuple[Value, Region]],
+        operands: Sequence[tuple[Value, Region]],
         neutral: int | None,
         everything: frozenset[_Term],
     ) -> frozenset[_Term]:
         """The terms that a rank gets of an assembled value, by what it gets."""
-        filled = [(value, region) for value, region in found if volume(region)]
+        filled = [(value, region) for value, region in operands if volume(region)]
         if neutral is not None and all(self._fills.get(value) == neutral for value, _ in filled):
             return frozenset()
         if not any(value in self._parts for value, _ in filled):

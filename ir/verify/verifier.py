@@ -32,22 +32,22 @@ def verify(module: Module) -> None:
         IRError: with a diagnostic for each declaration and each op that is wrong, the first
             problem of each.
     """
-    found = [*_declarations(module), *_programs(module)]
+    problems = [*_declarations(module), *_programs(module)]
     checkers = [_ProgramChecker(module, program) for program in module.programs]
     bodies = [_ProgramChecker(module, body) for body in module.bodies.values()]
     for checker in (*bodies, *checkers):
-        found += checker.check()
-    found += check_bodies(module)
-    found += _actors(module)
-    if not found and has_futures(module.phase):
-        found += unmatched(module)
-    if not found and any(checker.laid_out for checker in checkers):
-        found += check_summands(module.program, module.functions)
+        problems += checker.check()
+    problems += check_bodies(module)
+    problems += _actors(module)
+    if not problems and has_futures(module.phase):
+        problems += unmatched(module)
+    if not problems and any(checker.laid_out for checker in checkers):
+        problems += check_summands(module.program, module.functions)
     stored = any(function.parameter is not None for function in module.functions.values())
-    if not found and stored and has_places(module.phase):
-        found += check_parameters(module.program, module.functions)
-    if found:
-        raise IRError(*found)
+    if not problems and stored and has_places(module.phase):
+        problems += check_parameters(module.program, module.functions)
+    if problems:
+        raise IRError(*problems)
 
 
 def _declarations(module: Module) -> Iterator[Diagnostic]:
@@ -157,10 +157,10 @@ def _programs(module: Module) -> Iterator[Diagnostic]:
     missing = list(itertools.islice(lacking, _SHOWN))
     if missing or len(ranks) != module.world:
         more = ", and more" if len(missing) == _SHOWN else ""
-        what = f"none for {missing}{more}" if missing else f"{len(ranks)}"
+        description = f"none for {missing}{more}" if missing else f"{len(ranks)}"
         yield Diagnostic(
             f"a scheduled module has one program for each of its {module.world} ranks, "
-            f"this one has {what}"
+            f"this one has {description}"
         )
 
 
@@ -310,7 +310,7 @@ class _ProgramChecker:
     def _check_stream(self, op: Op, stream: Stream) -> None:
         """The op may be on its stream, and its operands were made there, or waited onto it."""
         if stream not in op.streams:
-            streams = " or ".join(sorted(other.value for other in op.streams))
+            streams = " or ".join(sorted(choice.value for choice in op.streams))
             raise Problem(
                 f"{op.opcode} is on stream {stream.value}",
                 f"it may be on {streams}; assign-streams chooses",

@@ -72,14 +72,14 @@ class Clocks:
         clocks = Clocks()
         lines, knowns = clocks.lines, clocks.known
         latest: dict[Line, int] = {}
-        made: dict[Value, int] = {}
+        made_at: dict[Value, int] = {}
         for index, op in enumerate(program.ops):
             line = line_of(op, blocking)
             known = knowns[latest[line]] if line in latest else _NOTHING
             if isinstance(op, (Wait, Free)):
                 for value in awaited(op):
-                    if value in made:
-                        known = clocks._joined(known, line, made[value])
+                    if value in made_at:
+                        known = clocks._joined(known, line, made_at[value])
             elif (  # started when the host comes to it
                 (blocking or op.stream is None) and isinstance(op, Communication) and HOST in latest
             ):
@@ -91,7 +91,7 @@ class Clocks:
             knowns.append(known)
             latest[line] = index
             for value in op.results:
-                made[value] = index
+                made_at[value] = index
         return clocks
 
     def is_done(self, earlier: int, later: int) -> bool:
@@ -106,13 +106,13 @@ class Clocks:
         batch = self._batches.get(one)
         return batch is not None and batch == self._batches.get(other)
 
-    def _joined(self, known: Known, line: Line, other: int) -> Known:
+    def _joined(self, known: Known, line: Line, earlier: int) -> Known:
         """The knowledge once the op `other` is done as well; the same object if nothing is new."""
-        theirs = self.lines[other]
-        if theirs == line or known.get(theirs, -1) >= other:
+        earlier_line = self.lines[earlier]
+        if earlier_line == line or known.get(earlier_line, -1) >= earlier:
             return known  # with an op, all that it knew is known
-        joined = {**known, theirs: other}
-        for key, index in self.known[other].items():
+        joined = {**known, earlier_line: earlier}
+        for key, index in self.known[earlier].items():
             if key != line and joined.get(key, -1) < index:
                 joined[key] = index
         return joined
@@ -205,10 +205,10 @@ class Order:
             exchange = op.exchange
             if exchange.senders and rank not in exchange.receivers:
                 return
-            for other in exchange.senders or exchange.members:
-                if other == rank:
+            for member in exchange.senders or exchange.members:
+                if member == rank:
                     continue
-                node = self._index[message.ends[other]]
+                node = self._index[message.ends[member]]
                 if op.shared_operand is None:
                     yield node
                 else:  # what has been read there may still be written

@@ -60,7 +60,9 @@ class CheckDeadlock(Pass):
             chained = Progress(module, one_queue=True)
             if not chained.run():
                 raise _explain(chained)
-        on_devices = frozenset(id_ for id_, one in module.channels.items() if is_by_stream(one))
+        on_devices = frozenset(
+            id_ for id_, channel in module.channels.items() if is_by_stream(channel)
+        )
         if on_devices:
             waiting = Progress(module, on_devices=on_devices)
             if not waiting.run():
@@ -80,9 +82,9 @@ def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
         assert isinstance(recv, Recv), "an edge has no collectives"
         program = progress.programs[destination]
         if send.slot != recv.slot:
-            other = Diagnostic("the other end is here", send, progress.programs[source])
+            note = Diagnostic("the other end is here", send, progress.programs[source])
             yield Diagnostic(
-                f"the two ends of {message} have different slots", recv, program, notes=(other,)
+                f"the two ends of {message} have different slots", recv, program, notes=(note,)
             )
         elif recv.slot is None:
             continue
@@ -159,9 +161,9 @@ _ONE_BY_ONE = (
 def _why(progress: Progress, message: Message) -> _Step:
     """The obstacle to a message that is not complete when nothing moves any more."""
     steps = (step for part in message.unit if (step := _obstacle(progress, part)) is not None)
-    found = next(steps, None)
-    assert found is not None, "a message with no reason to wait is complete"
-    return found
+    obstacle = next(steps, None)
+    assert obstacle is not None, "a message with no reason to wait is complete"
+    return obstacle
 
 
 def _obstacle(progress: Progress, message: Message) -> _Step | None:

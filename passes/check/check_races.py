@@ -78,8 +78,8 @@ class CheckRaces(Pass):
         problems = (
             p for program in module.programs for p in _Checker(module, program, proof).run()
         )
-        if found := list(islice(problems, _SHOWN)):
-            raise IRError(*found)
+        if shown := list(islice(problems, _SHOWN)):
+            raise IRError(*shown)
         return False
 
 
@@ -167,8 +167,8 @@ class _Checker:
                     self._empty.update(op.results)
             for value in op.results:
                 self._makers[value] = index
-                if (made := self._of(value)) is not None:
-                    made.values.append(value)
+                if (uses := self._of(value)) is not None:
+                    uses.values.append(value)
 
     def _pass_on(self, op: Op) -> None:
         if self._given.issuperset(op.operands):
@@ -204,8 +204,8 @@ class _Checker:
         if source is None or not op.results:
             return
         maker = self._program.ops[source]
-        kept = isinstance(maker, Collective) and maker.shares_operand and maker.operands
-        if isinstance(maker, Recv | Collective) and not kept:
+        is_shared = isinstance(maker, Collective) and maker.shares_operand and maker.operands
+        if isinstance(maker, Recv | Collective) and not is_shared:
             uses = self._of(op.result)
             if uses is not None:
                 uses.written[self._clocks.lines[source]] = source
@@ -337,9 +337,9 @@ class _Checker:
     def _alloc(self, index: int, op: Alloc) -> Iterator[Diagnostic]:
         """Look for others that are alive in the same bytes."""
         first, end = _bytes(op)
-        for other in self._allocs:
-            low, high = _bytes(other)
-            held = self._of(other.result)
+        for earlier in self._allocs:
+            low, high = _bytes(earlier)
+            held = self._of(earlier.result)
             if max(first, low) >= min(end, high) or held is None:
                 continue
             if held.freed is not None and not self._is_over(held.freed, index):
@@ -347,7 +347,7 @@ class _Checker:
                     index,
                     op.result,
                     f"%{op.result.name} takes bytes {max(first, low)}..{min(end, high) - 1} of the "
-                    f"arena, which %{other.result.name} may still have",
+                    f"arena, which %{earlier.result.name} may still have",
                     (held.freed, "this may not be over"),
                     "allocate it on the compute stream, where storage is freed, or choose another "
                     "offset",
@@ -357,8 +357,8 @@ class _Checker:
                     index,
                     op.result,
                     f"%{op.result.name} takes bytes {max(first, low)}..{min(end, high) - 1} of the "
-                    f"arena, which %{other.result.name} still has",
-                    (self._makers[other.result], "it is allocated here, and not freed before"),
+                    f"arena, which %{earlier.result.name} still has",
+                    (self._makers[earlier.result], "it is allocated here, and not freed before"),
                     "free it first, or choose another offset",
                 )
         self._allocs.append(op)
@@ -399,13 +399,13 @@ class _Checker:
         index: int,
         value: Value,
         message: str,
-        other: tuple[int, str] | None,
+        cause: tuple[int, str] | None,
         help: str,
     ) -> Diagnostic:
         program = self._program
         notes: tuple[Diagnostic, ...] = ()
-        if other is not None:
-            notes = (Diagnostic(other[1], program.ops[other[0]], program),)
+        if cause is not None:
+            notes = (Diagnostic(cause[1], program.ops[cause[0]], program),)
         return Diagnostic(message, program.ops[index], program, value, help, notes=notes)
 
 

@@ -51,9 +51,9 @@ def pull_back(op: Op, program: Program, cotangents: Cotangents) -> Pairs:
     total = cotangents.total(op.result, op)
     if op.adjoint is Adjoint.TRAVELS:
         assert isinstance(op, Transfer), "nothing else travels"
-        made = cotangents.new(op.operands[0], _returning(op, total.type))
-        cotangents.ops.append(Transfer((total,), (made,), via=op.via, loc=op.loc, mb=op.mb))
-        total = made
+        cotangent = cotangents.new(op.operands[0], _returning(op, total.type))
+        cotangents.ops.append(Transfer((total,), (cotangent,), via=op.via, loc=op.loc, mb=op.mb))
+        total = cotangent
     return [(operand, total) for operand in op.operands]
 
 
@@ -73,7 +73,7 @@ def _returning(op: Transfer, held: Type) -> Type:
 def _parts(op: AllGather, cotangents: Cotangents) -> Pairs:
     total = cotangents.total(op.result, op)
     held = total.type.place
-    found, start = [], 0
+    pairs, start = [], 0
     for operand, rank in zip(op.operands, op.group.ranks, strict=True):
         type_ = operand.type
         assert isinstance(type_, TensorType), "only tensors are gathered"
@@ -84,9 +84,9 @@ def _parts(op: AllGather, cotangents: Cotangents) -> Pairs:
         cotangents.ops.append(
             View((total,), (part,), dim=op.dim, start=start, length=length, loc=op.loc, mb=op.mb)
         )
-        found.append((operand, part))
+        pairs.append((operand, part))
         start += length
-    return found
+    return pairs
 
 
 def _transpose(op: Collective, cotangents: Cotangents) -> Pairs:
@@ -100,11 +100,11 @@ def _transpose(op: Collective, cotangents: Cotangents) -> Pairs:
         known = cotangents.has(value)
         total = cotangents.total(value, op) if known else cotangents.fill(value, 0.0, place, op)
         totals.append(total)
-    given = dict(zip(exchange.senders, op.operands, strict=True))
+    operands = dict(zip(exchange.senders, op.operands, strict=True))
     back = op.transposed(tuple(totals))
     results = []
     for place in back.result_places:
-        operand = given.get(place.ranks[0])
+        operand = operands.get(place.ranks[0])
         results.append(
             cotangents.new(op.operands[0], UnitType(place))
             if operand is None
@@ -115,4 +115,4 @@ def _transpose(op: Collective, cotangents: Cotangents) -> Pairs:
     if back.exchange.is_shared:
         return [(operand, back.result) for operand in op.operands]
     of_rank = dict(zip(exchange.members, results, strict=True))
-    return [(operand, of_rank[rank]) for rank, operand in given.items()]
+    return [(operand, of_rank[rank]) for rank, operand in operands.items()]

@@ -21,9 +21,9 @@ def bucket_of(path: str, pattern: str) -> str:
         return layer_of(path)
     names = path.split(".")
     for form in _forms(pattern):
-        wanted = form.split(".")
-        if len(wanted) <= len(names) and all(map(fnmatchcase, names, wanted)):
-            return ".".join(names[: len(wanted)])
+        form_names = form.split(".")
+        if len(form_names) <= len(names) and all(map(fnmatchcase, names, form_names)):
+            return ".".join(names[: len(form_names)])
     return ""
 
 

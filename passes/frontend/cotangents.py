@@ -62,8 +62,8 @@ class Cotangents:
         if home is not None and by_place.keys() == {Place.of(rank) for rank in home.ranks}:
             parts = tuple(by_place[Place.of(rank)] for rank in home.ranks)
             return self._all_reduce(primal, parts, home, maker)
-        for other in rest:
-            first = self._sum(primal, first, other, home, maker)
+        for addend in rest:
+            first = self._sum(primal, first, addend, home, maker)
         return first
 
     def _sum(self, primal: Value, a: Value, b: Value, place: Place | None, maker: Op) -> Value:

@@ -45,21 +45,21 @@ class CommonSubexpressionElimination(Pass):
         versions: dict[str | None, int] = {}
         first: dict[Hashable, Op] = {}
         renamed: dict[Value, Value] = {}
-        kept: list[Op] = []
+        ops: list[Op] = []
         for op in program.ops:
             if renamed:
                 op.operands = tuple([renamed.get(value, value) for value in op.operands])
             key = _key(module, op, versions)
             if key is None or not escaping.isdisjoint(op.results):
-                kept.append(op)
+                ops.append(op)
                 continue
             same = first.setdefault(key, op)
             if same is op:
-                kept.append(op)
+                ops.append(op)
             else:
                 renamed.update(zip(op.results, same.results, strict=True))
-        changed = len(kept) != len(program.ops)
-        program.ops[:] = kept
+        changed = len(ops) != len(program.ops)
+        program.ops[:] = ops
         return changed
 
 
@@ -81,10 +81,10 @@ def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | 
     elif not isinstance(op, (Constant, View, Slice)):
         return None
     types = tuple([value.type for value in op.results])
-    given: Hashable = tuple(attributes(op).items())
+    fields: Hashable = tuple(attributes(op).items())
     if isinstance(op, Constant):
-        given = repr(given)  # tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal
-    return (type(op), op.operands, types, given, version)
+        fields = repr(fields)  # tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal
+    return (type(op), op.operands, types, fields, version)
 
 
 def _is_repeatable(function: Function) -> bool:
@@ -95,18 +95,20 @@ def _is_repeatable(function: Function) -> bool:
 
 def _escaping(module: Module, program: Program) -> set[Value]:
     """Values whose storage the user may get hold of."""
-    found: set[Value] = set()
+    escaping: set[Value] = set()
     for op in reversed(program.ops):
-        if isinstance(op, Return) or (isinstance(op, (View, Slice)) and op.result in found):
-            found.update(op.operands)
+        if isinstance(op, Return) or (isinstance(op, (View, Slice)) and op.result in escaping):
+            escaping.update(op.operands)
         elif isinstance(op, Call):
-            found.update(_escaping_operands(module.functions[op.fn.name], op, found))
-    return found
+            escaping.update(_escaping_operands(module.functions[op.fn.name], op, escaping))
+    return escaping
 
 
-def _escaping_operands(function: Function, op: Call, found: set[Value]) -> Iterable[Value]:
+def _escaping_operands(function: Function, op: Call, escaping: set[Value]) -> Iterable[Value]:
     if function.kind is FunctionKind.OPAQUE:
         return op.operands
     return [
-        op.operands[operand] for result, operand in function.aliases if op.results[result] in found
+        op.operands[operand]
+        for result, operand in function.aliases
+        if op.results[result] in escaping
     ]

@@ -183,13 +183,16 @@ class _Tape:
         if deferred is not None:
             name = vjp.input or ""
         if name:
-            made = self._derived(op, name, operands, task, primals)
-            cotangents.ops.append(made)
-            results, left = made.results[: len(primals)], made.results[len(primals) :]
+            call = self._derived(op, name, operands, task, primals)
+            cotangents.ops.append(call)
+            results, left = call.results[: len(primals)], call.results[len(primals) :]
         if deferred is not None:
             assert op.task is not None, "only a stage has a task to put work off to"
-            kept, task = tuple(operands[i] for i in vjp.kept) + left, op.task.beside(Action.WEIGHT)
-            cotangents.ops.append(self._derived(op, deferred, kept, task, []))
+            inputs, task = (
+                tuple(operands[i] for i in vjp.kept) + left,
+                op.task.beside(Action.WEIGHT),
+            )
+            cotangents.ops.append(self._derived(op, deferred, inputs, task, []))
         return list(zip(primals, results, strict=True))
 
     def _derived(
@@ -237,9 +240,9 @@ class _Tape:
             if op.operands[i] not in self._makers:
                 raise self._wrong_mask(op, vjp, op.operands[i], "gives a gradient to")
 
-    def _wrong_mask(self, op: Call, vjp: Vjp, value: Value, what: str) -> IRError:
+    def _wrong_mask(self, op: Call, vjp: Vjp, value: Value, verb: str) -> IRError:
         return error(
-            f"internal error: the derivative @{vjp.name} {what} '{value.name}', "
+            f"internal error: the derivative @{vjp.name} {verb} '{value.name}', "
             "through which no gradient flows",
             op=op,
             program=self._program,

@@ -209,10 +209,10 @@ class _Rewriter:
         inserted: dict[int, list[Op]] = {}
         for group in groups.values():
             if group[0].is_gradient:
-                at, made = max(j.at for j in group), list(self._reduce(group, inserted))
+                at, new_ops = max(j.at for j in group), list(self._reduce(group, inserted))
             else:
-                at, made = min(j.at for j in group), list(self._gather(group))
-            inserted.setdefault(at, []).extend(made)
+                at, new_ops = min(j.at for j in group), list(self._gather(group))
+            inserted.setdefault(at, []).extend(new_ops)
         ops: list[Op] = []
         for index, op in enumerate(program.ops):
             ops += inserted.get(index, ())
@@ -231,7 +231,7 @@ class _Rewriter:
         versions: dict[str | None, int] = {}
         runs = _Runs()
         places = {op: index for index, op in enumerate(ops)}
-        found: list[_Journey] = []
+        journeys: list[_Journey] = []
         for index, op in enumerate(ops):
             if not isinstance(op, Call):
                 continue
@@ -251,16 +251,16 @@ class _Rewriter:
                 journey.at = places[start]
             version = sum(versions.get(state, 0) for state, _ in function.touches)
             journey.key = self._key(journey, version, runs)
-            found.append(journey)
-        return found
+            journeys.append(journey)
+        return journeys
 
     def _key(self, journey: _Journey, version: int, runs: _Runs) -> Hashable:
         function = journey.function
         actor = function.actor or ""
         bucket = bucket_of(journey.path, self._options.bucket)
-        what = "reduce" if journey.is_gradient else "regather"
+        field = "reduce" if journey.is_gradient else "regather"
         span: Hashable = None
-        if not self._options.keeps(actor, bucket, what):
+        if not self._options.keeps(actor, bucket, field):
             span = runs.of(journey, (actor, bucket, version, journey.is_gradient))
         sent, received = journey.sent, journey.received
         sums = _summands(sent), _summands(received)
@@ -290,8 +290,8 @@ class _Rewriter:
     def _spans_step(self, group: Sequence[_Journey]) -> bool:
         journey = group[0]
         bucket = bucket_of(journey.path, self._options.bucket)
-        what = "reduce" if journey.is_gradient else "regather"
-        return self._options.keeps(journey.function.actor or "", bucket, what)
+        field = "reduce" if journey.is_gradient else "regather"
+        return self._options.keeps(journey.function.actor or "", bucket, field)
 
     # -- reductions --------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class _Rewriter:
         """
         last: dict[str, _Journey] = {}
         totals: dict[str, Value] = {}
-        for journey in sorted(group, key=lambda each: each.at):
+        for journey in sorted(group, key=lambda j: j.at):
             path, term = journey.path, journey.start.result
             if path in totals:
                 add = self._sum(totals[path], term, journey)
@@ -312,7 +312,7 @@ class _Rewriter:
             totals[path], last[path] = term, journey
         chosen = list(last.values())
         spans_step = self._spans_step(group)
-        latest = max(chosen, key=lambda each: each.at)
+        latest = max(chosen, key=lambda j: j.at)
         task = None if spans_step else latest.end.task
         mb = None if spans_step else latest.end.mb
         for journey in chosen:

@@ -85,9 +85,9 @@ class _Inliner:
     def expand(self, call: Call, body: Program) -> Iterator[Op]:
         """The ops of the body, on the call's operands and with its results."""
         values: dict[Value, Value] = dict(zip(body.params, call.operands, strict=True))
-        made = {value for op in body.ops for value in op.results}
+        defined = {value for op in body.ops for value in op.results}
         for inner, result in zip(body.outputs, call.results, strict=True):
-            if inner in made and inner not in values:
+            if inner in defined and inner not in values:
                 values[inner] = result
             else:  # an operand, or a value that is returned twice
                 self.renamed[result] = values[inner]
@@ -100,10 +100,10 @@ class _Inliner:
                 copy.key, key = self._key(key), None
             yield copy
 
-    def _key(self, given: int | None) -> int:
+    def _key(self, key: int | None) -> int:
         """A key that is given, or else a new one."""
-        if given is not None:
-            return given
+        if key is not None:
+            return key
         self._next_key += 1
         return self._next_key - 1
 

@@ -101,7 +101,9 @@ def _rewrite(program: Program, direct: set[int]) -> bool:
         if waits:
             names = names or Names.of(program)
             _Assembly(op, index, min(waits), ops, uses, direct, names).place(ahead)
-    program.ops[:] = [op for index, each in enumerate(ops) for op in (*ahead.get(index, ()), each)]
+    program.ops[:] = [
+        op for index, original in enumerate(ops) for op in (*ahead.get(index, ()), original)
+    ]
     return bool(ahead)
 
 
@@ -196,9 +198,9 @@ class _Assembly:
                 copies.append((where, Copy((source, buffer), (there,))))
                 parts.append(there)
         reserve = Reserve((), tuple(results), regions=tuple(regions))
-        for index, each in ((first, reserve), *copies):
-            each.loc, each.mb, each.task = op.loc, op.mb, op.task
-            ahead.setdefault(index, []).append(each)
+        for index, new_op in ((first, reserve), *copies):
+            new_op.loc, new_op.mb, new_op.task = op.loc, op.mb, op.task
+            ahead.setdefault(index, []).append(new_op)
         op.operands, op.regions = (results[0], *parts), tuple(regions)
 
     def _posted(self, value: Value, region: Region, shape: tuple[int, ...]) -> int | None:
@@ -213,17 +215,17 @@ class _Assembly:
 
     def _where(self, value: Value) -> int:
         """The index of the op ahead of which a value is copied."""
-        made = self._uses.made_at.get(value, -1)
-        is_own = not (made >= 0 and _is_arrival(self._ops[made]))
-        return self._arrival if is_own and made < self._arrival else self._at
+        made_at = self._uses.made_at.get(value, -1)
+        is_own = not (made_at >= 0 and _is_arrival(self._ops[made_at]))
+        return self._arrival if is_own and made_at < self._arrival else self._at
 
-    def _new(self, what: str, type_: TensorType) -> Value:
-        return Value(self._names.fresh(f"{self._op.result.name}.{what}"), type_)
+    def _new(self, suffix: str, type_: TensorType) -> Value:
+        return Value(self._names.fresh(f"{self._op.result.name}.{suffix}"), type_)
 
 
 def blocks(region: Region) -> list[Region]:
     """The blocks that a region consists of, in order."""
-    pieces = [[(each,) for each in intervals] for intervals in region]
+    pieces = [[(interval,) for interval in intervals] for intervals in region]
     return [tuple(block) for block in product(*pieces)]
 
 

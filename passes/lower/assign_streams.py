@@ -106,4 +106,4 @@ def _bring(
         there = Value(names.fresh(f"{value.name}.on_{stream.value}"), value.type)
         waited[value, stream] = there
         ops.append(Wait((value,), (there,), stream=stream, loc=op.loc, mb=op.mb, task=op.task))
-    op.operands = tuple([there if other is value else other for other in op.operands])
+    op.operands = tuple([there if operand is value else operand for operand in op.operands])

@@ -106,22 +106,22 @@ class Cut:
 def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = True) -> list[Cut]:
     """The cuts that keep a rank's program from being one graph, in order."""
     hosts: set[Value] = set()
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for index, op in enumerate(program.ops):
         reason = _reason(op, module, fabrics, hosts)
         if not messages and isinstance(op, Communication | Wait):
             reason = "messages are announced"
         if reason is not None:
-            found[index] = reason
+            reasons[index] = reason
     in_turn = {id_ for id_, channel in module.channels.items() if fabrics.is_one_by_one(channel)}
     while True:
-        crossing = _crossing(program, found)
-        outside = found.keys() | crossing.keys() | _too_little(program, found)
+        crossing = _crossing(program, reasons)
+        outside = reasons.keys() | crossing.keys() | _too_little(program, reasons)
         crossing = crossing | _overtaking(program, outside, in_turn)
         if not crossing:
             break
-        found.update(crossing)
-    return [Cut(program.ops[index], index, reason) for index, reason in sorted(found.items())]
+        reasons.update(crossing)
+    return [Cut(program.ops[index], index, reason) for index, reason in sorted(reasons.items())]
 
 
 def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
@@ -140,13 +140,13 @@ def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
     return True
 
 
-def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
+def _crossing(program: Program, reasons: Mapping[int, str]) -> dict[int, str]:
     """Find receives and collectives that are posted in one part and awaited in another, and waits.
 
     A graph is over when all is over that it began: what is to go on beside what the host does is
     not part of it.
     """
-    parts = _part_numbers(program, found)
+    parts = _part_numbers(program, reasons)
     posted: dict[Value, int] = {}
     crossing: dict[int, str] = {}
     for index, op in enumerate(program.ops):
@@ -154,26 +154,26 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
             posted[op.result] = index
         elif isinstance(op, Wait):
             at = posted.pop(op.operands[0], None)
-            if at is not None and at not in found and parts[at] != parts[index]:
-                what = "receive" if isinstance(program.ops[at], Recv) else "collective"
-                crossing[at] = f"a {what} that goes on beside what the host does"
-            if at is not None and index not in found and (at in found or at in crossing):
+            if at is not None and at not in reasons and parts[at] != parts[index]:
+                kind = "receive" if isinstance(program.ops[at], Recv) else "collective"
+                crossing[at] = f"a {kind} that goes on beside what the host does"
+            if at is not None and index not in reasons and (at in reasons or at in crossing):
                 crossing[index] = "a wait for what goes on beside that"
-    crossing |= _torn(program, found, parts)
-    return crossing | _mates(program, found.keys() | crossing.keys())
+    crossing |= _torn(program, reasons, parts)
+    return crossing | _mates(program, reasons.keys() | crossing.keys())
 
 
-def _part_numbers(program: Program, found: Mapping[int, str]) -> list[int]:
+def _part_numbers(program: Program, reasons: Mapping[int, str]) -> list[int]:
     """For each op the number of the part between cuts that it is in."""
     parts: list[int] = []
     part = 0
     for index in range(len(program.ops)):
-        part += index in found
+        part += index in reasons
         parts.append(part)
     return parts
 
 
-def _torn(program: Program, found: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
+def _torn(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
     """Find what is put together in place, but not in one part.
 
     What a graph reads from outside is copied into its memory, and what it leaves is copied out: a
@@ -191,9 +191,9 @@ def _torn(program: Program, found: Mapping[int, str], parts: Sequence[int]) -> d
     return {
         index: "a tensor that is put together ahead of what the host does, and behind it"
         for indices in assemblies.values()
-        if len({parts[index] for index in indices}) > 1 or not found.keys().isdisjoint(indices)
+        if len({parts[index] for index in indices}) > 1 or not reasons.keys().isdisjoint(indices)
         for index in indices
-        if index not in found
+        if index not in reasons
     }
 
 
@@ -204,7 +204,7 @@ def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> d
     nothing but what the compute stream has waited for when the graph begins.
     """
     pending: dict[Stream | None, list[Value]] = {}
-    found: dict[int, str] = {}
+    overtaking: dict[int, str] = {}
     for index, op in enumerate(program.ops):
         if isinstance(op, Wait):
             for ahead in pending.values():
@@ -215,8 +215,8 @@ def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> d
             if index in left:
                 ahead.append(op.result)
             elif ahead:
-                found[index] = "a message behind such a one, on the same stream"
-    return found
+                overtaking[index] = "a message behind such a one, on the same stream"
+    return overtaking
 
 
 def _too_little(program: Program, left: Collection[int]) -> set[int]:
@@ -247,20 +247,22 @@ def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
             lines.append(f"rank {program.rank}: nothing to do")
             continue
         graphs = {op.graph for op in program.ops if op.graph is not None}
-        found = cuts(module, program, fabrics, messages)
-        what = f"{len(graphs)} graphs"
-        if not found and graphs == {MAIN}:
-            what = "one graph, the whole program"
-        elif not found and messages and graphs == {MAIN, TAIL}:
-            what = "one graph and its tail, the whole program"
-        lines.append(f"rank {program.rank}: {what}")
-        lines += _counted("cut", [cut.reason for cut in found])
-        lines += _counted("left out", _left_out(program, {cut.index for cut in found}, messages))
+        program_cuts = cuts(module, program, fabrics, messages)
+        summary = f"{len(graphs)} graphs"
+        if not program_cuts and graphs == {MAIN}:
+            summary = "one graph, the whole program"
+        elif not program_cuts and messages and graphs == {MAIN, TAIL}:
+            summary = "one graph and its tail, the whole program"
+        lines.append(f"rank {program.rank}: {summary}")
+        lines += _counted("cut", [cut.reason for cut in program_cuts])
+        lines += _counted(
+            "left out", _left_out(program, {cut.index for cut in program_cuts}, messages)
+        )
     return "\n".join(lines) + "\n"
 
 
-def _counted(what: str, reasons: Sequence[str]) -> list[str]:
-    return [f"  {what} {count} times: {reason}" for reason, count in Counter(reasons).items()]
+def _counted(label: str, reasons: Sequence[str]) -> list[str]:
+    return [f"  {label} {count} times: {reason}" for reason, count in Counter(reasons).items()]
 
 
 def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[str]:

@@ -56,13 +56,13 @@ def message_order(
         source, target = _edge(message)
         alone[source, target].pop(message.chan, None)
         crossing = alone[target, source]
-        other = next((m for m in crossing.values() if m.wanted >= message.start), None)
-        if other is None or not pairs:
+        partner = next((m for m in crossing.values() if m.wanted >= message.start), None)
+        if partner is None or not pairs:
             alone[source, target][message.chan] = message
             units[message] = (message,)
         else:
-            del crossing[other.chan], units[other]
-            units[message] = (other, message)
+            del crossing[partner.chan], units[partner]
+            units[message] = (partner, message)
     return [tuple((part.chan, part.seq) for part in unit) for unit in units.values()]
 
 

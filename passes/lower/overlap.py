@@ -216,8 +216,8 @@ def _wait_late(ops: Sequence[Op], module: Module, lookahead: int, stays: Set[Op]
             coming[to_device[op.result]] = None
         if isinstance(op, Wait) and op not in stays and _may_wait_late(op, barriers):
             future = op.operands[0]
-            given = op.results[0] if op.results else future
-            held[given if given in used else future] = op
+            result = op.results[0] if op.results else future
+            held[result if result in used else future] = op
             continue
         if isinstance(op, (Send, Collective)) and op.chan is not None and _only_gives(op):
             earlier = in_flight.setdefault(op.chan, [])

@@ -133,7 +133,7 @@ def _may_be_private(recv: Recv, module: Module) -> bool:
 
 def _stream_of_copy(op: Op, before: list[Op]) -> Stream | None:
     """The stream of the op that needs a copy; for `return`, which has none, that of all work."""
-    if op.stream is None and any(other.stream is not None for other in before[-1:]):
+    if op.stream is None and any(previous.stream is not None for previous in before[-1:]):
         return Stream.COMPUTE
     return op.stream
 
@@ -172,12 +172,12 @@ def _largest_into_buffers(module: Module) -> dict[int, int]:
 
     A transport goes by the size of messages where they need no slot, too.
     """
-    found: dict[int, int] = {}
+    largest: dict[int, int] = {}
     for program in module.programs:
         for op in program.ops:
             if isinstance(op, Recv) and op.operands:
-                found[op.chan] = max(found.get(op.chan, 0), tensor_bytes(op.operands[0].type))
-    return found
+                largest[op.chan] = max(largest.get(op.chan, 0), tensor_bytes(op.operands[0].type))
+    return largest
 
 
 def _choose_slots(

@@ -54,7 +54,7 @@ class SplitTails(Pass):
     optional: ClassVar[bool] = True
 
     def run(self, module: Module) -> bool:
-        splits = {id(p): found for p in module.programs if (found := _split(module, p)) is not None}
+        splits = {id(p): split for p in module.programs if (split := _split(module, p)) is not None}
         if not splits:
             return False
         before = {id(p): list(p.ops) for p in module.programs}
@@ -77,8 +77,8 @@ def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None
     ops = program.ops
     if any(isinstance(op, Send | Recv | Collective) and op.graph != MAIN for op in ops):
         return None  # not whole on the device
-    made = {op.result: op for op in ops if isinstance(op, Send | Recv | Collective)}
-    begin = _begin(ops, made)
+    makers = {op.result: op for op in ops if isinstance(op, Send | Recv | Collective)}
+    begin = _begin(ops, makers)
     if begin is None or not any(isinstance(op, Call) for op in ops[:begin]):
         return None
     received = {op.operands[0] for op in ops[:begin] if isinstance(op, Wait)}
@@ -90,7 +90,7 @@ def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None
         return None  # a message would overtake another one, or come twice
     if reserved(ops[:begin]) & {value for op in ops[begin:] for value in op.operands}:
         return None  # a tail has copies of what it reads, and writes to none of it
-    sent = [op for op in ops[begin:] if isinstance(op, Wait) and _is_early(op, made)]
+    sent = [op for op in ops[begin:] if isinstance(op, Wait) and _is_early(op, makers)]
     main = [*(op for op in ops[:begin] if op not in late), *sent]
     tail = [*late, *(op for op in ops[begin:] if op not in sent)]
     functions = module.functions
@@ -103,12 +103,12 @@ def reserved(ops: Iterable[Op]) -> set[Value]:
     return {value for op in ops if isinstance(op, Reserve) for value in op.results}
 
 
-def _begin(ops: list[Op], made: Mapping[Value, Op]) -> int | None:
+def _begin(ops: list[Op], makers: Mapping[Value, Op]) -> int | None:
     """The index of the first wait behind all that the rank sends for what it has not received."""
     last = max((i for i, op in enumerate(ops) if isinstance(op, Send | Collective)), default=-1)
     received: set[Value] = set()
     for index, op in enumerate(ops):
-        if isinstance(op, Wait) and isinstance(made.get(op.operands[0]), Recv):
+        if isinstance(op, Wait) and isinstance(makers.get(op.operands[0]), Recv):
             if index > last and op.operands[0] not in received:
                 return index
             received.add(op.operands[0])
@@ -120,9 +120,9 @@ def _is_bound(op: Recv) -> bool:
     return bool(op.operands) or batch_of(op) is not None
 
 
-def _is_early(op: Wait, made: Mapping[Value, Op]) -> bool:
+def _is_early(op: Wait, makers: Mapping[Value, Op]) -> bool:
     """True if a wait is for what its rank has begun in front of the tail."""
-    return isinstance(made.get(op.operands[0]), Send | Collective)
+    return isinstance(makers.get(op.operands[0]), Send | Collective)
 
 
 def _is_proved(module: Module) -> bool:

@@ -121,19 +121,19 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, in_flight: int) -> list[Pa
     in order once receives of hosts have moved. Graphs only number the ops of
     programs, which stay as they have been proved; tails move some, and are proved again.
     """
-    found: list[Pass] = []
+    passes: list[Pass] = []
     for step in steps:
         if isinstance(step, AssembleInPlace):
-            found.append(AssembleInPlace(fabrics.ranks))
+            passes.append(AssembleInPlace(fabrics.ranks))
         elif isinstance(step, AssignStreams):
             order = BatchMessages(fabrics.rendezvous, batches=not in_flight)
-            found += order, AssignStreams(fabrics.rendezvous)
+            passes += order, AssignStreams(fabrics.rendezvous)
         else:
-            found.append(step)
+            passes.append(step)
         if isinstance(step, LowerTransfers):
-            found.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
-    found.append(Capture(fabrics.ranks, in_flight > 0, fabrics.rendezvous))
+            passes.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
+    passes.append(Capture(fabrics.ranks, in_flight > 0, fabrics.rendezvous))
     if in_flight > 1:
         # The next execution is there to be run beside it; and only what is whole has a tail.
-        found.append(SplitTails())
-    return found
+        passes.append(SplitTails())
+    return passes

@@ -65,8 +65,8 @@ class _Stage:
     def __str__(self) -> str:
         if self.actor is not None:
             return f"actor {self.actor}"
-        one = len(self.ranks) == 1
-        return f"rank {self.ranks[0]}" if one else f"ranks {format_ranks(self.ranks)}"
+        is_single = len(self.ranks) == 1
+        return f"rank {self.ranks[0]}" if is_single else f"ranks {format_ranks(self.ranks)}"
 
 
 class _Labeller:

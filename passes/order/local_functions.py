@@ -47,10 +47,10 @@ class LocalFunctions:
         if latest is not op:  # a call is asked for at one rank after the other
             symbols = self._symbols.setdefault((function.name, op.place), {})
             self._latest = op, symbols
-        found = symbols.get(rank)
-        if found is None:
-            found = symbols[rank] = self._declared(function, op.place, rank)
-        return found
+        symbol = symbols.get(rank)
+        if symbol is None:
+            symbol = symbols[rank] = self._declared(function, op.place, rank)
+        return symbol
 
     def note(self, op: Call) -> None:
         """Take note of a call that runs on several ranks."""
@@ -70,8 +70,10 @@ class LocalFunctions:
         self._module.functions.clear()
         for name, function in functions.items():
             if name in self._laid_out:
-                made = self._found.get(name, {}).values()
-                self._module.functions.update((each.name, each) for each in made)
+                declarations = self._found.get(name, {}).values()
+                self._module.functions.update(
+                    (declaration.name, declaration) for declaration in declarations
+                )
             else:
                 self._module.functions[name] = function
         for name, vjp in list(self._module.vjps.items()):
@@ -84,10 +86,12 @@ class LocalFunctions:
         known = self._found.setdefault(function.name, {})
         if (inputs, outputs) not in known:
             ranks = self._ranks.get(function.name, ())
-            made = replace(function, inputs=inputs, outputs=outputs, ranks=ranks)
+            declaration = replace(function, inputs=inputs, outputs=outputs, ranks=ranks)
             if known:
-                made = replace(made, name=self._fresh(function.name), body=function.body_name)
-            known[inputs, outputs] = made
+                declaration = replace(
+                    declaration, name=self._fresh(function.name), body=function.body_name
+                )
+            known[inputs, outputs] = declaration
         return Symbol(known[inputs, outputs].name)
 
     def _local(self, type_: ValueType, place: Place, rank: int) -> ValueType:

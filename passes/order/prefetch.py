@@ -49,20 +49,20 @@ class _Placement:
 
     def all(self) -> list[int]:
         for i, node in enumerate(self._fixed):
-            for other in self._work.follows[node]:
-                self._place(other, i)
+            for followed in self._work.follows[node]:
+                self._place(followed, i)
         end = len(self._fixed)
         for node in sorted(self._moving, key=self._rank.__getitem__):
             self._place(node, end)
         before: dict[int, list[int]] = {}
         for node, i in self._at.items():
             before.setdefault(i, []).append(node)
-        made: list[int] = []
+        order: list[int] = []
         for i, node in enumerate([*self._fixed, -1]):
-            made += sorted(before.get(i, ()), key=self._priority)
+            order += sorted(before.get(i, ()), key=self._priority)
             if node >= 0:
-                made.append(node)
-        return made
+                order.append(node)
+        return order
 
     def _priority(self, node: int) -> tuple[int, int]:
         """What is issued comes before what is waited for; else the order stays."""
@@ -78,9 +78,9 @@ class _Placement:
             self._at[node] = min(known, needed)
             return
         follows = self._work.follows[node]
-        for other in follows:
-            self._place(other, needed)
-        earliest = max((self._after(other) for other in follows), default=0)
+        for followed in follows:
+            self._place(followed, needed)
+        earliest = max((self._after(followed) for followed in follows), default=0)
         if node in self._work.ahead:
             chosen = self._before(node, needed)
         elif node in self._work.behind and self._work.behind.isdisjoint(follows):

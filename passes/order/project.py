@@ -129,12 +129,12 @@ class _Projector:
         receivers = op.exchange.receivers
         for rank, (operands, results) in op.by_rank().items():
             taken = tuple([self._take(value, rank, op.task) for value in operands])
-            made = copy_op(op, taken, self._define(rank, results))
-            assert isinstance(made, Collective)
-            made.seq = number
-            self.programs[rank].append(made)
+            local_op = copy_op(op, taken, self._define(rank, results))
+            assert isinstance(local_op, Collective)
+            local_op.seq = number
+            self.programs[rank].append(local_op)
             for future in results:
-                self._pending[rank][future] = made
+                self._pending[rank][future] = local_op
                 if rank not in receivers:
                     self._wait(future, rank, op.task)
 
@@ -150,17 +150,17 @@ class _Projector:
         for value in op.operands:
             here = values.get(value)
             operands.append(self._take(value, rank, task) if here is None else here)
-        made = copy_op(op, tuple(operands), self._define(rank, op.results))
+        local_op = copy_op(op, tuple(operands), self._define(rank, op.results))
         if type(op) is Call and self._functions.are_needed:
-            assert isinstance(made, Call), "a copy is of the same class"
-            made.fn = self._functions.of(op, rank)
+            assert isinstance(local_op, Call), "a copy is of the same class"
+            local_op.fn = self._functions.of(op, rank)
         if type(op) is Wait:
             promise = self._pending[rank].pop(op.operands[0], None)
             if promise is not None and promise.task is None:
                 promise.task = task
-        made.task = task
-        self.programs[rank].append(made)
-        return made
+        local_op.task = task
+        self.programs[rank].append(local_op)
+        return local_op
 
     def _take(self, value: Value, rank: int, task: Task | None) -> Value:
         """The rank's own value of `value`; lazy ops that make it are appended first."""
@@ -194,60 +194,60 @@ class _Projector:
         if region == self._all_of(_shape(held)):
             self._values[rank][op.result] = held
             return
-        made = copy_op(op, (held,), self._define(rank, op.results))
-        assert isinstance(made, Slice), "a copy is of the same class"
-        made.region, made.task = region, task
-        self.programs[rank].append(made)
+        local_op = copy_op(op, (held,), self._define(rank, op.results))
+        assert isinstance(local_op, Slice), "a copy is of the same class"
+        local_op.region, local_op.task = region, task
+        self.programs[rank].append(local_op)
 
     def _append_assemble(self, op: Assemble, rank: int, task: Task | None) -> None:
         assert isinstance(op.result.type, TensorType), "an assemble makes a tensor"
         piece = self._region(op.result.type, rank)
-        found = self._parts_at(op, rank)
-        parts = [(value, self._placed_in(region, piece)) for value, region in found]
+        pairs = self._parts_at(op, rank)
+        parts = [(value, self._placed_in(region, piece)) for value, region in pairs]
         values = self._values[rank]
         if len(parts) == 1:  # all there is
             values[op.result] = values[parts[0][0]]
             return
         operands = tuple([values[value] for value, _ in parts])
-        made = copy_op(op, operands, self._define(rank, op.results))
-        assert isinstance(made, Assemble), "a copy is of the same class"
-        made.regions, made.task = tuple([region for _, region in parts]), task
-        self.programs[rank].append(made)
+        local_op = copy_op(op, operands, self._define(rank, op.results))
+        assert isinstance(local_op, Assemble), "a copy is of the same class"
+        local_op.regions, local_op.task = tuple([region for _, region in parts]), task
+        self.programs[rank].append(local_op)
 
     def _region(self, type_: TensorType, rank: int) -> Region:
         """The part of a tensor that a rank holds."""
         return self._all_of(type_.shape) if type_.layout is None else type_.region(rank)
 
     def _all_of(self, shape: tuple[int, ...]) -> Region:
-        found = self._whole.get(shape)
-        if found is None:
-            found = self._whole[shape] = whole(shape)
-        return found
+        region = self._whole.get(shape)
+        if region is None:
+            region = self._whole[shape] = whole(shape)
+        return region
 
     def _placed_in(self, part: Region, held: Region) -> Region:
         """The region of a rank's tensor that a part of the logical one is."""
-        found = self._within.get((id(part), id(held)))
-        if found is None:
-            found = self._within[id(part), id(held)] = part, held, within(part, held)
-        return found[2]
+        entry = self._within.get((id(part), id(held)))
+        if entry is None:
+            entry = self._within[id(part), id(held)] = part, held, within(part, held)
+        return entry[2]
 
     def _parts_at(self, op: Assemble, rank: int) -> list[tuple[Value, Region]]:
         """The operands of a rank that are not empty, each with its region."""
-        found = self._parts.get(op)
-        if found is None:
-            found = self._parts[op] = {
+        parts_of = self._parts.get(op)
+        if parts_of is None:
+            parts_of = self._parts[op] = {
                 at: [part for part in parts if volume(part[1])]
                 for at, parts in op.by_rank().items()
             }
-        return found[rank]
+        return parts_of[rank]
 
     def _define(self, rank: int, originals: Sequence[Value]) -> tuple[Value, ...]:
         values = self._values[rank]
-        made = []
+        defined = []
         for value in originals:
             new = values[value] = Value(value.name, self._bare(value.type, rank))
-            made.append(new)
-        return tuple(made)
+            defined.append(new)
+        return tuple(defined)
 
     def _bare(self, type_: Type, rank: int) -> Type:
         """The type of what a rank has; equal ones are one, and hashing whole types is avoided."""
@@ -257,16 +257,16 @@ class _Projector:
             if inner.layout is not None:  # of a value, as nothing laid out is promised
                 known = self._local.get((id(inner), rank))
                 if known is None:
-                    made = inner.local(rank)
-                    local = self._types.setdefault((made.dtype, made.shape), made)
+                    local_type = inner.local(rank)
+                    local = self._types.setdefault((local_type.dtype, local_type.shape), local_type)
                     known = self._local[id(inner), rank] = inner, local
                 return known[1]
             key = (inner.dtype, inner.shape)
         table = self._futures if inner is not type_ else self._types
-        found = table.get(key)
-        if found is None:
-            found = table[key] = relocate(type_, None)
-        return found
+        bare_type = table.get(key)
+        if bare_type is None:
+            bare_type = table[key] = relocate(type_, None)
+        return bare_type
 
 
 def _unite_types(ops: Sequence[Op]) -> None:

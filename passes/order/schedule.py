@@ -75,10 +75,10 @@ class SchedulePrograms(Pass):
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> Self:
         others = {name: text for name, text in options.items() if name != "schedule"}
-        made = super().from_options(others)
+        pass_ = super().from_options(others)
         if "schedule" not in options:
-            return made
+            return pass_
         try:
-            return replace(made, schedule=schedules.by_name(options["schedule"]))
+            return replace(pass_, schedule=schedules.by_name(options["schedule"]))
         except ValueError as error:
             raise OptionError(str(error)) from error

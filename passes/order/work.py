@@ -95,7 +95,7 @@ def sort_work(module: Module) -> Work:
         if len(before) == 1:
             follows = reach[before[0]]
         else:
-            follows = list({node for other in before for node in reach[other]})
+            follows = list({node for earlier in before for node in reach[earlier]})
         work.follows.append(follows)
         is_node = _classify(work, module, index, op, follows)
         reach.append((index,) if is_node else follows)
@@ -138,18 +138,20 @@ def _takes_reduced(op: Op, module: Module) -> bool:
 
 def _late(ops: Sequence[Op], edges: Sequence[tuple[int, ...]]) -> set[int]:
     """The collectives that take what has been received."""
-    found: set[int] = set()
+    late: set[int] = set()
 
     def is_received(index: int) -> bool:
         op = ops[index]
         if isinstance(op, Wait):
-            return any(other in found or isinstance(ops[other], Recv) for other in edges[index])
+            return any(
+                earlier in late or isinstance(ops[earlier], Recv) for earlier in edges[index]
+            )
         return isinstance(op, (Slice, Assemble)) and any(map(is_received, edges[index]))
 
     for index, op in enumerate(ops):
         if isinstance(op, Collective) and any(map(is_received, edges[index])):
-            found.add(index)
-    return found
+            late.add(index)
+    return late
 
 
 def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:

@@ -90,8 +90,8 @@ def _choose(op: Transfer | Collective, fabrics: Fabrics) -> tuple[str, str]:
         assert isinstance(type_, TensorType), "only tensors are reduced"
         if not fabrics.can_reduce(type_.dtype):
             return HOST, f"{name} does not reduce {type_.dtype}"
-    what = "a tensor" if isinstance(op, Transfer) else "tensors"
-    return name, f"{what} from device to device"
+    noun = "a tensor" if isinstance(op, Transfer) else "tensors"
+    return name, f"{noun} from device to device"
 
 
 def _check(op: Transfer | Collective, fabrics: Fabrics, program: Program) -> None:

@@ -93,9 +93,9 @@ class LowerTransfers(Pass):
                 types = op.operands[0].type, op.result.type
                 if types not in recipes:
                     recipes[types] = _Lowering(module, op).run()
-                made = recipes[types].apply(op, names, ops)
-                if made is not op.result:
-                    renamed[op.result] = made
+                result = recipes[types].apply(op, names, ops)
+                if result is not op.result:
+                    renamed[op.result] = result
             else:
                 ops.append(op)
         program.ops[:] = ops
@@ -104,12 +104,12 @@ class LowerTransfers(Pass):
 
 def _is_laid_out(op: Transfer) -> bool:
     """True if layouts matter to a transfer."""
-    have, made = op.operands[0].type, op.result.type
-    if not isinstance(have, TensorType) or not isinstance(made, TensorType):
+    operand_type, result_type = op.operands[0].type, op.result.type
+    if not isinstance(operand_type, TensorType) or not isinstance(result_type, TensorType):
         return False
-    if have.layout is not None or made.layout is not None:
+    if operand_type.layout is not None or result_type.layout is not None:
         return True
-    source, target = have.place, made.place
+    source, target = operand_type.place, result_type.place
     if not isinstance(source, Mesh) and not isinstance(target, Mesh):
         return False
     assert source is not None, "a placed program says where values are"
@@ -151,17 +151,19 @@ class _Recipe:
         # Equal types become one, which knows its regions.
         source.type, op.result.type = known.type, self.transfer.result.type
         values = {known: source, self.transfer.result: op.result}
-        for value, what in self.values:
-            values[value] = Value(names.fresh(f"{source.name}.{what}"), value.type)
-        for each in self.ops:
-            operands = tuple([values[value] for value in each.operands])
-            made = copy_op(each, operands, tuple([values[value] for value in each.results]))
-            made.loc, made.mb, made.task = op.loc, op.mb, op.task
-            if isinstance(made, Transfer | Collective):
-                made.via, made.why, made.traffic = op.via, op.why, op.traffic
-            if isinstance(made, AllReduce):
-                made.donated = op.donated
-            ops.append(made)
+        for value, suffix in self.values:
+            values[value] = Value(names.fresh(f"{source.name}.{suffix}"), value.type)
+        for template in self.ops:
+            operands = tuple([values[value] for value in template.operands])
+            new_op = copy_op(
+                template, operands, tuple([values[value] for value in template.results])
+            )
+            new_op.loc, new_op.mb, new_op.task = op.loc, op.mb, op.task
+            if isinstance(new_op, Transfer | Collective):
+                new_op.via, new_op.why, new_op.traffic = op.via, op.why, op.traffic
+            if isinstance(new_op, AllReduce):
+                new_op.donated = op.donated
+            ops.append(new_op)
         return values[self.made]
 
 
@@ -174,17 +176,17 @@ class _Lowering:
         self._module = module
         self._op = op
         (self._source,) = op.operands
-        have, made = self._source.type, op.result.type
-        assert isinstance(have, TensorType), "only tensors have layouts"
-        assert isinstance(made, TensorType), "a transfer keeps the element type"
-        self._have, self._made = have, made
+        source_type, target_type = self._source.type, op.result.type
+        assert isinstance(source_type, TensorType), "only tensors have layouts"
+        assert isinstance(target_type, TensorType), "a transfer keeps the element type"
+        self._have, self._made = source_type, target_type
         self._slices: dict[tuple[Value, int, Region], Value] = {}
         self._held: dict[int, list[_Part]] = {}
 
     def run(self) -> _Recipe:
         """Make the ops."""
-        made = self._source if self._have == self._made else self._lowered()
-        return _Recipe(self._op, tuple(self._values), tuple(self._ops), made)
+        result = self._source if self._have == self._made else self._lowered()
+        return _Recipe(self._op, tuple(self._values), tuple(self._ops), result)
 
     def _lowered(self) -> Value:
         """The value that is the result."""
@@ -192,17 +194,17 @@ class _Lowering:
         for rank in self._have.place.ranks:
             region = self._have.region(rank)
             self._held[rank] = _filled([_Part(self._source, region, region)])
-        found = plan(self._have, self._made)
-        for step in found.rounds:
+        resharding = plan(self._have, self._made)
+        for step in resharding.rounds:
             if isinstance(step, ReduceRound):
-                self._reduce(step, found)
+                self._reduce(step, resharding)
             elif isinstance(step, CombineRound):
-                self._combine(step, found)
+                self._combine(step, resharding)
             elif isinstance(step, GatherRound):
                 self._gather(step)
             else:
                 self._move(step)
-        self._fill(found.neutral)
+        self._fill(resharding.neutral)
         return self._assembled()
 
     # Rounds
@@ -236,47 +238,49 @@ class _Lowering:
                 self._ops.append(Slice((gathered,), (value,), region=region))
                 self._held[rank].append(_Part(value, piece, piece))
 
-    def _reduce(self, step: ReduceRound, found: Plan) -> None:
-        made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
+    def _reduce(self, step: ReduceRound, resharding: Plan) -> None:
+        held: dict[int, list[_Part]] = {rank: [] for rank in step.after}
         for fibre in step.fibres:
             operands = self._operands(fibre, (fibre.region,) * len(fibre.ranks))
             place = Place(fibre.ranks)
             collective: Collective
             if fibre.dim is None:
                 results = (self._new("reduced", fibre.region, place),) * len(fibre.ranks)
-                collective = AllReduce(operands, results[:1], group=place, op=found.reduce)
+                collective = AllReduce(operands, results[:1], group=place, op=resharding.reduce)
             else:
                 pairs = zip(fibre.pieces, fibre.ranks, strict=True)
                 results = tuple([self._new("reduced", p, Place.of(rank)) for p, rank in pairs])
                 collective = ReduceScatter(
-                    operands, results, group=place, op=found.reduce, dim=fibre.dim
+                    operands, results, group=place, op=resharding.reduce, dim=fibre.dim
                 )
             self._ops.append(collective)
             for rank, piece, value in zip(fibre.ranks, fibre.pieces, results, strict=True):
-                made[rank].append(_Part(value, piece, piece))
-        self._held.update(made)
+                held[rank].append(_Part(value, piece, piece))
+        self._held.update(held)
 
-    def _combine(self, step: CombineRound, found: Plan) -> None:
+    def _combine(self, step: CombineRound, resharding: Plan) -> None:
         received = {(m.source, m.target): value for m, value in self._send(step.messages)}
-        made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
+        held: dict[int, list[_Part]] = {rank: [] for rank in step.after}
         members = [(rank, ranks) for ranks in step.groups for rank in ranks]
         for rank, group in members:
             region = step.after[rank]
             if region is None or not volume(region):
                 continue
             first, *others = (
-                self._part(rank, region) if other == rank else received[other, rank]
-                for other in group
+                self._part(rank, region) if member == rank else received[member, rank]
+                for member in group
             )
-            for other in others:
-                first = self._combined(first, other, region, Place.of(rank), found)
-            made[rank] = [_Part(first, region, region)]
-        self._held.update(made)
+            for summand in others:
+                first = self._combined(first, summand, region, Place.of(rank), resharding)
+            held[rank] = [_Part(first, region, region)]
+        self._held.update(held)
 
-    def _combined(self, a: Value, b: Value, region: Region, place: Place, found: Plan) -> Value:
+    def _combined(
+        self, a: Value, b: Value, region: Region, place: Place, resharding: Plan
+    ) -> Value:
         result = self._new("reduced", region, place)
         type_ = TensorType(self._made.dtype, shape_of(region))
-        function = builtins.combine(self._module, type_, found.reduce)
+        function = builtins.combine(self._module, type_, resharding.reduce)
         self._ops.append(Call((a, b), (result,), fn=Symbol(function.name)))
         return result
 
@@ -310,14 +314,14 @@ class _Lowering:
     # Parts
 
     def _send(self, messages: Iterable[Message]) -> list[tuple[Message, Value]]:
-        found = []
+        sent = []
         for message in messages:
             part = self._part(message.source, message.region)
             target = Place.of(message.target)
             value = self._new(f"at{message.target}", message.region, target)
             self._ops.append(Transfer((part,), (value,)))
-            found.append((message, value))
-        return found
+            sent.append((message, value))
+        return sent
 
     def _operands(self, fibre: Fibre, regions: Iterable[Region]) -> tuple[Value, ...]:
         pairs = zip(fibre.ranks, regions, strict=True)
@@ -356,10 +360,10 @@ class _Lowering:
             self._ops.append(Slice((value,), (self._slices[key],), region=taken))
         return self._slices[key]
 
-    def _new(self, what: str, region: Region, place: Place) -> Value:
+    def _new(self, suffix: str, region: Region, place: Place) -> Value:
         type_ = TensorType(self._made.dtype, shape_of(region), place)
-        value = Value(what, type_)
-        self._values.append((value, what))
+        value = Value(suffix, type_)
+        self._values.append((value, suffix))
         return value
 
 

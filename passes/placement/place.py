@@ -38,11 +38,11 @@ class PlaceReplicated(Pass):
 
     def run(self, module: Module) -> bool:
         changed = False
-        wanted: dict[Value, int] = {}
+        rank_masks: dict[Value, int] = {}
         for op in reversed(module.program.ops):
             if _is_movable(module, op):
-                changed = _move(op, wanted) or changed
-            _want_operands(op, wanted)
+                changed = _move(op, rank_masks) or changed
+            _want_operands(op, rank_masks)
         return changed
 
 
@@ -67,10 +67,10 @@ def _is_plain(function: Function) -> bool:
     return graph and function.actor is None and function.effect is Effect.PURE
 
 
-def _move(op: Op, wanted: dict[Value, int]) -> bool:
+def _move(op: Op, rank_masks: dict[Value, int]) -> bool:
     ranks = 0
     for value in op.results:
-        ranks |= wanted.get(value, 0)
+        ranks |= rank_masks.get(value, 0)
     place = op.place
     if place is None or not ranks:
         return False
@@ -88,7 +88,7 @@ def _move(op: Op, wanted: dict[Value, int]) -> bool:
     return True
 
 
-def _want_operands(op: Op, wanted: dict[Value, int]) -> None:
+def _want_operands(op: Op, rank_masks: dict[Value, int]) -> None:
     """Note the ranks at which an op takes each of its operands; ranks are bits of an integer."""
     last, mask = None, 0
     for index, place in enumerate(op.operand_places):
@@ -98,4 +98,4 @@ def _want_operands(op: Op, wanted: dict[Value, int]) -> None:
             last, ranks = place, place.ranks
             mask = 1 << ranks[0] if len(ranks) == 1 else sum([1 << rank for rank in ranks])
         value = op.operands[index]
-        wanted[value] = wanted.get(value, 0) | mask
+        rank_masks[value] = rank_masks.get(value, 0) | mask

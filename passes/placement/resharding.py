@@ -55,10 +55,10 @@ def plan(source: TensorType, target: TensorType) -> Plan:
     rounds: list[Round] = []
     neutral: list[int] = []
     for part in _parts(source, target):
-        found = list(part.rounds())
+        part_rounds = list(part.rounds())
         if not part.groups:
-            _check_bound(part, found)
-        rounds += found
+            _check_bound(part, part_rounds)
+        rounds += part_rounds
         neutral += part.neutral
     _check_messages(rounds)
     return Plan(tuple(rounds), tuple(neutral), _summed(source)[1])
@@ -97,20 +97,20 @@ def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
     assert source.place is not None, "a plan is between places"
     assert target.place is not None, "a plan is between places"
     summands, _ = _summed(source)
-    wanted, reduce = _summed(target)
-    kept = _kept(source, target)
+    target_axes, reduce = _summed(target)
+    kept_axes = _kept(source, target)
     held, needs = dict(source.regions()), dict(target.regions())
-    groups = _fibres(source, [axis for axis in summands if axis not in kept])
+    groups = _fibres(source, [axis for axis in summands if axis not in kept_axes])
     neutral: list[int] = []
     if reduce in NEUTRAL:
-        fibres = _fibres(target, [axis for axis in wanted if axis not in kept])
+        fibres = _fibres(target, [axis for axis in target_axes if axis not in kept_axes])
         neutral = [rank for fibre in fibres for rank in fibre[1:]]
     for rank in neutral:
         del needs[rank]
-    if not kept:
+    if not kept_axes:
         yield _Part(held, tuple(groups), needs, tuple(neutral))
         return
-    others = [axis for axis, _ in source.place.axes if axis not in kept]
+    others = [axis for axis, _ in source.place.axes if axis not in kept_axes]
     for ranks in map(set, _fibres(source, others) or [(rank,) for rank in held]):
         yield _Part(
             {rank: held[rank] for rank in held if rank in ranks},
@@ -144,10 +144,10 @@ def _fibres(type_: TensorType, axes: Sequence[str]) -> list[tuple[int, ...]]:
     if all(sizes[axis] == 1 for axis in axes):
         return []
     fixed = [axis for axis in sizes if axis not in axes]
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank, position in type_.place.positions.items():
-        found.setdefault(tuple(position[axis][0] for axis in fixed), []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        groups.setdefault(tuple(position[axis][0] for axis in fixed), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 # Messages and gathers
@@ -166,8 +166,8 @@ def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> It
         own = {rank: _common(held.get(rank), region) for rank in ranks}
         having = {rank: piece for rank, piece in own.items() if piece is not None}
         lacking = [rank for rank in ranks if own[rank] is None]
-        for found in (_complements(region, having), _shared(region, lacking, holders)):
-            for stage, fibres in enumerate(found):
+        for fibre_stages in (_complements(region, having), _shared(region, lacking, holders)):
+            for stage, fibres in enumerate(fibre_stages):
                 stages.setdefault(stage, []).extend(fibres)
     first = dict(needs)
     for fibre in stages.get(0, ()):
@@ -218,12 +218,12 @@ def _complements(region: Region, own: Mapping[int, Region]) -> list[list[Fibre]]
         wider = (*piece[:dim], region[dim], *piece[dim + 1 :])
         alike.setdefault(wider, {}).setdefault(piece, []).append(rank)
     fibres = [fibre for wider, holders in alike.items() for fibre in _gathers(wider, holders, dim)]
-    made = _all_of(fibres)
-    if made.keys() != own.keys():
+    gathered = _all_of(fibres)
+    if gathered.keys() != own.keys():
         return []
-    if set(made.values()) == {region}:
+    if set(gathered.values()) == {region}:
         return [fibres]
-    later = _complements(region, made)
+    later = _complements(region, gathered)
     return [fibres, *later] if later else []
 
 

@@ -49,15 +49,15 @@ class Holders:
             if volume(common):
                 yield region, common
 
-    def _candidates(self, wanted: Region) -> Mapping[int, None]:
+    def _candidates(self, region: Region) -> Mapping[int, None]:
         if self._dim is None:
             return dict.fromkeys(range(len(self._regions)))
-        found: dict[int, None] = {}
-        for start, stop in wanted[self._dim]:
+        numbers: dict[int, None] = {}
+        for start, stop in region[self._dim]:
             first = max(bisect_right(self._bounds, start) - 1, 0)
             for segment in self._segments[first : bisect_left(self._bounds, stop)]:
-                found.update(dict.fromkeys(segment))
-        return found
+                numbers.update(dict.fromkeys(segment))
+        return numbers
 
     def messages(self, needs: Mapping[int, Region]) -> tuple[Message, ...]:
         """The messages that bring each rank what it needs and does not hold, once."""

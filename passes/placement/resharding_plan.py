@@ -69,15 +69,15 @@ class ReduceRound:
 
     def received(self) -> Counter[int]:
         """Elements that each rank receives from others."""
-        found: Counter[int] = Counter()
+        elements: Counter[int] = Counter()
         for fibre in self.fibres:
             for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True):
                 count = len(fibre.ranks)
                 if fibre.dim is None:  # a reduce-scatter and an all-gather
-                    found[rank] += 2 * volume(piece) * (count - 1) // count
+                    elements[rank] += 2 * volume(piece) * (count - 1) // count
                 else:
-                    found[rank] += volume(piece) * (count - 1)
-        return found
+                    elements[rank] += volume(piece) * (count - 1)
+        return elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class PointToPoint:
 
     def received(self) -> Counter[int]:
         """Elements that each rank receives from others."""
-        found: Counter[int] = Counter()
+        elements: Counter[int] = Counter()
         for message in self.messages:
-            found[message.target] += volume(message.region)
-        return found
+            elements[message.target] += volume(message.region)
+        return elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +120,11 @@ class GatherRound:
 
     def received(self) -> Counter[int]:
         """Elements that each rank receives from others."""
-        found: Counter[int] = Counter()
+        elements: Counter[int] = Counter()
         for fibre in self.fibres:
             for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True):
-                found[rank] += volume(fibre.region) - volume(piece)
-        return found
+                elements[rank] += volume(fibre.region) - volume(piece)
+        return elements
 
 
 Round: TypeAlias = ReduceRound | CombineRound | MoveRound | GatherRound

@@ -22,9 +22,9 @@ def reduced(
         needs: the region that each rank is to have.
     """
     if held.keys() == needs.keys():
-        found = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
-        if None not in found:
-            return _combined([pair for pair in found if pair is not None])
+        reductions = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
+        if None not in reductions:
+            return _combined([pair for pair in reductions if pair is not None])
     alike: dict[Region, list[tuple[int, ...]]] = {}
     for group in groups:
         alike.setdefault(held[group[0]], []).append(group)
@@ -47,20 +47,20 @@ _MOST_BLOCKS = 4
 
 def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
     """A round of collectives, and one of messages for what these cannot do."""
-    fibres = tuple(fibre for _, found, _ in reductions for fibre in found)
+    fibres = tuple(fibre for _, group_fibres, _ in reductions for fibre in group_fibres)
     after: dict[int, Region | None] = {}
     rest: dict[int, Region | None] = {}
     groups, messages = [], []
-    for group, found, pieces in reductions:
-        (after if found else rest).update(zip(group, pieces, strict=True))
-        if not found and any(piece is not None and volume(piece) for piece in pieces):
+    for group, group_fibres, pieces in reductions:
+        (after if group_fibres else rest).update(zip(group, pieces, strict=True))
+        if not group_fibres and any(piece is not None and volume(piece) for piece in pieces):
             groups.append(group)
             messages += [
-                Message(other, rank, piece)
+                Message(sender, rank, piece)
                 for rank, piece in zip(group, pieces, strict=True)
                 if piece is not None and volume(piece)
-                for other in group
-                if other != rank
+                for sender in group
+                if sender != rank
             ]
     rounds: list[Round] = []
     if fibres:
@@ -74,17 +74,17 @@ def _reduced_to_needs(
     group: tuple[int, ...], region: Region, needs: Mapping[int, Region]
 ) -> _Reduction | None:
     """Each rank gets what it needs, if the group has it and no part is combined twice."""
-    wanted = tuple(needs[rank] for rank in group)
-    if any(overlap(need, region) != need for need in wanted):
+    group_needs = tuple(needs[rank] for rank in group)
+    if any(overlap(need, region) != need for need in group_needs):
         return None
-    filled = [need for need in wanted if volume(need)]
+    filled = [need for need in group_needs if volume(need)]
     if not filled:
-        return group, (), wanted
+        return group, (), group_needs
     if len(filled) == len(group) and len(set(filled)) == 1:
-        return group, (Fibre(group, filled[0], wanted),), wanted
+        return group, (Fibre(group, filled[0], group_needs),), group_needs
     if len(set(filled)) < len(filled):
         return None
-    return group, _scattered(group, wanted), wanted
+    return group, _scattered(group, group_needs), group_needs
 
 
 def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre, ...]:
@@ -104,7 +104,7 @@ def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre,
             return ()
         first = pieces[0]
         fibre = Fibre.shared(group, (*first[:dim], merge(intervals), *first[dim + 1 :]), dim)
-        if [piece[dim] for piece in fibre.pieces] != [(each,) for each in intervals]:
+        if [piece[dim] for piece in fibre.pieces] != [(interval,) for interval in intervals]:
             return ()
         fibres.append(fibre)
     return tuple(fibres) if all(fibre.is_even for fibre in fibres) else ()
@@ -137,7 +137,7 @@ def _reduced_to_shares(
 def cut_dims(pieces: Iterable[Region]) -> list[int]:
     """The dimensions in which pieces differ."""
     columns = [set(column) for column in zip(*pieces, strict=True)]
-    return [dim for dim, found in enumerate(columns) if len(found) > 1]
+    return [dim for dim, column in enumerate(columns) if len(column) > 1]
 
 
 def even_dim(region: Region, count: int, preferred: Sequence[int]) -> int | None:

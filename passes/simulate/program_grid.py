@@ -38,7 +38,7 @@ def format_grid(module: Module) -> str:
 
 def _closing_calls(module: Module) -> set[int]:
     """Identities of the calls that end a task: these stand for the time of the whole task."""
-    found: set[int] = set()
+    closing: set[int] = set()
     for program in module.programs:
         last: dict[Task, Op] = {}
         for op in program.ops:
@@ -48,5 +48,5 @@ def _closing_calls(module: Module) -> set[int]:
                     continue
                 if function.actor is not None or op.task not in last:
                     last[op.task] = op
-        found.update(id(op) for op in last.values())
-    return found
+        closing.update(id(op) for op in last.values())
+    return closing

@@ -88,16 +88,18 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
     calls = [[op for op in program.ops if isinstance(op, Call)] for program in module.programs]
     tasks = {
         call.task
-        for each in calls
-        for call in each
+        for program_calls in calls
+        for call in program_calls
         if call.task and module.functions[call.fn.name].is_work
     }
     split = any(task.action is Action.WEIGHT for task in tasks)
     work: dict[int, float] = {}
-    for each in calls:
+    for program_calls in calls:
         known = costs.functions
-        work.update((id(call), known[call.fn.name]) for call in each if call.fn.name in known)
-        sharing = [call for call in each if _shares(module, costs, call)]
+        work.update(
+            (id(call), known[call.fn.name]) for call in program_calls if call.fn.name in known
+        )
+        sharing = [call for call in program_calls if _shares(module, costs, call)]
         counts = Counter(call.task for call in sharing)
         for call in sharing:
             if call.task is not None:
@@ -154,12 +156,12 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
 
 def _hosts(module: Module) -> Mapping[int, set[int]]:
     """The ranks of each stage."""
-    found: dict[int, set[int]] = defaultdict(set)
+    hosts: dict[int, set[int]] = defaultdict(set)
     for program in module.programs:
         for op in program.ops:
             if isinstance(op, Call) and op.task is not None:
-                found[op.task.stage].add(program.rank or 0)
-    return found
+                hosts[op.task.stage].add(program.rank or 0)
+    return hosts
 
 
 def _volume(message: Message) -> int:

@@ -96,42 +96,42 @@ class Residency:
         """
         self.check(module)
         keep = TASK if self.keep == TASK else STEP
-        given = Fsdp(self.bucket, keep, separate=self.separate)
+        fsdp = Fsdp(self.bucket, keep, separate=self.separate)
         if self.memory is None:
-            return given
+            return fsdp
         if self.keep != AUTO:
-            self._expect_fit(given, compiled(given))
-            return given
+            self._expect_fit(fsdp, compiled(fsdp))
+            return fsdp
         demotions = {actor: tuple(_demotions(b)) for actor, b in _buckets(self, module).items()}
-        chosen = self._fewest(given, demotions, compiled)
-        made = compiled(chosen)
-        if not all(self._fits(made, rank) for rank in range(made.world)):
+        chosen = self._fewest(fsdp, demotions, compiled)
+        scheduled = compiled(chosen)
+        if not all(self._fits(scheduled, rank) for rank in range(scheduled.world)):
             # Actors of one rank have each been judged beside what the others gave up meanwhile.
-            chosen = _demoted(given, demotions, {a: len(d) for a, d in demotions.items()})
-            made = compiled(chosen)
-        self._expect_fit(chosen, made)
+            chosen = _demoted(fsdp, demotions, {a: len(d) for a, d in demotions.items()})
+            scheduled = compiled(chosen)
+        self._expect_fit(chosen, scheduled)
         return chosen
 
     def _fewest(
         self,
-        given: Fsdp,
+        fsdp: Fsdp,
         demotions: Mapping[str, Sequence[tuple[str, str]]],
         compiled: Callable[[Fsdp], Module],
     ) -> Fsdp:
         """The pass with as few demotions of each actor as its ranks need."""
         low = dict.fromkeys(demotions, -1)  # too few, as far as is known
-        high = {actor: len(found) for actor, found in demotions.items()}
+        high = {actor: len(steps) for actor, steps in demotions.items()}
         trial = dict.fromkeys(demotions, 0)
         while any(high[actor] - low[actor] > 1 for actor in demotions):
-            made = compiled(_demoted(given, demotions, trial))
-            ranks = _ranks(made)
+            scheduled = compiled(_demoted(fsdp, demotions, trial))
+            ranks = _ranks(scheduled)
             for actor in demotions:
                 if high[actor] - low[actor] > 1:
-                    fits = all(self._fits(made, rank) for rank in ranks.get(actor, ()))
+                    fits = all(self._fits(scheduled, rank) for rank in ranks.get(actor, ()))
                     (high if fits else low)[actor] = trial[actor]
                 is_open = high[actor] - low[actor] > 1
                 trial[actor] = (high[actor] + low[actor]) // 2 if is_open else high[actor]
-        return _demoted(given, demotions, high)
+        return _demoted(fsdp, demotions, high)
 
     def _fits(self, module: Module, rank: int) -> bool:
         return self.memory is None or memory_plan(module, rank).peak <= self.memory
@@ -144,18 +144,18 @@ class Residency:
             least = (
                 " even where every bucket is gathered for each task" if self.keep == AUTO else ""
             )
-            other = "" if self.keep != STEP else "keep='auto', "
+            advice = "" if self.keep != STEP else "keep='auto', "
             raise ResidencyError(
                 f"fsdp= allows {self.memory} bytes, and the program of rank {worst} holds "
                 f"{peaks[worst]} at its peak{least}, as memory_analysis() counts",
-                f"give more memory, {other}smaller microbatches or buckets, a shorter prefetch, or "
-                "more ranks along the axis that store= cuts",
+                f"give more memory, {advice}smaller microbatches or buckets, a shorter prefetch, "
+                "or more ranks along the axis that store= cuts",
             )
 
 
 def _buckets(residency: Residency, module: Module) -> Mapping[str, Sequence[str]]:
     """For each actor its buckets, in the order in which the step first uses them."""
-    found: dict[str, dict[str, None]] = {}
+    buckets_of: dict[str, dict[str, None]] = {}
     functions = module.functions
     for op in module.program.ops:
         if not isinstance(op, Call):
@@ -170,8 +170,8 @@ def _buckets(residency: Residency, module: Module) -> Mapping[str, Sequence[str]
                 function = functions[inner.fn.name]
                 if function.parameter is not None and function.effect is Effect.READ:
                     bucket = bucket_of(function.parameter, residency.bucket)
-                    found.setdefault(function.actor or "", {})[bucket] = None
-    return {actor: tuple(buckets) for actor, buckets in found.items()}
+                    buckets_of.setdefault(function.actor or "", {})[bucket] = None
+    return {actor: tuple(buckets) for actor, buckets in buckets_of.items()}
 
 
 def _demotions(buckets: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -182,21 +182,21 @@ def _demotions(buckets: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _demoted(
-    given: Fsdp, steps: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, int]
+    fsdp: Fsdp, steps: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, int]
 ) -> Fsdp:
     """The pass, with the first demotions of each actor."""
     listed: dict[str, list[str]] = {"reduce": [], "regather": []}
-    for actor, found in steps.items():
-        for field, bucket in found[: counts[actor]]:
+    for actor, demotions in steps.items():
+        for field, bucket in demotions[: counts[actor]]:
             listed[field].append(f"{actor}/{bucket}")
-    return replace(given, reduce="+".join(listed["reduce"]), regather="+".join(listed["regather"]))
+    return replace(fsdp, reduce="+".join(listed["reduce"]), regather="+".join(listed["regather"]))
 
 
 def _ranks(module: Module) -> Mapping[str, Sequence[int]]:
     """The ranks of each actor of a scheduled module."""
-    found: dict[str, dict[int, None]] = {}
+    ranks_of: dict[str, dict[int, None]] = {}
     for program in module.programs:
         for op in program.ops:
             if isinstance(op, Call) and (actor := module.functions[op.fn.name].actor) is not None:
-                found.setdefault(actor, {})[program.rank or 0] = None
-    return {actor: tuple(ranks) for actor, ranks in found.items()}
+                ranks_of.setdefault(actor, {})[program.rank or 0] = None
+    return {actor: tuple(ranks) for actor, ranks in ranks_of.items()}

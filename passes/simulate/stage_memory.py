@@ -57,13 +57,13 @@ def recomputable(module: Module) -> frozenset[str]:
 
     A call that draws random numbers, or that changes its actor's state, cannot be.
     """
-    found: dict[str, bool] = {}
+    repeatable: dict[str, bool] = {}
     for vjp in module.vjps.values():
         forward = module.functions[vjp.forward]
         if forward.actor is not None:
             again = not forward.random and forward.effect in (Effect.PURE, Effect.READ)
-            found[forward.actor] = found.get(forward.actor, True) and again
-    return frozenset(actor for actor, again in found.items() if again)
+            repeatable[forward.actor] = repeatable.get(forward.actor, True) and again
+    return frozenset(actor for actor, again in repeatable.items() if again)
 
 
 _Place = tuple[int, int]
@@ -99,4 +99,4 @@ def _held(program: Program, module: Module) -> tuple[Mapping[_Place, int], Mappi
 
 
 def _sums(held: Mapping[_Place, set[Value]], sizes: Mapping[Value, int]) -> Mapping[_Place, int]:
-    return {place: sum(sizes.get(each, 0) for each in groups) for place, groups in held.items()}
+    return {place: sum(sizes.get(group, 0) for group in groups) for place, groups in held.items()}

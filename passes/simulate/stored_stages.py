@@ -63,8 +63,8 @@ class Gathers:
         """When a task starts that could start then; as `Hold`."""
         queue = self._queues.setdefault(rank, _Queue())
         action, stage = divmod(number // self._microbatches, self._stages)
-        each = self._storing.keep == "task" and action < 2
-        if each or (action == 0 and stage not in queue.gathered):
+        is_per_task = self._storing.keep == "task" and action < 2
+        if is_per_task or (action == 0 and stage not in queue.gathered):
             queue.gathered.add(stage)
             time = self._costs.tgather
             issued = max(start - time, 0.0) if queue.before is None else queue.before
@@ -76,7 +76,7 @@ class Gathers:
 
     def spans(self, timeline: Timeline) -> dict[int, tuple[float, float]]:
         """For each rank when its first gather is issued, and when its last reduction is over."""
-        found = {}
+        spans = {}
         for rank, row in timeline.rows.items():
             if not row:
                 continue
@@ -89,8 +89,8 @@ class Gathers:
                     left[task.stage] -= 1
                     if self._storing.keep == "task" or not left[task.stage]:
                         free = max(free, end) + self._costs.treduce
-            found[rank] = (queue.first or 0.0, max(end, free))
-        return found
+            spans[rank] = (queue.first or 0.0, max(end, free))
+        return spans
 
 
 def traffic(storing: Storing, microbatches: int) -> float:

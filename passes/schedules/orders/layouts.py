@@ -39,8 +39,8 @@ def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
     parts = pipeline.parts if len(ranks) > 1 else tuple((s,) for s in range(pipeline.stages))
     rounds = len(parts) // len(ranks)
     homes = tuple(pipeline.stage_ranks[part[0]] for part in parts)
-    wanted = rounds if chunks is None else chunks
-    if homes != ranks * wanted:
+    count = rounds if chunks is None else chunks
+    if homes != ranks * count:
         many = "chunks" if chunks is None else f"{chunks} chunk{'s' * (chunks != 1)}"
         sum_ = "" if chunks is None else f", {chunks * len(ranks)} stages"
         raise ScheduleError(

@@ -52,13 +52,13 @@ def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
 
 def _with_inputs(tasks: Sequence[Task]) -> list[Task]:
     """The tasks, and B right ahead of each W whose backward has none."""
-    given = set(tasks)
-    found: list[Task] = []
+    present = set(tasks)
+    completed: list[Task] = []
     for task in tasks:
-        if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in given:
-            found.append(task.beside(Action.BACKWARD))
-        found.append(task)
-    return found
+        if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in present:
+            completed.append(task.beside(Action.BACKWARD))
+        completed.append(task)
+    return completed
 
 
 def format_table(order: Order) -> str:
@@ -76,11 +76,13 @@ def table_pipeline(text: str, file: str = "table") -> Pipeline:
     order = parse_table(text, file)
     homes = {task.stage: rank for rank, tasks in order.items() for task in tasks}
     microbatches = {task.microbatch for tasks in order.values() for task in tasks}
-    for what, found in (("stage", homes.keys()), ("microbatch", microbatches)):
+    for noun, numbers in (("stage", homes.keys()), ("microbatch", microbatches)):
         # Tried up to how many there are, as one may have a number that is out of all bounds.
-        for number in range(len(found)):
-            if number not in found:
-                raise ValueError(f"{file}: no rank runs {what} {number}, but there is {max(found)}")
+        for number in range(len(numbers)):
+            if number not in numbers:
+                raise ValueError(
+                    f"{file}: no rank runs {noun} {number}, but there is {max(numbers)}"
+                )
     return Pipeline(tuple(homes[stage] for stage in sorted(homes)), len(microbatches))
 
 

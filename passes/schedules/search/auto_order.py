@@ -36,7 +36,7 @@ def auto_order(
         raise ValueError(
             "schedule 'auto': measure is for compile, which can run the step; on paper, give costs"
         )
-    found = auto_orders(
+    orders = auto_orders(
         pipeline,
         max_activations,
         costs,
@@ -46,7 +46,7 @@ def auto_order(
         splits=splits,
         remat=remat,
     )
-    return found[min(choice, len(found) - 1)].order
+    return orders[min(choice, len(orders) - 1)].order
 
 
 def auto_orders(

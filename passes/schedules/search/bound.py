@@ -90,8 +90,8 @@ def _unit_release(problem: Problem, k: int) -> float:
     """The least time in which a part gives back the memory of one microbatch."""
     n = problem.parts
     tb, tw = problem.durations[n + k], problem.durations[2 * n + k]
-    kept = problem.kept[k]
-    return min(tb + tw, tb / (1.0 - kept) if kept < 1.0 else math.inf)
+    share = problem.kept[k]
+    return min(tb + tw, tb / (1.0 - share) if share < 1.0 else math.inf)
 
 
 def _heads(problem: Problem) -> list[list[float]]:
@@ -214,15 +214,15 @@ def _weights_in_turn(problem: Problem, windows: Windows, rank: int) -> list[_Job
     n, m, parts = problem.parts, problem.microbatches, problem.hosted[rank]
     times = problem.durations
     shortest = min(times[2 * n + k] for k in parts)
-    kept = [problem.grows[k] + min(0.0, problem.grows[n + k]) for k in parts]
-    largest = max(kept)
+    activations = [problem.grows[k] + min(0.0, problem.grows[n + k]) for k in parts]
+    largest = max(activations)
     if not shortest or largest <= 0.0:
         return []
     heads = sorted(head for k in parts for head in windows.heads[2 * n + k])
     tails = sorted((tail for k in parts for tail in windows.tails[2 * n + k]), reverse=True)
     starts = sorted((times[k] + t for k in parts for t in windows.tails[k]), reverse=True)
     held = -problem.capacities[rank] * (1.0 + ROUNDING) - ROUNDING
-    sizes = sorted(size for size in kept for _ in range(m))
+    sizes = sorted(size for size in activations for _ in range(m))
     for size, tail in zip(sizes, starts, strict=True):
         held += size
         ended = math.ceil(held / largest - ROUNDING)
@@ -282,8 +282,8 @@ def _ends_bound(problem: Problem) -> float:
     for rank, parts in enumerate(problem.hosted):
         capacity = problem.capacities[rank]
         ahead = _within(capacity, [tf[k] for k in parts], [problem.grows[k] for k in parts], m)
-        kept = [-problem.grows[2 * n + k] for k in parts]
-        put_off = _within(capacity, [tw[k] for k in parts], kept, m)
+        weight_sizes = [-problem.grows[2 * n + k] for k in parts]
+        put_off = _within(capacity, [tw[k] for k in parts], weight_sizes, m)
         idle = min(first[k] for k in parts) - ahead, min(last[k] for k in parts) - put_off
         bound = max(bound, m * problem.work(rank) + max(0.0, idle[0]) + max(0.0, idle[1]))
     return bound

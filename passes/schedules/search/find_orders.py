@@ -141,11 +141,11 @@ def _find(
     trials = 0
     for chosen in sets:
         paid = replace(costs, remat=chosen)
-        found = _Finder(pipeline, paid, memory, splits, seed, share).run()
-        trials += found[0].trials
-        if not best or found[0].makespan < best[0].makespan * (1.0 - ROUNDING):
-            best = found
-    return tuple(replace(one, trials=trials) for one in best)
+        orders = _Finder(pipeline, paid, memory, splits, seed, share).run()
+        trials += orders[0].trials
+        if not best or orders[0].makespan < best[0].makespan * (1.0 - ROUNDING):
+            best = orders
+    return tuple(replace(order, trials=trials) for order in best)
 
 
 class _Finder:
@@ -258,8 +258,8 @@ class _Finder:
             more = 0
         policies = _others(starts) + [drawn(self.random) for _ in range(more)]
         budget = self._budget(len(policies) + more // 2, 1.0)
-        found = search.run([(policy, None) for policy in policies], budget, best)
-        for trial in _distinct(sorted([*trials, *found], key=quality))[:CHOICES]:
+        climbed = search.run([(policy, None) for policy in policies], budget, best)
+        for trial in _distinct(sorted([*trials, *climbed], key=quality))[:CHOICES]:
             self._rate(self.problem.order(trial.listed.lanes), "a search")
 
     def _most(self, problem: Problem, share: float) -> int:
@@ -296,7 +296,9 @@ class _Finder:
         peak = max((h / c for h, c in zip(held, limits, strict=True) if c), default=0.0)
         # Times are sums of the same numbers in other orders: what is equal may differ a little.
         key = round(timeline.makespan, 9), round(timeline.end, 9), round(peak, 9)
-        if any(key == other and order == same for other, same, _ in self.best):
+        if any(
+            key == known_key and order == known_order for known_key, known_order, _ in self.best
+        ):
             return
         self.best.append((key, order, source))
         self.best.sort(key=lambda entry: entry[0])
@@ -337,10 +339,10 @@ def _others(starts: Sequence[Start]) -> list[Policy]:
 
 def _distinct(trials: Sequence[Trial]) -> list[Trial]:
     """One trial of each span, best first."""
-    found: dict[float, Trial] = {}
+    firsts: dict[float, Trial] = {}
     for trial in trials:
-        found.setdefault(round(trial.span, 9), trial)
-    return list(found.values())
+        firsts.setdefault(round(trial.span, 9), trial)
+    return list(firsts.values())
 
 
 def _urgency(problem: Problem, timeline: Timeline) -> Urgency:

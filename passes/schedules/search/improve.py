@@ -85,23 +85,23 @@ class Search:
                 far is then given up, which takes a fraction of the time.
         """
         begun = self.count
-        found = [] if known is None else [known]
+        trials = [] if known is None else [known]
         for policy, boosts in starts:
-            if found and (self._is_best(found[-1]) or not goes_on(self.count - begun)):
+            if trials and (self._is_best(trials[-1]) or not goes_on(self.count - begun)):
                 break
             trial = self.attempt(policy, boosts, known)
             if trial is not None:
-                found.append(trial)
+                trials.append(trial)
                 known = None if known is None else trial
-        found.sort(key=quality)
-        tops = self._kinds(found)
+        trials.sort(key=quality)
+        tops = self._kinds(trials)
         while tops and goes_on(self.count - begun) and not self._is_best(tops[0]):
             at = 0 if self.random.random() < 0.7 else self.random.randrange(len(tops))
             moved = self._move(tops[at])
             if moved is not None and moved.beats(tops[at]):
                 tops[at] = moved
                 tops.sort(key=quality)
-        return sorted([*tops, *found], key=quality)
+        return sorted([*tops, *trials], key=quality)
 
     def attempt(
         self, policy: Policy, boosts: Urgency | None, known: Trial | None = None
@@ -163,15 +163,15 @@ class Search:
         if not fillers:
             return None
         lane, first = fillers[int(random.random() ** 2 * len(fillers))]
-        unit = max(problem.work(each) for each in range(problem.ranks))
+        unit = max(problem.work(host) for host in range(problem.ranks))
         more = unit * random.choice((0.1, 0.3, 1.0, 3.0))
         upto = min(m, first + random.choice((1, 1, 2, 4, 8)))
-        boosts = [list(each) for each in trial.boosts or [[0.0] * m for _ in range(3 * n)]]
+        boosts = [list(row) for row in trial.boosts or [[0.0] * m for _ in range(3 * n)]]
         needed = list(range(lane + 1)) if lane < n else list(range(lane, 2 * n))
         if lane >= n and random.random() < 0.5:
             needed += range(n)
-        for each in needed:
-            boost = boosts[each]
+        for number in needed:
+            boost = boosts[number]
             for i in range(first, upto):
                 boost[i] += more
         return boosts

@@ -67,13 +67,13 @@ def _whole(name: str) -> bool:
 
 def memory_in_microbatches(problem: Problem) -> float:
     """Of how many microbatches the rank with the least memory can hold all its parts."""
-    found = float(problem.microbatches)
+    count = float(problem.microbatches)
     for rank, parts in enumerate(problem.hosted):
         size = sum(problem.grows[k] for k in parts)
         if size:
             room = problem.capacities[rank] - problem.reserve(rank)
-            found = min(found, room / size * (1.0 + ROUNDING))
-    return found
+            count = min(count, room / size * (1.0 + ROUNDING))
+    return count
 
 
 def _filled(problem: Problem) -> Order:
@@ -102,8 +102,8 @@ def _filled(problem: Problem) -> Order:
     ahead = [1] * n
     for k in reversed(range(n)):
         tf = times[k]
-        wanted = max(back[k] / tf if tf else m, ahead[min(k + 1, n - 1)])
-        ahead[k] = max(1, int(min(rooms[k], m, wanted)))
+        filling = max(back[k] / tf if tf else m, ahead[min(k + 1, n - 1)])
+        ahead[k] = max(1, int(min(rooms[k], m, filling)))
     words = []
     for k in range(n):
         if k:

@@ -178,7 +178,7 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
                 continue
             time = end + transfers[k]
             forwards[k + 1].append(time)
-            other = rank_of[k + 1]
+            consumer = rank_of[k + 1]
         elif chosen < 2 * n:
             swings[rank] = swing
             k = chosen - n
@@ -187,12 +187,12 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
                 continue
             time = end + transfers[k - 1]
             backwards[k - 1].append(time)
-            other = rank_of[k - 1]
+            consumer = rank_of[k - 1]
         else:
             w[chosen - 2 * n] += 1
             continue
-        if free[other] <= time:
-            heappush(events, (time, other))
+        if free[consumer] <= time:
+            heappush(events, (time, consumer))
     if sum(map(len, lanes)) < problem.tasks:
         return None
     return Listed(lanes, starts)

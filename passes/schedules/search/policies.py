@@ -49,7 +49,7 @@ class Policy:
         """By lane and microbatch."""
         n, m = problem.parts, problem.microbatches
         unit = max(problem.work(rank) for rank in range(problem.ranks)) or 1.0
-        found = []
+        urgencies = []
         for action in range(3):
             for k in range(n):
                 rank = problem.rank_of[k]
@@ -60,12 +60,12 @@ class Policy:
                 base *= unit
                 if self.tails:
                     tails = windows.tails[action * n + k]
-                    found.append([base + slope * i + tail for i, tail in enumerate(tails)])
+                    urgencies.append([base + slope * i + tail for i, tail in enumerate(tails)])
                 elif slope:
-                    found.append([base + slope * i for i in range(m)])
+                    urgencies.append([base + slope * i for i in range(m)])
                 else:
-                    found.append([base] * m)
-        return found
+                    urgencies.append([base] * m)
+        return urgencies
 
     def rule(self, problem: Problem, urgency: Sequence[Sequence[float]]) -> Rule:
         """This policy with an urgency that may have been adjusted."""

@@ -80,18 +80,18 @@ class Problem:
         transfers = (*(costs.between(stage) for stage in ends), 0.0)
         sizes = [_memory(costs, part, split) for part in parts]
         if isinstance(memory, Sequence):
-            capacities = tuple(float(each) for each in memory)
+            capacities = tuple(float(capacity) for capacity in memory)
         elif costs.activation_bytes is None:
-            counts = [sum(len(parts[k]) for k in each) for each in hosted]
+            counts = [sum(len(parts[k]) for k in rank_parts) for rank_parts in hosted]
             capacities = tuple(memory * count for count in counts)
         else:
             capacities = (float(memory),) * len(ranks)
         # More than all microbatches take is of no use.
         still = [max(size.before, size.after) for size in sizes]
         most = [
-            pipeline.microbatches * sum(still[k] for k in each)
-            + max(sizes[k].during - still[k] for k in each)
-            for each in hosted
+            pipeline.microbatches * sum(still[k] for k in rank_parts)
+            + max(sizes[k].during - still[k] for k in rank_parts)
+            for rank_parts in hosted
         ]
         capacities = tuple(map(min, capacities, most))
         starts: dict[int, float] = {}
@@ -198,9 +198,9 @@ class Problem:
 
 def _memory(costs: Costs, part: Sequence[int], split: bool) -> Memory:
     """What a microbatch holds on a part, whose B runs its stages one after the other."""
-    each = [costs.memory(stage, split) for stage in part]
-    held = most = sum(memory.before for memory in each)
-    for memory in reversed(each):
+    memories = [costs.memory(stage, split) for stage in part]
+    held = most = sum(memory.before for memory in memories)
+    for memory in reversed(memories):
         most = max(most, held + memory.during - memory.before)
         held += memory.after - memory.before
-    return Memory(sum(memory.before for memory in each), most, held)
+    return Memory(sum(memory.before for memory in memories), most, held)

@@ -80,8 +80,8 @@ def sets_to_try(
 
 def _gains(costs: Costs, part: Sequence[int]) -> bool:
     """True if a part holds less before B for recomputing."""
-    each = [costs.memory(stage, False) for stage in part]
-    return any(memory.before < memory.during for memory in each)
+    memories = [costs.memory(stage, False) for stage in part]
+    return any(memory.before < memory.during for memory in memories)
 
 
 def _shortest(problem: Problem) -> float:

@@ -44,13 +44,13 @@ def stretched(problem: Problem, listed: Listed, cut: float, more: int) -> list[l
         for lane, start in zip(lanes, starts, strict=True):
             times[lane].append(start)
     urgency = []
-    for each in times:
-        if not each:
+    for lane_starts in times:
+        if not lane_starts:
             urgency.append([0.0] * (m + more))
             continue
-        begun = sum(start < time for start in each)
-        upcoming = each[begun] if begun < m else each[-1] + unit
-        early = [-start for start in each[:begun]]
+        begun = sum(start < time for start in lane_starts)
+        upcoming = lane_starts[begun] if begun < m else lane_starts[-1] + unit
+        early = [-start for start in lane_starts[:begun]]
         middle = [-(upcoming + unit * i) for i in range(more)]
-        urgency.append(early + middle + [-(start + unit * more) for start in each[begun:]])
+        urgency.append(early + middle + [-(start + unit * more) for start in lane_starts[begun:]])
     return urgency
