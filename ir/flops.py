@@ -10,7 +10,7 @@ from .types import DType
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Counts of floating-point operations: how long these take depends on the element type.
+    """Counts of floating-point operations by element type, on which their duration depends.
 
     Attributes:
         counts: pairs of an element type and a count above 0, in the order of `DType`.
@@ -20,7 +20,7 @@ class Flops:
 
     @staticmethod
     def of(counts: Mapping[DType, int]) -> Flops:
-        """Counts by element type, of which some may be 0."""
+        """Counts from a mapping by element type; counts of 0 are dropped."""
         return Flops(tuple((dtype, counts[dtype]) for dtype in DType if counts.get(dtype)))
 
     @property

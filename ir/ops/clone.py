@@ -9,9 +9,9 @@ from .module import Module, Program
 
 
 def clone(module: Module) -> Module:
-    """A module of its own ops and values; types, declarations and locations are shared.
+    """A copy with new ops and values; types, declarations and locations are shared.
 
-    Bodies of functions are declarations, too: no pass changes them.
+    Bodies of functions count as declarations, since no pass changes them.
     """
     return Module(
         module.name,
@@ -48,7 +48,7 @@ _ATTRIBUTES: dict[type[Op], tuple[str, ...]] = {
 
 
 def copy_op(op: Op, operands: tuple[Value, ...], results: tuple[Value, ...]) -> Op:
-    """The same op of other values (`copy.copy` takes several times as long)."""
+    """The same op with other operands and results; `copy.copy` takes several times as long."""
     cls = type(op)
     copy = cls.__new__(cls)
     copy.operands = operands

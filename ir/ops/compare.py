@@ -1,7 +1,6 @@
-"""Structural equality of modules: the same text form, locations aside.
+"""Structural equality of modules: the same text form, without locations.
 
-`module.py` imports this file for `Module.__eq__`, so this file must not import that one when it
-runs.
+`module.py` imports this file for `Module.__eq__`, so this file imports `module.py` for types only.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def equal(a: Module, b: Module) -> bool:
-    """True if two modules have the same text form, locations aside."""
+    """True if two modules have the same text form, without locations."""
     return difference(a, b) is None
 
 
 def difference(a: Module, b: Module) -> str | None:
-    """The first thing in which two modules differ, in words; None if they are equal.
+    """The first difference between two modules, in words; None if they are equal.
 
-    Names count and locations do not. The order of declarations does not count, that of programs
-    and ops does. A program that has a rank is named by it.
+    Names count, and locations do not. The order of programs and ops counts, and that of
+    declarations does not. A program with a rank is named by its rank.
     """
     for field in ("name", "phase", "world"):
         if mismatch := _unlike(f"module: {field}", getattr(a, field), getattr(b, field)):
@@ -47,7 +46,7 @@ def difference(a: Module, b: Module) -> str | None:
 
 
 def program_difference(a: Program, b: Program) -> str | None:
-    """The first thing in which two programs differ, in words; None if they are equal."""
+    """The first difference between two programs, in words; None if they are equal."""
     if mismatch := _unlike("program: rank", a.rank, b.rank):
         return mismatch
     if a.rank is None and (mismatch := _unlike("program: name", a.name, b.name)):
@@ -96,7 +95,7 @@ def _tables(kind: str, a: Mapping[Any, Any], b: Mapping[Any, Any]) -> str | None
 
 
 def _unlike(subject: str, a: Any, b: Any) -> str | None:
-    """Say that two things differ, if they do: 1, 1.0 and true differ, and a NaN equals itself."""
+    """Say how two values differ, if they do; 1, 1.0 and true differ, and a NaN equals itself."""
     same = a == b if type(a) is not float else repr(a) == repr(b)
     if type(a) is type(b) and same:
         return None

@@ -1,7 +1,7 @@
 """Read the text form: `parse_module(format_module(m)) == m`.
 
-The parser is driven by the dataclasses of the ops and declarations: their fields' annotations
-say how each attribute is read, and whether it may be left out.
+The parser is driven by the dataclasses of ops and declarations: the annotation of a field says how
+its attribute is read, and the default says whether it may be left out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def parse_module(text: str, file: str = "<text>") -> Module:
     """Read one module.
 
     Args:
-        text: what `format_module` writes, with `//` comments and line breaks as you like.
-        file: the name that errors give to the text.
+        text: a module in the form that `format_module` writes; comments begin with `//`, and line
+            breaks may be anywhere.
+        file: the name of the text in errors.
 
     Raises:
-        IRError: the text is malformed, or uses a value before its definition. The error has
-            the line and column. Whether the module makes sense is for `verify` to say.
+        IRError: the text is malformed, or uses a value before its definition. The error has the
+            line and column. It does not check the rules of the IR, as `verify` does.
     """
     parser = _Parser(text, file)
     module = parser.module()
@@ -78,7 +79,7 @@ _VJP = _declaration_attributes(
 
 
 class _Parser:
-    """A recursive descent over the tokens; `token` is the one to be read next."""
+    """A recursive descent parser over tokens; `token` is the next one to read."""
 
     def __init__(self, text: str, file: str) -> None:
         self._text = text
@@ -118,7 +119,7 @@ class _Parser:
         self.next()
 
     def read(self, reader: Reader, what: str) -> Any:
-        """The next token's value; readers explain what they cannot read."""
+        """The value of the next token; `what` names it in errors."""
         token = self.token
         if token == "{" and self._tokens[self._position + 1] == "}":
             self.next()
@@ -382,7 +383,7 @@ class _Parser:
 
 
 _UNKNOWN: Type = literals.parse_type("unit@{4294967295}")
-"""The type of a value between its name and its type; by identity, so no other type is it."""
+"""The type of a value until its own is read; compared by identity, so no other type equals it."""
 
 
 def _suggest(word: str, choices: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Rules for the bodies of functions that are programs."""
+"""Check the bodies of functions that are programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STRENGTH = {effect: number for number, effect in enumerate(Effect)}
 
 
 def check_bodies(module: Module) -> Iterator[Diagnostic]:
-    """Problems of the bodies with their functions; ops and types are checked as in any program."""
+    """The problems between bodies and their functions; other rules are those of all programs."""
     if module.bodies and module.phase is not Phase.TRACED:
         yield Diagnostic(
             f"bodies of functions in phase {module.phase}",

@@ -22,15 +22,15 @@ from .reserve_rules import check_reserves
 from .summand_rules import check_summands
 
 _SHOWN = 20
-"""Ranks in a message at most."""
+"""The most ranks that a message lists."""
 
 
 def verify(module: Module) -> None:
-    """Check everything that the module's phase promises.
+    """Check that a module keeps all rules of its phase.
 
     Raises:
-        IRError: with a diagnostic for each declaration and each op that is wrong, the first
-            problem of each.
+        IRError: the module breaks a rule. There is a diagnostic for each declaration and each op
+            that is wrong, with its first problem.
     """
     problems = [*_declarations(module), *_programs(module)]
     checkers = [_ProgramChecker(module, program) for program in module.programs]
@@ -112,7 +112,7 @@ def _vjp(name: str, vjp: Vjp, module: Module) -> str | None:
 
 
 def _halves(vjp: Vjp, backward: Function, module: Module) -> str | None:
-    """The problems with the halves of a backward."""
+    """The problem with the halves of a backward, if there is one."""
     names = [name for name in (vjp.input, vjp.weight) if name is not None]
     for name in names:
         if name not in module.functions:
@@ -165,7 +165,7 @@ def _programs(module: Module) -> Iterator[Diagnostic]:
 
 
 def _actors(module: Module) -> Iterator[Diagnostic]:
-    """All calls of an actor's functions are where the actor lives."""
+    """The calls on actors that are not where the actor lives."""
     first: dict[str, tuple[object, Program, Op]] = {}
     placed = has_places(module.phase)
     for program in module.programs:
@@ -190,16 +190,16 @@ def _actors(module: Module) -> Iterator[Diagnostic]:
 
 
 def _home(function: Function, program: Program) -> Place:
-    """The place of the actor whose function a rank's program calls, by what this call says."""
+    """The place of a function's actor, as the program of a rank that calls the function sees it."""
     rank = program.rank or 0
     return Place(function.ranks) if rank in function.ranks else Place((rank,))
 
 
 class _ProgramChecker:
-    """Walks one program; keeps what is defined, where from, and what has been freed.
+    """Checks one program; tracks which values are defined, by which ops, and which are freed.
 
     Attributes:
-        laid_out: whether a value so far has a layout, or is at a mesh.
+        laid_out: whether any value so far has a layout, or is at a mesh.
     """
 
     def __init__(self, module: Module, program: Program) -> None:
@@ -308,7 +308,7 @@ class _ProgramChecker:
                 raise Problem(f"%{value.name} is used after it was freed", "", value)
 
     def _check_stream(self, op: Op, stream: Stream) -> None:
-        """The op may be on its stream, and its operands were made there, or waited onto it."""
+        """Check that the op may be on its stream, and that its operands are available there."""
         if stream not in op.streams:
             streams = " or ".join(sorted(choice.value for choice in op.streams))
             raise Problem(
@@ -330,7 +330,10 @@ class _ProgramChecker:
 
 
 def _check_value_place(value: Value, module: Module, is_body: bool) -> None:
-    """A type has a place before SCHEDULED and none from then on; its ranks are of the world."""
+    """Check that a type has a place, with ranks of the world, exactly if it needs one.
+
+    Types need places in programs over all ranks, and have none in bodies and scheduled programs.
+    """
     place = value.type.place
     if is_body:
         if place is not None:

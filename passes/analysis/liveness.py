@@ -109,15 +109,10 @@ class Storages:
                 storage.reads.append(op.result)
         if op.results:
             maker = self._makers.get(source)  # of the future, if it is one
-            result_storage = self._make(op.result, index, owner=maker is not None)
+            owned = self._make(op.result, index, owner=maker is not None)
             is_tensor = isinstance(op.result.type, TensorType)
-            if (
-                result_storage is not None
-                and is_tensor
-                and isinstance(maker, Recv)
-                and not maker.operands
-            ):
-                result_storage.slots.append(maker)
+            if owned is not None and is_tensor and isinstance(maker, Recv) and not maker.operands:
+                owned.slots.append(maker)
 
     def _make(self, value: Value, index: int, owner: bool) -> Storage | None:
         if isinstance(value.type, (UnitType, FutureType)):
