@@ -1,4 +1,4 @@
-"""Compute once what is computed twice."""
+"""Compute equal values once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..base import Pass
 class CommonSubexpressionElimination(Pass):
     """Use the first of several ops that compute the same value at the same place.
 
-    These are constants, views, and calls of pure functions; and calls that read an actor, as long
-    as nothing writes to it in between. Calls that draw random numbers all stay. So does a value
-    that leaves the plan's control, as an output or as an operand of an opaque call: whoever
-    gets it may change it, so it keeps storage of its own. Microbatches are kept apart: none is
-    to wait for another.
+    The ops are constants, views, calls of pure functions, and calls that read an actor while no
+    call changes it in between. All calls that draw random numbers stay. A value that leaves the
+    plan's control, as an output or an operand of an opaque call, stays as well: its receiver may
+    change it, so it needs storage of its own. Microbatches are kept apart, so that none waits for
+    another.
 
     Before::
 
@@ -64,9 +64,9 @@ class CommonSubexpressionElimination(Pass):
 
 
 def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | None:
-    """The key that equal ops share; None if nothing is like this one.
+    """The key that equal ops share; None if the op equals no other.
 
-    `versions` counts the writes to each state so far, and is kept up here.
+    `versions` counts the changes of each state so far; this function updates it.
     """
     version = 0
     if isinstance(op, Call):
@@ -94,7 +94,7 @@ def _is_repeatable(function: Function) -> bool:
 
 
 def _escaping(module: Module, program: Program) -> set[Value]:
-    """Values whose storage the user may get hold of."""
+    """The values whose storage user code may get."""
     escaping: set[Value] = set()
     for op in reversed(program.ops):
         if isinstance(op, Return) or (isinstance(op, (View, Slice)) and op.result in escaping):

@@ -1,4 +1,4 @@
-"""Put the work of all ranks into one order that follows each rank's schedule."""
+"""Merge the work of all ranks into one order that follows each rank's schedule."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from .prefetch import prefetch
 from .work import Work
 
 _LEAD = 2
-"""Units of time between sending a value that needs no work and its first use."""
+"""The units of time between an early send and the first use of its value."""
 
 
 def global_order(work: Work, schedule: Schedule, window: int = 1) -> list[int]:
-    """Indices of nodes and early ops in an order that every rank can follow.
+    """The indices of nodes and early ops in an order that every rank can follow.
 
-    Every rank runs its tasks in the order of `schedule`, each round for itself. The ranks of a
-    group run a stage together, and are one rank to the schedule. Work outside of the tasks runs as
-    soon as what it follows has run, but gives way to a task that could start at the same time. Time
-    is counted in units: a task takes one, and so does an actor's call outside of tasks.
+    In each round, every rank runs its tasks in the order of `schedule`. The ranks of a group run a
+    stage together, and count as one rank in the schedule. Work outside of tasks runs as soon as the
+    nodes that it follows have run, but tasks that could start at the same time come first. Time is
+    counted in units: a task takes one, and so does an actor's call outside of tasks.
 
     Args:
+        work: the work of the program.
+        schedule: the order of tasks.
         window: as in `prefetch`.
 
     Raises:
-        IRError: the schedule contradicts the step; the message shows tasks in a circle.
-        ValueError: the schedule is not one of these stages and microbatches.
+        IRError: the schedule contradicts the step; the message shows the tasks of a cycle.
+        ValueError: the schedule is not for these stages and microbatches.
     """
     chained = _chain(work, schedule)
     times = _list_schedule(work, chained)
@@ -44,7 +46,7 @@ def global_order(work: Work, schedule: Schedule, window: int = 1) -> list[int]:
 
 
 def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
-    """For each anchor the one that its rank runs just before it."""
+    """For each anchor, the anchor that its rank runs just before it."""
     chained: dict[int, int] = {}
     for order in _orders(work, schedule):
         for tasks in order.values():
@@ -58,7 +60,7 @@ def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
 
 
 def _orders(work: Work, schedule: Schedule) -> list[Order]:
-    """The schedule's order of each round, in the numbering of the module's tasks."""
+    """The schedule's order for each round, with the module's numbers of stages and microbatches."""
     rounds: dict[int, list[int]] = {}
     for stage, (round_, _) in sorted(work.stages.items()):
         rounds.setdefault(round_, []).append(stage)
@@ -87,16 +89,16 @@ def _orders(work: Work, schedule: Schedule) -> list[Order]:
 
 
 def _actions(task: Task, together: bool) -> tuple[Action, ...]:
-    """The actions of a task; `together`: where backwards are split, B is followed by its W."""
+    """The actions of a task; with `together`, each B is followed by its W."""
     if together and task.action is Action.BACKWARD:
         return Action.BACKWARD, Action.WEIGHT
     return (task.action,)
 
 
 def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
-    """The time at which each node starts, in the order in which they do; less those that cannot.
+    """The start of each node, in the order of starts; nodes that can never start are left out.
 
-    Source: list scheduling, Graham 1966, with unlimited resources but for the chains.
+    Source: list scheduling, Graham 1966; resources are unlimited, except for the chains.
     """
     nodes, costs, ops = work.nodes, work.costs, work.program.ops
     count = [0] * len(ops)
@@ -109,7 +111,7 @@ def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
     for node, neighbour in chained.items():
         followers[neighbour].append(node)
         count[node] += 1
-    # Of what starts at one time, first what costs nothing, then tasks, then other calls.
+    # Of the nodes that start at one time, those without cost come first, then tasks, then calls.
     kind = [(2 - (ops[i].task is not None)) if i in costs else 0 for i in range(len(ops))]
     size = len(ops)
     # One integer for (time, kind, index) compares faster than a tuple.
@@ -130,7 +132,7 @@ def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
 
 
 def _put_off(work: Work, times: Iterable[int]) -> list[int]:
-    """Put each late collective just before the first node that follows it, if one does."""
+    """Put each late collective just before the first node that follows it, if there is one."""
     used = {followed for node in work.nodes for followed in work.follows[node]}
     waiting = work.late & used
     order: list[int] = []
@@ -149,7 +151,7 @@ def _put_off(work: Work, times: Iterable[int]) -> list[int]:
 
 
 def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[int]:
-    """Put each early op a little before its first use; one that has none is dropped."""
+    """Put each early op a little before its first use; an op without a use is dropped."""
     needed = _needed(work, times)
     early = sorted((needed[i] - _LEAD, i) for i in work.early if i in needed)
     merged: list[int] = []
@@ -163,7 +165,7 @@ def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[i
 
 
 def _needed(work: Work, times: dict[int, int]) -> dict[int, int]:
-    """For each op that is not a node, when a node first uses what comes of it."""
+    """For each op that is not a node, the time at which a node first depends on it."""
     ops = work.program.ops
     makers = {value: index for index, op in enumerate(ops) for value in op.results}
     sends = {(op.chan, op.seq): i for i, op in enumerate(ops) if isinstance(op, Send)}
@@ -186,7 +188,7 @@ def _needed(work: Work, times: dict[int, int]) -> dict[int, int]:
 def _circle(
     work: Work, chained: dict[int, int], times: dict[int, int], schedule: Schedule
 ) -> IRError:
-    """The error that shows how nodes which could not be ordered follow one another."""
+    """The error that shows a cycle of nodes that wait for each other."""
     node = next(node for node in work.nodes if node not in times)
     path: dict[int, int] = {}
     while node not in path:
@@ -229,7 +231,7 @@ def _circle(
 
 
 def _behind_the_loop(circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
-    """A call of no microbatch whose backward uses what its forward keeps, if one is in a circle."""
+    """The note on a call behind the loop whose forward and backward are in the circle, if any."""
     for waiter, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
         if not (isinstance(waiter, Call) and isinstance(awaited, Call) and awaited.task is None):
             continue
@@ -241,7 +243,7 @@ def _behind_the_loop(circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
 
 
 def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
-    """A use, on a line of the circle, of what an earlier microbatch has made."""
+    """The notes on a use of an earlier microbatch's value, on a user's line of the circle."""
     lines = {op.loc for op in circle}
     makers: dict[Value, Op] = {}
     for op in ops:
@@ -259,13 +261,13 @@ def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
 
 
 def _why(work: Work, waiter: int, awaited: int, chained: bool, schedule: Schedule) -> str:
-    """The reason why a node follows another, in words."""
+    """The reason why the node `waiter` follows the node `awaited`, in words."""
     if chained and awaited not in work.follows[waiter]:
         return f"by the order of '{schedule.name}'"
     ops = work.program.ops
     values = set(ops[awaited].results)
     sent: set[tuple[int, int]] = set()
-    # It may have come by way of views and messages, which are not nodes of the circle.
+    # The value may have come by way of views and messages, which are not nodes of the circle.
     for op in ops[awaited:waiter]:
         taken = op is ops[awaited] or not values.isdisjoint(op.operands)
         if taken and isinstance(op, Send):

@@ -1,4 +1,4 @@
-"""Write transfers that change a layout as messages and collectives."""
+"""Replace transfers that change a layout by messages and collectives."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ from .resharding_plan import (
 class LowerTransfers(Pass):
     """Replace transfers of laid-out tensors by messages and collectives between single ranks.
 
-    `resharding.py` plans which: each rank receives what it needs and does not hold, once. Slices
-    take what is sent out of what ranks hold, and an `assemble` makes the result. The ops have the
-    microbatch and the transport of the transfer. Other transfers stay, but for copies that go from
-    several ranks to several others of a mesh: the ranks share the sending, too.
+    `resharding.py` plans them, so that each rank receives the parts that it needs and lacks, once.
+    Slices cut the parts to send, and an `assemble` makes the result. The ops have the microbatch
+    and the transport of the transfer. Other transfers stay, except for those of copies between
+    several ranks and several other ranks, one side of which is a mesh: there the ranks share the
+    sending.
 
     Before::
 
@@ -119,10 +120,12 @@ def _is_laid_out(op: Transfer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A region of the logical tensor at a rank, and the value that has it.
+    """A region of the logical tensor at a rank, and the value that contains it.
 
     Attributes:
-        has: all that the value has at this rank.
+        value: the value.
+        has: the region of the whole value at this rank.
+        region: the region of the part, within `has`.
     """
 
     value: Value
@@ -132,11 +135,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """The ops that a transfer becomes, and with it all others between values of its types.
+    """The ops that replace a transfer, to be copied for all transfers between the same types.
 
     Attributes:
-        transfer: the one that it was made for.
-        values: those that are new, with what their names say, in the order of these names.
+        transfer: the transfer that the ops were made for.
+        values: the new values with the suffixes of their names, in order.
+        ops: the ops.
         made: the value that is the result.
     """
 
@@ -146,9 +150,9 @@ class _Recipe:
     made: Value
 
     def apply(self, op: Transfer, names: Names, ops: list[Op]) -> Value:
-        """Append the ops that another transfer becomes; return the value that is its result."""
+        """Append the ops that replace another transfer; return the value that is its result."""
         (known,), (source,) = self.transfer.operands, op.operands
-        # Equal types become one, which knows its regions.
+        # Equal types become one object, which has computed its regions.
         source.type, op.result.type = known.type, self.transfer.result.type
         values = {known: source, self.transfer.result: op.result}
         for value, suffix in self.values:
@@ -168,7 +172,7 @@ class _Recipe:
 
 
 class _Lowering:
-    """Makes the ops that a transfer becomes."""
+    """Makes the ops that replace a transfer."""
 
     def __init__(self, module: Module, op: Transfer) -> None:
         self._ops: list[Op] = []
@@ -189,7 +193,7 @@ class _Lowering:
         return _Recipe(self._op, tuple(self._values), tuple(self._ops), result)
 
     def _lowered(self) -> Value:
-        """The value that is the result."""
+        """Make the ops of the plan, and return the value that is the result."""
         assert self._have.place is not None, "a placed program says where values are"
         for rank in self._have.place.ranks:
             region = self._have.region(rank)
@@ -228,7 +232,7 @@ class _Lowering:
                 self._take_apart(result, fibre, fibre.dim)
 
     def _take_apart(self, gathered: Value, fibre: Fibre, dim: int) -> None:
-        """Let ranks hold the pieces of a tensor that has them one behind the other."""
+        """Slice a gathered tensor, in which the pieces stand one behind the other, into them."""
         everything, count = whole(shape_of(fibre.region)), len(fibre.ranks)
         for rank in fibre.ranks:
             self._held[rank] = []
@@ -285,7 +289,7 @@ class _Lowering:
         return result
 
     def _fill(self, ranks: Iterable[int]) -> None:
-        """Let ranks hold summands that change nothing."""
+        """Let ranks hold neutral summands, which do not change the result."""
         for rank in ranks:
             assert self._made.layout is not None, "summands are laid out"
             region, fill = self._made.region(rank), NEUTRAL[self._made.layout.reduce]
@@ -297,7 +301,7 @@ class _Lowering:
                 self._hold((rank,), value, region)
 
     def _assembled(self) -> Value:
-        """The result, of what its ranks hold."""
+        """The result, made from the parts that its ranks hold."""
         assert self._made.place is not None, "a placed program says where values are"
         parts: dict[Value, Region] = {}
         for rank in self._made.place.ranks:
@@ -328,7 +332,7 @@ class _Lowering:
         return tuple([self._part(rank, region) for rank, region in pairs])
 
     def _keep(self, after: Mapping[int, Region | None]) -> None:
-        """Let ranks hold no more than this of what they hold."""
+        """Restrict the parts that ranks hold to these regions."""
         for rank, region in after.items():
             held = self._held.get(rank, []) if region is not None else []
             self._held[rank] = _filled(_restricted(held, region or ()))
@@ -338,7 +342,7 @@ class _Lowering:
             self._held[rank] = [_Part(value, region, region)]
 
     def _part(self, rank: int, region: Region) -> Value:
-        """A value at one rank that has a region of the logical tensor."""
+        """A value at one rank with exactly this region of the logical tensor."""
         parts = _filled(_restricted(self._held[rank], region))
         if len(parts) == 1:
             return self._slice(parts[0], rank, region)

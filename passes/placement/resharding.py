@@ -1,10 +1,10 @@
-"""Planning of transfers between layouts: which ranks reduce, send, and gather what.
+"""Plan transfers between layouts: which ranks reduce, send and gather which regions.
 
-Without summands each rank receives what it needs and does not hold, once. A tensor that is cut in p
-on some ranks, and in q on others, takes p + q - gcd(p, q) messages. Ranks that hold copies send
-equal shares; ranks that are to hold copies get a share each and gather the rest among themselves.
-Summands are combined in the order of their group, whatever combines them, so that their sum has the
-same bits on all ways.
+Without summands, each rank receives the elements that it needs and lacks, once. A tensor that is
+cut into p pieces on some ranks, and into q on others, takes p + q - gcd(p, q) messages. Ranks that
+hold copies send equal shares. Ranks that need copies get a share each, and gather the rest among
+themselves. Summands are always combined in the order of their group, so that their sum has the same
+bits, whichever ops combine them.
 
 Sources: the intersection of index sets of Ramaswamy and Banerjee, "Automatic generation of
 efficient array redistribution routines for distributed memory multicomputers" (1995); messages and
@@ -38,10 +38,11 @@ def plan(source: TensorType, target: TensorType) -> Plan:
     """Plan the transfer of a tensor to another type: at other ranks, or in another layout.
 
     Args:
-        source: the type that it has; copies, cut, or summands.
-        target: the type that it is to have, of the same element type and logical shape. What
-            becomes a sum is kept by the first rank along the axes of summands, and the others
-            hold zeros; a product, ones. Of a maximum or minimum each keeps a copy.
+        source: the type of the tensor; it may be copies, cut, or summands.
+        target: the type of the result, with the same element type and logical shape. If copies
+            become summands of a sum, the first rank along the axes of summands keeps its copy, and
+            the others hold zeros; of a product, they hold ones. Of a maximum or minimum, each rank
+            keeps its copy.
 
     Raises:
         ValueError: element types or shapes differ, or a type has no place.
@@ -66,14 +67,15 @@ def plan(source: TensorType, target: TensorType) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A transfer among ranks that need nothing of others.
+    """A transfer within a set of ranks that need nothing from other ranks.
 
     Attributes:
-        held: what each rank holds, or has a summand of.
-        groups: ranks that hold summands of one another, in order; none where there are none.
-        needs: what each rank is to have.
-        neutral: ranks whose summands are to change nothing.
-        gathers: whether ranks may gather what they are to have copies of.
+        held: the region that each rank holds, or has a summand of.
+        groups: the groups of ranks whose summands belong together, in order; empty without
+            summands.
+        needs: the region that each rank needs.
+        neutral: the ranks that get neutral summands.
+        gathers: whether ranks that need copies may gather them.
     """
 
     held: dict[int, Region]
@@ -93,7 +95,7 @@ class _Part:
 
 
 def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
-    """The transfer; or for summands that stay ones, a transfer among those of equal coordinates."""
+    """The parts of a transfer: one in all or, for summands that stay, one for each term."""
     assert source.place is not None, "a plan is between places"
     assert target.place is not None, "a plan is between places"
     summands, _ = _summed(source)
@@ -117,7 +119,7 @@ def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
             tuple(group for group in groups if group[0] in ranks),
             {rank: needs[rank] for rank in needs if rank in ranks},
             tuple(rank for rank in neutral if rank in ranks),
-            # Summands are put together by what makes the result alone.
+            # Summands are only put together by the op that makes the result.
             gathers=False,
         )
 
@@ -129,7 +131,7 @@ def _summed(type_: TensorType) -> tuple[tuple[str, ...], ReduceOp]:
 
 
 def _kept(source: TensorType, target: TensorType) -> frozenset[str]:
-    """The axes of one mesh along which there are summands before and after."""
+    """The axes along which there are summands before and after, if the mesh is the same."""
     assert source.place is not None, "a plan is between places"
     assert target.place is not None, "a plan is between places"
     same = (source.place.ranks, source.place.axes) == (target.place.ranks, target.place.axes)
@@ -138,7 +140,7 @@ def _kept(source: TensorType, target: TensorType) -> frozenset[str]:
 
 
 def _fibres(type_: TensorType, axes: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks that differ along some axes alone, in order; none if all are single ranks."""
+    """The groups of ranks that differ along `axes` only, in order; empty if these have size 1."""
     assert type_.place is not None, "a plan is between places"
     sizes = dict(type_.place.axes)
     if all(sizes[axis] == 1 for axis in axes):
@@ -154,7 +156,7 @@ def _fibres(type_: TensorType, axes: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> Iterator[Round]:
-    """Bring parts to where they are needed; ranks that need the same share and gather it."""
+    """Bring regions to the ranks that need them; ranks that need one region share and gather it."""
     if all(held.get(rank) == need for rank, need in needs.items()):
         return
     holders = Holders(held)
@@ -183,7 +185,7 @@ def _common(held: Region | None, region: Region) -> Region | None:
 
 
 def _gathered(fibres: Sequence[Fibre]) -> Iterator[Round]:
-    """Collectives where pieces are equal, and messages for the others."""
+    """The gathers of fibres: collectives if pieces are of one shape, and otherwise messages."""
     even = [fibre for fibre in fibres if fibre.is_even]
     if even:
         yield GatherRound(tuple(even), _all_of(even))
@@ -204,10 +206,10 @@ def _all_of(fibres: Sequence[Fibre]) -> dict[int, Region]:
 
 
 def _complements(region: Region, own: Mapping[int, Region]) -> list[list[Fibre]]:
-    """All-gathers among ranks that hold equal pieces of a region, one after the other.
+    """The all-gathers, one after the other, among ranks that hold equal pieces of a region.
 
-    Each is along one dimension: first along the last one that is cut. There are none if pieces are
-    uneven, or one has more copies than another.
+    Each is along one dimension, beginning with the last dimension that is cut. There are none if
+    pieces are uneven, or if one piece has more copies than another.
     """
     dims = cut_dims(set(own.values()))
     if not dims:
@@ -228,7 +230,7 @@ def _complements(region: Region, own: Mapping[int, Region]) -> list[list[Fibre]]
 
 
 def _gathers(region: Region, holders: Mapping[Region, list[int]], dim: int) -> list[Fibre]:
-    """One for each copy of the pieces of a region, if they can be gathered along a dimension."""
+    """The fibres that gather a region's pieces along a dimension, one for each copy; or none."""
     pieces = tuple(sorted(holders, key=lambda piece: piece[dim]))
     if sum(map(volume, pieces)) != volume(region):
         return []
@@ -240,7 +242,7 @@ def _gathers(region: Region, holders: Mapping[Region, list[int]], dim: int) -> l
 
 
 def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list[Fibre]]:
-    """The pieces that ranks without any part of a region get by messages, to gather the rest."""
+    """The fibre of ranks without any part of a region, which get a share and gather the rest."""
     count = len(ranks)
     if count < 2 or not volume(region):
         return []
@@ -258,7 +260,7 @@ def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list
 
 
 def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
-    """Assert that each rank receives what it needs and does not hold, and no more."""
+    """Assert that each rank receives exactly the elements that it needs and lacks."""
     received = Plan(tuple(rounds)).received()
     for rank, need in part.needs.items():
         own = part.held.get(rank)
@@ -269,7 +271,7 @@ def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
 
 
 def _check_messages(rounds: Sequence[Round]) -> None:
-    """Assert that no two messages of a round go from one rank to the same other one."""
+    """Assert that no two messages of a round have the same source and the same target."""
     for step in rounds:
         if isinstance(step, PointToPoint):
             ends = {(message.source, message.target) for message in step.messages}

@@ -1,4 +1,4 @@
-"""Reductions of a transfer: which ranks combine which summands, by collectives or by messages."""
+"""Plan the reductions of a transfer: which ranks combine which summands, and by which round."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .resharding_plan import CombineRound, Fibre, Message, ReduceRound, Round
 def reduced(
     held: Mapping[int, Region], groups: Sequence[tuple[int, ...]], needs: Mapping[int, Region]
 ) -> list[Round]:
-    """Combine the summands: to what is needed if the groups themselves need it, or else to shares.
+    """The rounds that combine all summands; afterwards no rank holds a summand.
 
-    Afterwards no rank holds a summand.
+    If the groups need the result themselves, each rank gets the region that it needs; otherwise
+    each rank gets a share.
 
     Args:
         held: the region that each rank has a summand of.
-        groups: the ranks that hold summands of one another, in the order of the sum.
-        needs: the region that each rank is to have.
+        groups: the groups of ranks whose summands belong together, in the order of the sum.
+        needs: the region that each rank needs.
     """
     if held.keys() == needs.keys():
         reductions = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
@@ -39,14 +40,14 @@ def reduced(
 
 
 _Reduction = tuple[tuple[int, ...], tuple[Fibre, ...], tuple[Region | None, ...]]
-"""A group, the collectives that reduce its summands if any do, and what each rank then holds."""
+"""A group, the collectives that reduce its summands, if any, and the region of each rank then."""
 
 _MOST_BLOCKS = 4
-"""Blocks of a dimension with a reduce-scatter each; more than that are sent."""
+"""The most blocks of a dimension that are reduced by a reduce-scatter each, and not by messages."""
 
 
 def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
-    """A round of collectives, and one of messages for what these cannot do."""
+    """A round of the collectives, and a round of messages for reductions without collectives."""
     fibres = tuple(fibre for _, group_fibres, _ in reductions for fibre in group_fibres)
     after: dict[int, Region | None] = {}
     rest: dict[int, Region | None] = {}
@@ -73,7 +74,10 @@ def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
 def _reduced_to_needs(
     group: tuple[int, ...], region: Region, needs: Mapping[int, Region]
 ) -> _Reduction | None:
-    """Each rank gets what it needs, if the group has it and no part is combined twice."""
+    """The reduction that gives each rank the region that it needs.
+
+    None if the group lacks some of it, or if some elements would be combined twice.
+    """
     group_needs = tuple(needs[rank] for rank in group)
     if any(overlap(need, region) != need for need in group_needs):
         return None
@@ -88,7 +92,7 @@ def _reduced_to_needs(
 
 
 def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre, ...]:
-    """The reduce-scatters that give these pieces, one for each block of a dimension.
+    """The reduce-scatters that give ranks these pieces, one for each block of a dimension.
 
     There are none if pieces are uneven, or not in the order of the group.
     """
@@ -113,7 +117,11 @@ def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre,
 def _reduced_to_shares(
     groups: Sequence[tuple[int, ...]], region: Region, preferred: Sequence[int]
 ) -> Iterator[_Reduction]:
-    """Groups that hold copies of the same summands combine a share each; or the first does all."""
+    """The reductions of groups with copies of the same summands.
+
+    Each group combines a share of the region if it divides evenly; otherwise the first combines all
+    of it.
+    """
     size, count = len(groups[0]), len(groups)
     dim = even_dim(region, size * count, preferred) if volume(region) else None
     if dim is not None:
@@ -141,7 +149,7 @@ def cut_dims(pieces: Iterable[Region]) -> list[int]:
 
 
 def even_dim(region: Region, count: int, preferred: Sequence[int]) -> int | None:
-    """A dimension with a multiple of so many indices: a preferred one, or else the first."""
+    """A dimension whose size is a multiple of `count`, preferred ones first; None without one."""
     return next(
         (dim for dim in (*preferred, *range(len(region))) if length(region[dim]) % count == 0),
         None,

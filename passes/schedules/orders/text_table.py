@@ -1,4 +1,4 @@
-"""Schedules as text: one line for each rank, its tasks in order."""
+"""Read and write schedules as text: a line for each rank, with its tasks in order."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LABEL = re.compile(r"\s*(?:rank\s+)?(.*?)\s*[:|](.*)", re.S)
 def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
     """Read a table.
 
-    The lines are those of ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks
-    or commas part the tasks. What follows a `#`, and lines with nothing else, are comments.
+    The lines are for ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks or
+    commas separate tasks. A comment goes from a `#` to the end of its line.
 
-    A printed grid is a table, too: `rank 2 | . . 2F0 2B0`. Its dots, of idle time, say nothing.
-    Where it has W alone of a stage and a microbatch, no other stage waits for that backward, and
-    B comes right ahead of W.
+    A printed grid is a table, too: `rank 2 | . . 2F0 2B0`. Its dots, which stand for idle time, are
+    skipped. If a grid has only W for a stage and a microbatch, no other stage waits for that
+    backward; its B is added right ahead of W.
 
     Raises:
-        ValueError: a word is not a task, or a rank has two lines or none in its line; the message
+        ValueError: a word is not a task, a rank has two lines, or a line has no tasks; the message
             names `file` and the line.
     """
     order: dict[int, list[Task]] = {}
@@ -51,7 +51,7 @@ def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
 
 
 def _with_inputs(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks, and B right ahead of each W whose backward has none."""
+    """The tasks, with B added right ahead of each W without a B."""
     present = set(tasks)
     completed: list[Task] = []
     for task in tasks:
@@ -68,7 +68,7 @@ def format_table(order: Order) -> str:
 
 
 def table_pipeline(text: str, file: str = "table") -> Pipeline:
-    """The pipeline that a table is for: each stage is on the rank that runs it.
+    """The pipeline of a table, in which each stage is on the rank that runs it.
 
     Raises:
         ValueError: the text is not a table, or leaves out a stage or a microbatch.
@@ -77,7 +77,7 @@ def table_pipeline(text: str, file: str = "table") -> Pipeline:
     homes = {task.stage: rank for rank, tasks in order.items() for task in tasks}
     microbatches = {task.microbatch for tasks in order.values() for task in tasks}
     for noun, numbers in (("stage", homes.keys()), ("microbatch", microbatches)):
-        # Tried up to how many there are, as one may have a number that is out of all bounds.
+        # Only numbers below the count are tried, as a number in the text may be huge.
         for number in range(len(numbers)):
             if number not in numbers:
                 raise ValueError(
@@ -87,5 +87,5 @@ def table_pipeline(text: str, file: str = "table") -> Pipeline:
 
 
 def table_order(pipeline: Pipeline, text: str, file: str = "table") -> Order:
-    """The order that a table says, whatever the pipeline; `validate` holds it against that."""
+    """The order of a table; `validate` compares it with the pipeline."""
     return parse_table(text, file)
