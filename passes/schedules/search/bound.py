@@ -241,7 +241,7 @@ def _weights_in_turn(problem: Problem, windows: Windows, rank: int) -> list[_Job
 
 
 def _preemptive(jobs: Sequence[_Job]) -> float:
-    """The makespan of the best preemptive schedule of a rank's jobs: the longest tail runs first."""
+    """The makespan of the best preemptive schedule of a rank's jobs: longest tail first."""
     tasks = sorted((head, -tail, time) for head, tail, time in jobs if time)
     ready: list[tuple[float, float]] = []
     bound = clock = 0.0
