@@ -17,8 +17,8 @@ _END_OF_WORD = r"(?![\w.-])"
 _TOKEN = re.compile(
     r"(?:\s|//[^\n]*+)*+("
     r"[%@][\w.$-]+"  # a value or a symbol
-    r'|[%@]?"(?:[^"\\\n]|\\.)*+"?'  # a string, or a value or a symbol in quotes; it may not end
-    r"|(?:future<){1,2}[^<>\n]*+>+"  # more are refused without them
+    r'|[%@]?"(?:[^"\\\n]|\\.)*+"?'  # a string, or a value or a symbol in quotes, closed or not
+    r"|(?:future<){1,2}[^<>\n]*+>+"  # a future, or one of a future, which is refused later
     rf"|\w+\[[^\[\]\n]*+\](?:{_PLACE})?"  # a tensor type
     rf"|(?:object|unit){_END_OF_WORD}(?:{_PLACE})?"
     rf"|\d+[FBW]\d+{_END_OF_WORD}"  # a task

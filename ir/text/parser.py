@@ -101,7 +101,7 @@ class _Parser:
 
     def next(self) -> str:
         token = self.token
-        if token:  # the end stays the end
+        if token:  # there is nothing behind the end of the text
             self._position += 1
             self.token = self._tokens[self._position]
         return token

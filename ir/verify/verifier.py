@@ -244,7 +244,7 @@ class _ProgramChecker:
     def _check_op(self, op: Op, index: int) -> None:
         try:
             self._check_uses(op)
-        finally:  # a wrong op still makes its results: their uses are not wrong too
+        finally:  # a wrong op still makes its results, so that their uses are no further errors
             for value in op.results:
                 self._define(value)
                 self._makers[value] = op
@@ -259,7 +259,7 @@ class _ProgramChecker:
         if self._ill and not self._ill.isdisjoint(op.operands):
             return  # reported where they are made
         if self.laid_out and not (self._is_body and isinstance(op, Return)):
-            check_op(op, phase)  # what a body returns has the layouts of its function
+            check_op(op, phase)  # except for returns of bodies, which have the function's layouts
         op.check(self._context)
         if self._placed:
             op.check_places(self._context)

@@ -38,8 +38,8 @@ class CheckRaces(Pass):
     """Prove that no storage is used after it is freed, or freed or written while it is in use.
 
     An op uses its operands from its start to its end. A communication ends when it is complete.
-    That is known after a wait for it, or after the arrival of another rank's message that could not
-    have come earlier (`happens_before.py` defines what is known). Values that may share storage
+    This is known after a wait for it, or after the arrival of another rank's message that could not
+    have come earlier (`happens_before.py` has the rules). Values that may share storage
     count as one. The pass checks these rules:
 
     - No op uses storage that was freed earlier in the program.

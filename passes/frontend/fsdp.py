@@ -305,9 +305,7 @@ class _Rewriter:
     # -- reductions --------------------------------------------------------------------------
 
     def _reduce(self, group: Sequence[_Journey], inserted: dict[int, list[Op]]) -> Iterator[Op]:
-        """The ops that reduce each gradient once, behind its last term.
-
-        Several terms of a gradient are added up where they are made.
+        """The ops that reduce each gradient once, behind its last term; terms are added up first.
 
         Args:
             group: the journeys of gradients that travel together.

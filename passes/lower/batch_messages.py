@@ -74,7 +74,7 @@ class BatchMessages(Pass):
             _refuse_planned(program, chosen)
         order = message_order(module, chosen, self.batches)
         if order is None:
-            return False  # check-deadlock says what waits for what
+            return False  # check-deadlock shows which ops wait for each other
         batches = [unit for unit in order if len(unit) > 1]
         numbers = {key: number for number, unit in enumerate(batches) for key in unit}
         places = {key: place for place, unit in enumerate(order) for key in unit}

@@ -47,9 +47,8 @@ class LowerTransfers(Pass):
 
     `resharding.py` plans them, so that each rank receives the parts that it needs and lacks, once.
     Slices cut the parts to send, and an `assemble` makes the result. The ops have the microbatch
-    and the transport of the transfer. Other transfers stay, except for those of copies between
-    several ranks and several other ranks, one side of which is a mesh: there the ranks share the
-    sending.
+    and the transport of the transfer. Other transfers stay. An exception are copies that go from
+    several ranks to several others, at a mesh on either side: there the ranks share the sending.
 
     Before::
 

@@ -35,7 +35,7 @@ def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
         ScheduleError: it does not go round all ranks in the same order, or not `chunks` times.
     """
     ranks = pipeline.ranks
-    # With one rank there is no telling where a round ends, so each stage is one.
+    # With one rank the ends of rounds are not visible, so each stage counts as a round.
     parts = pipeline.parts if len(ranks) > 1 else tuple((s,) for s in range(pipeline.stages))
     rounds = len(parts) // len(ranks)
     homes = tuple(pipeline.stage_ranks[part[0]] for part in parts)

@@ -152,7 +152,7 @@ def _tails(share: float) -> Policy:
 
 
 def _backwards(care: float, patience: float, alternates: bool, ahead: int | None = None) -> Policy:
-    """A policy with B first; F waits for B, and W for both. With `alternates`, B is followed by F."""
+    """A policy with B first; F waits for B, and W for both. With `alternates`, F follows each B."""
     swing = 2.0 if alternates else 0.0
     return Policy(False, _BACKWARDS_FIRST, patience=(care, 0.0, patience), swing=swing, ahead=ahead)
 
