@@ -11,10 +11,10 @@ from .module import Function, Program
 class SharedStorage:
     """The groups of a program's values that share storage, by union-find.
 
-    A value shares storage with its views, with the results of waits for it, with the future that
-    promised it, with the buffer that it was received or copied into, with the tensor that is
-    assembled in it, with the result of an `all_reduce` to which it is donated, and with the results
-    of calls that may alias it.
+    A value shares storage with its views, with the results of waits for it, and with the future
+    that promised it. It also shares storage with the buffer that it was received or copied into,
+    with the tensor that is assembled in it, with the result of an `all_reduce` to which it is
+    donated, and with the results of calls that may alias it.
 
     Args:
         program: the program.

@@ -22,11 +22,12 @@ class CheckDeadlock(Pass):
 
     The model is that of `ir/verify/communication.py`: waits block their rank, sends complete
     together with their receives, streams are queues, and a slot takes a message once the last one
-    is freed. A step is run again and again, so a slot that is never freed is refused as well. If
-    gathers and reductions have streams of their own, the programs must come to their end both with
-    these streams and with one stream for all collectives, as a device may run its queues side by
-    side or as one. If messages are on devices, the programs must also come to their end when every
-    host waits for its device at each op.
+    is freed. A step is run again and again, so a slot that is never freed is refused as well.
+
+    A device may run its queues side by side, or as one. So if gathers and reductions have streams
+    of their own, the programs must come to their end both with these streams and with one stream
+    for all collectives. If messages are on devices, the programs must also come to their end when
+    every host waits for its device at each op.
 
     Refused, for instance, as each rank waits for the other to receive::
 
