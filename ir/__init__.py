@@ -1,1 +1,1 @@
-"""The IR: types, ops, modules, their text form and their rules. The standard library alone."""
+"""The IR: types, ops, modules, their text form and their rules. It imports no other package."""

@@ -10,7 +10,7 @@ from typing import Final
 
 
 class FastEnum(enum.Enum):
-    """An enumeration whose members hash as objects; `Enum` hashes their names, in Python."""
+    """An enumeration whose members hash as plain objects: `Enum` hashes names, which is slower."""
 
     __hash__ = object.__hash__
 
@@ -20,11 +20,11 @@ class Effect(FastEnum):
 
     PURE touches no state. READ reads it. ACCUMULATE adds to the actor's gradients, and reads
     nothing that an UPDATE changes: such calls commute with all but REDUCE and WRITE. REDUCE takes
-    gradients that have been added up, or puts others in their place, and touches nothing else: it
-    commutes with READ and UPDATE, and with what works on other buckets of gradients
-    (`Function.buckets`). UPDATE reads state and changes some of it that no backward reads, as batch
-    norm does with its statistics: it keeps its program order against READ, UPDATE and WRITE. WRITE
-    may do anything: it keeps its program order against every other call on the actor.
+    accumulated gradients, or replaces them, and touches nothing else: it commutes with READ and
+    UPDATE, and with calls that work on other buckets of gradients (`Function.buckets`). UPDATE
+    reads state and changes a part that no backward reads, such as the statistics of batch norm: it
+    keeps its program order against READ, UPDATE and WRITE. WRITE may do anything: it keeps its
+    program order against every other call on the actor.
     """
 
     PURE = "pure"
@@ -36,13 +36,13 @@ class Effect(FastEnum):
 
     @property
     def changes_state(self) -> bool:
-        """True if a call may leave state behind that later calls read; gradients aside."""
+        """True if a call may change state, other than gradients, that later calls read."""
         return self in (Effect.UPDATE, Effect.WRITE)
 
     def conflicts_with(self, other: Effect) -> bool:
         """True if two calls on one actor with these effects must keep their program order.
 
-        Where both work on gradients, these are of one bucket.
+        If both work on gradients, the gradients are taken to be in the same bucket.
         """
         pair = (self, other)
         if Effect.PURE in pair:
@@ -56,23 +56,24 @@ class Effect(FastEnum):
 
     @property
     def is_on_gradients(self) -> bool:
-        """True if it changes or takes gradients, and no other state that changes."""
+        """True if it changes or takes gradients, and touches no other mutable state."""
         return self in (Effect.ACCUMULATE, Effect.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The effects of a function on state that its actor shares with others of its rank.
+    """The effects of a function on state that its actor shares with other actors of its rank.
 
     Attributes:
-        effects: pairs of another actor and the effect on what both hold, by name.
+        effects: pairs of another actor's name and the effect on the state that both hold, sorted
+            by name.
     """
 
     effects: tuple[tuple[str, Effect], ...] = ()
 
     @staticmethod
     def of(effects: Mapping[str, Effect]) -> Shares:
-        """The effects on what is shared with each of some actors."""
+        """The effects on shared state, by the name of the actor that it is shared with."""
         return Shares(tuple(sorted(effects.items(), key=lambda pair: pair[0])))
 
     def __bool__(self) -> bool:
@@ -89,12 +90,12 @@ NO_SHARES = Shares()
 class Stream(FastEnum):
     """An in-order queue of a rank: work on one stream never overtakes itself.
 
-    GATHER and REDUCE take the collectives of parameters that are stored in pieces, and those of
-    gradients, beside all other collectives.
-    MESSAGE takes both directions of a transport that does a rank's messages one after the other.
-    COPY takes the copies between a device and its host that are part of messages by way of hosts.
-    TAIL takes the tails of programs (the pass `split-tails`), whose ops are on it in place of
-    COMPUTE. No op of a program names these two.
+    GATHER takes the collectives that gather stored parameters, and REDUCE those that reduce
+    gradients; COLLECTIVE takes all others.
+    MESSAGE takes the sends and receives of a transport that does a rank's messages one by one.
+    COPY takes the copies between a device and its host for messages that travel by way of hosts.
+    TAIL takes the tails of programs (see the pass `split-tails`), whose ops name COMPUTE. No op of
+    a program names COPY or TAIL.
     """
 
     COMPUTE = "compute"
@@ -114,21 +115,21 @@ COMMUNICATION_STREAMS: Final = frozenset(
         *(Stream.COLLECTIVE, Stream.GATHER, Stream.REDUCE),
     }
 )
-"""The streams of sends, receives and collectives, which are not over when the next op begins."""
+"""The streams of sends, receives and collectives, which may still run when the next op begins."""
 
 
 MAIN: Final = 0
-"""The number of the graph that is a program which its device runs as a whole, its tail aside."""
+"""The number of the graph of a program that its device runs as a whole, without its tail."""
 
 TAIL: Final = 1
 """The number of the graph that is the tail of such a program."""
 
 
 class Traffic(enum.Enum):
-    """What collectives beside those of a step's work are for; each has communicators of its own.
+    """The purpose of collectives that have communicators of their own.
 
-    GATHER brings parameters that are stored in pieces to those who use them. REDUCE adds up
-    gradients: of such parameters, or of those whose gradients come in several buckets.
+    GATHER brings stored parameters to the ranks that use them. REDUCE adds up gradients: those of
+    stored parameters, and those that come in several buckets.
     """
 
     GATHER = "gather"
@@ -153,8 +154,8 @@ class ReduceOp(enum.Enum):
 class Action(FastEnum):
     """The action of a task of a pipeline schedule.
 
-    F is the forward. B is the backward: the whole of it, or, where a schedule splits the
-    backward, the gradient of the inputs only, the gradient of the weights then being W.
+    F is the forward. B is the backward. Where a schedule splits the backward, B computes only the
+    gradient of the inputs, and W the gradient of the weights.
     """
 
     FORWARD = "F"
@@ -174,7 +175,7 @@ class Task:
         return f"{self.stage}{self.action.value}{self.microbatch}"
 
     def beside(self, action: Action) -> Task:
-        """The task of the same stage and microbatch that does `action`."""
+        """The task of `action` for the same stage and microbatch."""
         return Task(self.stage, action, self.microbatch)
 
     @staticmethod

@@ -10,7 +10,7 @@ from .types import DType
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Counts of floating-point operations: how long these take depends on the element type.
+    """Counts of floating-point operations by element type, on which their duration depends.
 
     Attributes:
         counts: pairs of an element type and a count above 0, in the order of `DType`.
@@ -20,7 +20,7 @@ class Flops:
 
     @staticmethod
     def of(counts: Mapping[DType, int]) -> Flops:
-        """Counts by element type, of which some may be 0."""
+        """Counts from a mapping by element type; counts of 0 are dropped."""
         return Flops(tuple((dtype, counts[dtype]) for dtype in DType if counts.get(dtype)))
 
     @property
@@ -30,8 +30,10 @@ class Flops:
 
     def maximum(self, other: Flops) -> Flops:
         """The larger count of each element type."""
-        one, two = dict(self.counts), dict(other.counts)
-        return Flops.of({dtype: max(one.get(dtype, 0), two.get(dtype, 0)) for dtype in DType})
+        own_counts, other_counts = dict(self.counts), dict(other.counts)
+        return Flops.of(
+            {dtype: max(own_counts.get(dtype, 0), other_counts.get(dtype, 0)) for dtype in DType}
+        )
 
     def scaled(self, numerator: int, denominator: int) -> Flops:
         """Each count times a fraction, rounded down."""

@@ -1,13 +1,14 @@
 """Layouts: the part of a logical tensor that each rank of a group holds.
 
-A dimension may be cut along axes of a mesh, the major axis first; a rank that differs from another
-only along axes that cut nothing holds a copy of the same part. Or the logical tensor is the sum of
-what ranks along an axis hold: these are its summands. Piece k of P of n entries is
-[kn // P, (k+1)n // P), so any n goes with any P, pieces may be empty, and gathering along the minor
-axis of a cut gives the pieces of the coarser cut.
+A dimension may be cut along axes of a mesh, the major axis first. Ranks that differ only along axes
+that cut nothing hold copies of the same part. The ranks along an axis may also hold summands: the
+logical tensor is then their sum.
 
-Parts are regions: for each dimension, intervals of the logical index. All but packed dimensions
-(`Cut.blocks`) have one interval.
+Piece k of P, of a dimension of n entries, is [kn // P, (k+1)n // P). So P need not divide n, pieces
+may be empty, and gathering along the minor axis of a cut gives the pieces of the coarser cut.
+
+Parts are regions: for each dimension, intervals of the logical index. A dimension has one interval,
+unless it is packed (`Cut.blocks`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import TypeAlias
 from .attributes import ReduceOp
 
 Interval: TypeAlias = tuple[int, int]
-"""First index, and the one behind the last."""
+"""The first index, and the index behind the last."""
 
 Intervals: TypeAlias = tuple[Interval, ...]
-"""Indices of one dimension: ascending, neither empty nor adjacent."""
+"""Indices of one dimension, as ascending intervals that are neither empty nor adjacent."""
 
 Region: TypeAlias = tuple[Intervals, ...]
 """A part of a logical tensor: the product of the indices of each dimension."""
@@ -37,11 +38,11 @@ class Cut:
     """The way in which one dimension is cut.
 
     Attributes:
-        axes: the axes that cut it, the major one first; none where it is whole.
-        blocks: the dimension is so many blocks of equal size, and each of them is cut: a packed
-            projection, say, of queries, keys and values.
-        unit: pieces begin at multiples of so many indices: 2 rows of 7 tokens, viewed as one
-            dimension of 14, are cut between the rows. A block has whole units.
+        axes: the axes that cut it, the major one first; empty if it is whole.
+        blocks: the number of blocks of equal size that the dimension consists of. Each block is
+            cut by itself, as in a packed projection of queries, keys and values.
+        unit: pieces begin at multiples of this number of indices: 2 rows of 7 tokens, viewed as
+            one dimension of 14, are cut between the rows. It divides the size of a block.
     """
 
     axes: tuple[str, ...] = ()
@@ -72,12 +73,12 @@ WHOLE = Cut()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a tensor over the axes of a mesh, which the tensor's place gives.
+    """The layout of a tensor over the axes of a mesh; the tensor's type has the mesh as its place.
 
     Attributes:
         cuts: one for each dimension.
         summands: the axes along which ranks hold summands, in the mesh's order.
-        reduce: what combines the summands.
+        reduce: the operation that combines the summands.
     """
 
     cuts: tuple[Cut, ...]
@@ -88,7 +89,7 @@ class Layout:
     def of(
         cuts: Iterable[Cut], summands: tuple[str, ...] = (), reduce: ReduceOp = ReduceOp.SUM
     ) -> Layout | None:
-        """The layout, or None where every rank holds a copy of all."""
+        """The layout, or None if every rank holds a copy of the whole tensor."""
         layout = Layout(tuple(cuts), summands, reduce)
         return layout if layout.axes else None
 
@@ -98,18 +99,18 @@ class Layout:
         return (*(axis for cut in self.cuts for axis in cut.axes), *self.summands)
 
     def keeping(self, summands: Iterable[str]) -> Layout:
-        """The same cuts, and of its summands those along these axes."""
-        wanted = set(summands)
-        kept = tuple(axis for axis in self.summands if axis in wanted)
-        return Layout(self.cuts, kept, self.reduce) if kept else Layout(self.cuts)
+        """The layout with the same cuts, and with summands along these axes only."""
+        chosen_axes = set(summands)
+        axes = tuple(axis for axis in self.summands if axis in chosen_axes)
+        return Layout(self.cuts, axes, self.reduce) if axes else Layout(self.cuts)
 
     def region(self, shape: tuple[int, ...], position: Position) -> Region:
-        """The part of a tensor of `shape` that the rank at `position` holds, copy or summand."""
+        """The part of a tensor of `shape` that the rank at `position` has a copy or summand of."""
         return tuple(cut.piece(size, position) for cut, size in zip(self.cuts, shape, strict=True))
 
 
 def merge(intervals: Iterable[Interval]) -> Intervals:
-    """Ascending intervals without the empty ones, and adjacent ones as one."""
+    """Drop empty intervals of an ascending sequence, and join adjacent ones."""
     merged: list[Interval] = []
     for start, stop in intervals:
         if start == stop:
@@ -122,18 +123,18 @@ def merge(intervals: Iterable[Interval]) -> Intervals:
 
 
 def _any_of(several: Iterable[Intervals]) -> Intervals:
-    """The indices that are in any of some intervals."""
-    found: list[Interval] = []
+    """The union of several sets of intervals."""
+    merged: list[Interval] = []
     for start, stop in sorted(interval for intervals in several for interval in intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def whole(shape: tuple[int, ...]) -> Region:
-    """The region of all of a tensor."""
+    """The region of a whole tensor."""
     return tuple(((0, size),) if size else () for size in shape)
 
 
@@ -170,12 +171,12 @@ def _ascend(intervals: Intervals) -> bool:
 
 
 def covers(held: Region, part: Region) -> bool:
-    """True if one region has all indices of another, dimension by dimension."""
+    """True if the region `held` contains the region `part`."""
     return overlap(held, part) == part
 
 
 def format_region(region: Region) -> str:
-    """The text form of a region, as in `[0:4+8:12,0:64]`; an empty dimension is `0:0`."""
+    """The text form of a region, such as `[0:4+8:12,0:64]`; an empty dimension is `0:0`."""
     return f"[{','.join(map(_format_intervals, region))}]"
 
 
@@ -184,54 +185,54 @@ def _format_intervals(intervals: Intervals) -> str:
 
 
 def overlap(one: Region, other: Region) -> Region:
-    """The region that two have in common."""
+    """The intersection of two regions."""
     return tuple(_common(a, b) for a, b in zip(one, other, strict=True))
 
 
 def _common(one: Intervals, other: Intervals) -> Intervals:
     if one == other:
         return one
-    found, left, right = [], 0, 0
+    common, left, right = [], 0, 0
     while left < len(one) and right < len(other):
         start = max(one[left][0], other[right][0])
         stop = min(one[left][1], other[right][1])
         if start < stop:
-            found.append((start, stop))
+            common.append((start, stop))
         if one[left][1] < other[right][1]:
             left += 1
         else:
             right += 1
-    return tuple(found)
+    return tuple(common)
 
 
 def within(part: Region, held: Region) -> Region:
-    """The region of the tensor that holds `held` where `part` of it is."""
+    """Where `part` is in a tensor that holds the region `held`, in indices of that tensor."""
     return tuple(_within(a, b) for a, b in zip(part, held, strict=True))
 
 
 def _within(part: Intervals, held: Intervals) -> Intervals:
-    found, at = [], 0
+    intervals, at = [], 0
     for start, stop in held:
-        found += [(at + a - start, at + b - start) for a, b in part if start <= a and b <= stop]
+        intervals += [(at + a - start, at + b - start) for a, b in part if start <= a and b <= stop]
         at += stop - start
-    return merge(found)
+    return merge(intervals)
 
 
 def logical(part: Region, held: Region) -> Region:
-    """The region that `part` of a tensor that holds `held` is: what `within` undoes."""
+    """The logical region of `part`, in indices of a tensor that holds `held`: undoes `within`."""
     return tuple(
-        merge(found for wanted in a for found in _entries(b, wanted))
+        merge(interval for positions in a for interval in _entries(b, positions))
         for a, b in zip(part, held, strict=True)
     )
 
 
 def union(regions: Iterable[Region]) -> Region:
-    """The smallest region that has all indices of some, dimension by dimension."""
+    """The smallest region that contains all the regions."""
     return tuple(_any_of(intervals) for intervals in zip(*regions, strict=True))
 
 
 def share(region: Region, index: int, count: int, dim: int | None = None) -> Region:
-    """Piece `index` of `count` of a region, which is cut along `dim`, or its longest dimension."""
+    """Piece `index` of `count` of a region, cut along `dim`, or along its longest dimension."""
     lengths = shape_of(region)
     if dim is None:
         dim = max(range(len(lengths)), key=lambda d: lengths[d], default=None)
@@ -242,16 +243,22 @@ def share(region: Region, index: int, count: int, dim: int | None = None) -> Reg
 
 
 def entries(region: Region, dim: int, wanted: Interval) -> Region:
-    """The part of a region at these positions of all its indices of a dimension."""
+    """The part of a region at some positions of a dimension.
+
+    Args:
+        region: the region.
+        dim: the dimension.
+        wanted: an interval of positions, counted among the indices that the region has there.
+    """
     return (*region[:dim], _entries(region[dim], wanted), *region[dim + 1 :])
 
 
-def _entries(intervals: Intervals, wanted: Interval) -> Intervals:
-    """The indices at these positions of all indices of some intervals."""
-    found, at = [], 0
+def _entries(intervals: Intervals, positions: Interval) -> Intervals:
+    """The part of intervals at some positions, counted among all their indices."""
+    selected, at = [], 0
     for start, stop in intervals:
-        first, last = max(wanted[0] - at, 0), min(wanted[1] - at, stop - start)
+        first, last = max(positions[0] - at, 0), min(positions[1] - at, stop - start)
         if first < last:
-            found.append((start + first, start + last))
+            selected.append((start + first, start + last))
         at += stop - start
-    return tuple(found)
+    return tuple(selected)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A line of the user's source; `function` is the name that encloses it.
+    """A line of the user's source; `function` is the name of the function around it.
 
-    Text form, printed on request: `loc("train.py":12 in step)`.
+    The text form, printed on request, is `loc("train.py":12 in step)`.
     """
 
     file: str

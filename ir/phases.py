@@ -6,11 +6,11 @@ import enum
 
 
 class Phase(enum.Enum):
-    """The progress of a module's compilation; each op class says which phases admit it.
+    """The progress of a module's compilation; each op class declares which phases admit it.
 
-    TRACED is what the user wrote. PLACED has gradients, and a `transfer` wherever a value
-    crosses places. ASYNC has futures instead of transfers. SCHEDULED has one linear program for
-    each rank; before it there is one program over all ranks.
+    A TRACED module is the step as the user wrote it. A PLACED one has gradients, and a `transfer`
+    wherever a value crosses places. An ASYNC one has futures instead of transfers. A SCHEDULED one
+    has a linear program for each rank; before that, a module has one program over all ranks.
     """
 
     TRACED = "traced"
@@ -23,10 +23,10 @@ class Phase(enum.Enum):
 
 
 def has_futures(phase: Phase) -> bool:
-    """True if communication is asynchronous in this phase: its results are futures."""
+    """True if communication is asynchronous in this phase, so that its results are futures."""
     return phase in (Phase.ASYNC, Phase.SCHEDULED)
 
 
 def has_places(phase: Phase) -> bool:
-    """True if types say where a value is; a scheduled program implies it."""
+    """True if types say where a value is; in a scheduled program it is at the program's rank."""
     return phase is not Phase.SCHEDULED

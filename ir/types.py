@@ -1,9 +1,9 @@
 """Types of the IR: element types, places, and the types that values have.
 
-A type says what a value is and *where* it is. A place is a tuple of ranks: one rank for a
-value that an actor made, several for a value that each of those ranks holds a copy of. A mesh is
-a place whose ranks form a grid, and a tensor may be laid out over its axes (`layout.py`): its shape
-stays that of the whole, logical tensor.
+A type says what a value is and *where* it is. A place is a tuple of ranks: one rank for a value
+that an actor made, or several ranks that each hold a copy. A mesh is a place whose ranks form a
+grid. A tensor may be laid out over the axes of its mesh (`layout.py`); its shape is then still that
+of the whole, logical tensor.
 Types are immutable and compare by value; their `str()` is the text form that the parser reads.
 """
 
@@ -21,11 +21,11 @@ from .layout import Cut, Layout, Position, Region, shape_of, whole
 
 
 class DType(FastEnum):
-    """Element type of a tensor; the value is its spelling in the text form.
+    """The element type of a tensor; the value is its spelling in the text form.
 
     Attributes:
-        itemsize: bytes of one element.
-        torch_name: the attribute of torch that is the same type.
+        itemsize: the bytes of one element.
+        torch_name: the name of the same type in torch.
     """
 
     _value_: str
@@ -51,15 +51,15 @@ class DType(FastEnum):
     BOOL = "bool", 1, "bool"
 
     def __new__(cls, spelling: str, itemsize: int, torch_name: str) -> DType:
-        made = object.__new__(cls)
-        made._value_ = spelling
-        made.itemsize = itemsize
-        made.torch_name = torch_name
-        return made
+        member = object.__new__(cls)
+        member._value_ = spelling
+        member.itemsize = itemsize
+        member.torch_name = torch_name
+        return member
 
     @property
     def is_differentiable(self) -> bool:
-        """True if a value of this type can have a gradient (floating or complex)."""
+        """True if a value of this type can have a gradient: if it is floating or complex."""
         return self.value[0] in "fc" or self is DType.BF16
 
     def __str__(self) -> str:
@@ -67,14 +67,14 @@ class DType(FastEnum):
 
 
 MOST_RANKS = 1 << 17
-"""The ranks of a world at most, so that a few letters of a file do not take all memory."""
+"""The most ranks of a world, so that a few letters in a file cannot take all memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """The ranks that hold a value or run an op, in group order.
 
-    Text form: `@3` for one rank, `@{0..3}` for a run of ranks, `@{0,2,4..6}` in general.
+    The text form is `@3` for one rank, `@{0..3}` for a run of ranks, and `@{0,2,4..6}` in general.
     """
 
     ranks: tuple[int, ...]
@@ -98,7 +98,7 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """The one rank of a single place.
+        """The rank of a place with one rank.
 
         Raises:
             ValueError: the place has several ranks.
@@ -109,44 +109,44 @@ class Place:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes along which a tensor may be laid out, and their sizes, the major one first.
+        """The axes along which a tensor may be laid out, with their sizes, the major one first.
 
-        A bare place has one, `*`, which counts its ranks.
+        A place that is no mesh has one axis, `*`, with the number of ranks as its size.
         """
         return (("*", len(self.ranks)),)
 
     def position(self, rank: int) -> Position:
-        """The coordinate of a rank along each axis, and the axis's size.
+        """The coordinate of a rank along each axis, and the size of the axis.
 
         Raises:
-            ValueError: the rank is not of this place.
+            ValueError: the place does not have this rank.
         """
-        found = self.positions.get(rank)
-        if found is None:
+        position = self.positions.get(rank)
+        if position is None:
             raise ValueError(f"rank {rank} is not of the place {self}")
-        return found
+        return position
 
     @property
     def positions(self) -> Mapping[int, Position]:
-        """For each rank its coordinate along each axis, and the axis's size."""
+        """For each rank its coordinate along each axis, and the size of the axis."""
         if self._positions is None:
             names = [axis for axis, _ in self.axes]
             sizes = [size for _, size in self.axes]
             grid = itertools.product(*map(range, sizes))
-            found = {
+            positions = {
                 rank: dict(zip(names, zip(coordinates, sizes, strict=True), strict=True))
                 for rank, coordinates in zip(self.ranks, grid, strict=True)
             }
-            # Derived of the rest, and made once: a rank is asked for its position again and again.
-            object.__setattr__(self, "_positions", found)
-            return found
+            # Computed once, as positions are read again and again.
+            object.__setattr__(self, "_positions", positions)
+            return positions
         return self._positions
 
     def fibre(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, in the order of the place.
 
         Raises:
-            ValueError: the rank is not of this place.
+            ValueError: the place does not have this rank.
         """
         here = self.position(rank)
         first, stride, offsets = 0, 1, [0]
@@ -176,7 +176,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Mesh(Place):
-    """Ranks as a grid with named axes, of which the last varies fastest. Text form: `@name`.
+    """Ranks as a grid with named axes; the last axis varies fastest. The text form is `@name`.
 
     A module declares its meshes: `mesh @name {dp = 2, tp = 2, ranks = {0..3}}`.
 
@@ -204,7 +204,7 @@ class Mesh(Place):
 
     @staticmethod
     def of_grid(ranks: tuple[int, ...], grid: tuple[tuple[str, int], ...]) -> Mesh:
-        """A mesh whose name says all of it, so that equal meshes have equal names."""
+        """A mesh that is named by its axes and ranks, so that equal meshes have equal names."""
         name = "_".join(f"{axis}{size}" for axis, size in grid)
         first = ranks[0]
         if ranks == tuple(range(first, first + len(ranks))):
@@ -214,10 +214,10 @@ class Mesh(Place):
         return Mesh(ranks, f"{name}{suffix}", grid)
 
     def unbind(self, axis: str) -> tuple[Mesh, ...]:
-        """The meshes along an axis, without it: of pp = 2, tp = 4 two of four ranks.
+        """Split the mesh along an axis: pp = 2, tp = 4 gives, along pp, two meshes of four ranks.
 
         Raises:
-            ValueError: the mesh has no such axis, or no other.
+            ValueError: the mesh has no such axis, or no other axis.
         """
         sizes = dict(self.grid)
         axes = ", ".join(f"{name} = {size}" for name, size in self.grid)
@@ -243,7 +243,7 @@ class Mesh(Place):
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Write ranks as `{0..3,7}`; ascending runs of two or more are shortened."""
+    """Write ranks as `{0..3,7}`; runs of two or more consecutive ranks are shortened."""
     parts: list[str] = []
     start = 0
     while start < len(ranks):
@@ -260,11 +260,11 @@ class TensorType:
     """A dense tensor: `f32[8,512]@0`; in a scheduled program, `f32[8,512]`.
 
     Attributes:
-        dtype: of the elements.
-        shape: of the whole tensor, however it is laid out.
-        place: the ranks that hold it, or its parts.
-        layout: how it is laid out over the axes of the place: `f32[8/dp,64|+tp]@m`. None: each
-            rank holds a copy of all.
+        dtype: the type of the elements.
+        shape: the shape of the whole tensor, however it is laid out.
+        place: the ranks that hold it, or parts of it; None in a scheduled program.
+        layout: how it is laid out over the axes of the place, as in `f32[8/dp,64|+tp]@m`. None:
+            each rank holds a copy of the whole.
     """
 
     dtype: DType
@@ -279,30 +279,30 @@ class TensorType:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, stored contiguously."""
+        """The bytes of the elements of the whole tensor, stored contiguously."""
         return self.numel * self.dtype.itemsize
 
     def region(self, rank: int) -> Region:
-        """The part of the tensor that a rank of its place holds, or has a summand of."""
+        """The part of the tensor that a rank of its place has a copy or summand of."""
         if self.layout is None:
             return whole(self.shape)
         return self.regions()[rank]
 
     def regions(self) -> Mapping[int, Region]:
-        """For each rank of its place, the part of the tensor that it holds, or has a summand of."""
+        """For each rank of its place, the part of the tensor that it has a copy or summand of."""
         assert self.place is not None, "a type without a place has no ranks"
         if self.layout is None:
             return dict.fromkeys(self.place.ranks, whole(self.shape))
         if self._regions is None:
             layout, positions = self.layout, self.place.positions
-            found = {rank: layout.region(self.shape, at) for rank, at in positions.items()}
-            # Derived of the rest, and made once, as most tensors of a step have few types.
-            object.__setattr__(self, "_regions", found)
-            return found
+            regions = {rank: layout.region(self.shape, at) for rank, at in positions.items()}
+            # Computed once, as the tensors of a step share few types.
+            object.__setattr__(self, "_regions", regions)
+            return regions
         return self._regions
 
     def local(self, rank: int) -> TensorType:
-        """The type, without a place, of what a rank holds."""
+        """The type, without a place, of the part that a rank holds."""
         if self.layout is None:
             return TensorType(self.dtype, self.shape)
         return TensorType(self.dtype, shape_of(self.region(rank)))
@@ -326,7 +326,7 @@ class ObjectType:
 
 @dataclass(frozen=True, slots=True)
 class UnitType:
-    """Nothing but the fact that an op has happened: `unit@0`."""
+    """A value without content, which says that an op has happened: `unit@0`."""
 
     place: Place | None = None
 
@@ -336,7 +336,7 @@ class UnitType:
 
 @dataclass(frozen=True, slots=True)
 class FutureType:
-    """A value that a communication op has promised and only `wait` may take: `future<T>`."""
+    """A value that a communication op promises, and that only `wait` takes: `future<T>`."""
 
     value: ValueType
 
@@ -353,12 +353,12 @@ Type: TypeAlias = ValueType | FutureType
 
 
 def promised(type_: Type) -> ValueType:
-    """The type of what a future promises; of a value, its own."""
+    """The type that a future promises; any other type as it is."""
     return type_.value if isinstance(type_, FutureType) else type_
 
 
 def tensor_bytes(type_: Type) -> int:
-    """Bytes of a tensor, or of a promised one; 0 for all else, as nobody knows how much it is."""
+    """The bytes of a tensor, or of a promised one; 0 for all else, whose size is not known."""
     value = promised(type_)
     return value.nbytes if isinstance(value, TensorType) else 0
 
@@ -366,7 +366,7 @@ def tensor_bytes(type_: Type) -> int:
 def _layout(shape: tuple[int, ...], layout: Layout) -> str:
     """The dimensions of a tensor with their cuts, then the axes of summands.
 
-    `8/dp,3*64/tp|+ep`; `8x7/dp` is 8 units of 7.
+    An example is `8/dp,3*64/tp|+ep`. In `8x7/dp` a dimension has 8 units of 7.
     """
     dims = []
     for size, cut in zip(shape, layout.cuts, strict=True):
@@ -389,8 +389,8 @@ def _suffix(place: Place | None) -> str:
 
 
 def relocate(type_: Type, place: Place | None) -> Type:
-    """The same type at another place (`None`: the place that the program implies)."""
-    if type(type_) is TensorType:  # by far the most, and `replace` takes three times as long
+    """The same type at another place; None: the place that the program implies."""
+    if type(type_) is TensorType:  # the most frequent case; `replace` takes three times as long
         return TensorType(type_.dtype, type_.shape, place, type_.layout)
     if isinstance(type_, FutureType):
         return FutureType(replace(type_.value, place=place))

@@ -1,4 +1,4 @@
-"""IR to IR: the passes, their registry and their manager."""
+"""The passes, which rewrite the IR, with their registry and their manager."""
 
 from . import schedules
 

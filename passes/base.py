@@ -1,7 +1,7 @@
 """The base class of passes: small frozen dataclasses whose fields are their options.
 
-A pass is data until it runs: its name, the phases it accepts and the phase it leaves are class
-variables that the manager checks before anything runs. It reads no environment and keeps no state.
+Class variables declare a pass's name, the phases that it accepts and the phase that it leaves. The
+manager checks them before any pass runs. A pass reads no environment and keeps no state.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ..ir.phases import Phase
 
 
 class OptionError(ValueError):
-    """An option in the text of a pipeline that its pass does not have, or cannot read."""
+    """The text of a pipeline has an option that its pass does not have, or cannot read."""
 
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """IR to IR, in place.
+    """A pass, which rewrites the IR of a module in place.
 
-    A subclass is a frozen dataclass with a default for every field, stands in the list of
-    `registry.py`, and shows in its docstring the IR before and after.
+    A subclass is a frozen dataclass with a default for each field. It is listed in `registry.py`,
+    and its docstring shows the IR before and after.
 
     Attributes:
-        name: kebab-case, unique.
+        name: in kebab-case, and unique.
         requires: the phases that it accepts.
-        ensures: the phase that it leaves, None for the one that it found.
+        ensures: the phase in which it leaves the module; None: the same phase.
         optional: whether it is an optimisation, which may be switched off by name.
     """
 
@@ -49,12 +49,13 @@ class Pass(ABC):
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> Self:
-        """Make the pass from the text of its options; fields left out take their defaults.
+        """Make the pass from the text of its options; other fields have their defaults.
 
-        A pass with an option that is a Python object overrides this to name such objects.
+        A pass with an option that is a Python object overrides this method, to find the object by a
+        name.
 
         Raises:
-            OptionError: an option is unknown or its text cannot be read.
+            OptionError: an option is unknown, or its text cannot be read.
         """
         known = {field.name: field for field in fields(cls)}
         hints = _hints(cls)
@@ -71,12 +72,12 @@ class Pass(ABC):
 
     @classmethod
     def describe_options(cls) -> str:
-        """The options with their defaults, as `{broadcast_from=3}`; empty if there are none."""
+        """The options with their defaults, such as `{broadcast_from=3}`; empty without options."""
         parts = [f"{field.name}={option_text(_default(field))}" for field in fields(cls)]
         return "{" + ", ".join(parts) + "}" if parts else ""
 
     def __str__(self) -> str:
-        """The pass as a pipeline's text names it; options at their default are left out."""
+        """The text of the pass in a pipeline; options at their defaults are left out."""
         parts = [
             f"{field.name}={option_text(value)}"
             for field in fields(self)
@@ -93,7 +94,7 @@ def parse_option(pass_name: str, key: str, hint: object, text: str) -> object:
     """Read the text of one option as the type of its field: bool, int, float or str.
 
     Raises:
-        OptionError: the text is not of the type, or the type has no text form.
+        OptionError: the text does not fit the type, or the type has no text form.
     """
     arguments = get_args(hint)
     if type(None) in arguments and len(arguments) == 2:
@@ -128,7 +129,7 @@ _BOOLS = {"true": True, "false": False}
 
 @cache
 def _hints(cls: type[Pass]) -> Mapping[str, object]:
-    """The types of a pass's options; remembered, since Python evaluates their text each time."""
+    """The types of a pass's options; cached, since Python evaluates their text each time."""
     return get_type_hints(cls)
 
 

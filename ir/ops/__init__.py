@@ -1,13 +1,14 @@
-"""The ops, one class each: its attributes are its fields, and its rules are declared beside them.
+"""The ops: one class for each, with attributes as fields, and rules declared beside them.
 
 An op has operands and results, which are values, and attributes, which are typed fields of its
 class. The class also declares which phases admit the op, the types and places of operands and
 results, how gradients flow through it and, if it is a collective, who exchanges what. The printer,
-the parser, the verifier, the passes and the backends read these declarations, so that a new op is
-a new class, listed in `OP_CLASSES`, and for devices the library's call (CONTRIBUTING, "Add an op").
+the parser, the verifier, the passes and the backends read these declarations. So a new op takes a
+new class, listed in `OP_CLASSES`, and for devices a call of the library (CONTRIBUTING,
+"Add an op").
 
-Ops are plain data. Passes make new ops and new op lists; nothing keeps use lists behind the
-scenes. Values and ops compare by identity.
+Ops are plain data. Passes make new ops and new op lists, and there are no hidden lists of uses.
+Values and ops compare by identity.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .regions import Assemble, Reserve, Slice
 from .transfers import PointToPoint, Recv, Send, Transfer, batch_of
 
 Communication: TypeAlias = PointToPoint | Collective
-"""The ops by which ranks exchange values, asynchronous in a scheduled program."""
+"""The ops by which ranks exchange values; they are asynchronous in a scheduled program."""
 
 __all__ = [
     "Adjoint",
@@ -106,7 +107,7 @@ _STRUCTURE = frozenset({"operands", "results", "loc"})
 
 
 def attribute_names(cls: type[Op]) -> tuple[str, ...]:
-    """Names of an op class's attributes in the order of the text form (sorted)."""
+    """The names of an op class's attributes, sorted, as in the text form."""
     return _ATTRIBUTE_NAMES[cls]
 
 
@@ -117,6 +118,6 @@ _ATTRIBUTE_NAMES: dict[type[Op], tuple[str, ...]] = {
 
 
 def attributes(op: Op) -> dict[str, Any]:
-    """The attributes of an op that are set, by name, sorted."""
-    found = ((name, getattr(op, name)) for name in _ATTRIBUTE_NAMES[type(op)])
-    return {name: value for name, value in found if value is not None}
+    """The attributes of an op that are set, sorted by name."""
+    pairs = ((name, getattr(op, name)) for name in _ATTRIBUTE_NAMES[type(op)])
+    return {name: value for name, value in pairs if value is not None}

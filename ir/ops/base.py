@@ -1,4 +1,4 @@
-"""Values, and the base class of ops with what an op class declares about itself."""
+"""Values, and the base class of ops with the declarations of an op class."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Value:
 class Adjoint(enum.Enum):
     """The way in which an op's operands get their cotangents from those of its results.
 
-    SAME: the cotangent of the result is that of each operand. TRAVELS: the same, and it takes the
-    transport that the value took. PART: each operand gets the part of it that the operand has
-    contributed. TRANSPOSE: another collective brings them back.
+    SAME: each operand gets the cotangent of the result. TRAVELS: the same, and the cotangent takes
+    the transport of the value. PART: each operand gets the part of the result's cotangent that
+    belongs to it. TRANSPOSE: another collective brings the cotangents back.
     """
 
     SAME = enum.auto()
@@ -45,30 +45,30 @@ class Op:
     """An operation of a program; every op has these attributes.
 
     Attributes:
-        operands: values it takes.
-        results: values it makes.
-        loc: the user's line that asked for it, if any.
-        mb: the microbatch it belongs to, if any.
-        task: the cell of the pipeline schedule it belongs to, once that is known.
-        stream: the stream it runs on, once that is assigned.
-        graph: the part of a rank's program that it belongs to and that a device may record and
-            replay as a whole, if it belongs to one.
+        operands: the values that it takes.
+        results: the values that it makes.
+        loc: the user's line that it comes from, if any.
+        mb: the microbatch that it belongs to, if any.
+        task: the task of the pipeline schedule that it belongs to, once that is known.
+        stream: the stream that it runs on, once that is assigned.
+        graph: the number of the device graph that it belongs to, if any: a part of a rank's
+            program that a device may record and replay as a whole.
 
-    An op class declares besides:
+    An op class also declares:
         opcode: its name in the text form.
         takes, gives: its operands and results in words, for the reference.
         phases: the phases that admit it.
-        remedy: which pass makes it or replaces it, if it does not stay from phase to phase.
-        brings_operands: whether `insert-transfers` brings its operands to where it runs; before,
-            they are taken from wherever they are.
-        shares_operand: whether its result may have the storage of its first operand. An op of which
-            that is not always so, or not the first, overrides `shared_operand`.
+        remedy: the pass that makes or replaces it, if some phases do not admit it.
+        brings_operands: whether `insert-transfers` brings its operands to where it runs. Before
+            that pass, its operands may be at any place.
+        shares_operand: whether its result may share the storage of its first operand. An op with
+            another rule overrides `shared_operand`.
         takes_layouts: whether its operands and results may be laid out.
-        takes_summands: whether these may be summands, too.
-        streams: those that it may be on.
-        synchronizes: whether it keeps ranks from going on, so that it is never moved or dropped.
+        takes_summands: whether they may be summands, too.
+        streams: the streams that it may be on.
+        synchronizes: whether ranks wait for each other at it; such an op is never moved or dropped.
         adjoint: how gradients flow through it; None if they do not.
-        gradient_help: what to do where they do not.
+        gradient_help: the advice of the error where they do not.
     """
 
     operands: tuple[Value, ...] = ()
@@ -101,14 +101,14 @@ class Op:
 
     @property
     def shared_operand(self) -> Value | None:
-        """The operand whose storage the result may have, if there is one."""
+        """The operand whose storage the result may share, if there is one."""
         return self.operands[0] if self.shares_operand and self.operands else None
 
     @property
     def place(self) -> Place | None:
-        """The place of the op in a program over all ranks: that of what it makes or takes.
+        """The place of the op in a program over all ranks: that of its results, or its operands.
 
-        An op that runs on more ranks than that (`transfer`, the collectives) overrides it.
+        An op that runs on more ranks than these (`transfer`, the collectives) overrides it.
         """
         for values in (self.results, self.operands):
             for value in values:
@@ -118,21 +118,21 @@ class Op:
 
     @property
     def operand_places(self) -> tuple[Place | None, ...]:
-        """For each operand, where the op takes it: wherever it runs."""
+        """For each operand the place at which the op takes it: the op's own place."""
         return (self.place,) * len(self.operands)
 
     def check(self, context: Context) -> None:
-        """Check operands, results and attributes, places aside.
+        """Check operands, results and attributes, but not places.
 
         Raises:
-            Problem: something is wrong; the first that is found.
+            Problem: the first problem that is found.
         """
 
     def check_places(self, context: Context) -> None:
-        """Check that the results are where the op runs.
+        """Check that the results are at the op's place.
 
         Raises:
-            Problem: one is elsewhere.
+            Problem: a result is elsewhere.
         """
         place = self.place
         for value in self.results[1:]:
@@ -145,7 +145,7 @@ class Op:
         """Check that each operand is at every rank that takes it.
 
         Raises:
-            Problem: one is not.
+            Problem: an operand is missing at a rank.
         """
         if self.brings_operands and context.phase is Phase.TRACED:
             return

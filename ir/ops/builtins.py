@@ -1,8 +1,9 @@
 """Functions that passes may call and every backend provides.
 
-A builtin is declared in a module like any other function, with kind BUILTIN and a name of the
-form `builtin.add.f32.8x512`, or `8-dpx512` of a tensor that is laid out; the part after the first
-dot is its meaning. `pack` and `unpack` put flat tensors together and take them apart.
+A builtin is declared in a module like any other function, with kind BUILTIN and a name such as
+`builtin.add.f32.8x512`. The shape of a tensor that is laid out reads `8-dpx512`. The word after the
+first dot says which builtin it is. `pack` and `unpack` put flat tensors together and take them
+apart.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ _REDUCTIONS = {
 _WORDS = {op: word for word, op in _REDUCTIONS.items()}
 
 _IN_NAMES = str.maketrans({",": "x", "/": "-", "*": "$", "|": "-", "+": "-"})
-"""The letters that stand in names for the signs of a type's text."""
+"""The characters that replace the signs of a type's text in names."""
 
 NAMES = frozenset({*_REDUCTIONS, PACK, UNPACK})
 
 
 def add(module: Module, type_: TensorType) -> Function:
-    """Declare (once) and return the sum of two tensors of `type_`, for adding cotangents."""
+    """Declare, once, the function that adds two tensors of `type_`, and return it."""
     return combine(module, type_, ReduceOp.SUM)
 
 
 def combine(module: Module, type_: TensorType, op: ReduceOp) -> Function:
-    """Declare (once) and return what combines two tensors of `type_` as a reduction does.
+    """Declare, once, the function that combines two tensors of `type_` by `op`, and return it.
 
     Raises:
-        KeyError: `op` is the average, which is none of two at a time.
+        KeyError: `op` is the average, which cannot be taken two tensors at a time.
     """
     local = TensorType(type_.dtype, type_.shape, None, type_.layout)
     _, _, shape = str(local).rstrip("]").partition("[")
@@ -56,9 +57,14 @@ def combine(module: Module, type_: TensorType, op: ReduceOp) -> Function:
 def pack(
     module: Module, parts: Sequence[TensorType], whole: TensorType, count: int = 1
 ) -> Function:
-    """Declare (once) and return what packs flat tensors, which are so many equal pieces each.
+    """Declare, once, the function that packs flat tensors into one, and return it.
 
-    What each rank has of `whole` are as many pieces, each with a piece of each part.
+    Args:
+        module: the module that gets the declaration.
+        parts: the types of the flat tensors, shape (n,) each.
+        whole: the type of the packed tensor, shape (the sum of all n,).
+        count: the number of equal pieces that each tensor has at a rank. Piece i of the packed
+            tensor consists of the pieces i of all parts.
     """
     return _declared(module, f"{PACK}.{count}", tuple(map(_bare, parts)), (_bare(whole),))
 
@@ -66,22 +72,22 @@ def pack(
 def unpack(
     module: Module, whole: TensorType, parts: Sequence[TensorType], count: int = 1
 ) -> Function:
-    """Declare (once) and return what takes apart what has been packed."""
+    """Declare, once, the function that undoes `pack`, and return it."""
     return _declared(module, f"{UNPACK}.{count}", (_bare(whole),), tuple(map(_bare, parts)))
 
 
 def _declared(
     module: Module, base: str, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...]
 ) -> Function:
-    """The builtin of a signature; several with one base are numbered."""
+    """The builtin with this signature; builtins with one base name are numbered."""
     number = 0
     while (known := module.functions.get(f"builtin.{base}.{number}")) is not None:
         if (known.inputs, known.outputs) == (inputs, outputs):
             return known
         number += 1
-    made = Function(f"builtin.{base}.{number}", inputs, outputs, kind=FunctionKind.BUILTIN)
-    module.functions[made.name] = made
-    return made
+    function = Function(f"builtin.{base}.{number}", inputs, outputs, kind=FunctionKind.BUILTIN)
+    module.functions[function.name] = function
+    return function
 
 
 def _bare(type_: TensorType) -> TensorType:
@@ -89,17 +95,17 @@ def _bare(type_: TensorType) -> TensorType:
 
 
 def pieces_of(function: Function) -> int:
-    """The number of pieces that each tensor has of a function that packs or unpacks."""
+    """The number of pieces of each tensor at a rank, for a function that packs or unpacks."""
     return int(function.body_name.split(".")[2])
 
 
 def reduction(function: Function) -> ReduceOp | None:
-    """The way in which a function combines two tensors elementwise, if it is such a builtin."""
+    """The operation by which a builtin combines two tensors; None of all other functions."""
     return _REDUCTIONS.get(meaning(function)) if function.kind is FunctionKind.BUILTIN else None
 
 
 def meaning(function: Function) -> str:
-    """The builtin that a function of kind BUILTIN is: one of `NAMES`.
+    """Which builtin a function of kind BUILTIN is: one of `NAMES`.
 
     Raises:
         ValueError: the name is not of a known builtin.

@@ -9,9 +9,9 @@ from .module import Module, Program
 
 
 def clone(module: Module) -> Module:
-    """A module of its own ops and values; types, declarations and locations are shared.
+    """A copy with new ops and values; types, declarations and locations are shared.
 
-    Bodies of functions are declarations, too: no pass changes them.
+    Bodies of functions count as declarations, since no pass changes them.
     """
     return Module(
         module.name,
@@ -30,8 +30,8 @@ def _clone_program(program: Program) -> Program:
     values: dict[Value, Value] = {}
 
     def new(value: Value) -> Value:
-        values[value] = made = Value(value.name, value.type)
-        return made
+        values[value] = copy = Value(value.name, value.type)
+        return copy
 
     def clone_op(op: Op) -> Op:
         operands = tuple([values[value] for value in op.operands])
@@ -48,11 +48,11 @@ _ATTRIBUTES: dict[type[Op], tuple[str, ...]] = {
 
 
 def copy_op(op: Op, operands: tuple[Value, ...], results: tuple[Value, ...]) -> Op:
-    """The same op of other values (`copy.copy` takes several times as long)."""
+    """The same op with other operands and results; `copy.copy` takes several times as long."""
     cls = type(op)
-    made = cls.__new__(cls)
-    made.operands = operands
-    made.results = results
+    copy = cls.__new__(cls)
+    copy.operands = operands
+    copy.results = results
     for name in _ATTRIBUTES[cls]:
-        setattr(made, name, getattr(op, name))
-    return made
+        setattr(copy, name, getattr(op, name))
+    return copy

@@ -1,8 +1,8 @@
 """Collectives: ops in which all ranks of a group take part.
 
-Each class declares its `Exchange`: who gives a tensor, how these are cut and combined, and who gets
-the outcome. Types, places, projection, derivatives, the virtual world and the transports of hosts
-follow from it.
+Each class declares its `Exchange`: which ranks give a tensor, how the tensors are cut and combined,
+and which ranks get the outcome. Types, places, projection, derivatives, the virtual world and the
+transports of hosts follow from it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from .rules import (
 class Exchange:
     """The meaning of a collective, in terms of ranks.
 
-    Each receiver gets a piece of what each sender gives: all of it or, with `cut`, the part with
-    the receiver's number in the group. It combines the pieces in the order of the group. Members
-    that receive nothing get a unit. The verifier and the ports of hosts find the type of what
-    travels by three rules (`problem`), from which a barrier is exempt: every member gives or
-    receives, somebody receives, and if some members only give and others only receive, operands are
-    neither cut nor concatenated.
+    Each receiver gets a piece from each sender: the whole operand or, with `cut`, the part with the
+    receiver's number in the group. It combines the pieces in the order of the group. Members that
+    receive nothing get a unit.
+
+    The verifier and the ports of hosts derive the types of messages from three rules, which
+    `problem` checks: every member gives or receives; at least one member receives; if some members
+    only give and others only receive, operands are neither cut nor concatenated. A barrier is
+    exempt from these rules.
 
     Attributes:
         members: the ranks of the group, in order.
-        senders: those that give an operand, in group order.
-        receivers: those that get a value, in group order.
-        cut: the dimension along which operands are cut into a part for each member, if they are.
-        reduce: how pieces are combined elementwise, if they are.
-        concat: the dimension along which pieces are concatenated, if they are.
+        senders: the members that give an operand, in group order.
+        receivers: the members that get a value, in group order.
+        cut: the dimension along which operands are cut into a part for each member; None: whole.
+        reduce: the operation that combines pieces elementwise, if any.
+        concat: the dimension along which pieces are concatenated, if any.
     """
 
     members: tuple[int, ...]
@@ -59,7 +61,7 @@ class Exchange:
 
     @property
     def problem(self) -> Problem | None:
-        """Which rule it breaks, if it does."""
+        """The rule that it breaks, if any."""
         if self.receivers == self.members or not (self.senders or self.receivers):
             return None
         idle = set(self.members).difference(self.senders, self.receivers)
@@ -84,30 +86,30 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        """True if receivers get what a sender gives, neither cut nor combined."""
+        """True if receivers get a sender's operand as it is, neither cut nor combined."""
         return self.cut is None and self.reduce is None and self.concat is None
 
     @property
     def rounds(self) -> int:
-        """The number of times that bytes travel: 2 where parts are reduced, then exchanged."""
+        """How often bytes travel: twice if parts are reduced and then exchanged, else once."""
         return 2 if self.reduce is not None and self.is_shared else 1
 
 
 @dataclass(eq=False, slots=True)
 class Collective(Op):
-    """A group of ranks that all take part, in one order.
+    """An op in which all ranks of a group take part, in one order.
 
-    In a program over all ranks the operands are the group's values, one for each rank of the
-    group in group order (for `broadcast` and `scatter`: the root's alone, for `barrier`: none); in
-    a rank's program there is that rank's operand only. A program over all ranks gets one result
-    at the whole group or, where the ranks get different ones (`reduce_scatter`, `all_to_all`,
-    `gather`, `scatter`), one for each rank, in group order. From ASYNC on results are futures, and
-    `chan` and `seq` are set, as in `send`. `traffic`, `via` and `why` are as in `transfer`.
+    In a program over all ranks there is one operand for each rank of the group, in group order;
+    `broadcast` and `scatter` take the root's operand alone, `barrier` takes none. There is one
+    result at the whole group. Where the ranks get different values (`reduce_scatter`, `all_to_all`,
+    `gather`, `scatter`), there is one result for each rank, in group order. A rank's program has
+    only the operand and the result of that rank. From ASYNC on results are futures, and `chan` and
+    `seq` are set, as in `send`. `traffic`, `via` and `why` are as in `transfer`.
     """
 
     brings_operands: ClassVar[bool] = True
     streams: ClassVar[frozenset[Stream]] = COMMUNICATION_STREAMS
-    # In words, for errors: the operands that it takes.
+    # The operands that it takes, in words, for errors.
     operand_rule: ClassVar[str] = "one operand for each rank of the program"
     group: Place = field(default=Place((0,)), kw_only=True)
     chan: int | None = field(default=None, kw_only=True)
@@ -122,14 +124,14 @@ class Collective(Op):
 
     @property
     def exchange(self) -> Exchange:
-        """The senders, the receivers, and what becomes of the operands."""
+        """The meaning of this collective in terms of ranks."""
         raise NotImplementedError(f"{self.opcode} declares no exchange")
 
     def transposed(self, operands: tuple[Value, ...]) -> Collective:
-        """The collective that brings the receivers' cotangents to the senders; without results.
+        """The collective, without results, that brings the receivers' cotangents to the senders.
 
-        It is of the same group: this op's receivers give, and its senders receive, alone or with
-        all others.
+        It has the same group. The receivers of this op give, and its senders receive; other members
+        may receive as well.
         """
         raise NotImplementedError(f"{self.opcode} has no transpose")
 
@@ -139,23 +141,23 @@ class Collective(Op):
 
     @property
     def result_places(self) -> tuple[Place, ...]:
-        """For each result of a program over all ranks, where it is made."""
+        """For each result in a program over all ranks, the place where it is made."""
         if self.exchange.is_shared:
             return (self.group,)
         return tuple([Place((rank,)) for rank in self.group.ranks])
 
     def by_rank(self) -> Mapping[int, tuple[tuple[Value, ...], tuple[Value, ...]]]:
-        """Of a program over all ranks: the operands and the results of each rank of the group."""
+        """The operands and results of each rank of the group, in a program over all ranks."""
         exchange = self.exchange
-        given = {
+        operands = {
             rank: (value,) for rank, value in zip(exchange.senders, self.operands, strict=True)
         }
         if exchange.is_shared:
-            made = dict.fromkeys(exchange.members, self.results)
+            results = dict.fromkeys(exchange.members, self.results)
         else:
             pairs = zip(exchange.members, self.results, strict=True)
-            made = {rank: (value,) for rank, value in pairs}
-        return {rank: (given.get(rank, ()), made[rank]) for rank in exchange.members}
+            results = {rank: (value,) for rank, value in pairs}
+        return {rank: (operands.get(rank, ()), results[rank]) for rank in exchange.members}
 
     def check(self, context: Context) -> None:
         exchange = self.exchange
@@ -180,10 +182,10 @@ class Collective(Op):
         single = one_rank or exchange.is_shared
         expect_results(self, 1 if single else members, "one result (scattered: one for each rank)")
         futures = has_futures(context.phase)
-        made = [expect_future(v, self) if futures else v.type for v in self.results]
-        piece = self._piece(exchange, made[0])
+        result_types = [expect_future(v, self) if futures else v.type for v in self.results]
+        piece = self._piece(exchange, result_types[0])
         ranks = (context.program.rank,) if one_rank else exchange.members
-        for rank, value, type_ in zip(ranks, self.results, made, strict=False):
+        for rank, value, type_ in zip(ranks, self.results, result_types, strict=False):
             gets = rank in exchange.receivers or exchange.has_one_result_type
             expected = piece if gets else UnitType()
             if not same_but_place(type_, expected):
@@ -191,12 +193,12 @@ class Collective(Op):
                     f"this {self.opcode} makes {bare(expected)}, not {bare(type_)}", "", value
                 )
 
-    def _piece(self, exchange: Exchange, made: Type) -> Type:
-        """The type of what receivers get; `made` where the operands do not say."""
+    def _piece(self, exchange: Exchange, result_type: Type) -> Type:
+        """The type of the value that receivers get; `result_type` where there are no operands."""
         if not exchange.senders:
             return UnitType()
         if not self.operands:
-            return made
+            return result_type
         first = self.operands[0]
         dim = exchange.cut if exchange.cut is not None else exchange.concat
         if dim is None and exchange.reduce is None:
@@ -239,7 +241,7 @@ _EACH = "one tensor for each rank, all of one type"
 class AllReduce(Collective):
     """Combine the group's tensors elementwise; every rank gets the result.
 
-    With `donated` nothing uses the operands any more, so a rank's result may lie in the memory of
+    With `donated`, nothing uses the operands any more, so a rank's result may take the memory of
     its operand.
     """
 
@@ -278,7 +280,7 @@ class AllGather(Collective):
 
 @dataclass(eq=False, slots=True)
 class ReduceScatter(Collective):
-    """Combine the group's tensors, then give each rank its part of `dim`."""
+    """Combine the group's tensors elementwise, then give each rank its part along `dim`."""
 
     opcode: ClassVar[str] = "reduce_scatter"
     takes: ClassVar[str] = _EACH
@@ -298,7 +300,7 @@ class ReduceScatter(Collective):
 
 @dataclass(eq=False, slots=True)
 class AllToAll(Collective):
-    """Rank i gives its j-th part of `dim` to rank j and concatenates what it gets."""
+    """Rank i sends its j-th part along `dim` to rank j, and concatenates the parts that it gets."""
 
     opcode: ClassVar[str] = "all_to_all"
     takes: ClassVar[str] = _EACH
@@ -355,7 +357,7 @@ class Gather(Collective):
 
 @dataclass(eq=False, slots=True)
 class Scatter(Collective):
-    """Give each rank of the group its part of `dim` of the tensor of rank `root`."""
+    """Give each rank of the group its part along `dim` of the tensor of rank `root`."""
 
     opcode: ClassVar[str] = "scatter"
     takes: ClassVar[str] = "the root's tensor"
@@ -376,7 +378,7 @@ class Scatter(Collective):
 
 @dataclass(eq=False, slots=True)
 class Barrier(Collective):
-    """No rank of the group goes on before all have come here."""
+    """Hold each rank of the group until all of them have come here."""
 
     opcode: ClassVar[str] = "barrier"
     takes: ClassVar[str] = "none"

@@ -1,4 +1,4 @@
-"""Functions, channels, programs and modules: what a step is made of, in every phase."""
+"""Functions, channels, programs and modules, which make up a step in every phase."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .compare import equal
 
 
 class FunctionKind(enum.Enum):
-    """The kind of body that a function's name stands for.
+    """The kind of body that a function has.
 
-    GRAPH is a traced torch.fx graph. OPAQUE is a Python method that is called as it is. BUILTIN
-    is one of the few functions that every backend knows and passes may call (`builtins.py`).
-    PROGRAM is a program of the module (`Module.bodies`), which `inline` puts in the place of calls.
+    GRAPH is a traced torch.fx graph. OPAQUE is a Python method that runs without being traced.
+    BUILTIN is one of the few functions that every backend provides (`builtins.py`). PROGRAM is a
+    program of the module (`Module.bodies`); the pass `inline` replaces its calls by its ops.
     """
 
     GRAPH = "graph"
@@ -35,25 +35,24 @@ class Function:
     Attributes:
         name: unique in the module, without the `@`.
         inputs, outputs: types without places.
-        kind: what stands behind the name.
-        effect: what it does to the state of `actor`.
+        kind: the kind of its body.
+        effect: its effect on the state of `actor`.
         actor: the actor whose state it touches, or None for a function of values alone.
         random: whether it draws random numbers; its calls then carry a `key`.
         aliases: pairs (output, input) that may share storage.
         loc: where the user defined it.
-        fuse: what compiles its graph as a whole, if anything does.
-        adds_products: whether gradients that are matrix products are added to `.grad` by the
-            product itself.
-        flops: floating-point operations of a call, those of matrix products, convolutions and
-            attention; none as well where nothing is known of them.
-        shares: what it does to state that other actors of the rank hold as well.
-        ranks: in scheduled modules, the ranks that its actor is on where these are several.
-        body: the function whose body it has, at shapes of its own; None: a body of its own name.
-        parameter: the parameter of its actor, by path, that it does nothing to but hand it over: it
-            reads it as it rests, makes it whole of what was gathered, lays a gradient of it out to
-            be reduced, or adds to its gradient; None of all others.
-        buckets: of its actor's gradients, those that it adds to or that it reduces; none: the first
-            one, 0, which has all gradients that are in no other.
+        fuse: the compiler that compiles its graph as a whole, if any.
+        adds_products: whether matrix products that are gradients add themselves to `.grad`.
+        flops: the floating-point operations of a call: those of its matrix products, convolutions
+            and attention; empty also where they are not known.
+        shares: its effects on state that other actors of the rank hold as well.
+        ranks: in scheduled modules, the ranks of its actor if there are several.
+        body: the function whose body it runs, at shapes of its own; None: it has its own body.
+        parameter: the path of the stored parameter that it only hands over, None of all other
+            functions. Such a function reads the parameter at rest, makes it whole from the gathered
+            pieces, lays its gradient out to be reduced, or adds to its gradient.
+        buckets: the buckets of its actor's gradients that it adds to or reduces. Empty stands for
+            bucket 0, which has all gradients that are in no other bucket.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Function:
 
     @property
     def is_work(self) -> bool:
-        """True if it does work of an actor, and not only hands a parameter or a gradient over."""
+        """True if it does an actor's work, and does not just hand over a parameter or gradient."""
         hands_over = self.parameter is not None or self.effect is Effect.REDUCE
         return self.actor is not None and not hands_over
 
@@ -87,30 +86,32 @@ class Function:
 
     @property
     def touches(self) -> tuple[tuple[str | None, Effect], ...]:
-        """The state that it touches, by name, and how: its actor's, and what that shares.
+        """The states that it touches, by name, with its effect on each.
 
-        What two actors share has a name made of theirs.
+        These are the state of its actor, by the actor's name, and state that this actor shares with
+        another, by both names.
         """
         own = (self.actor, self.effect)
         if not self.shares:
             return (own,)
         pairs = [
-            ("&".join(sorted((self.actor or "", other))), effect)
-            for other, effect in self.shares.effects
+            ("&".join(sorted((self.actor or "", sharer))), effect)
+            for sharer, effect in self.shares.effects
         ]
         return (own, *pairs)
 
     def conflicts_with(self, other: Function) -> bool:
-        """True if a call of this function and one of another must keep their program order."""
+        """True if calls of this function and of another one must keep their program order."""
         if self.actor == other.actor and self._is_apart_from(other):
             return False
-        theirs = dict(other.touches)
+        other_effects = dict(other.touches)
         return any(
-            name in theirs and effect.conflicts_with(theirs[name]) for name, effect in self.touches
+            name in other_effects and effect.conflicts_with(other_effects[name])
+            for name, effect in self.touches
         )
 
     def _is_apart_from(self, other: Function) -> bool:
-        """True if both work on nothing but gradients, and on no bucket together."""
+        """True if both work on gradients alone, and have no bucket in common."""
         if not (self.effect.is_on_gradients and other.effect.is_on_gradients):
             return False
         return set(self.gradient_buckets).isdisjoint(other.gradient_buckets)
@@ -126,15 +127,15 @@ class Vjp:
     """The derivative of a function, as two functions of the module.
 
     `forward` takes the function's inputs and returns its outputs followed by the saved values.
-    `backward` takes the saved values, then the cotangents of `grad_outputs`, and returns the
-    cotangents of `grad_inputs` (or `unit`, where there are none); the gradients of the actor's
-    parameters it accumulates itself.
+    `backward` takes the saved values, then the cotangents of `grad_outputs`. It returns the
+    cotangents of `grad_inputs`, or `unit` if there are none, and accumulates the gradients of the
+    actor's parameters itself.
 
-    A backward may also come in two halves, for schedules that put off the second. `input` takes
-    what `backward` takes, and returns the cotangents of `grad_inputs`, then values that it leaves
-    to `weight`. `weight` takes those inputs of `backward` that `kept` names, then these values, and
-    returns `unit`. Both may accumulate gradients, each of other parameters. Where nobody waits for
-    a cotangent, there is no `input`, and `weight` is `backward`. Where nothing can be put off there
+    A backward may also come in two halves, for schedules that put off the second. `input` has the
+    inputs of `backward`; it returns the cotangents of `grad_inputs`, then values for `weight`.
+    `weight` takes the inputs of `backward` that `kept` lists, then these values, and returns
+    `unit`. Both halves may accumulate gradients, but never of the same parameter. If there are no
+    `grad_inputs`, there is no `input`, and `weight` is `backward`. If no work can be put off, there
     is neither.
 
     Attributes:
@@ -142,8 +143,8 @@ class Vjp:
         forward, backward: names of functions.
         grad_outputs: indices of the outputs whose cotangents `backward` takes, ascending.
         grad_inputs: indices of the inputs whose cotangents `backward` returns, ascending.
-        input, weight: names of functions, where there are halves.
-        kept: indices of inputs of `backward` that `weight` takes, ascending.
+        input, weight: names of functions, if there are halves.
+        kept: indices of the inputs of `backward` that `weight` takes, ascending.
     """
 
     name: str
@@ -163,7 +164,7 @@ class Vjp:
 
 
 HOST_NAMES = (None, "cpu", "mpi")
-"""The transport between hosts by its names in `via`."""
+"""The values of `via` that stand for the transport between hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +174,17 @@ class Channel:
     Messages of a channel match in order: the n-th send with the n-th receive.
 
     Attributes:
-        id: what `chan` of an op refers to.
+        id: the number that ops have as their `chan`.
         ranks: (source, destination), or the group of a collective.
         collective: whether it serves a group.
-        via: its transport by name; None for what the run time has for every value.
-        why: why that transport, in words.
-        traffic: what its collectives are for, if they have communicators of their own.
-        slots: buffers that the receiver keeps, once planned.
-        slot_bytes: bytes of each, once planned. Without slots, of the largest message that comes
-            into a buffer of the program; 0 where there is none.
-        background: floating-point operations that a rank does while a receive of the channel waits,
-            in the mean of its messages; None where it computes nothing meanwhile.
+        via: the name of its transport; None: the transport that carries every value.
+        why: the reason for that transport, in words.
+        traffic: the purpose of its collectives, if they have communicators of their own.
+        slots: the number of buffers that the receiver keeps, once planned.
+        slot_bytes: the bytes of each slot, once planned. Without slots, the bytes of the largest
+            message that is received into a buffer of the program; 0 if there is none.
+        background: the floating-point operations that a rank does while a receive of the channel
+            waits, on average over its messages; None if it computes nothing meanwhile.
     """
 
     id: int
@@ -198,7 +199,7 @@ class Channel:
 
     @property
     def is_by_host(self) -> bool:
-        """True if its messages go from host to host, and not by what joins devices."""
+        """True if its messages go from host to host, and not from device to device."""
         return self.via in HOST_NAMES
 
 
@@ -206,8 +207,8 @@ class Channel:
 class Program:
     """A straight line of ops that ends in `return`.
 
-    `rank` is set in the scheduled phase, and names the program there; before it the program spans
-    all ranks.
+    In the scheduled phase `rank` is set, and names the program. Before that phase it is None, and
+    the program spans all ranks.
     """
 
     name: str
@@ -230,15 +231,15 @@ class Module:
     Attributes:
         name: the step's name.
         phase: how far it has come.
-        world: number of ranks.
-        meshes: those that types name, by name.
+        world: the number of ranks.
+        meshes: the meshes that its types refer to, by name.
         functions, vjps: declarations by name.
         bodies: the programs of functions of kind PROGRAM, by the function's name. Their types have
             no places: a body runs where it is called.
         channels: communicators by id; empty before ASYNC.
-        programs: one over all ranks before SCHEDULED, one for each rank from then on.
+        programs: one over all ranks before SCHEDULED, and one for each rank in SCHEDULED.
 
-    Modules are equal when their text forms are, locations aside (`text/compare.py`).
+    Modules are equal if their text forms are equal, without locations (`ir/ops/compare.py`).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Make names that are unique in a program, and read those of parameters."""
+"""Make names that are unique in a program, and read the paths of parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .module import Program
 
 
 class Names:
-    """Names in use, and new ones beside them; each costs constant time on average."""
+    """Names in use, and a source of fresh ones, each in constant time on average."""
 
     def __init__(self, used: Iterable[str] = ()) -> None:
         self._used = set(used)
@@ -22,10 +22,10 @@ class Names:
         return names
 
     def fresh(self, base: str) -> str:
-        """A name not in use yet: `base`, or else `base.1`, `base.2`, ...
+        """A name that is not in use yet: `base`, or else `base.1`, `base.2`, ...
 
-        A number that `base` already ends in is replaced: `h.1` is followed by `h.2`, so that
-        names stay short however many passes derive one from another.
+        If `base` ends in a number, the number is replaced: `h.1` is followed by `h.2`. So names
+        stay short, however many passes derive one from another.
         """
         if base not in self._used:
             self._used.add(base)
@@ -45,10 +45,10 @@ class Names:
 
 
 def layer_of(path: str) -> str:
-    """The layer that a parameter belongs to: its path as far as the first number in it.
+    """The layer of a parameter: its path as far as the first number in it.
 
-    Those of `blocks.3.up.weight` and `blocks.3.norm.bias` are `blocks.3`; of a path without numbers
-    it is empty.
+    The layer of `blocks.3.up.weight` and `blocks.3.norm.bias` is `blocks.3`. A path without numbers
+    has the layer "".
     """
     names = path.split(".")
     numbers = [index for index, name in enumerate(names[:-1]) if name.isdecimal()]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Constant(Op):
-    """A value known when the step was traced.
+    """A value that is known when the step is traced.
 
-    `fill` is the element of a constant tensor; `ref` names an entry of the step's constants.
+    `fill` is the value of all elements of a tensor; `ref` names an entry of the step's constants.
     Exactly one of the two is set.
     """
 
@@ -46,8 +46,8 @@ class Constant(Op):
         expect_operands(self, 0, "no operand")
         expect_results(self, 1, "one result")
         if (self.fill is None) == (self.ref is None):
-            given = "neither fill nor ref" if self.fill is None else "both fill and ref"
-            raise Problem(f"constant has {given}", "give exactly one of the two")
+            choice = "neither fill nor ref" if self.fill is None else "both fill and ref"
+            raise Problem(f"constant has {choice}", "give exactly one of the two")
         if self.fill is not None:
             expect_tensor(self.result, self)
         elif isinstance(self.result.type, TensorType) and self.result.type.layout is not None:
@@ -61,8 +61,8 @@ class Constant(Op):
 class Call(Op):
     """Run a function of the module on its operands.
 
-    `vjp` names the derivative that `differentiate` will use; `key` distinguishes the random
-    numbers of this call from those of every other call of the step.
+    `vjp` names the derivative for the pass `differentiate`. `key` makes the random numbers of this
+    call differ from those of all other calls of the step.
     """
 
     opcode: ClassVar[str] = "call"
@@ -119,9 +119,9 @@ def _check_vjp(op: Call, name: Symbol, function: Function, module: Module) -> No
 
 @dataclass(eq=False, slots=True)
 class View(Op):
-    """A part of a tensor that shares its storage: `length` entries of `dim` from `start`.
+    """A part of a tensor that shares its storage: `length` entries along `dim` from `start`.
 
-    Other dimensions may be cut, and stay so.
+    Other dimensions may be cut, and stay cut.
     """
 
     opcode: ClassVar[str] = "view"
@@ -153,13 +153,13 @@ class View(Op):
                 f"make it whole first: {whole}",
                 self.operands[0],
             )
-        made = replace(resized(type_, self.dim, self.length), layout=type_.layout)
-        expect_type(self.result, made, "this view makes")
+        expected = replace(resized(type_, self.dim, self.length), layout=type_.layout)
+        expect_type(self.result, expected, "this view makes")
 
 
 @dataclass(eq=False, slots=True)
 class Copy(Op):
-    """The same value in storage of its own; in a rank's program, in a buffer if it takes one."""
+    """A copy of a value in storage of its own or, in a rank's program, in a buffer."""
 
     opcode: ClassVar[str] = "copy"
     takes: ClassVar[str] = "a value, and the buffer to copy it into, or none"
@@ -188,7 +188,7 @@ class Copy(Op):
 
 
 def check_unchanged(op: Op) -> None:
-    """Raise unless an op makes one value of the type of its one operand."""
+    """Raise unless an op has one operand, and one result of the same type."""
     expect_operands(op, 1, "one operand")
     expect_results(op, 1, "one result")
     expect_type(op.result, op.operands[0].type, f"{op.opcode} keeps the operand's type,")
@@ -196,7 +196,7 @@ def check_unchanged(op: Op) -> None:
 
 @dataclass(eq=False, slots=True)
 class Wait(Op):
-    """Make a future's value, or a value of another stream, available on this op's stream."""
+    """Make the value of a future, or a value of another stream, available on this op's stream."""
 
     opcode: ClassVar[str] = "wait"
     takes: ClassVar[str] = "a future, or a value of another stream"
@@ -237,7 +237,7 @@ class Alloc(Op):
 
 @dataclass(eq=False, slots=True)
 class Free(Op):
-    """Give back the storage of the first operand; the others are what had to happen before."""
+    """Give back the storage of the first operand, after the other operands are there."""
 
     opcode: ClassVar[str] = "free"
     takes: ClassVar[str] = "the storage, then whatever has to have happened"
@@ -255,7 +255,7 @@ class Free(Op):
 
 @dataclass(eq=False, slots=True)
 class Backward(Op):
-    """Ask for the gradients of the operands, scalars each; gone after `differentiate`."""
+    """Ask for the gradients of the operands, which are scalars; `differentiate` replaces it."""
 
     opcode: ClassVar[str] = "backward"
     takes: ClassVar[str] = "one or more real floating scalars"
@@ -283,10 +283,10 @@ _COMPLEX = (DType.C64, DType.C128)
 
 @dataclass(eq=False, slots=True)
 class Return(Op):
-    """The outputs of the program; always its last op.
+    """Return the outputs of the program; always its last op.
 
-    `at` is where a program over all ranks delivers them: each rank of `at` returns them all, the
-    other ranks return nothing.
+    `at` is the place where a program over all ranks delivers its outputs: each rank of `at` returns
+    all of them, and the other ranks return nothing.
     """
 
     opcode: ClassVar[str] = "return"

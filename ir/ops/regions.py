@@ -1,4 +1,4 @@
-"""Ops on regions: take a part of a laid-out tensor, and put a tensor together of such parts."""
+"""Ops on regions: take a part of a laid-out tensor, and put a tensor together from parts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _PHASES = frozenset({Phase.PLACED, Phase.ASYNC, Phase.SCHEDULED})
 
 @dataclass(eq=False, slots=True)
 class Slice(Op):
-    """The part of a tensor that is in `region`, at one of the ranks that hold it.
+    """The part of a tensor in `region`, at one of the ranks that hold it.
 
-    `region` is in indices of the logical tensor, and within what the rank holds: for each dimension
-    the intervals `first:last`, with `+` between them, as in `[0:4,0:64]` and `[0:4+8:12]`. In a
-    rank's program it is in indices of the operand. The result may have the operand's storage.
+    `region` lists for each dimension the intervals `first:last`, with `+` between them, as in
+    `[0:4,0:64]` and `[0:4+8:12]`. It is in indices of the logical tensor, and within the part that
+    the rank holds. In a rank's program it is in indices of the operand. The result may share the
+    operand's storage.
     """
 
     opcode: ClassVar[str] = "slice"
@@ -46,7 +47,7 @@ class Slice(Op):
 
     @property
     def copies(self) -> bool:
-        """True if a rank copies what it takes: a dimension has several intervals."""
+        """True if a rank has to copy elements, as a dimension has several intervals."""
         return any(len(intervals) > 1 for intervals in self.region)
 
     def check(self, context: Context) -> None:
@@ -54,8 +55,8 @@ class Slice(Op):
         expect_results(self, 1, "one result")
         source = expect_tensor(self.operands[0], self)
         _check_region(self, self.region, whole(source.shape), "the operand", self.operands[0])
-        made = TensorType(source.dtype, shape_of(self.region))
-        expect_type(self.result, made, "the region makes")
+        expected = TensorType(source.dtype, shape_of(self.region))
+        expect_type(self.result, expected, "the region makes")
 
     def check_places(self, context: Context) -> None:
         place = self.result.type.place
@@ -78,11 +79,11 @@ class Slice(Op):
 
 @dataclass(eq=False, slots=True)
 class Reserve(Op):
-    """Uninitialised storage for a tensor, and the parts of it that others are to write.
+    """Uninitialised storage for a tensor, and for each part of it a buffer to write.
 
-    The first result is the whole. Behind it comes a buffer for each of `regions`, which are blocks
-    that tile the whole: it is that part of the whole. Each buffer is written by one `recv` or
-    `copy`, and then `assemble` gives the whole its value.
+    The first result is the whole tensor. The others are buffers, one for each of `regions`: blocks
+    that tile the whole. A buffer is that part of the whole. One `recv` or `copy` writes each
+    buffer, and then `assemble` gives the whole its value.
     """
 
     opcode: ClassVar[str] = "reserve"
@@ -112,15 +113,15 @@ class Reserve(Op):
 
 @dataclass(eq=False, slots=True)
 class Assemble(Op):
-    """The tensor whose parts are the operands: at each rank, those that are there.
+    """The tensor whose parts are the operands: each rank puts the operands that it has together.
 
     `regions` has one region for each operand, in indices of the logical tensor. At each rank of the
-    result the regions of the operands that are there are disjoint, and together they are what the
-    rank holds of the result. In a rank's program the regions are in indices of its own result.
+    result, the regions of the rank's operands are disjoint, and together they are the part of the
+    result that the rank holds. In a rank's program the regions are in indices of its own result.
 
-    The result has storage of its own. Or it is assembled *in place*: the first operand is the whole
-    of a `reserve`, and the others are what has been written to its buffers. Then the result is the
-    whole, and nothing is copied.
+    The result has storage of its own, unless it is assembled *in place*. Then the first operand is
+    the whole of a `reserve`, and the others are the values written to its buffers. The result is
+    the whole, and nothing is copied.
     """
 
     opcode: ClassVar[str] = "assemble"
@@ -134,7 +135,7 @@ class Assemble(Op):
 
     @property
     def is_in_place(self) -> bool:
-        """True if the first operand is storage in which the parts lie already."""
+        """True if the first operand is storage that already has the parts in it."""
         return len(self.operands) == len(self.regions) + 1
 
     @property
@@ -151,14 +152,14 @@ class Assemble(Op):
         return tuple([value.type.place for value in self.operands])
 
     def by_rank(self) -> dict[int, list[tuple[Value, Region]]]:
-        """Of a program over all ranks: the operands of each rank, each with its region."""
+        """The operands of each rank with their regions, in a program over all ranks."""
         assert self.place is not None, "before SCHEDULED a value has a place"
-        found: dict[int, list[tuple[Value, Region]]] = {rank: [] for rank in self.place.ranks}
+        parts_of: dict[int, list[tuple[Value, Region]]] = {rank: [] for rank in self.place.ranks}
         for value, region in zip(self.operands, self.regions, strict=True):
             assert value.type.place is not None, "before SCHEDULED a value has a place"
             for rank in value.type.place.ranks:
-                found[rank].append((value, region))
-        return found
+                parts_of[rank].append((value, region))
+        return parts_of
 
     def check(self, context: Context) -> None:
         expect_results(self, 1, "one result")
@@ -194,8 +195,8 @@ class Assemble(Op):
             _check_tiles(self, regions, pieces[rank], f"the part of rank {rank}")
 
 
-def _check_region(op: Op, region: Region, held: Region, what: str, value: Value) -> None:
-    """Raise unless a region is one, and within another."""
+def _check_region(op: Op, region: Region, held: Region, noun: str, value: Value) -> None:
+    """Raise unless `region` is well formed, and within the region `held`, which `noun` names."""
     if not is_region(region):
         raise Problem(
             f"{format_region(region)} is not a region: intervals ascend, and neither touch nor are "
@@ -205,42 +206,42 @@ def _check_region(op: Op, region: Region, held: Region, what: str, value: Value)
         )
     if len(region) != len(held):
         text = format_region(region)
-        problem = f"the region {text} has {len(region)} dimensions, {what} has {len(held)}"
+        problem = f"the region {text} has {len(region)} dimensions, {noun} has {len(held)}"
         raise Problem(problem, "write one for each dimension of the tensor", value)
     if not covers(held, region):
         raise Problem(
-            f"the region {format_region(region)} is not within {what}, {format_region(held)}",
+            f"the region {format_region(region)} is not within {noun}, {format_region(held)}",
             f"{op.opcode} takes indices of the logical tensor, and of a rank what it holds",
             value,
         )
 
 
-def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, what: str) -> None:
-    """Raise unless regions within a piece are disjoint, and together all of it."""
+def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, noun: str) -> None:
+    """Raise unless regions tile a piece, which `noun` names."""
     disjoint = _are_rows(regions)
     for index, region in enumerate(regions):
         if not covers(piece, region):
             raise Problem(
-                f"the region {format_region(region)} is not within {what}, {format_region(piece)}",
+                f"the region {format_region(region)} is not within {noun}, {format_region(piece)}",
                 "an operand is part of what its ranks hold of the result",
             )
-        for other in () if disjoint else regions[:index]:
-            if common := volume(overlap(region, other)):
+        for earlier in () if disjoint else regions[:index]:
+            if common := volume(overlap(region, earlier)):
                 raise Problem(
-                    f"the regions {format_region(other)} and {format_region(region)} of {what} "
+                    f"the regions {format_region(earlier)} and {format_region(region)} of {noun} "
                     f"have {common} elements in common",
                     "regions of one rank are disjoint",
                 )
     missing = volume(piece) - sum(map(volume, regions))
     if missing:
         raise Problem(
-            f"{missing} elements of {what}, {format_region(piece)}, are in no region",
+            f"{missing} elements of {noun}, {format_region(piece)}, are in no region",
             "regions of one rank are together all that it holds of the result",
         )
 
 
 def _are_rows(regions: Sequence[Region]) -> bool:
-    """True if regions differ in one dimension alone, in which they are disjoint."""
+    """True if regions differ in one dimension only, and are disjoint there."""
     columns = [column for column in zip(*regions, strict=True) if len(set(column)) > 1]
     if len(columns) != 1:
         return False

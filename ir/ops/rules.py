@@ -1,4 +1,4 @@
-"""Problems, the context of a check, and the checks that op classes share."""
+"""Problems of ops, the context of a check, and checks that op classes share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Problem(Exception):
-    """Something is wrong with an op; `value` is the operand or result that shows it."""
+    """An op breaks a rule; `value` is the operand or result that shows it, if any."""
 
     def __init__(self, message: str, help: str = "", value: Value | None = None) -> None:
         super().__init__(message)
@@ -26,12 +26,12 @@ class Problem(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """The module and the program of the op that is checked."""
+    """The module and the program of an op to check."""
 
     module: Module
     program: Program
     checked: set[tuple[str, str]] = field(default_factory=set)
-    """Pairs of function and vjp that are known to fit."""
+    """Pairs of a function and a vjp that are known to fit."""
 
     @property
     def phase(self) -> Phase:
@@ -39,7 +39,7 @@ class Context:
 
 
 def same_but_place(a: Type, b: Type) -> bool:
-    """True if two types are equal, places aside."""
+    """True if two types are equal, whatever their places."""
     if a is b:
         return True
     if type(a) is TensorType and type(b) is TensorType:
@@ -50,14 +50,14 @@ def same_but_place(a: Type, b: Type) -> bool:
 
 
 def same_but_layout(a: Type, b: Type) -> bool:
-    """True if two types are those of tensors of one shape, laid out differently or not."""
+    """True if both types are of tensors of one shape and element type, whatever their layouts."""
     if not (isinstance(a, TensorType) and isinstance(b, TensorType)):
         return False
     return a.dtype is b.dtype and a.shape == b.shape
 
 
 def transferred(value: Value, type_: Type) -> str:
-    """The text of a transfer that gives a value another type, where it is."""
+    """The text of a transfer that gives a value another type, at the same place."""
     return f"%y = transfer(%{value.name}) : {relocate(type_, value.type.place)}"
 
 
@@ -67,24 +67,27 @@ def bare(type_: Type) -> str:
 
 
 def resized(type_: TensorType, dim: int, size: int) -> TensorType:
-    """The type with another size of one dimension, and no place."""
+    """The type with another size in one dimension, and without place and layout."""
     return TensorType(type_.dtype, (*type_.shape[:dim], size, *type_.shape[dim + 1 :]))
 
 
 def expect_operands(op: Op, count: int, what: str) -> None:
-    """Raise unless an op has as many operands; `what` says so in words."""
+    """Raise unless an op has `count` operands; `what` says the same in words."""
     if len(op.operands) != count:
         raise Problem(f"{op.opcode} takes {what}, here it has {len(op.operands)}")
 
 
 def expect_results(op: Op, count: int, what: str) -> None:
-    """Raise unless an op has as many results; `what` says so in words."""
+    """Raise unless an op has `count` results; `what` says the same in words."""
     if len(op.results) != count:
         raise Problem(f"{op.opcode} makes {what}, here it has {len(op.results)}")
 
 
 def expect_type(value: Value, expected: Type, why: str) -> None:
-    """Raise unless a value is of a type, places aside; `why` stands before the type."""
+    """Raise unless a value has the expected type, whatever its place.
+
+    The message has `why` before that type.
+    """
     if not same_but_place(value.type, expected):
         message = f"%{value.name} is {bare(value.type)}, but {why} {bare(expected)}"
         help_ = ""
@@ -94,7 +97,7 @@ def expect_type(value: Value, expected: Type, why: str) -> None:
 
 
 def expect_signature(values: Sequence[Value], types: Sequence[Type], what: str, noun: str) -> None:
-    """Raise unless the values of a call are of a function's types."""
+    """Raise unless the values of a call have the types of a function's signature."""
     if len(values) != len(types):
         raise Problem(f"{what} {len(types)} {noun}s, this call has {len(values)}")
     for index, (value, type_) in enumerate(zip(values, types, strict=True)):
@@ -103,7 +106,7 @@ def expect_signature(values: Sequence[Value], types: Sequence[Type], what: str, 
 
 
 def expect_tensor(value: Value, op: Op) -> TensorType:
-    """The type of a value, which must be a tensor's."""
+    """The type of a value, which must be a tensor."""
     type_ = value.type
     if not isinstance(type_, TensorType):
         raise Problem(f"{op.opcode} works on tensors, %{value.name} is {bare(type_)}", "", value)
@@ -111,7 +114,7 @@ def expect_tensor(value: Value, op: Op) -> TensorType:
 
 
 def expect_future(value: Value, op: Op) -> Type:
-    """The type that a value promises, which must be a future."""
+    """The type that a value promises; the value must be a future."""
     if not isinstance(value.type, FutureType):
         raise Problem(
             f"{op.opcode} makes a future, %{value.name} is {bare(value.type)}",
@@ -122,7 +125,7 @@ def expect_future(value: Value, op: Op) -> Type:
 
 
 def check_ranks(place: Place, module: Module, what: str, value: Value | None = None) -> None:
-    """Raise unless all ranks of a place are of the world."""
+    """Raise unless all ranks of a place are in the world; `what` is at the place."""
     for rank in place.ranks:
         if not 0 <= rank < module.world:
             raise Problem(

@@ -11,15 +11,17 @@ from .module import Function, Program
 class SharedStorage:
     """The groups of a program's values that share storage, by union-find.
 
-    A value shares storage with its views, with the values that wait for it, with the future that
-    promised it, with the buffer that it was received or copied into, with what is assembled in it,
-    with what comes of it in an `all_reduce` to which it is donated, and with the results of calls
-    that may alias it.
+    A value shares storage with its views, with the results of waits for it, and with the future
+    that promised it. It also shares storage with the buffer that it was received or copied into,
+    with the tensor that is assembled in it, with the result of an `all_reduce` to which it is
+    donated, and with the results of calls that may alias it.
 
     Args:
-        collectives: whether what a collective hands back to its root is one with what the root
-            gave. To the proof of progress it is not: there, a slot is free with the value that came
-            in it.
+        program: the program.
+        functions: the functions of its module, by name.
+        collectives: whether the result of a collective at its root shares storage with the root's
+            operand. The proof of progress says no: there a slot is free as soon as the value that
+            came in it is freed.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class SharedStorage:
                     self._share(op.results[0], shared)
 
     def of(self, value: Value) -> Value:
-        """The value that stands for the group of `value`."""
+        """The value that represents the group of `value`."""
         parents = self._parents
         root = parents.get(value)
         if root is None:

@@ -27,15 +27,16 @@ from .rules import (
 class Transfer(Op):
     """Bring a value to another place, or lay a tensor out in another way.
 
-    `via` names the transport, and `why` says why that one. Without `via` it is what the run time
-    has for every value. `traffic` says that it gathers parameters that are stored in pieces, or
-    reduces their gradients. Before PLACED a transfer of copies goes from a place to the same place:
-    it says how its operand is to travel to those who use the result. `donated` is as in
-    `all_reduce`, if the transfer becomes one.
+    `via` names the transport, and `why` gives the reason for it. Without `via`, the value takes the
+    transport that carries every value. `traffic` is set if the transfer gathers stored parameters,
+    or reduces their gradients. `donated` is as in `all_reduce`, if the transfer becomes one.
 
-    Summands are combined, but for those that the result has along the same axes of the same mesh.
-    Copies may become summands: of a sum the first rank along the axes keeps its own, and the others
-    have zeros; of a maximum or minimum each keeps its own.
+    Before PLACED, a transfer of copies does not change the place: it only says by which transport
+    its operand travels to the ops that use the result.
+
+    Summands are combined, unless the result has summands along the same axes of the same mesh.
+    Copies may become summands. Of a sum, the first rank along the axes keeps its copy, and the
+    others have zeros; of a maximum or minimum, each rank keeps its copy.
     """
 
     opcode: ClassVar[str] = "transfer"
@@ -69,11 +70,11 @@ class Transfer(Op):
     def check(self, context: Context) -> None:
         expect_operands(self, 1, "one operand")
         expect_results(self, 1, "one result")
-        have, made = self.operands[0].type, self.result.type
-        if not same_but_layout(have, made):
+        source, target = self.operands[0].type, self.result.type
+        if not same_but_layout(source, target):
             check_unchanged(self)
-        _check_summands(self, have, made)
-        if isinstance(have, TensorType) and (have.layout is not None or self.changes_layout):
+        _check_summands(self, source, target)
+        if isinstance(source, TensorType) and (source.layout is not None or self.changes_layout):
             return
         if context.phase is not Phase.TRACED:
             return
@@ -86,23 +87,23 @@ class Transfer(Op):
             )
 
     def check_places(self, context: Context) -> None:
-        """Nothing: it goes from any place to any place."""
+        """Check nothing: a transfer goes from any place to any place."""
 
     def check_operand_places(self, context: Context) -> None:
-        """Nothing: it goes from any place to any place."""
+        """Check nothing: a transfer goes from any place to any place."""
 
 
-def _check_summands(op: Transfer, have: Type, made: Type) -> None:
-    """Raise where a transfer would make summands of what is cut, not of copies."""
-    old, new = (t.layout if isinstance(t, TensorType) else None for t in (have, made))
+def _check_summands(op: Transfer, source: Type, target: Type) -> None:
+    """Raise if a transfer would make summands from a cut tensor; it can make them from copies."""
+    old, new = (t.layout if isinstance(t, TensorType) else None for t in (source, target))
     if old is None or new is None or not new.summands:
         return
     cut_axes = {axis for cut in old.cuts for axis in cut.axes}
-    if have.place == made.place:
+    if source.place == target.place:
         cut_axes.intersection_update(new.summands)
     if cut_axes:
         raise Problem(
-            f"the transfer makes summands along {'.'.join(new.summands)} of {bare(have)}, which "
+            f"the transfer makes summands along {'.'.join(new.summands)} of {bare(source)}, which "
             f"is cut along {'.'.join(sorted(cut_axes))}",
             "summands are made of copies; make these first, by another transfer",
             op.result,
@@ -125,11 +126,11 @@ class PointToPoint(Op):
 
 @dataclass(eq=False, slots=True)
 class Send(PointToPoint):
-    """Start sending the operand to `peer`; the future says that the operand is free again.
+    """Start sending the operand to `peer`; once the future is done, the operand is free again.
 
     `seq` counts the messages of channel `chan` within one execution. `slot` is the buffer of the
     channel that carries the message, once `plan-buffers` has chosen it. A send and a receive with
-    the same `batch` are one operation, at both of their ends: neither waits for the other.
+    the same `batch` are one operation at both ends: neither waits for the other.
     """
 
     opcode: ClassVar[str] = "send"
@@ -144,7 +145,7 @@ class Send(PointToPoint):
 
 @dataclass(eq=False, slots=True)
 class Recv(PointToPoint):
-    """Start receiving from `peer`; takes the buffer to receive into, or none.
+    """Start receiving from `peer`, into the buffer that is the operand, if there is one.
 
     The attributes are as in `send`.
     """
@@ -164,5 +165,5 @@ class Recv(PointToPoint):
 
 
 def batch_of(op: Op) -> int | None:
-    """The batch that an op is in, if it is a message that is in one."""
+    """The batch of an op; None if it is no message, or in no batch."""
     return op.batch if isinstance(op, PointToPoint) else None

@@ -1,4 +1,4 @@
-"""The costs of the parts of a step, on paper: the input of simulations and of searches."""
+"""The costs of tasks, calls and messages, for simulations and for searches of orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PerStage: TypeAlias = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The cost of a message: `latency` milliseconds, and its bytes at `bandwidth` GB/s."""
+    """The cost of a message: `latency` in milliseconds, then its bytes at `bandwidth` in GB/s."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
@@ -31,13 +31,19 @@ class Link:
             raise ValueError(f"costs: bandwidth is {self.bandwidth} GB/s; it must be above 0")
 
     def time(self, nbytes: int) -> float:
-        """Milliseconds of one message."""
+        """The time of a message of `nbytes` bytes, in milliseconds."""
         return self.latency + nbytes / (self.bandwidth * 1e6)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a microbatch holds on a stage: from F to B, while B runs, and from B to W."""
+    """The memory that a microbatch holds on a stage, in bytes or as a share of activations.
+
+    Attributes:
+        before: between F and B.
+        during: while B runs.
+        after: between B and W.
+    """
 
     before: float
     during: float
@@ -46,38 +52,39 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Times in milliseconds of tasks, calls and messages.
+    """The times of tasks, calls and messages in milliseconds, and the memory of tasks.
 
-    B is the gradient of the inputs, W that of the weights; where a schedule does not split the
-    backward, its B takes `tb + tw`. A transfer delays what needs it, and nothing else.
+    B is the gradient of the inputs, and W that of the weights. If a schedule does not split the
+    backward, its B takes `tb + tw`. A transfer delays only the tasks that need it.
 
     Attributes:
-        tf, tb, tw: time of F, B and W; one for all stages, or one for each.
-        tcomm: time from the end of a task to the start of the next on another rank; for each
-            stage, that between it and the next one, in both directions.
-        tgather, treduce: time to gather the parameters of a bucket that ranks store in pieces, and
-            to reduce its gradients; in an order of tasks, a stage is one bucket. They delay what
-            needs them, and nothing else.
-        mw: the memory that a microbatch holds between B and W, where it holds 1 between F and B.
-        activation_bytes: the memory that a microbatch holds on a stage between F and B, in bytes;
-            one for all stages, or one for each. Without it memory is counted in microbatches, to
-            which each of the v stages of a rank adds 1/v.
-        weight_bytes: the memory that a microbatch holds on a stage between B and W, in bytes,
-            beside `activation_bytes`; without it, `mw` of that.
-        mr: the share of the activations that a microbatch holds between F and B on a stage that
-            recomputes, which is its inputs; one for all stages, or one for each. A search that may
-            choose which stages recompute needs it.
-        remat: the stages that recompute: B runs their forward again, so it takes `tf` longer, and
+        tf, tb, tw: the time of F, B and W; one for all stages, or one for each.
+        tcomm: the time from the end of a task to the start of the next on another rank. If given
+            for each stage, it is the time between that stage and the next, in both directions.
+        tgather, treduce: the time to gather the stored parameters of a bucket, and to reduce its
+            gradients. In an order of tasks, each stage is one bucket. They delay only the tasks
+            that need them.
+        mw: the memory that a microbatch holds between B and W, as a share of what it holds between
+            F and B.
+        activation_bytes: the bytes that a microbatch holds on a stage between F and B; one number
+            for all stages, or one for each. Without it memory is counted in microbatches, and each
+            of the v stages of a rank counts 1/v.
+        weight_bytes: the bytes that a microbatch holds on a stage between B and W; only together
+            with `activation_bytes`. Without it they are `mw` times `activation_bytes`.
+        mr: the share of its activations that a microbatch holds between F and B on a stage that
+            recomputes, namely the stage's inputs; one for all stages, or one for each. A search
+            that chooses the stages that recompute needs it.
+        remat: the stages that recompute. Their B runs the forward again: it takes `tf` longer, and
             they hold all of their activations while it runs.
-        functions: time of each call of a function, by name. In a program these come before
-            `tf`, `tb` and `tw`.
-        overhead: time between a call of a program and what comes after it on its rank.
-        post: time for which starting a send or a collective keeps its rank of a program busy.
+        functions: the time of each call of a function, by name. In a program these override `tf`,
+            `tb` and `tw`.
+        overhead: the time between a call of a program and the next op of its rank.
+        post: the time for which a rank is busy when it starts a send or a collective.
         buffered: whether a message of a program leaves for its slot before the receive is posted,
-            as through the shared memory of CPU ranks; collectives and channels that have a
-            transport of their own wait for all ends in any case.
-        link: what a message costs in a program; without it, `tcomm`, `tgather` and `treduce`.
-        channels: the link of single channels, by id.
+            as through the shared memory of CPU ranks. Collectives, and channels with a transport of
+            their own, wait for all ends in any case.
+        link: the cost of a message in a program; without it, `tcomm`, `tgather` and `treduce`.
+        channels: the links of single channels, by id; they override `link`.
     """
 
     tf: PerStage = 1.0
@@ -122,7 +129,7 @@ class Costs:
             raise ValueError("costs: stages that recompute need mr, the share that they hold")
 
     def of(self, action: Action, stage: int, split: bool) -> float:
-        """Time of a task; `split` says whether W is a task of its own."""
+        """The time of a task, in milliseconds; `split` says whether W is a task of its own."""
         if action is Action.FORWARD:
             return _pick("tf", self.tf, stage)
         if action is Action.WEIGHT:
@@ -132,29 +139,29 @@ class Costs:
         return _pick("tb", self.tb, stage) + together + again
 
     def between(self, stage: int) -> float:
-        """Time of a transfer between `stage` and the next, if they are on different ranks."""
+        """The time of a transfer between `stage` and the next, if their ranks differ."""
         return _pick("tcomm", self.tcomm, stage)
 
     def memory(self, stage: int, split: bool) -> Memory:
         """The memory that a microbatch holds on a stage.
 
-        In bytes if `activation_bytes` is given, else as a share of the stage's activations.
+        It is in bytes if `activation_bytes` is given, and else a share of the stage's activations.
         """
         value = 1.0 if self.activation_bytes is None else self.activation_bytes
         size = _pick("activation_bytes", value, stage)
         left = self.mw * size
         if self.weight_bytes is not None:
             left = _pick("weight_bytes", self.weight_bytes, stage)
-        # Without a W of its own, one half of the backward still leaves it to the other.
+        # Even without W as a task, the first half of the backward holds this for the second.
         during, after = max(size, left), left if split else 0.0
         if stage in self.remat and self.mr is not None:
             return Memory(_pick("mr", self.mr, stage) * size, during, after)
         return Memory(size, during, after)
 
     def shared(self, stage_ranks: Sequence[int]) -> Costs:
-        """The costs of each stage, where `tf`, `tb` and `tw` are those of all stages of a rank.
+        """Divide `tf`, `tb` and `tw`, given for all stages of a rank together, among its stages.
 
-        What is given for each stage stays as it is.
+        Times that are given for each stage stay.
         """
         counts = Counter(stage_ranks)
         shares: dict[str, PerStage] = {}
@@ -165,15 +172,15 @@ class Costs:
         return replace(self, **shares)  # type: ignore[arg-type]
 
     def to_json(self) -> str:
-        """The form that `from_json` reads; what has its default is left out."""
+        """The JSON text that `from_json` reads; fields at their defaults are left out."""
         return json.dumps(_plain(self), indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str, file: str = "costs") -> Costs:
-        """Read the form that `to_json` writes.
+        """Read the JSON text that `to_json` writes.
 
         Raises:
-            ValueError: it is not of that form; the message names `file` and the key.
+            ValueError: the text has another form; the message names `file` and the key.
         """
         try:
             data = json.loads(text)
@@ -193,7 +200,7 @@ class Costs:
         """Read from a file.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
             ValueError: it is not a file of costs.
         """
         return Costs.from_json(read_text(path), str(path))
@@ -222,7 +229,7 @@ def _pick(name: str, value: PerStage, stage: int) -> float:
 
 
 def _plain(costs: Costs) -> dict[str, Any]:
-    """The fields that are not the default, as JSON has them."""
+    """The fields that differ from their defaults, as values for JSON."""
     data: dict[str, Any] = {}
     for item in fields(Costs):
         value = getattr(costs, item.name)

@@ -8,22 +8,22 @@ from typing import TypeAlias, overload
 from ..attributes import Action, Task
 
 Order: TypeAlias = Mapping[int, Sequence[Task]]
-"""For each rank that hosts a stage, its tasks in the order in which it runs them."""
+"""For each rank that hosts a stage, the tasks in the order in which the rank runs them."""
 
 ACTIONS: tuple[Action, ...] = (Action.FORWARD, Action.BACKWARD, Action.WEIGHT)
-"""The actions in the order in which a microbatch goes through them on a stage."""
+"""The actions in the order in which a microbatch takes them on a stage."""
 
 
 class Row(Sequence[Task]):
-    """The tasks of one rank, each kept as one integer and made when it is looked at.
+    """The tasks of one rank, stored as integers; a `Task` is made when it is read.
 
     The *number* of a task is `(action * stages + stage) * microbatches + microbatch`, with F, B, W
-    as 0, 1, 2. So the numbers of one action and stage, its *lane*, stand side by side, and
-    `number // microbatches` is the lane.
+    as 0, 1, 2. The *lane* of a task is `number // microbatches`: tasks of one action and stage have
+    one lane, and consecutive numbers.
 
     Attributes:
-        numbers: the tasks by number.
-        stages, microbatches: of the pipeline.
+        numbers: the numbers of the tasks, in order.
+        stages, microbatches: how many the pipeline has.
     """
 
     __slots__ = ("microbatches", "numbers", "stages")
@@ -68,7 +68,7 @@ class Row(Sequence[Task]):
 
 
 def numbers(tasks: Sequence[Task], stages: int, microbatches: int) -> Sequence[int]:
-    """The tasks of a rank by number, as `Row` defines it; each must be one of the pipeline's."""
+    """The numbers of a rank's tasks, as `Row` defines them; all must be tasks of the pipeline."""
     if isinstance(tasks, Row) and (tasks.stages, tasks.microbatches) == (stages, microbatches):
         return tasks.numbers
     return [
@@ -81,7 +81,7 @@ _INDEX = {action: index for index, action in enumerate(ACTIONS)}
 
 
 def splits_backward(order: Order) -> bool:
-    """True if an order has W of its own, so that B is the gradient of the inputs alone."""
+    """True if an order has tasks W, so that B is the gradient of the inputs alone."""
     for tasks in order.values():
         if isinstance(tasks, Row):
             split = max(tasks.numbers, default=0) >= 2 * tasks.stages * tasks.microbatches

@@ -1,8 +1,8 @@
-"""Time the tasks of a pipeline, each rank running its own in order, by a virtual clock.
+"""Time the tasks of a pipeline by a virtual clock, where each rank runs its tasks in order.
 
-The model: a rank runs one task at a time, in order, each as soon as it can. F of a stage needs F of
-the stage before it, B needs B of the stage after it, of the same microbatch; what comes from
-another rank comes `tcomm` after it was made, and keeps neither of the two ranks busy.
+In the model, a rank runs one task at a time, in order, each as soon as it can. F of a stage needs F
+of the stage before it, and B needs B of the stage after it, both for the same microbatch. A value
+from another rank arrives `tcomm` after it was made; the transfer keeps neither rank busy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from .order import ACTIONS, Order, Row, numbers, splits_backward
 
 
 class OrderDeadlock(ValueError):
-    """An order of tasks in which ranks wait for each other for ever."""
+    """The ranks of an order of tasks would wait for each other for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The facts that the tasks of one action and stage share, by lane as `Row` numbers them.
+    """Facts about the tasks of each lane; `Row` defines lanes.
+
+    A task may make the input of a task on a neighbouring stage, its *consumer*.
 
     Attributes:
-        durations: how long a task takes.
-        hops: what to add to a task's number to get that of the one which it lets start, or 0.
-        delays: how long it is from the end of the one to the start of the other.
-        consumers: the rank of that other one.
+        durations: the time that a task takes.
+        hops: the consumer's number less the task's number; 0 if there is no consumer.
+        delays: the time from the end of the task to the arrival of its result at the consumer.
+        consumers: the rank of the consumer.
     """
 
     durations: list[float]
@@ -40,19 +42,19 @@ class Lanes:
 
     @staticmethod
     def of(stage_ranks: Sequence[int], microbatches: int, costs: Costs, split: bool) -> Lanes:
-        """The lanes of a chain of stages."""
+        """The lanes of a pipeline whose stages have these ranks."""
         stages = len(stage_ranks)
         lanes = Lanes([], [], [], [])
         for action in ACTIONS:
             step = {Action.FORWARD: 1, Action.BACKWARD: -1, Action.WEIGHT: 0}[action]
             for stage, rank in enumerate(stage_ranks):
-                other = stage + step if 0 <= stage + step < stages else stage
-                consumer = stage_ranks[other]
+                neighbour = stage + step if 0 <= stage + step < stages else stage
+                consumer = stage_ranks[neighbour]
                 lanes.durations.append(costs.of(action, stage, split))
-                lanes.hops.append((other - stage) * microbatches)
+                lanes.hops.append((neighbour - stage) * microbatches)
                 lanes.consumers.append(consumer)
                 crosses = consumer != rank
-                lanes.delays.append(costs.between(min(stage, other)) if crosses else 0.0)
+                lanes.delays.append(costs.between(min(stage, neighbour)) if crosses else 0.0)
         return lanes
 
 
@@ -63,9 +65,9 @@ class Timeline:
     Attributes:
         stage_ranks, microbatches: the pipeline.
         split: whether B and W are tasks of their own.
-        rows: for each rank its tasks by number.
-        starts: for each rank when each of its tasks starts.
-        durations: by lane, how long a task takes.
+        rows: for each rank the numbers of its tasks.
+        starts: for each rank the start of each of its tasks.
+        durations: for each lane the time of a task.
     """
 
     stage_ranks: tuple[int, ...]
@@ -76,7 +78,7 @@ class Timeline:
     durations: Sequence[float]
 
     def span(self, rank: int) -> float:
-        """Time from a rank's first start to its last end."""
+        """The time from the start of a rank's first task to the end of its last."""
         row, starts = self.rows[rank], self.starts[rank]
         if not row:
             return 0.0
@@ -94,7 +96,7 @@ class Timeline:
         return max(ends, default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Time for which a rank works."""
+        """The time for which a rank works."""
         rounds = range(len(self.stage_ranks) * (3 if self.split else 2))
         lanes = (lane for lane in rounds if self.home(lane) == rank)
         return self.microbatches * sum(self.durations[lane] for lane in lanes)
@@ -102,33 +104,34 @@ class Timeline:
     def peak(self, rank: int, mw: float = 1.0) -> float:
         """The most microbatches whose activations a rank holds at once.
 
-        F takes 1 and B gives it back or, if W is a task of its own, all but `mw`, which W gives
-        back. Each of the v stages of a rank counts as 1/v.
+        F takes 1, and B gives it back. If W is a task of its own, B gives back all but `mw`, and W
+        gives back the rest. Each of the v stages of a rank counts 1/v.
         """
         stages = len(self.stage_ranks)
-        kept = mw if self.split else 0.0
-        # Sums of integers are exact, and quicker.
-        exact = int(kept) if kept in (0.0, 1.0) else kept
+        left = mw if self.split else 0.0
+        # Sums of integers are exact, and faster.
+        exact = int(left) if left in (0.0, 1.0) else left
         deltas = [1] * stages + [exact - 1] * stages + [-exact] * stages
         changes = (deltas[number // self.microbatches] for number in self.rows[rank])
         return max(accumulate(changes), default=0) / self.stage_ranks.count(rank)
 
     def held(self, rank: int, costs: Costs) -> float:
-        """The most that a rank holds at once: in bytes, or in stages of a microbatch.
+        """The most memory that a rank holds at once, by `costs.memory`.
 
-        `costs.memory` says what F takes, what B needs, and what it leaves to W.
+        It is in bytes if `costs.activation_bytes` is given; else each stage of a microbatch counts
+        1.
         """
-        each = [costs.memory(stage, self.split) for stage in range(len(self.stage_ranks))]
-        deltas = [m.before for m in each] + [m.after - m.before for m in each]
-        deltas += [-m.after for m in each]
+        memories = [costs.memory(stage, self.split) for stage in range(len(self.stage_ranks))]
+        deltas = [m.before for m in memories] + [m.after - m.before for m in memories]
+        deltas += [-m.after for m in memories]
         lanes = (number // self.microbatches for number in self.rows[rank])
-        if all(m.during <= max(m.before, m.after) for m in each):
+        if all(m.during <= max(m.before, m.after) for m in memories):
             return max(accumulate(deltas[lane] for lane in lanes), default=0.0)
-        stages = len(each)
+        stages = len(memories)
         held = most = 0.0
         for lane in lanes:
             if stages <= lane < 2 * stages:
-                memory = each[lane - stages]
+                memory = memories[lane - stages]
                 most = max(most, held + memory.during - memory.before)
             held += deltas[lane]
             most = max(most, held)
@@ -139,7 +142,7 @@ class Timeline:
         return self.stage_ranks[lane % len(self.stage_ranks)]
 
     def tasks(self, rank: int) -> Iterator[tuple[Task, float, float]]:
-        """Each task of a rank with its start and end."""
+        """The tasks of a rank, each with its start and end."""
         row = self.rows[rank]
         named = Row(row, len(self.stage_ranks), self.microbatches)
         for task, number, start in zip(named, row, self.starts[rank], strict=True):
@@ -147,7 +150,7 @@ class Timeline:
 
 
 Hold: TypeAlias = Callable[[int, int, float], float]
-"""Takes a rank, the number of its next task, and when that could start; gives when it does."""
+"""Takes a rank, the number of its next task, and its earliest start; returns its actual start."""
 
 
 def play(
@@ -160,14 +163,15 @@ def play(
     """Run an order on paper, in time linear in the number of its tasks.
 
     Args:
-        order: of this pipeline's tasks, each stage's F before its B and that before its W.
-        stage_ranks: the rank of each stage of the chain.
-        microbatches: how many there are.
-        costs: of tasks and transfers; one unit for each task without them.
-        hold: puts off tasks for what their rank waits for besides; asked once for each.
+        order: the tasks of this pipeline; of each stage and microbatch F comes before B, and B
+            before W.
+        stage_ranks: the rank of each stage.
+        microbatches: the number of microbatches.
+        costs: the costs of tasks and transfers; without them each task takes one unit.
+        hold: puts off tasks that wait for something else; called once for each task.
 
     Raises:
-        OrderDeadlock: the ranks come to wait for each other; the message shows for what.
+        OrderDeadlock: the ranks come to wait for each other; the message shows for which tasks.
     """
     stages = len(stage_ranks)
     split = splits_backward(order)
@@ -185,10 +189,10 @@ _UNKNOWN = -1.0
 
 
 def _sources(stages: int, microbatches: int, split: bool) -> array[float]:
-    """For each task, when what it needs from other stages is there, as far as that is known."""
+    """For each task, the arrival of its input from another stage, as far as that is known."""
     unknown = array("d", [_UNKNOWN]) * ((stages - 1) * microbatches)
     known = array("d", [0.0]) * microbatches
-    # F of the first stage and B of the last need no other stage, nor does any W.
+    # F of the first stage, B of the last one, and W of all stages need no input.
     return known + unknown + unknown + known + known * (stages if split else 0)
 
 
@@ -200,10 +204,10 @@ def _advance(
     microbatches: int,
     hold: Hold | None = None,
 ) -> dict[int, int]:
-    """Fill in `starts`; return for each rank the task that it stays at, -1 for none.
+    """Fill in `starts`; return for each rank the number of the task that it is stuck at, or -1.
 
-    A rank runs until it comes to a task whose arrival is not known, and goes on once the rank
-    that makes it has. The order in which ranks get their turn does not change any time.
+    A rank runs until it comes to a task whose arrival is not known. It goes on once another rank
+    has run the task that makes the input. The order in which ranks take turns changes no time.
     """
     durations, hops, delays, consumers = (
         lanes.durations,

@@ -1,4 +1,4 @@
-"""The text form of the IR, below its parser and printer, and equality, which is that of the text.
+"""The text form of the IR: its lexer, parser and printer, and errors that show the IR.
 
-In: files and text. Out: tokens, and the types, places and attribute values that they spell.
+In: files, text or modules. Out: modules or text.
 """

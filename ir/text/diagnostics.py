@@ -1,4 +1,4 @@
-"""Errors about IR: what happened, where in the IR and in the user's file, and what to do."""
+"""Errors about IR: they say what is wrong, where in the IR and the user's file, and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of one line of a text: `line` and `column` count from 1, `text` is the whole line."""
+    """A part of a line of text; `line` and `column` count from 1, and `text` is the whole line."""
 
     file: str
     line: int
@@ -26,17 +26,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnostic:
-    """One thing that is wrong.
+    """One error.
 
     Attributes:
         message: what is wrong, in a sentence without a full stop.
-        op: the op to draw; its user's line is shown too.
-        program: the program of `op`, for its name and the op before.
-        value: what to underline in `op`, instead of all of it.
+        op: the op to show, with the user's line that it comes from.
+        program: the program of `op`; its name and the op before `op` are shown.
+        value: the value to underline in `op`; None: all of the op.
         help: what to do about it.
-        span: the text to draw, for errors in a text.
-        loc: the user's line, where there is no op to ask for it.
-        notes: further places that have part in it.
+        span: the part of a text to show, for errors in a text.
+        loc: the user's line, if there is no op that has it.
+        notes: further places that are part of the error.
     """
 
     message: str
@@ -49,7 +49,7 @@ class Diagnostic:
     notes: tuple[Diagnostic, ...] = ()
 
     def render(self, kind: str = "error") -> str:
-        """The text that a user sees, of several lines."""
+        """The text that a user sees, on several lines."""
         where = f"{self.span.file}:{self.span.line}:{self.span.column}: " if self.span else ""
         lines = [f"{where}{kind}: {self.message}"]
         if self.span is not None:
@@ -72,10 +72,10 @@ class Diagnostic:
 
 
 class IRError(Exception):
-    """IR is wrong, or a pass cannot do with it what it was asked to.
+    """IR is wrong, or a pass cannot compile it.
 
     Attributes:
-        diagnostics: what is wrong, one or more.
+        diagnostics: the errors, one or more.
     """
 
     __module__ = "cg"  # the public name, which tracebacks show
@@ -100,7 +100,7 @@ def error(
     help: str = "",
     notes: tuple[Diagnostic, ...] = (),
 ) -> IRError:
-    """An `IRError` of one diagnostic, to be raised."""
+    """An `IRError` with one diagnostic, to be raised."""
     return IRError(Diagnostic(message, op, program, value, help, notes=notes))
 
 
@@ -113,7 +113,7 @@ def _draw_op(op: Op, program: Program | None, value: Value | None) -> list[str]:
     lines = []
     if program is not None:
         lines.append(f"  in {_title(program)}:")
-        index = next((i for i, other in enumerate(program.ops) if other is op), 0)
+        index = next((i for i, candidate in enumerate(program.ops) if candidate is op), 0)
         if index > 0:
             lines.append(f"    {format_op(program.ops[index - 1])}")
     start, length = _find(text, op, value)
@@ -121,7 +121,7 @@ def _draw_op(op: Op, program: Program | None, value: Value | None) -> list[str]:
 
 
 def _find(text: str, op: Op, value: Value | None) -> tuple[int, int]:
-    """The position and length of `value` in the text of `op`; all of it if it is not there."""
+    """The position and length of `value` in the text of `op`; of the whole text if it is absent."""
     if value is not None:
         name = format_value(value)
         start = text.index("(") if value in op.operands and value not in op.results else 0

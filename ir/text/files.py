@@ -1,4 +1,4 @@
-"""Reads the text files that users write: schedules, costs, IR."""
+"""Read the text files that users write: schedules, costs, IR."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 class NotTextError(ValueError):
-    """A file has bytes that are no text."""
+    """A file is not a text file."""
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file in UTF-8, without the mark that some editors put at its front.
+    """The text of a file in UTF-8, without the byte order mark that some editors write.
 
     Raises:
-        NotTextError: it is something else; the message names the file.
+        NotTextError: the file is not text in UTF-8; the message names the file.
         OSError: the file cannot be read.
     """
     try:

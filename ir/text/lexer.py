@@ -1,9 +1,8 @@
 """Cut the text form into tokens.
 
-A token is a plain string whose first character says what it is. Positions are not kept: they are
-found again, by counting, for the one token that an error is about. This keeps reading a large
-file cheap. So does that no pattern looks far ahead in vain: whatever stands in a file, the time is
-in proportion to its length.
+A token is a plain string, and its first character says what kind of token it is. Positions are not
+kept: for an error, the position of its one token is found again by counting. So a large file is
+cheap to read. No pattern backtracks far, so the time is linear in the length of any file.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _END_OF_WORD = r"(?![\w.-])"
 _TOKEN = re.compile(
     r"(?:\s|//[^\n]*+)*+("
     r"[%@][\w.$-]+"  # a value or a symbol
-    r'|[%@]?"(?:[^"\\\n]|\\.)*+"?'  # a string, or a value or a symbol in quotes; it may not end
-    r"|(?:future<){1,2}[^<>\n]*+>+"  # more are refused without them
+    r'|[%@]?"(?:[^"\\\n]|\\.)*+"?'  # a string, or a value or a symbol in quotes, closed or not
+    r"|(?:future<){1,2}[^<>\n]*+>+"  # a future, or one of a future, which is refused later
     rf"|\w+\[[^\[\]\n]*+\](?:{_PLACE})?"  # a tensor type
     rf"|(?:object|unit){_END_OF_WORD}(?:{_PLACE})?"
     rf"|\d+[FBW]\d+{_END_OF_WORD}"  # a task
@@ -34,7 +33,7 @@ _TOKEN = re.compile(
 
 
 def tokenize(text: str) -> list[str]:
-    """All tokens of a text, without spaces and comments; at least one empty token ends them."""
+    """All tokens of a text, without spaces and comments; at least one empty token is at the end."""
     tokens: list[str] = _TOKEN.findall(text)
     return tokens
 
@@ -43,7 +42,7 @@ def span_of(text: str, file: str, index: int) -> Span:
     """The position of the token with this index."""
     match = next(itertools.islice(_TOKEN.finditer(text), index, None))
     position, length = match.span(1)[0], len(match.group(1))
-    if not length:  # the end of the text: point behind the last thing that it says
+    if not length:  # the end of the text: point behind its last token
         position = len(text.rstrip())
     return _span(text, file, position, length)
 

@@ -50,7 +50,7 @@ _MOST_BLOCKS = 1 << 16
 _LARGEST = (1 << 63) - 1
 
 Reader = Callable[[str], Any]
-"""Turns a token into a value; raises ValueError, with what to write instead, if it cannot."""
+"""Turns a token into a value, or raises a ValueError that says what to write instead."""
 
 NO_MESHES: Mapping[str, Mesh] = types.MappingProxyType({})
 
@@ -60,10 +60,10 @@ def parse_type(text: str, meshes: Mapping[str, Mesh] = NO_MESHES) -> Type:
 
     Args:
         text: the type.
-        meshes: those that it may name, by name.
+        meshes: the meshes that it may refer to, by name.
 
     Raises:
-        ValueError: `text` is no type.
+        ValueError: `text` is not a type.
     """
     if future := _FUTURE.fullmatch(text):
         if _FUTURE.fullmatch(future[1]):
@@ -122,7 +122,7 @@ def _dims(text: str, dims: str) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
 
 
 def _summands(text: str, summands: str | None) -> tuple[tuple[str, ...], ReduceOp]:
-    """The axes of summands, and what combines them."""
+    """The axes of summands, and the operation that combines the summands."""
     if summands is None:
         return (), ReduceOp.SUM
     match = _SUMMANDS.fullmatch(summands)
@@ -140,7 +140,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """Read ranks, or any indices, in the form `{0..3,7}`.
 
     Raises:
-        ValueError: `text` is not of that form, or they are too many.
+        ValueError: `text` has another form, or more than `MOST_RANKS` ranks.
     """
     runs = [
         range(int(first), int(last or first) + 1)
@@ -155,7 +155,7 @@ def parse_world(text: str) -> int:
     """The number of ranks of a module.
 
     Raises:
-        ValueError: `text` is no whole number from 1 on, or they are too many.
+        ValueError: `text` is not a whole number from 1 to `MOST_RANKS`.
     """
     count = parse_int(text)
     if not 1 <= count <= MOST_RANKS:
@@ -164,21 +164,21 @@ def parse_world(text: str) -> int:
 
 
 def _items(text: str, form: re.Pattern[str], problem: str) -> list[tuple[str, str]]:
-    """The two parts of each item between braces, where there may be none.
+    """The two parts of each item between braces; there may be no items.
 
     Raises:
-        ValueError: an item is not of the form; the message ends in `problem`.
+        ValueError: an item does not match `form`; the message ends in `problem`.
     """
     inner = text[1:-1].strip()
     items = [form.fullmatch(part.strip()) for part in inner.split(",")] if inner else []
-    found = [(item[1], item[2]) for item in items if item is not None]
-    if (text[:1], text[-1:]) != ("{", "}") or len(found) < len(items):
+    pairs = [(item[1], item[2]) for item in items if item is not None]
+    if (text[:1], text[-1:]) != ("{", "}") or len(pairs) < len(items):
         raise ValueError(f"'{text}' is {problem}")
-    return found
+    return pairs
 
 
 def _table(text: str, form: re.Pattern[str], problem: str) -> dict[str, str]:
-    """The items between braces by their first part, which no two share."""
+    """The second parts of the items between braces, by the first parts, which must differ."""
     items = _items(text, form, problem)
     if len(dict(items)) < len(items):
         raise ValueError(f"'{text}' is {problem}")
@@ -189,7 +189,7 @@ def parse_enum(cls: type[enum.Enum], text: str) -> Any:
     """The member of `cls` with this value.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no member has this value.
     """
     for member in cls:
         if member.value == text:
@@ -199,7 +199,7 @@ def parse_enum(cls: type[enum.Enum], text: str) -> Any:
 
 
 def parse_string(text: str) -> str:
-    """A bare word, or a string in double quotes."""
+    """Read a bare word, or a string in double quotes."""
     if text.startswith('"'):
         return unquote(text)
     if not (text[:1].isalpha() or text[:1] == "_"):
@@ -208,14 +208,14 @@ def parse_string(text: str) -> str:
 
 
 def parse_symbol(text: str) -> Symbol:
-    """`@name`."""
+    """Read a symbol, `@name`."""
     if text[:1] != "@":
         raise ValueError(f"'{text}' is not a symbol; write @name")
     return Symbol(parse_name(text))
 
 
 def parse_name(text: str) -> str:
-    """The rest of a value or a symbol, behind its first character."""
+    """The name in the text of a value or a symbol, without its first character."""
     name = text[1:]
     if name.startswith('"'):
         return unquote(name)
@@ -225,7 +225,7 @@ def parse_name(text: str) -> str:
 
 
 def unquote(text: str) -> str:
-    """A string in double quotes, with JSON's escapes."""
+    """Read a string in double quotes, with JSON's escapes."""
     try:
         return str(json.loads(text))
     except ValueError:
@@ -233,7 +233,7 @@ def unquote(text: str) -> str:
 
 
 def parse_int(text: str) -> int:
-    """A whole number."""
+    """Read a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -241,7 +241,7 @@ def parse_int(text: str) -> int:
 
 
 def reader_for(annotation: Any) -> Reader:
-    """The reader of a dataclass field, by its annotation (`T` or `T | None`)."""
+    """The reader for a dataclass field with this annotation, `T` or `T | None`."""
     if get_origin(annotation) in (Union, types.UnionType):
         inner = [arg for arg in get_args(annotation) if arg is not type(None)]
         return reader_for(inner[0]) if len(inner) == 1 else _number
@@ -251,14 +251,14 @@ def reader_for(annotation: Any) -> Reader:
 
 
 def readers_of(cls: type) -> dict[str, Reader]:
-    """The readers of a dataclass's fields whose annotations have one, by field name."""
-    found: dict[str, Reader] = {}
+    """The readers for a dataclass's fields, by field name; fields without a reader are left out."""
+    readers: dict[str, Reader] = {}
     for name, annotation in get_type_hints(cls).items():
         try:
-            found[name] = reader_for(annotation)
+            readers[name] = reader_for(annotation)
         except (KeyError, TypeError):
             continue  # structure, such as operands or types, which has its own syntax
-    return found
+    return readers
 
 
 def _place(text: str) -> Place:
@@ -267,7 +267,7 @@ def _place(text: str) -> Place:
 
 def _pairs(text: str) -> tuple[tuple[int, int], ...]:
     pairs = _items(text, _PAIR, "not a set of pairs; write {0 -> 1, 1 -> 0}")
-    return tuple((int(one), int(other)) for one, other in pairs)
+    return tuple((int(first), int(second)) for first, second in pairs)
 
 
 def _region(text: str) -> Region:
@@ -278,10 +278,10 @@ def _region(text: str) -> Region:
 
 
 def _intervals(text: str) -> Intervals:
-    found = [_INTERVAL.fullmatch(part.strip()) for part in text.split("+")]
-    pairs = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    matches = [_INTERVAL.fullmatch(part.strip()) for part in text.split("+")]
+    pairs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
     intervals = merge(pairs)
-    if len(pairs) < len(found) or not is_region((intervals,)):
+    if len(pairs) < len(matches) or not is_region((intervals,)):
         raise ValueError(f"'{text.strip()}' is not the indices of a dimension; {_REGION_HELP}")
     return intervals
 

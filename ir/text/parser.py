@@ -1,7 +1,7 @@
 """Read the text form: `parse_module(format_module(m)) == m`.
 
-The parser is driven by the dataclasses of the ops and declarations: their fields' annotations
-say how each attribute is read, and whether it may be left out.
+The parser is driven by the dataclasses of ops and declarations: the annotation of a field says how
+its attribute is read, and the default says whether it may be left out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def parse_module(text: str, file: str = "<text>") -> Module:
     """Read one module.
 
     Args:
-        text: what `format_module` writes, with `//` comments and line breaks as you like.
-        file: the name that errors give to the text.
+        text: a module in the form that `format_module` writes; comments begin with `//`, and line
+            breaks may be anywhere.
+        file: the name of the text in errors.
 
     Raises:
-        IRError: the text is malformed, or uses a value before its definition. The error has
-            the line and column. Whether the module makes sense is for `verify` to say.
+        IRError: the text is malformed, or uses a value before its definition. The error has the
+            line and column. It does not check the rules of the IR, as `verify` does.
     """
     parser = _Parser(text, file)
     module = parser.module()
@@ -78,7 +79,7 @@ _VJP = _declaration_attributes(
 
 
 class _Parser:
-    """A recursive descent over the tokens; `token` is the one to be read next."""
+    """A recursive descent parser over tokens; `token` is the next one to read."""
 
     def __init__(self, text: str, file: str) -> None:
         self._text = text
@@ -100,7 +101,7 @@ class _Parser:
 
     def next(self) -> str:
         token = self.token
-        if token:  # the end stays the end
+        if token:  # there is nothing behind the end of the text
             self._position += 1
             self.token = self._tokens[self._position]
         return token
@@ -113,12 +114,12 @@ class _Parser:
 
     def expect(self, token: str, after: str) -> None:
         if self.token != token:
-            found = f"'{self.token}'" if self.token else "the end of the text"
-            self.fail(f"expected '{token}' after {after}, found {found}")
+            actual = f"'{self.token}'" if self.token else "the end of the text"
+            self.fail(f"expected '{token}' after {after}, found {actual}")
         self.next()
 
     def read(self, reader: Reader, what: str) -> Any:
-        """The next token's value; readers explain what they cannot read."""
+        """The value of the next token; `what` names it in errors."""
         token = self.token
         if token == "{" and self._tokens[self._position + 1] == "}":
             self.next()
@@ -277,13 +278,13 @@ class _Parser:
         return cls(operands, tuple(results), loc=self.location(), **attributes)
 
     def opcode(self) -> tuple[type[Op], _Attributes]:
-        found = _OPS.get(self.token)
-        if found is None:
+        entry = _OPS.get(self.token)
+        if entry is None:
             if not self.token:
                 self.fail("the program is not closed", "end the program and the module with }")
             self.fail(f"'{self.token}' is no op", _suggest(self.token, _OPS))
         self.next()
-        return found
+        return entry
 
     def operands(self, opcode: str) -> tuple[Value, ...]:
         self.expect("(", opcode)
@@ -326,27 +327,29 @@ class _Parser:
         return value
 
     def attributes(self, known: _Attributes, owner: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.accept("{"):
             while not self.accept("}"):
-                if found:
+                if values:
                     self.expect(",", "an attribute")
-                self.attribute(known, owner, found)
-        if not known.required <= found.keys():
-            missing = ", ".join(sorted(known.required - found.keys()))
+                self.attribute(known, owner, values)
+        if not known.required <= values.keys():
+            missing = ", ".join(sorted(known.required - values.keys()))
             self.fail(
                 f"{owner} lacks {missing}",
                 f"write {{{missing.split(',')[0]} = ...}} among its attributes",
                 back=1,
             )
-        return found
+        return values
 
     def attribute(self, known: _Attributes, owner: str, found: dict[str, Any]) -> None:
         name = self.token
         reader = known.readers.get(name)
         if reader is None:
-            what = f"'{name}' is no attribute of {owner}" if name else "the attributes do not end"
-            self.fail(what, _suggest(name, known.readers))
+            message = (
+                f"'{name}' is no attribute of {owner}" if name else "the attributes do not end"
+            )
+            self.fail(message, _suggest(name, known.readers))
         if name in found:
             self.fail(f"{name} is given twice")
         self.next()
@@ -355,10 +358,10 @@ class _Parser:
 
     def type(self) -> Type:
         token = self.token
-        found = self._types.get(token)
-        if found is not None:
+        known = self._types.get(token)
+        if known is not None:
             self.next()
-            return found
+            return known
         try:
             type_ = literals.parse_type(token, self._meshes)
         except ValueError as problem:
@@ -380,7 +383,7 @@ class _Parser:
 
 
 _UNKNOWN: Type = literals.parse_type("unit@{4294967295}")
-"""The type of a value between its name and its type; by identity, so no other type is it."""
+"""The type of a value until its own is read; compared by identity, so no other type equals it."""
 
 
 def _suggest(word: str, choices: Iterable[str]) -> str:

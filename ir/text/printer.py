@@ -1,4 +1,4 @@
-"""The text form of modules, programs and ops; `parser.py` reads what this writes."""
+"""Write the text form of modules, programs and ops, which `parser.py` reads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _WORD = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def format_module(module: Module, locations: bool = False) -> str:
-    """The text of a module, complete but for weights and the bodies of functions.
+    """The text of a module, which lacks only weights and the bodies of functions.
 
     Args:
         module: a module in any phase.
-        locations: whether to write the user's line behind every op that has one.
+        locations: whether to write the user's line behind each op and function that has one.
     """
     head = f"module {_symbol(module.name)} phase={module.phase} world={module.world} {{"
     lines = [head]
@@ -46,7 +46,7 @@ def format_module(module: Module, locations: bool = False) -> str:
 
 
 def format_program(program: Program, locations: bool = False) -> str:
-    """The text of one program, as it stands inside a module."""
+    """The text of one program, as in the text of its module, but without indentation."""
     return "\n".join(_program(program, _OpPrinter(locations), "")) + "\n"
 
 
@@ -56,7 +56,7 @@ def format_op(op: Op, locations: bool = False) -> str:
 
 
 def format_value(value: Value) -> str:
-    """The text of a value where it is used: `%h.0`."""
+    """The text of a value as an operand: `%h.0`."""
     return f"%{value.name}" if _NAME.fullmatch(value.name) else f"%{_quote(value.name)}"
 
 
@@ -67,7 +67,7 @@ def format_location(loc: Location) -> str:
 
 
 def format_attribute(value: Any) -> str:
-    """The text of one attribute's value, of an op or of a declaration."""
+    """The text of the value of an attribute of an op or a declaration."""
     return _FORMATS[type(value)](value)
 
 
@@ -84,14 +84,14 @@ def _program(
 
 
 class _OpPrinter:
-    """Writes ops, and remembers the text of names and types that it has seen."""
+    """Writes ops, and caches the texts of names and types."""
 
     def __init__(self, locations: bool) -> None:
         self._locations = locations
         self._names: dict[str, str] = {}
         self._types: dict[Type, str] = {}
-        # By identity: hashing a type costs more than writing the rest of its op. Each entry
-        # keeps its type alive, so that no other can get the same identity.
+        # By identity, as hashing a type costs more than writing the rest of its op. Each entry
+        # keeps its type alive, so that no other type can get the same identity.
         self._types_by_id: dict[int, tuple[Type, str]] = {}
 
     def format(self, op: Op) -> str:
@@ -101,13 +101,13 @@ class _OpPrinter:
         if results:
             text = f"{', '.join([name(v) for v in results])} = {text}"
         getter, prefixes, formats = _GETTERS[type(op)]
-        found = [
+        attributes = [
             prefix + formats[type(value)](value)
             for prefix, value in zip(prefixes, getter(op), strict=True)
             if value is not None
         ]
-        if found:
-            text = f"{text} {{{', '.join(found)}}}"
+        if attributes:
+            text = f"{text} {{{', '.join(attributes)}}}"
         if results:
             text = f"{text} : {', '.join([type_(v.type) for v in results])}"
         if self._locations and op.loc is not None:
@@ -115,11 +115,11 @@ class _OpPrinter:
         return text
 
     def name(self, value: Value) -> str:
-        found = self._names.get(value.name)
-        if found is None:
-            found = format_value(value)
-            self._names[value.name] = found
-        return found
+        text = self._names.get(value.name)
+        if text is None:
+            text = format_value(value)
+            self._names[value.name] = text
+        return text
 
     def type(self, type_: Type) -> str:
         known = self._types_by_id.get(id(type_))
@@ -154,19 +154,19 @@ def _channel(channel: Channel) -> str:
 
 
 def _declared(declaration: Function | Vjp | Channel, skip: set[str]) -> str:
-    """Attributes of a declaration, sorted, less those that are merely absent."""
-    found = []
+    """The attributes of a declaration that are present, sorted by name."""
+    attributes = []
     for f in sorted(fields(declaration), key=attrgetter("name")):
         value = getattr(declaration, f.name)
         if f.name not in skip and not _is_absent(f, value):
             is_function = isinstance(declaration, Vjp) and isinstance(value, str)
             text = _symbol(value) if is_function else format_attribute(value)
-            found.append(f"{f.name} = {text}")
-    return f"{{{', '.join(found)}}}"
+            attributes.append(f"{f.name} = {text}")
+    return f"{{{', '.join(attributes)}}}"
 
 
 def _is_absent(field: Field[Any], value: Any) -> bool:
-    """True if a field holds its default and the default says that there is nothing to say."""
+    """True if a field holds its default, and the default is empty or false."""
     return field.default is not MISSING and value == field.default and not value
 
 

@@ -1,4 +1,4 @@
-"""Check batches: messages that are one operation, at both of their ends."""
+"""Check batches: messages that are one operation at both ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HELP = "a batch is one send and one recv, to and from the same rank, on one str
 def check_batches(module: Module, program: Program) -> Iterator[Diagnostic]:
     """The problems with the batches of one program.
 
-    A batch is what one call of a library does: a message in each direction between two ranks. Its
-    ops stand together, so that nobody waits for one before the other is posted.
+    A batch is one call of a library, with a message in each direction between two ranks. Its ops
+    stand side by side, so that no rank waits for one message before the other is posted.
     """
     batches: dict[int, list[tuple[int, Send | Recv]]] = {}
     for index, op in enumerate(program.ops):
@@ -45,12 +45,12 @@ def check_batches(module: Module, program: Program) -> Iterator[Diagnostic]:
 
 
 def unlike_batches(sent: tuple[Program, Op], received: tuple[Program, Op]) -> Iterator[Diagnostic]:
-    """Say where the two ends of a message are not in the same batch."""
+    """The problem, if any, that the two ends of a message are not in the same batch."""
     program, op = received
-    one, other = batch_of(sent[1]), batch_of(op)
-    if one != other:
+    sent_batch, received_batch = batch_of(sent[1]), batch_of(op)
+    if sent_batch != received_batch:
         yield Diagnostic(
-            f"recv is in {_named(other)}, but its send is in {_named(one)}",
+            f"recv is in {_named(received_batch)}, but its send is in {_named(sent_batch)}",
             op,
             program,
             help="both ends of a message are in the same batch",

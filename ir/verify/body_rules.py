@@ -1,4 +1,4 @@
-"""Rules for the bodies of functions that are programs."""
+"""Check the bodies of functions that are programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STRENGTH = {effect: number for number, effect in enumerate(Effect)}
 
 
 def check_bodies(module: Module) -> Iterator[Diagnostic]:
-    """Problems of the bodies with their functions; ops and types are checked as in any program."""
+    """The problems between bodies and their functions; other rules are those of all programs."""
     if module.bodies and module.phase is not Phase.TRACED:
         yield Diagnostic(
             f"bodies of functions in phase {module.phase}",
@@ -42,15 +42,15 @@ def check_bodies(module: Module) -> Iterator[Diagnostic]:
 
 
 def _check_body(owner: Function, body: Program, module: Module) -> Iterator[Diagnostic]:
-    for what, types, values in (
+    for verb, types, values in (
         ("takes", owner.inputs, tuple(body.params)),
         ("returns", owner.outputs, body.outputs if _ends(body) else ()),
     ):
-        found = tuple(value.type for value in values)
-        if found != types:
+        body_types = tuple(value.type for value in values)
+        if body_types != types:
             yield Diagnostic(
-                f"function @{owner.name} {what} ({', '.join(map(str, types))}), "
-                f"and its body ({', '.join(map(str, found))})",
+                f"function @{owner.name} {verb} ({', '.join(map(str, types))}), "
+                f"and its body ({', '.join(map(str, body_types))})",
                 program=body,
             )
     for op in body.ops:

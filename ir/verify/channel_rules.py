@@ -1,7 +1,7 @@
-"""Check channels: their declarations, and that each message that is sent is received.
+"""Check channels: their declarations, and that each message has all its ends.
 
-`check_channel_op` is about one op; `unmatched` compares the two ends of each channel, or all ends
-of a group's, over all programs of a module.
+`check_channel_op` checks one op. `unmatched` compares, over all programs of a module, the two ends
+of each channel, or the ends of all ranks of a group.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ def check_channel(channel: Channel, module: Module) -> str | None:
 
 
 def check_channel_op(op: Communication, module: Module, rank: int | None) -> None:
-    """A communication op agrees with its channel's declaration.
+    """Check that a communication op agrees with the declaration of its channel.
 
     Args:
-        rank: of the program, None for one over all ranks.
+        op: the op.
+        module: its module, which declares the channel.
+        rank: the rank of its program; None for a program over all ranks.
 
     Raises:
-        Problem: it does not.
+        Problem: the op does not agree.
     """
     if isinstance(op, Collective) and not _collective_has_channel(op, module):
         return
@@ -108,7 +110,7 @@ def _check_edge(op: PointToPoint, channel: Channel, rank: int | None) -> None:
 
 
 def unmatched(module: Module) -> Iterator[Diagnostic]:
-    """Messages without their other end, out of order, or of another type than the other end."""
+    """Messages that lack an end, are out of order, or have different types at their ends."""
     sends: dict[int, list[_End]] = defaultdict(list)
     receives: dict[int, list[_End]] = defaultdict(list)
     collectives: dict[int, dict[int, list[_End]]] = defaultdict(lambda: defaultdict(list))
@@ -138,7 +140,7 @@ def unmatched(module: Module) -> Iterator[Diagnostic]:
 
 
 def _out_of_order(ends: list[_End], ordered: bool) -> Iterator[Diagnostic]:
-    """Sequence numbers count from 0; in scheduled programs, in program order."""
+    """The first end whose `seq` is wrong: they count from 0, in scheduled programs in order."""
     if not ordered:
         ends.sort(key=lambda end: _seq(end[1]))
     for expected, (program, op) in enumerate(ends):
@@ -153,10 +155,11 @@ def _out_of_order(ends: list[_End], ordered: bool) -> Iterator[Diagnostic]:
 
 
 def _on_several_streams(ends: list[_End]) -> Iterator[Diagnostic]:
-    """An end that is on another stream than those before it: a channel keeps its messages in order.
+    """The first end of a channel that is on another stream than the end before it.
 
-    So a message would wait for those before it of its stream, and for those of its channel, which
-    may be behind others on theirs.
+    A channel keeps its messages in order. On several streams, a message would wait for earlier
+    messages of its stream, and also for earlier messages of its channel, which may be behind
+    others on another stream.
     """
     for (_, before), (program, op) in pairwise(ends):
         if op.stream is not before.stream and None not in (op.stream, before.stream):
@@ -175,12 +178,12 @@ def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnosti
     if sent is None or received is None:
         yield from (_alone(end) for end in (sent, received) if end is not None)
         return
-    one, other_type = sent[1].operands[0].type, promised(received[1].result.type)
-    if not same_but_place(one, other_type):
+    sent_type, received_type = sent[1].operands[0].type, promised(received[1].result.type)
+    if not same_but_place(sent_type, received_type):
         program, op = received
         yield Diagnostic(
-            f"recv {_seq(op)} of channel {op.chan} is {bare(other_type)}, "
-            f"but what is sent is {bare(one)}",
+            f"recv {_seq(op)} of channel {op.chan} is {bare(received_type)}, "
+            f"but what is sent is {bare(sent_type)}",
             op,
             program,
             notes=(Diagnostic("sent here", sent[1], sent[0]),),
@@ -189,7 +192,7 @@ def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnosti
 
 
 def _unlike_slot(received: _End, channel: Channel | None) -> Iterator[Diagnostic]:
-    """A message fits into its slot; without slots, `slot_bytes` are those of the largest."""
+    """The problem, if any, that a message is larger than the `slot_bytes` of its channel."""
     program, op = received
     if channel is None or channel.slot_bytes is None or not isinstance(op, Recv):
         return
@@ -205,7 +208,7 @@ def _unlike_slot(received: _End, channel: Channel | None) -> Iterator[Diagnostic
 
 
 def _positions(module: Module) -> dict[Communication, int]:
-    """Where each communication op stands in the program over all ranks."""
+    """The index of each communication op in the program over all ranks."""
     return {
         op: index for index, op in enumerate(module.program.ops) if isinstance(op, Communication)
     }
@@ -214,7 +217,7 @@ def _positions(module: Module) -> dict[Communication, int]:
 def _received_too_early(
     sent: _End, received: _End, positions: Mapping[Communication, int]
 ) -> Iterator[Diagnostic]:
-    """In a program over all ranks what is received has been sent above: so it has one order."""
+    """The problem, if any, that a receive stands above its send in a program over all ranks."""
     (program, op), send = received, sent[1]
     if positions[op] < positions[send]:
         yield Diagnostic(
@@ -228,12 +231,12 @@ def _received_too_early(
 
 def _alone(end: _End) -> Diagnostic:
     program, op = end
-    other = "recv" if isinstance(op, Send) else "send"
+    counterpart = "recv" if isinstance(op, Send) else "send"
     return Diagnostic(
-        f"{op.opcode} {_seq(op)} of channel {op.chan} has no {other}",
+        f"{op.opcode} {_seq(op)} of channel {op.chan} has no {counterpart}",
         op,
         program,
-        help=f"its peer must {other} it, or both must go",
+        help=f"its peer must {counterpart} it, or both must go",
     )
 
 
@@ -284,7 +287,7 @@ _SHARED = {
     cls: tuple(name for name in attribute_names(cls) if name not in _LOCAL)
     for cls in OP_CLASSES.values()
 }
-"""The attributes that the ranks of a collective agree on."""
+"""The attributes that are equal at all ranks of a collective."""
 
 
 def _mean_the_same(one: Communication, other: Communication) -> bool:
@@ -294,15 +297,15 @@ def _mean_the_same(one: Communication, other: Communication) -> bool:
     for name in _SHARED[type(one)]:
         if getattr(one, name) != getattr(other, name):
             return False
-    mine, theirs = _shared_types(one), _shared_types(other)
-    return len(mine) == len(theirs) and all(map(same_but_place, mine, theirs))
+    one_types, other_types = _shared_types(one), _shared_types(other)
+    return len(one_types) == len(other_types) and all(map(same_but_place, one_types, other_types))
 
 
 def _shared_types(op: Communication) -> list[ValueType]:
-    """The types that all ranks of an op have: of the result, or else of what a rank gives.
+    """The types that an op has at all ranks: of its results, or else of its operands.
 
-    Where only some ranks give and others receive, that is neither cut nor combined with more, so
-    it is of one type on both sides.
+    If some ranks only give and others only receive, operands are neither cut nor concatenated, so
+    what is given and what is received have one type.
     """
     gives = isinstance(op, Collective) and not op.exchange.has_one_result_type and op.operands
     return [promised(value.type) for value in (op.operands if gives else op.results)]

@@ -1,21 +1,21 @@
 """Model the progress of scheduled programs: messages, waits, streams and slots.
 
-The model, which is that of `check-deadlock` and of simulations:
+The pass `check-deadlock` and the simulations use this model:
 
-- A rank runs its program in order. Nothing but a `wait` for a future blocks it, and that until the
-  message is complete. (On a GPU the host does not block there; what completes under this model
+- A rank runs its program in order. Only a `wait` for a future blocks it, until the message is
+  complete. (On a GPU the host does not block there; a program that completes under this model
   completes there too.)
 - A message is complete once all its ends have been posted: a send and its receive, or the
   collective of every rank of a group. There is no buffering: a send alone completes nothing.
 - Communication ops of one rank that share a stream complete in the order in which they were posted.
   The messages of a batch complete together, as soon as all of them can.
 - A message with a slot is not complete before the receiver has freed the slot's last message.
-- A rank that puts messages on a device may be blocked at any op until all of these are complete: a
-  call of its host may wait for the device, as when memory is taken, a module is loaded, or a graph
-  is made. No program can know when; so, if it is asked for, the model waits at each op.
+- A rank that puts messages on a device may be blocked at any op until they are all complete: a call
+  of the host may wait for the device, for instance to allocate memory, load a module or make a
+  graph. Programs cannot know when. If asked to (`on_devices`), the model waits at each op.
 
-Whether a message completes does not depend on the order in which ranks are looked at, so one run
-to a fixpoint decides, in time linear in the number of ops.
+Whether a message completes does not depend on the order in which ranks are visited. So one run to a
+fixpoint decides, in time linear in the number of ops.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Message:
     """A send and its receive, or the parts of a collective.
 
     Attributes:
-        chan, seq: which message of which channel.
+        chan, seq: the channel, and the number of the message on it.
         ends: the op of each rank that takes part.
         unit: the messages that complete together: those of its batch, or itself alone.
-        previous: the message that has used the slot before.
-        waiting: ranks that a wait for this message blocks.
-        missing: how many ends have not been posted.
+        previous, following: the messages that use the slot before and after it.
+        waiting: the ranks that are blocked in a wait for it.
+        missing: the number of ends that have not been posted.
         done: whether it is complete.
         freed: whether the receiver has freed the slot.
-        ready: when the last end was posted, or, once done, when it was complete.
-        start: once done, when it began to travel.
-        wanted: when a rank first came to a wait for it.
+        ready: the time at which the last end was posted; once done, the time of its completion.
+        start: the time at which it began to travel, once done.
+        wanted: the time at which a rank first came to a wait for it.
     """
 
     chan: int
@@ -85,10 +85,10 @@ class Message:
 
 
 class Kind(enum.Enum):
-    """The effect of an event of a rank's program.
+    """The kind of an event of a rank's program.
 
-    `WAIT` is for the message of a `wait`. `DEVICE` is for one that is on the device when the host
-    comes to an op, in which it may wait for the device.
+    WAIT waits for the message of a `wait`. DEVICE waits for a message that is on the device when
+    the host comes to an op, since the host may wait for the device there.
     """
 
     POST = enum.auto()
@@ -103,7 +103,7 @@ Event: TypeAlias = tuple[Kind, Message | None, Op]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time in which an op ran."""
+    """The time in which an op runs."""
 
     rank: int
     op: Op
@@ -113,7 +113,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The time in which a wait blocked its rank, and the message that it was for."""
+    """The time in which a wait for a message blocks its rank."""
 
     rank: int
     message: Message
@@ -122,10 +122,10 @@ class Stall:
 
 
 def match(module: Module) -> dict[tuple[int, int], Message]:
-    """The messages of a scheduled module by channel and number.
+    """The messages of a scheduled module, by channel and number.
 
     Raises:
-        IRError: an op has no other end, or the two ends do not agree.
+        IRError: a message lacks an end, or its ends do not agree.
     """
     problems = list(unmatched(module))
     if problems:
@@ -172,15 +172,17 @@ def _link_slots(messages: dict[tuple[int, int], Message]) -> None:
 
 
 class Progress:
-    """The programs of a module on their way, as far as they get.
+    """The state of a run of all programs of a module.
 
     Attributes:
-        messages: by channel and number.
-        freed: the messages that their receiver frees at some point.
-        at: for each rank, how many of its events have happened.
-        clocks: for each rank, how late it is.
-        spans: when each op ran that takes time, by rank in program order.
-        stalls: when each rank was blocked, by rank in program order.
+        programs: the program of each rank.
+        messages: the messages by channel and number.
+        freed: the messages whose slots their receivers free at some point.
+        events: the events of each rank, in program order.
+        at: for each rank, the number of its events that have happened.
+        clocks: for each rank, its time.
+        spans: the spans of ops that take time, in program order for each rank.
+        stalls: the times at which ranks were blocked, in program order for each rank.
     """
 
     def __init__(
@@ -192,20 +194,22 @@ class Progress:
         one_queue: bool = False,
         on_devices: Set[int] = frozenset(),
     ) -> None:
-        """Prepare to run `module`, scheduled.
+        """Prepare to run the programs of a scheduled module.
 
         Args:
-            module: the programs.
-            cost: how long an op occupies its rank, waits and frees apart; no time without.
-            transfer: how long a message travels, and occupies its streams; no time without.
+            module: the scheduled module.
+            cost: the time for which an op, other than a wait or a free, occupies its rank; None:
+                ops take no time.
+            transfer: the time for which a message travels and occupies its streams; None: none.
             buffered: whether a message with a slot, on a channel without a transport of its own,
-                needs nothing but its slot to travel. What completes without that does so with it.
+                travels before its receive is posted. Programs that complete without this also
+                complete with it.
             one_queue: whether collectives of all traffic wait for each other, as if on one stream.
-            on_devices: the channels whose messages are on devices, for which hosts may wait at each
-                op.
+            on_devices: the channels whose messages are on devices; hosts may wait for these at
+                each op.
 
         Raises:
-            IRError: an op has no other end, or the two ends do not agree.
+            IRError: a message lacks an end, or its ends do not agree.
         """
         self.programs = {program.rank or 0: program for program in module.programs}
         self.messages = match(module)
@@ -226,7 +230,7 @@ class Progress:
         self._queues: dict[tuple[int, Stream], deque[Message]] = {}
 
     def run(self) -> bool:
-        """Let everything happen that can; whether all ranks finish with no message in flight."""
+        """Run as far as possible; return whether all ranks finish and no message is in flight."""
         runnable = list(self.programs)
         while runnable:
             runnable += self._advance(runnable.pop())
@@ -234,22 +238,22 @@ class Progress:
         return finished and all(message.done for message in self.messages.values())
 
     def blocked(self, rank: int) -> Event | None:
-        """The wait that a rank stays at, None if it has come to its end."""
+        """The event that a rank is blocked at; None if it has come to its end."""
         events = self.events[rank]
         return events[self.at[rank]] if self.at[rank] < len(events) else None
 
     def head(self, rank: int, stream: Stream) -> Message | None:
-        """The message that the others on a rank's stream wait for."""
+        """The first message on a rank's stream, which the others there wait for."""
         queue = self._queues.get((rank, stream))
         return queue[0] if queue else None
 
     def posted(self, message: Message, rank: int) -> bool:
-        """True if a rank has come to its end of a message."""
+        """True if a rank has posted its end of a message."""
         op = message.ends[rank]
         return any(event[2] is op for event in self.events[rank][: self.at[rank]])
 
     def _free_to_leave(self, module: Module) -> frozenset[Communication]:
-        """The receives that their messages do not wait for."""
+        """The receives that their messages need not wait for."""
         early: list[Communication] = []
         for message in self.messages.values():
             if module.channels[message.chan].via is None:
@@ -265,11 +269,11 @@ class Progress:
     def _read(
         self, program: Program, module: Module, cost: Callable[[Op], float] | None
     ) -> list[Event]:
-        """The events of a program: what communicates, and what takes time."""
+        """The events of a program: the ops that communicate, and those that take time."""
         promised: dict[Value, Message] = {}
         group_of = SharedStorage(program, module.functions).of
         received: dict[Value, list[Message]] = {}
-        # The last free of each group of values, at which its storage goes, and those before it.
+        # The last free of each group of values, which gives its storage back, and earlier frees.
         last: dict[Value, Free] = {}
         early: set[Op] = set()
         events: list[Event] = []
@@ -302,13 +306,13 @@ class Progress:
         return [event for event in events if event[2] not in early] if early else events
 
     def _of_device(self, on_device: dict[Message, None], rank: int, op: Op) -> list[Event]:
-        """The waits of a host for its device at an op; what it has waited for is dropped.
+        """The waits of a host for its device at an op; their messages are removed from `on_device`.
 
-        The messages of a batch complete together, so the host waits for none before it has posted
-        all that are its own.
+        The messages of a batch complete together. So the host waits for none of them before it has
+        posted all of its ends in the batch.
         """
         if isinstance(op, Free | View | Return):
-            return []  # they put nothing on the device
+            return []  # these ops put nothing on the device
         whole = [
             message
             for message in on_device
@@ -319,7 +323,7 @@ class Progress:
         return [(Kind.DEVICE, message, op) for message in whole]
 
     def _advance(self, rank: int) -> list[int]:
-        """Run a rank until it blocks; the ranks that are blocked no longer because of it."""
+        """Run a rank until it blocks; return the ranks that it has unblocked."""
         events, at = self.events[rank], self.at[rank]
         freed: list[int] = []
         while at < len(events):
@@ -343,7 +347,7 @@ class Progress:
         return freed
 
     def _arrive(self, message: Message, rank: int) -> bool:
-        """Note that a rank comes to a wait for a message; whether it can go on."""
+        """Note that a rank has come to a wait for a message; return whether it can go on."""
         if self.clocks[rank] < message.wanted:
             message.wanted = self.clocks[rank]
         return message.done
@@ -374,7 +378,7 @@ class Progress:
         return self._complete(following)
 
     def _complete(self, first: Message) -> list[int]:
-        """Complete a message if it can, and then those behind it on its streams."""
+        """Complete a message if possible, then those behind it; return the ranks that waited."""
         woken: list[int] = []
         candidates = [first]
         while candidates:
@@ -393,19 +397,19 @@ class Progress:
 
     def _streams(self, message: Message) -> list[tuple[int, Stream]]:
         """The streams that a message is on."""
-        found = (
+        streams = (
             (rank, self.stream_of(op)) for rank, op in message.ends.items() if op not in self._early
         )
-        return [(rank, stream) for rank, stream in found if stream is not None]
+        return [(rank, stream) for rank, stream in streams if stream is not None]
 
     def stream_of(self, op: Communication) -> Stream | None:
-        """The stream on which an op waits for those before it."""
+        """The stream on which an op waits for earlier ops."""
         if self._one_queue and op.stream is not None and isinstance(op, Collective):
             return Stream.COLLECTIVE
         return op.stream
 
     def _travel(self, unit: Sequence[Message], streams: Sequence[tuple[int, Stream]]) -> None:
-        """Complete messages together, as soon as their ends and their streams allow."""
+        """Complete messages together, at the time that their ends and streams allow."""
         busy = (self._free_at.get(stream, 0.0) for stream in streams)
         start = max(*(message.ready for message in unit), *busy, 0.0)
         end = start
@@ -416,7 +420,7 @@ class Progress:
         self._free_at.update(dict.fromkeys(streams, end))
 
     def _can_complete(self, message: Message) -> bool:
-        """True if nothing is in the way of a message but, perhaps, the others of its unit."""
+        """True if a message waits for nothing, except perhaps for others of its unit."""
         if message.missing or (message.previous is not None and not message.previous.freed):
             return False
         return all(self._queues[stream][0] in message.unit for stream in self._streams(message))

@@ -1,4 +1,4 @@
-"""Check graphs: the parts of a program that a device may record and replay as a whole."""
+"""Check device graphs: the parts of a program that a device may record and replay as a whole."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _HELP = "capture numbers the ops of graphs; leave graph out where the host has t
 def check_graphs(module: Module, program: Program) -> Iterator[Diagnostic]:
     """The problems with the graphs of one program.
 
-    A replay runs no Python, so what the host has to do is in no graph. And one graph is one part of
-    the program.
+    A replay runs no Python, so no graph has an op that needs the host. The ops of a graph stand in
+    a row.
     """
     by_hosts: set[Value] = set()
     last: int | None = None
@@ -42,7 +42,13 @@ def check_graphs(module: Module, program: Program) -> Iterator[Diagnostic]:
 
 
 def _needs_host(op: Op, module: Module, by_hosts: set[Value]) -> str | None:
-    """The reason why the host has to do an op; `by_hosts` are the futures of hosts' messages."""
+    """The reason why an op needs the host, if any.
+
+    Args:
+        op: the next op of the program.
+        module: its module.
+        by_hosts: the futures of messages between hosts so far; those of `op` are added.
+    """
     if isinstance(op, Call):
         function = module.functions.get(op.fn.name)
         if function is not None and function.kind is FunctionKind.OPAQUE:

@@ -1,4 +1,4 @@
-"""Check layouts: that they fit their places, and that ops take them which know of layouts."""
+"""Check that layouts fit their places, and that only ops that know of layouts take them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..types import Mesh, Place, TensorType, Type, promised
 
 
 def laid_out(type_: Type) -> TensorType | None:
-    """The type of a tensor with a layout, or of a promised one; None for every other."""
+    """The type of a tensor with a layout, or of a promised one; None for all other types."""
     value = promised(type_)
     return value if isinstance(value, TensorType) and value.layout is not None else None
 
 
 def check_value(value: Value, module: Module) -> None:
-    """A value's mesh is one of the module's, and its layout fits its place.
+    """Check that a value's mesh is one of the module's, and that its layout fits its place.
 
     Raises:
-        Problem: it does not.
+        Problem: the mesh is not the module's, or the layout does not fit.
     """
     place = value.type.place
     if isinstance(place, Mesh) and module.meshes.get(place.name) != place:
@@ -75,7 +75,7 @@ def misfit(type_: TensorType, place: Place | None) -> str | None:
 
     Args:
         type_: a tensor with a layout.
-        place: where it is; None where that is not known, as in a function's signature.
+        place: its place; None if that is not known, as in a function's signature.
     """
     layout = type_.layout
     assert layout is not None, "a tensor with a layout"
@@ -101,7 +101,7 @@ def _unknown_axis(layout: Layout, place: Place) -> str | None:
 
 
 def check_op(op: Op, phase: Phase) -> None:
-    """An op with laid-out operands or results is one that knows of layouts.
+    """Check that an op with laid-out operands or results knows of layouts.
 
     Raises:
         Problem: it does not, or an operand is laid out over another place.
@@ -113,9 +113,9 @@ def check_op(op: Op, phase: Phase) -> None:
         assert type_.layout is not None, "a tensor with a layout"
         if op.takes_layouts and (op.takes_summands or not type_.layout.summands):
             continue
-        what = "summands" if op.takes_layouts else "a tensor that is laid out"
+        noun = "summands" if op.takes_layouts else "a tensor that is laid out"
         raise Problem(
-            f"{op.opcode} of {what}, %{value.name}: {type_}", _remedy(value, type_), value
+            f"{op.opcode} of {noun}, %{value.name}: {type_}", _remedy(value, type_), value
         )
     if isinstance(op, Transfer | Slice) or (op.brings_operands and phase is Phase.TRACED):
         return

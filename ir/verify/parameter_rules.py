@@ -1,9 +1,9 @@
-"""Check stored parameters: what was gathered of one is not used once its actor may have changed.
+"""Check that no gathered copy of a stored parameter is used once its actor may have changed.
 
-A function with `parameter` reads a parameter as it rests. What is made of that, by transfers,
-collectives and functions that only hand it over, is a copy of the parameter as it was. A program
-over all ranks that uses such a copy behind a call that changes the actor's state is refused: one
-process would see the parameter as it is then.
+A function with `parameter` reads a parameter at rest. Transfers, collectives and functions that
+only hand it over make copies of it, with the value that it had at the read. A program over all
+ranks is refused if it uses such a copy behind a call that changes the actor's state: a single
+process would use the parameter's new value there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from ..ops.module import Function, FunctionKind, Program
 from ..text.diagnostics import Diagnostic
 
 _HANDING = (Assemble, Collective, Copy, Slice, Transfer, Wait)
-"""The ops whose results are copies of what their operands are copies of."""
+"""The ops whose results are copies of the same parameter as their operands."""
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of some parameter of an actor, as it was after so many changes; and what read it."""
+    """A copy of a stored parameter.
+
+    Attributes:
+        function: the function that read the parameter.
+        version: the number of changes to the actor's state before the read.
+        read: the call that read it.
+    """
 
     function: Function
     version: int
@@ -30,7 +36,7 @@ class _Copy:
 
 
 def check_parameters(program: Program, functions: Mapping[str, Function]) -> Iterator[Diagnostic]:
-    """The uses of copies of parameters that may be stale, in a program over all ranks."""
+    """The uses, in a program over all ranks, of copies of parameters that may be stale."""
     copies: dict[Value, _Copy] = {}
     sent: dict[tuple[int, int], _Copy] = {}
     changes: dict[str | None, tuple[int, Op]] = {}

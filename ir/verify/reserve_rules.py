@@ -1,4 +1,4 @@
-"""Check tensors that are assembled in place: each buffer is written once, and read by nobody."""
+"""Check tensors that are assembled in place: each buffer is written once, and never read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _HELP = (
 
 
 def check_reserves(program: Program) -> Iterator[Diagnostic]:
-    """The problems with the storage that a rank's program reserves, and puts tensors together in.
+    """The problems with the storage that a rank's program reserves for tensors assembled in place.
 
-    The whole and its buffers are one memory. They count as several storages, since no op but the
-    assemble sees what is in them.
+    A whole and its buffers share memory. They count as separate storages, since only the assemble
+    reads them.
     """
     wholes: dict[Value, Reserve] = {}
     empty: dict[Value, Value] = {}
@@ -64,7 +64,7 @@ def check_reserves(program: Program) -> Iterator[Diagnostic]:
 def _assembled(
     op: Assemble, wholes: dict[Value, Reserve], filled: dict[Value, Value]
 ) -> str | None:
-    """What is wrong with an assemble in place."""
+    """The problem with an assemble in place, if any."""
     storage = op.operands[0]
     reserve = wholes.get(storage)
     if reserve is None:
@@ -79,7 +79,7 @@ def _assembled(
 
 
 def _misused(op: Op, *tables: dict[Value, Reserve] | dict[Value, Value]) -> str | None:
-    """What is wrong with an op that takes what only others may."""
+    """The problem, if any, that an op takes storage that only other ops may take."""
     for value in op.operands:
         if any(value in table for table in tables):
             return f"{op.opcode} takes %{value.name}, which is storage of a tensor to assemble"

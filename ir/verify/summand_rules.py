@@ -1,9 +1,9 @@
-"""Check summands: a slice of one is used up by reductions, and by nothing else.
+"""Check that slices of summands go only into reductions.
 
-A slice of summands is itself one term of a sum, though its type does not say so. So the terms that
-each value has are followed through the program: messages and concatenations keep them, and
-reductions and sums of disjoint ones unite them. A value that has all terms is an ordinary one. A
-value that lacks some goes into no other op: a program that leaves out a reduction is refused.
+A slice of summands is one term of a sum, though its type does not say so. So this check follows the
+terms of each value through the program: messages and concatenations keep them, and reductions and
+additions unite them. A value with all terms is an ordinary value. A value that lacks terms may go
+into no other op, so a program that leaves out a reduction is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _HELP = (
 )
 
 _Term = tuple[int, ...]
-"""Coordinates along the axes of summands: the ranks that have them hold the same summand."""
+"""Coordinates along the axes of summands; ranks with equal coordinates hold the same summand."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class _Part:
 
     Attributes:
         source: the value.
-        region: in its logical indices.
-        terms: those that are combined here.
+        region: the region, in indices of the logical value.
+        terms: the terms that are combined in the part.
     """
 
     source: Value
@@ -74,7 +74,7 @@ class _Part:
 
     @property
     def all_terms(self) -> frozenset[_Term]:
-        """Those of all ranks."""
+        """The terms of all ranks."""
         sizes = dict(_place(self.source).axes)
         along = (range(sizes[axis]) for axis in self.layout.summands)
         return frozenset(itertools.product(*along))
@@ -95,11 +95,11 @@ class _Part:
 
 
 def check_summands(program: Program, functions: Mapping[str, Function]) -> Iterator[Diagnostic]:
-    """The problems with summands of a program over all ranks whose types fit.
+    """The problems with summands in a program over all ranks whose types fit.
 
     Args:
-        program: placed or asynchronous; in one that is traced nothing takes summands apart.
-        functions: those of its module.
+        program: a placed or asynchronous program. A traced one has no slices of summands.
+        functions: the functions of its module.
     """
     checker = _Checker(functions)
     for op in program.ops:
@@ -119,7 +119,7 @@ def _layout(value: Value) -> Layout | None:
 
 
 class _Checker:
-    """The terms of the values so far; a value that is not here has all there are."""
+    """Tracks the terms of values; a value that it does not know has all terms."""
 
     def __init__(self, functions: Mapping[str, Function]) -> None:
         self._functions = functions
@@ -128,10 +128,10 @@ class _Checker:
         self._fills: dict[Value, float] = {}
 
     def visit(self, op: Op) -> None:
-        """Follow the terms of an op's operands.
+        """Follow the terms of an op's operands to its results.
 
         Raises:
-            Problem: the op does not take them.
+            Problem: the op does not take these terms.
         """
         if isinstance(op, Slice):
             self._slice(op)
@@ -163,7 +163,7 @@ class _Checker:
             raise self._unreduced(op, first)
 
     def _reduces(self, op: Op, reduce: ReduceOp) -> bool:
-        """True if an op combines its operands in the way of their summands."""
+        """True if an op combines its operands by the operation `reduce`."""
         if isinstance(op, Call):
             return reduction(self._functions[op.fn.name]) is reduce
         return isinstance(op, Collective) and op.exchange.reduce is reduce
@@ -178,17 +178,17 @@ class _Checker:
             self._note(op.result, part.at(logical(op.region, part.region)))
 
     def _reduce(self, op: Op, first: Value) -> None:
-        """Unite the terms of the operands, which are of one region."""
+        """Unite the terms of the operands, which have one region."""
         part = self._parts[first]
         terms: set[_Term] = set()
         for value in op.operands:
-            other = self._parts.get(value)
-            if other is None or (other.source, other.region) != (part.source, part.region):
+            summand = self._parts.get(value)
+            if summand is None or (summand.source, summand.region) != (part.source, part.region):
                 raise self._unlike(op, first, value)
-            if not terms.isdisjoint(other.terms):
+            if not terms.isdisjoint(summand.terms):
                 source = part.source.name
                 raise Problem(f"{op.opcode} takes a summand of %{source} twice", _HELP, value)
-            terms |= other.terms
+            terms |= summand.terms
         united = replace(part, terms=frozenset(terms))
         for index, value in enumerate(op.results):
             region = part.region
@@ -197,7 +197,7 @@ class _Checker:
             self._note(value, united.at(region))
 
     def _gather(self, op: AllGather, parts: Sequence[_Part]) -> None:
-        """Concatenate regions of the same terms."""
+        """Concatenate regions with the same terms."""
         region = union(part.region for part in parts)
         for index, (value, part) in enumerate(zip(op.operands, parts, strict=True)):
             if part.region != share(region, index, len(parts), op.dim):
@@ -210,12 +210,12 @@ class _Checker:
         self._note(op.result, parts[0].at(region))
 
     def _alike(self, op: Op, values: Sequence[Value]) -> list[_Part]:
-        """The parts that values are, which have the same terms."""
+        """The parts of values, which must have the same terms."""
         first = next(value for value in values if value in self._parts)
         part = self._parts[first]
         for value in values:
-            other = self._parts.get(value)
-            if other is None or (other.source, other.terms) != (part.source, part.terms):
+            summand = self._parts.get(value)
+            if summand is None or (summand.source, summand.terms) != (part.source, part.terms):
                 raise self._unlike(op, first, value)
         return [self._parts[value] for value in values]
 
@@ -229,9 +229,9 @@ class _Checker:
         )
 
     def _unlike(self, op: Op, one: Value, other: Value) -> Problem:
-        what = self._parts.get(other, "which is no summand")
+        description = self._parts.get(other, "which is no summand")
         return Problem(
-            f"{op.opcode} of %{one.name}, {self._parts[one]}, and of %{other.name}, {what}",
+            f"{op.opcode} of %{one.name}, {self._parts[one]}, and of %{other.name}, {description}",
             _HELP,
             other,
         )
@@ -245,12 +245,12 @@ class _Checker:
             raise self._unreduced(op, taken[0])
         elif taken:
             parts = self._alike(op, op.operands)
-            made = parts[0].at(union(part.region for part in parts))
+            assembled = parts[0].at(union(part.region for part in parts))
             for value, part, region in zip(op.operands, parts, op.regions, strict=True):
-                self._expect_region(op, value, logical(region, made.region), part)
-            if shape_of(made.region) != _shape(op.result):
+                self._expect_region(op, value, logical(region, assembled.region), part)
+            if shape_of(assembled.region) != _shape(op.result):
                 raise self._unreduced(op, taken[0])
-            self._note(op.result, made)
+            self._note(op.result, assembled)
 
     def _expect_region(self, op: Op, value: Value, region: Region, part: _Part) -> None:
         if part.region != region:
@@ -261,7 +261,7 @@ class _Checker:
             )
 
     def _make_summands(self, op: Assemble, layout: Layout, taken: Sequence[Value]) -> None:
-        """The ranks along the axes of summands have each term once."""
+        """Check that the ranks along the axes of summands have each term once."""
         everything: frozenset[_Term] = frozenset({()})
         if taken:
             part = self._parts[taken[0]]
@@ -272,16 +272,16 @@ class _Checker:
                 if self._parts[value].source is not part.source:
                     raise self._unlike(op, taken[0], value)
         elif layout.reduce not in _NEUTRAL:
-            return  # copies, of which a maximum is taken
-        found: dict[tuple[object, ...], list[frozenset[_Term]]] = {}
+            return  # copies, which a maximum or minimum may take as summands
+        terms_of: dict[tuple[object, ...], list[frozenset[_Term]]] = {}
         place = _place(op.result)
         fixed = tuple(axis for axis, _ in place.axes if axis not in layout.summands)
         for rank, parts in op.by_rank().items():
             if not parts:
                 continue
             held = self._held(op, parts, _NEUTRAL.get(layout.reduce), everything)
-            found.setdefault(_term(op.result, fixed, rank), []).append(held)
-        for terms in found.values():
+            terms_of.setdefault(_term(op.result, fixed, rank), []).append(held)
+        for terms in terms_of.values():
             twice = layout.reduce in _NEUTRAL and sum(map(len, terms)) > len(everything)
             if twice or frozenset().union(*terms) != everything:
                 raise Problem(
@@ -295,12 +295,12 @@ class _Checker:
     def _held(
         self,
         op: Assemble,
-        found: Sequence[tuple[Value, Region]],
+        operands: Sequence[tuple[Value, Region]],
         neutral: int | None,
         everything: frozenset[_Term],
     ) -> frozenset[_Term]:
-        """The terms that a rank gets of an assembled value, by what it gets."""
-        filled = [(value, region) for value, region in found if volume(region)]
+        """The terms that a rank has of an assembled value, from the rank's operands."""
+        filled = [(value, region) for value, region in operands if volume(region)]
         if neutral is not None and all(self._fills.get(value) == neutral for value, _ in filled):
             return frozenset()
         if not any(value in self._parts for value, _ in filled):

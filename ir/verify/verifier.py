@@ -22,32 +22,32 @@ from .reserve_rules import check_reserves
 from .summand_rules import check_summands
 
 _SHOWN = 20
-"""Ranks in a message at most."""
+"""The most ranks that a message lists."""
 
 
 def verify(module: Module) -> None:
-    """Check everything that the module's phase promises.
+    """Check that a module keeps all rules of its phase.
 
     Raises:
-        IRError: with a diagnostic for each declaration and each op that is wrong, the first
-            problem of each.
+        IRError: the module breaks a rule. There is a diagnostic for each declaration and each op
+            that is wrong, with its first problem.
     """
-    found = [*_declarations(module), *_programs(module)]
+    problems = [*_declarations(module), *_programs(module)]
     checkers = [_ProgramChecker(module, program) for program in module.programs]
     bodies = [_ProgramChecker(module, body) for body in module.bodies.values()]
     for checker in (*bodies, *checkers):
-        found += checker.check()
-    found += check_bodies(module)
-    found += _actors(module)
-    if not found and has_futures(module.phase):
-        found += unmatched(module)
-    if not found and any(checker.laid_out for checker in checkers):
-        found += check_summands(module.program, module.functions)
+        problems += checker.check()
+    problems += check_bodies(module)
+    problems += _actors(module)
+    if not problems and has_futures(module.phase):
+        problems += unmatched(module)
+    if not problems and any(checker.laid_out for checker in checkers):
+        problems += check_summands(module.program, module.functions)
     stored = any(function.parameter is not None for function in module.functions.values())
-    if not found and stored and has_places(module.phase):
-        found += check_parameters(module.program, module.functions)
-    if found:
-        raise IRError(*found)
+    if not problems and stored and has_places(module.phase):
+        problems += check_parameters(module.program, module.functions)
+    if problems:
+        raise IRError(*problems)
 
 
 def _declarations(module: Module) -> Iterator[Diagnostic]:
@@ -112,7 +112,7 @@ def _vjp(name: str, vjp: Vjp, module: Module) -> str | None:
 
 
 def _halves(vjp: Vjp, backward: Function, module: Module) -> str | None:
-    """The problems with the halves of a backward."""
+    """The problem with the halves of a backward, if there is one."""
     names = [name for name in (vjp.input, vjp.weight) if name is not None]
     for name in names:
         if name not in module.functions:
@@ -157,15 +157,15 @@ def _programs(module: Module) -> Iterator[Diagnostic]:
     missing = list(itertools.islice(lacking, _SHOWN))
     if missing or len(ranks) != module.world:
         more = ", and more" if len(missing) == _SHOWN else ""
-        what = f"none for {missing}{more}" if missing else f"{len(ranks)}"
+        description = f"none for {missing}{more}" if missing else f"{len(ranks)}"
         yield Diagnostic(
             f"a scheduled module has one program for each of its {module.world} ranks, "
-            f"this one has {what}"
+            f"this one has {description}"
         )
 
 
 def _actors(module: Module) -> Iterator[Diagnostic]:
-    """All calls of an actor's functions are where the actor lives."""
+    """The calls on actors that are not where the actor lives."""
     first: dict[str, tuple[object, Program, Op]] = {}
     placed = has_places(module.phase)
     for program in module.programs:
@@ -190,16 +190,16 @@ def _actors(module: Module) -> Iterator[Diagnostic]:
 
 
 def _home(function: Function, program: Program) -> Place:
-    """The place of the actor whose function a rank's program calls, by what this call says."""
+    """The place of a function's actor, as the program of a rank that calls the function sees it."""
     rank = program.rank or 0
     return Place(function.ranks) if rank in function.ranks else Place((rank,))
 
 
 class _ProgramChecker:
-    """Walks one program; keeps what is defined, where from, and what has been freed.
+    """Checks one program; tracks which values are defined, by which ops, and which are freed.
 
     Attributes:
-        laid_out: whether a value so far has a layout, or is at a mesh.
+        laid_out: whether any value so far has a layout, or is at a mesh.
     """
 
     def __init__(self, module: Module, program: Program) -> None:
@@ -244,7 +244,7 @@ class _ProgramChecker:
     def _check_op(self, op: Op, index: int) -> None:
         try:
             self._check_uses(op)
-        finally:  # a wrong op still makes its results: their uses are not wrong too
+        finally:  # a wrong op still makes its results, so that their uses are no further errors
             for value in op.results:
                 self._define(value)
                 self._makers[value] = op
@@ -259,7 +259,7 @@ class _ProgramChecker:
         if self._ill and not self._ill.isdisjoint(op.operands):
             return  # reported where they are made
         if self.laid_out and not (self._is_body and isinstance(op, Return)):
-            check_op(op, phase)  # what a body returns has the layouts of its function
+            check_op(op, phase)  # except for returns of bodies, which have the function's layouts
         op.check(self._context)
         if self._placed:
             op.check_places(self._context)
@@ -308,9 +308,9 @@ class _ProgramChecker:
                 raise Problem(f"%{value.name} is used after it was freed", "", value)
 
     def _check_stream(self, op: Op, stream: Stream) -> None:
-        """The op may be on its stream, and its operands were made there, or waited onto it."""
+        """Check that the op may be on its stream, and that its operands are available there."""
         if stream not in op.streams:
-            streams = " or ".join(sorted(other.value for other in op.streams))
+            streams = " or ".join(sorted(choice.value for choice in op.streams))
             raise Problem(
                 f"{op.opcode} is on stream {stream.value}",
                 f"it may be on {streams}; assign-streams chooses",
@@ -330,7 +330,10 @@ class _ProgramChecker:
 
 
 def _check_value_place(value: Value, module: Module, is_body: bool) -> None:
-    """A type has a place before SCHEDULED and none from then on; its ranks are of the world."""
+    """Check that a type has a place, with ranks of the world, exactly if it needs one.
+
+    Types need places in programs over all ranks, and have none in bodies and scheduled programs.
+    """
     place = value.type.place
     if is_body:
         if place is not None:

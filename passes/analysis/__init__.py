@@ -1,4 +1,4 @@
-"""Facts about a module that several passes ask for.
+"""Facts about a module that several passes need.
 
-In: a scheduled module. Out: what is over when, and which values are still needed.
+In: a scheduled module. Out: which ops are done before an op starts, and when values are last used.
 """

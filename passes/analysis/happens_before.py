@@ -1,15 +1,20 @@
-"""Compute what happens before an op of a scheduled program, on its rank and on others.
+"""Compute which ops are done before an op of a scheduled program starts, on its rank and on others.
 
-A *line* does its ops one after the other: a stream, or for communication without a stream its
-channel, or, for all else without a stream, the compute stream. Lines of a rank run side by side. An
-op follows the op before it on its line. A `wait` also follows what it waits for; a `free`, what its
-further operands say has happened. A receive also follows its send, and the `free` of its slot's
-last message. A member of a collective that gets something follows those that give it. A send
-follows nothing of its receiver, as a transport may keep what is sent until it is asked for. Nothing
-else orders ops: not the order in which a program lists them.
+A *line* runs its ops one after the other; the lines of a rank run side by side. A stream is a line.
+Of ops without a stream, communication has its channel as its line, and all others have the compute
+stream. These rules order ops:
 
-A CPU does more: it runs all ops but communication in the order of the program, and starts a
-communication only when it comes to it. Such a rank is called *blocking*.
+- An op follows the op before it on its line.
+- A `wait` also follows the op that makes its operand. A `free` follows the ops that make its second
+  and later operands.
+- A receive also follows its send, and the `free` of its slot's last message.
+- A member of a collective that gets something follows the members that give it.
+
+A send follows no op of its receiver, as a transport may keep a message until it is asked for. The
+order in which a program lists ops means nothing by itself.
+
+A CPU has two more rules: it runs all ops except communication in the order of the program, and it
+starts a communication only when it comes to it. Such a rank is called *blocking*.
 """
 
 from __future__ import annotations
@@ -30,11 +35,11 @@ from ...ir.verify.communication import (
 )
 
 Line: TypeAlias = int
-"""A channel by its number, or a stream by a negative number."""
+"""A line: a channel by its number, or a stream by a negative number."""
 _STREAMS: dict[Stream, Line] = {stream: -1 - i for i, stream in enumerate(Stream)}
 HOST: Line = _STREAMS[Stream.COMPUTE]
 Known: TypeAlias = Mapping[Line, int]
-"""For each line the latest op, by index, that is known to be done; with it all before it are."""
+"""For each line the index of its latest op that is known to be done; so are all ops before it."""
 
 
 def line_of(op: Op, blocking: bool) -> Line:
@@ -48,7 +53,7 @@ _NOTHING: Known = {}
 
 
 def awaited(op: Op) -> tuple[Value, ...]:
-    """The operands whose making an op follows on whatever line it was."""
+    """The operands that an op waits for, on whatever line they are made."""
     if isinstance(op, Wait):
         return op.operands
     return op.operands[1:] if isinstance(op, Free) else ()
@@ -56,11 +61,11 @@ def awaited(op: Op) -> tuple[Value, ...]:
 
 @dataclass(slots=True)
 class Clocks:
-    """For each op of one program, what is known to be done when it starts, of the same rank.
+    """For each op of a program, the ops of the same rank that are known to be done when it starts.
 
     Attributes:
         lines: the line of each op.
-        known: what is done when each op starts, its own line aside.
+        known: for each op, the ops of other lines that are done when it starts.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -72,14 +77,14 @@ class Clocks:
         clocks = Clocks()
         lines, knowns = clocks.lines, clocks.known
         latest: dict[Line, int] = {}
-        made: dict[Value, int] = {}
+        made_at: dict[Value, int] = {}
         for index, op in enumerate(program.ops):
             line = line_of(op, blocking)
             known = knowns[latest[line]] if line in latest else _NOTHING
             if isinstance(op, (Wait, Free)):
                 for value in awaited(op):
-                    if value in made:
-                        known = clocks._joined(known, line, made[value])
+                    if value in made_at:
+                        known = clocks._joined(known, line, made_at[value])
             elif (  # started when the host comes to it
                 (blocking or op.stream is None) and isinstance(op, Communication) and HOST in latest
             ):
@@ -91,11 +96,11 @@ class Clocks:
             knowns.append(known)
             latest[line] = index
             for value in op.results:
-                made[value] = index
+                made_at[value] = index
         return clocks
 
     def is_done(self, earlier: int, later: int) -> bool:
-        """True if an op is surely done when a later one of the program starts."""
+        """True if an op is known to be done when a later op of the program starts."""
         line = self.lines[earlier]
         if line == self.lines[later]:
             return not self._are_together(earlier, later)
@@ -106,13 +111,13 @@ class Clocks:
         batch = self._batches.get(one)
         return batch is not None and batch == self._batches.get(other)
 
-    def _joined(self, known: Known, line: Line, other: int) -> Known:
-        """The knowledge once the op `other` is done as well; the same object if nothing is new."""
-        theirs = self.lines[other]
-        if theirs == line or known.get(theirs, -1) >= other:
-            return known  # with an op, all that it knew is known
-        joined = {**known, theirs: other}
-        for key, index in self.known[other].items():
+    def _joined(self, known: Known, line: Line, earlier: int) -> Known:
+        """What is known once the op `earlier` is done too; the same object if nothing is new."""
+        earlier_line = self.lines[earlier]
+        if earlier_line == line or known.get(earlier_line, -1) >= earlier:
+            return known  # an op that is done brings all that was known when it started
+        joined = {**known, earlier_line: earlier}
+        for key, index in self.known[earlier].items():
             if key != line and joined.get(key, -1) < index:
                 joined[key] = index
         return joined
@@ -123,7 +128,7 @@ Node: TypeAlias = tuple[int, int]
 
 
 class Order:
-    """The order of ops over all ranks: exact, and slower than `Clocks`."""
+    """The order of ops over all ranks, which is exact, and slower to ask than `Clocks`."""
 
     def __init__(self, module: Module, blocking: bool) -> None:
         self._blocking = blocking
@@ -138,9 +143,9 @@ class Order:
             self._read(rank, program)
 
     def is_done(self, rank: int, earlier: int, later: int) -> bool:
-        """True if an op of a rank is surely done when a later one of that rank starts.
+        """True if an op of a rank is known to be done when a later op of that rank starts.
 
-        A communication starts when its own rank has come to it, wherever the others are.
+        A communication starts when its own rank comes to it, wherever the other ranks are.
         """
         op = self._programs[rank].ops[later]
         comm = isinstance(op, Communication)
@@ -155,7 +160,7 @@ class Order:
         return target in seen
 
     def _read(self, rank: int, program: Program) -> None:
-        # What each line ends in: an op, or those of a batch, which do not follow one another.
+        # The last op of each line, or the ops of a batch, which do not follow one another.
         latest: dict[Line, tuple[int, ...]] = {}
         origins: dict[Value, Message] = {}
         for index, op in enumerate(program.ops):
@@ -191,10 +196,10 @@ class Order:
                 yield self._made[value]
 
     def _on_others(self, rank: int, op: Communication) -> Iterator[Node]:
-        """What an end of a message follows beside what is before it on its own rank.
+        """The ops of other ranks that an end of a message follows.
 
-        What has been received has been sent, and what a member of a collective gets has been given.
-        Whoever only gives may be done before anybody has taken it.
+        A receive follows its send, and a member of a collective that gets a value follows the
+        members that give it. A rank that only gives may be done before others take its value.
         """
         message = self._messages[op.chan or 0, op.seq or 0]
         if isinstance(op, Recv):
@@ -205,17 +210,17 @@ class Order:
             exchange = op.exchange
             if exchange.senders and rank not in exchange.receivers:
                 return
-            for other in exchange.senders or exchange.members:
-                if other == rank:
+            for member in exchange.senders or exchange.members:
+                if member == rank:
                     continue
-                node = self._index[message.ends[other]]
+                node = self._index[message.ends[member]]
                 if op.shared_operand is None:
                     yield node
-                else:  # what has been read there may still be written
+                else:  # the member may still write to the operand after the others have read it
                     yield from self._earlier(node)
 
     def _earlier(self, node: Node) -> Iterator[Node]:
-        """The op before another on its line, and on the host."""
+        """The ops before an op on its line, and on the host."""
         rank, _ = node
         for table in (self._before, self._host):
             for index in table.get(node, ()):

@@ -20,24 +20,24 @@ from ...ir.ops.module import Function, Program
 from ...ir.ops.storage import SharedStorage
 from ...ir.types import FutureType, TensorType, UnitType
 
-# A tuple, as a union of classes would be made anew for each op.
+# A tuple, as a union of classes would be built anew for each op.
 _PARTS = (View, Slice)
 
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """The storage of a value and of all that may alias it.
+    """The storage of a value and of all values that may alias it.
 
     Attributes:
-        owners: values that may have brought in storage which the program can give back, in the
-            order in which they were made. Views and waits between streams bring in none, and
-            parameters and constants of the step are not the program's to give back. A slice may be
-            a copy.
-        last: index of the last op that needs it: that makes or takes it, or that waits for a
-            communication which reads it.
-        reads: units that say that a communication has read it.
-        slots: receives that may have brought it in a slot.
-        escapes: whether it is used after the end of the program, or nobody knows how long.
+        owners: the values that may have brought in storage for the program to free, in the order
+            in which they are made. Views and waits between streams bring in no storage, and
+            parameters and constants of the step are not the program's to free. A slice counts, as
+            it may be a copy.
+        last: the index of the last op that needs the storage: an op that makes or takes it, or
+            that waits for a communication which reads it.
+        reads: units which say that a communication has read it.
+        slots: the receives that may have brought it in a slot.
+        escapes: whether it is used after the end of the program, or for an unknown time.
     """
 
     owners: list[Value] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Storages:
 
     def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
         self._group_of = SharedStorage(program, functions, collectives=True).of
-        # By the value that stands for the group.
+        # By the value that represents the group.
         self._groups: dict[Value, Storage] = {}
         self._storage: dict[Value, Storage] = {}
         self._makers: dict[Value, Op] = {}
@@ -70,7 +70,7 @@ class Storages:
         return self._storage.get(value)
 
     def all(self) -> Collection[Storage]:
-        """Every storage once, in the order in which they were made."""
+        """Each storage once, in the order in which they are made."""
         return self._groups.values()
 
     def _visit(self, op: Op, index: int) -> None:
@@ -94,7 +94,7 @@ class Storages:
                 self._make(value, index, owner=not is_given and not isinstance(op, View))
 
     def _is_given(self, op: Op) -> bool:
-        """True if an op makes what the program has been given, or a part of that."""
+        """True if the results of an op are storage that the program is given, or parts of it."""
         if isinstance(op, _PARTS):
             return self._given.issuperset(op.operands)
         return isinstance(op, Constant) and op.ref is not None
@@ -109,10 +109,10 @@ class Storages:
                 storage.reads.append(op.result)
         if op.results:
             maker = self._makers.get(source)  # of the future, if it is one
-            made = self._make(op.result, index, owner=maker is not None)
+            owned = self._make(op.result, index, owner=maker is not None)
             is_tensor = isinstance(op.result.type, TensorType)
-            if made is not None and is_tensor and isinstance(maker, Recv) and not maker.operands:
-                made.slots.append(maker)
+            if owned is not None and is_tensor and isinstance(maker, Recv) and not maker.operands:
+                owned.slots.append(maker)
 
     def _make(self, value: Value, index: int, owner: bool) -> Storage | None:
         if isinstance(value.type, (UnitType, FutureType)):

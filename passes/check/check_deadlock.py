@@ -18,15 +18,16 @@ from ..placement.fabrics import is_by_stream
 
 @dataclass(frozen=True)
 class CheckDeadlock(Pass):
-    """Run the programs' communication on paper, and refuse what cannot come to its end.
+    """Run the programs' communication on paper, and refuse programs that cannot come to their end.
 
     The model is that of `ir/verify/communication.py`: waits block their rank, sends complete
     together with their receives, streams are queues, and a slot takes a message once the last one
-    is freed. A step is run again and again, so a slot that is never freed is refused as well. Where
-    gathers and reductions have streams of their own, the programs must come to their end with these
-    and with one stream for all collectives: a device may run queues side by side, or in one. Where
-    messages are on devices, the programs must also come to their end if every host waits for its
-    device at each op.
+    is freed. A step is run again and again, so a slot that is never freed is refused as well.
+
+    A device may run its queues side by side, or as one. So if gathers and reductions have streams
+    of their own, the programs must come to their end both with these streams and with one stream
+    for all collectives. If messages are on devices, the programs must also come to their end when
+    every host waits for its device at each op.
 
     Refused, for instance, as each rank waits for the other to receive::
 
@@ -36,8 +37,8 @@ class CheckDeadlock(Pass):
           %r = recv() {chan = 1, ...}               %r = recv() {chan = 0, ...}
           ...                                       ...
 
-    Refused on devices, as the call of rank 0 may wait for a receive that is on the device already,
-    whose message depends on what the call makes::
+    Refused on devices, for instance. The call of rank 0 may wait for the receive, which is on the
+    device already, and the message of the receive depends on the result of the call::
 
         program @0(%x: f32[4]) {                  program @1() {
           %r = recv() {chan = 1, ...}               %q = recv() {chan = 0, ...}
@@ -60,7 +61,9 @@ class CheckDeadlock(Pass):
             chained = Progress(module, one_queue=True)
             if not chained.run():
                 raise _explain(chained)
-        on_devices = frozenset(id_ for id_, one in module.channels.items() if is_by_stream(one))
+        on_devices = frozenset(
+            id_ for id_, channel in module.channels.items() if is_by_stream(channel)
+        )
         if on_devices:
             waiting = Progress(module, on_devices=on_devices)
             if not waiting.run():
@@ -69,7 +72,7 @@ class CheckDeadlock(Pass):
 
 
 def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
-    """Slots that the two ends do not agree on, that there are not, or that stay occupied."""
+    """The slots that differ at the two ends of a message, do not exist, or are never freed."""
     for message in progress.messages.values():
         channel = module.channels[message.chan]
         if channel.collective:
@@ -80,9 +83,9 @@ def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
         assert isinstance(recv, Recv), "an edge has no collectives"
         program = progress.programs[destination]
         if send.slot != recv.slot:
-            other = Diagnostic("the other end is here", send, progress.programs[source])
+            note = Diagnostic("the other end is here", send, progress.programs[source])
             yield Diagnostic(
-                f"the two ends of {message} have different slots", recv, program, notes=(other,)
+                f"the two ends of {message} have different slots", recv, program, notes=(note,)
             )
         elif recv.slot is None:
             continue
@@ -104,7 +107,7 @@ def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One reason why things stand still, and what it leads on to."""
+    """One reason why a message is not complete, and the message that causes it, if any."""
 
     message: str
     rank: int
@@ -114,7 +117,7 @@ class _Step:
 
 
 def _explain(progress: Progress) -> IRError:
-    """The error that shows what waits for what."""
+    """The error that shows which ops wait for each other."""
     message: Message | None = next(m for m in progress.messages.values() if not m.done)
     seen: dict[int, int] = {}
     steps: list[_Step] = []
@@ -157,15 +160,15 @@ _ONE_BY_ONE = (
 
 
 def _why(progress: Progress, message: Message) -> _Step:
-    """The obstacle to a message that is not complete when nothing moves any more."""
+    """The obstacle to a message that is not complete when no rank can go on."""
     steps = (step for part in message.unit if (step := _obstacle(progress, part)) is not None)
-    found = next(steps, None)
-    assert found is not None, "a message with no reason to wait is complete"
-    return found
+    obstacle = next(steps, None)
+    assert obstacle is not None, "a message with no reason to wait is complete"
+    return obstacle
 
 
 def _obstacle(progress: Progress, message: Message) -> _Step | None:
-    """The obstacle of a message; None if there is none but, perhaps, others of its batch."""
+    """The obstacle to a message itself; None if it waits at most for others of its batch."""
     for rank, op in message.ends.items():
         if not progress.posted(message, rank):
             return _stays(

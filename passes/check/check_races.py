@@ -1,4 +1,4 @@
-"""Refuse scheduled programs in which storage changes or goes while somebody may still use it."""
+"""Refuse scheduled programs that write or free storage which may still be in use."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ from ..base import Pass
 
 @dataclass(frozen=True)
 class CheckRaces(Pass):
-    """Prove that nothing is used after it was freed, nor freed or written while it is used.
+    """Prove that no storage is used after it is freed, or freed or written while it is in use.
 
-    An op uses its operands from its start to its end; a communication ends when it is complete,
-    and that is known where it has been waited for, or where something has come back from another
-    rank that cannot have come before (`happens_before.py` says what is known). Values that may
-    share storage are one. Checked are:
+    An op uses its operands from its start to its end. A communication ends when it is complete.
+    This is known after a wait for it, or after the arrival of another rank's message that could not
+    have come earlier (`happens_before.py` has the rules). Values that may share storage
+    count as one. The pass checks these rules:
 
-    - no op uses storage that was freed earlier in the program;
-    - when storage is freed, all uses are known to be over;
-    - a receive or a copy into a buffer starts when all uses of the buffer are over, and nothing
-      uses the buffer before that is complete, nor any more what lay there before; the buffers of a
-      `reserve` are storages of their own until they are assembled, and what the program has been
-      given is no buffer;
-    - the bytes of an `alloc` are those of no other that is alive, and a `free` that has given them
-      back is known to be over; nothing reads them but by what has been received or copied there;
-    - what lives in a slot is not handed out, as an output or to an opaque call;
-    - an `all_reduce` to which an operand is donated starts when all uses of that are over, nothing
-      but its result is used behind it, and the operand is the program's own, and in no slot.
+    - No op uses storage that was freed earlier in the program.
+    - When storage is freed, all of its uses are known to be over.
+    - When a receive or a copy into a buffer starts, all uses of the buffer are over. No op uses the
+      buffer before the write is complete, and no op uses the old value afterwards. The buffers of a
+      `reserve` are separate storages until they are assembled. Storage that the program is given
+      is no buffer.
+    - The bytes of an `alloc` overlap with no other that is alive; if they were freed, the `free` is
+      known to be over. They are only read as the result of a receive or copy.
+    - A value that lives in a slot is not handed out as an output, or to an opaque call.
+    - When an `all_reduce` with a donated operand starts, all uses of the operand are over, and only
+      the result is used afterwards. The operand is the program's own, and in no slot.
 
-    A slot itself cannot be overwritten too soon: its next message waits for its `free`.
+    A slot itself cannot be overwritten too early: its next message waits for its `free`.
 
-    Refused, for instance, as the message may not have left when its storage goes::
+    Refused, for instance, as the message may not have left when its storage is freed::
 
         %h.send = send(%h) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
         free(%h)
         %h.sent = wait(%h.send) {stream = compute} : unit
 
     Attributes:
-        blocking: whether to count on what a CPU does besides: it runs all ops but communication
-            in the order of the program. Without, the programs are safe on asynchronous devices,
-            too.
+        blocking: whether to rely on ranks that run all ops except communication in the order of
+            the program, as CPUs do. Without it, programs that pass are safe on asynchronous devices
+            as well.
     """
 
     blocking: bool = False
@@ -78,8 +78,8 @@ class CheckRaces(Pass):
         problems = (
             p for program in module.programs for p in _Checker(module, program, proof).run()
         )
-        if found := list(islice(problems, _SHOWN)):
-            raise IRError(*found)
+        if shown := list(islice(problems, _SHOWN)):
+            raise IRError(*shown)
         return False
 
 
@@ -87,7 +87,7 @@ _SHOWN = 16
 
 
 class _Proof:
-    """Proves that ops are over: by the rank's own clocks, or by what is known of all ranks."""
+    """Proves that ops are done: by the clocks of the rank, or by the order over all ranks."""
 
     def __init__(self, module: Module, blocking: bool) -> None:
         self.blocking = blocking
@@ -107,10 +107,10 @@ class _Uses:
     """The uses of a storage so far.
 
     Attributes:
-        latest: for each line its latest use.
-        written: for each line the latest op that made or wrote it.
-        freed: the op that freed it.
-        values: those that have it, so far.
+        latest: for each line the index of the latest use.
+        written: for each line the index of the latest op that made or wrote it.
+        freed: the index of the op that freed it.
+        values: the values in this storage so far.
     """
 
     latest: dict[Line, int] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class _Uses:
 
 
 class _Checker:
-    """Walks one program."""
+    """Checks one program, op by op."""
 
     def __init__(self, module: Module, program: Program, proof: _Proof) -> None:
         self._functions = module.functions
@@ -131,13 +131,13 @@ class _Checker:
         self._uses: dict[Storage, _Uses] = {}
         self._allocs: list[Alloc] = []
         self._makers: dict[Value, int] = {}
-        # What the program has been given, and views of it: that is not the program's to free.
+        # The values that the program is given, and views of them: it must not free them.
         self._given = set(program.params)
-        # The storages in which such values lie; the results of calls may lie there, too.
+        # The storages of such values; results of calls may be in them as well.
         self._lent = {self._storages.of(value) for value in program.params} - {None}
-        # What an `alloc` makes: storage, and no value.
+        # The results of `alloc`: storage without a value.
         self._empty: set[Value] = set()
-        # By values, the op that has written something else where they lie, or may have.
+        # For each value the op that has overwritten its storage, or may have.
         self._overwritten: dict[Value, int] = {}
 
     def run(self) -> Iterator[Diagnostic]:
@@ -167,8 +167,8 @@ class _Checker:
                     self._empty.update(op.results)
             for value in op.results:
                 self._makers[value] = index
-                if (made := self._of(value)) is not None:
-                    made.values.append(value)
+                if (uses := self._of(value)) is not None:
+                    uses.values.append(value)
 
     def _pass_on(self, op: Op) -> None:
         if self._given.issuperset(op.operands):
@@ -187,7 +187,7 @@ class _Checker:
         return uses
 
     def _make(self, index: int, op: Op) -> None:
-        """Note what an op makes anew: not what it makes of its operands."""
+        """Note the storage that an op writes, except where a result shares an operand's storage."""
         if isinstance(op, (View, Slice, Send, Collective)):
             return
         shared: set[int] = set()
@@ -199,13 +199,13 @@ class _Checker:
                 uses.written[self._clocks.lines[index]] = index
 
     def _wait(self, op: Wait) -> None:
-        """Note that a communication wrote what came, unless it is what the rank has given."""
+        """Note that a communication wrote the awaited value, unless it is the rank's operand."""
         source = self._makers.get(op.operands[0])
         if source is None or not op.results:
             return
         maker = self._program.ops[source]
-        kept = isinstance(maker, Collective) and maker.shares_operand and maker.operands
-        if isinstance(maker, Recv | Collective) and not kept:
+        is_shared = isinstance(maker, Collective) and maker.shares_operand and maker.operands
+        if isinstance(maker, Recv | Collective) and not is_shared:
             uses = self._of(op.result)
             if uses is not None:
                 uses.written[self._clocks.lines[source]] = source
@@ -250,7 +250,7 @@ class _Checker:
         self._overwrite(index, buffer)
 
     def _overwrite(self, index: int, value: Value) -> None:
-        """Note that an op writes where some values lie; what it makes there is none of them."""
+        """Note that an op overwrites the storage of the values that it has had so far."""
         if (uses := self._of(value)) is not None:
             self._overwritten.update(dict.fromkeys(uses.values, index))
 
@@ -335,11 +335,11 @@ class _Checker:
             uses.freed = index
 
     def _alloc(self, index: int, op: Alloc) -> Iterator[Diagnostic]:
-        """Look for others that are alive in the same bytes."""
+        """Look for other storage that may be alive in the same bytes."""
         first, end = _bytes(op)
-        for other in self._allocs:
-            low, high = _bytes(other)
-            held = self._of(other.result)
+        for earlier in self._allocs:
+            low, high = _bytes(earlier)
+            held = self._of(earlier.result)
             if max(first, low) >= min(end, high) or held is None:
                 continue
             if held.freed is not None and not self._is_over(held.freed, index):
@@ -347,7 +347,7 @@ class _Checker:
                     index,
                     op.result,
                     f"%{op.result.name} takes bytes {max(first, low)}..{min(end, high) - 1} of the "
-                    f"arena, which %{other.result.name} may still have",
+                    f"arena, which %{earlier.result.name} may still have",
                     (held.freed, "this may not be over"),
                     "allocate it on the compute stream, where storage is freed, or choose another "
                     "offset",
@@ -357,8 +357,8 @@ class _Checker:
                     index,
                     op.result,
                     f"%{op.result.name} takes bytes {max(first, low)}..{min(end, high) - 1} of the "
-                    f"arena, which %{other.result.name} still has",
-                    (self._makers[other.result], "it is allocated here, and not freed before"),
+                    f"arena, which %{earlier.result.name} still has",
+                    (self._makers[earlier.result], "it is allocated here, and not freed before"),
                     "free it first, or choose another offset",
                 )
         self._allocs.append(op)
@@ -399,18 +399,18 @@ class _Checker:
         index: int,
         value: Value,
         message: str,
-        other: tuple[int, str] | None,
+        cause: tuple[int, str] | None,
         help: str,
     ) -> Diagnostic:
         program = self._program
         notes: tuple[Diagnostic, ...] = ()
-        if other is not None:
-            notes = (Diagnostic(other[1], program.ops[other[0]], program),)
+        if cause is not None:
+            notes = (Diagnostic(cause[1], program.ops[cause[0]], program),)
         return Diagnostic(message, program.ops[index], program, value, help, notes=notes)
 
 
 def _bytes(op: Alloc) -> tuple[int, int]:
-    """First byte of an alloc, and the one after its last."""
+    """The first byte of an alloc, and the byte behind its last."""
     type_ = op.result.type
     assert isinstance(type_, TensorType), "an alloc makes a tensor"
     return op.offset, op.offset + type_.nbytes

@@ -15,8 +15,8 @@ from ..base import Pass
 class CheckTypes(Pass):
     """Refuse a module that breaks a rule of its phase; change nothing.
 
-    The manager verifies after passes unless it is told not to; this pass stands in a pipeline to
-    have the finished programs verified all the same.
+    The manager verifies after passes, unless it is told not to. With this pass in the pipeline, the
+    finished programs are verified in any case.
 
     Refused, for instance::
 

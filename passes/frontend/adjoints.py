@@ -1,8 +1,8 @@
 """Pull cotangents back through the ops that are not calls, as each op class declares.
 
-A value that several ranks hold is one value of the step, not one for each rank: its cotangent is
-the sum over all its uses on all ranks. So the cotangent of an operand of `all_reduce` is that of
-the result, and the cotangent of an operand of `all_gather` is its part of that of the result.
+A value that several ranks hold is one value of the step, not one for each rank. Its cotangent is
+the sum over all uses on all ranks. So an operand of `all_reduce` has the cotangent of the result,
+and an operand of `all_gather` has its part of the result's cotangent.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Pairs = list[tuple[Value, Value]]
 
 
 def pull_back(op: Op, program: Program, cotangents: Cotangents) -> Pairs:
-    """The cotangents of an op's operands, as pairs (operand, cotangent), from its results'.
+    """The cotangents of an op's operands, from those of its results, as pairs (operand, cotangent).
 
     Raises:
-        IRError: the gradient of such an op is not known.
+        IRError: the gradient of this op is not known.
     """
     if op.adjoint is None:
         raise error(
@@ -51,17 +51,17 @@ def pull_back(op: Op, program: Program, cotangents: Cotangents) -> Pairs:
     total = cotangents.total(op.result, op)
     if op.adjoint is Adjoint.TRAVELS:
         assert isinstance(op, Transfer), "nothing else travels"
-        made = cotangents.new(op.operands[0], _returning(op, total.type))
-        cotangents.ops.append(Transfer((total,), (made,), via=op.via, loc=op.loc, mb=op.mb))
-        total = made
+        cotangent = cotangents.new(op.operands[0], _returning(op, total.type))
+        cotangents.ops.append(Transfer((total,), (cotangent,), via=op.via, loc=op.loc, mb=op.mb))
+        total = cotangent
     return [(operand, total) for operand in op.operands]
 
 
 def _returning(op: Transfer, held: Type) -> Type:
-    """The type that the cotangent of a transfer's operand has: copies stay where they are.
+    """The type of the cotangent of a transfer's operand.
 
-    What is laid out goes back to the layout of the operand; a sum has the cotangent of its terms
-    on all of their ranks.
+    The cotangent of a plain copy stays where it is. That of a laid-out operand goes back to the
+    operand's layout, without summands: each rank with a summand gets the whole sum's cotangent.
     """
     primal = op.operands[0].type
     if not isinstance(primal, TensorType) or not (primal.layout or op.changes_layout):
@@ -73,24 +73,24 @@ def _returning(op: Transfer, held: Type) -> Type:
 def _parts(op: AllGather, cotangents: Cotangents) -> Pairs:
     total = cotangents.total(op.result, op)
     held = total.type.place
-    found, start = [], 0
+    pairs, start = [], 0
     for operand, rank in zip(op.operands, op.group.ranks, strict=True):
         type_ = operand.type
         assert isinstance(type_, TensorType), "only tensors are gathered"
         length = type_.shape[op.dim]
-        # Where the whole is not at hand, the part is cut off first: it is less to send.
+        # If the rank does not have the whole, the part is cut off first, as it is less to send.
         place = Place.of(rank if held is None or rank in held else min(held.ranks))
         part = cotangents.new(operand, relocate(type_, place))
         cotangents.ops.append(
             View((total,), (part,), dim=op.dim, start=start, length=length, loc=op.loc, mb=op.mb)
         )
-        found.append((operand, part))
+        pairs.append((operand, part))
         start += length
-    return found
+    return pairs
 
 
 def _transpose(op: Collective, cotangents: Cotangents) -> Pairs:
-    """Receivers send the cotangents of what they got; senders get those of what they gave."""
+    """Receivers send the cotangents of their results; senders get those of their operands."""
     exchange = op.exchange
     totals = []
     for value, place in zip(op.results, op.result_places, strict=True):
@@ -100,11 +100,11 @@ def _transpose(op: Collective, cotangents: Cotangents) -> Pairs:
         known = cotangents.has(value)
         total = cotangents.total(value, op) if known else cotangents.fill(value, 0.0, place, op)
         totals.append(total)
-    given = dict(zip(exchange.senders, op.operands, strict=True))
+    operands = dict(zip(exchange.senders, op.operands, strict=True))
     back = op.transposed(tuple(totals))
     results = []
     for place in back.result_places:
-        operand = given.get(place.ranks[0])
+        operand = operands.get(place.ranks[0])
         results.append(
             cotangents.new(op.operands[0], UnitType(place))
             if operand is None
@@ -115,4 +115,4 @@ def _transpose(op: Collective, cotangents: Cotangents) -> Pairs:
     if back.exchange.is_shared:
         return [(operand, back.result) for operand in op.operands]
     of_rank = dict(zip(exchange.members, results, strict=True))
-    return [(operand, of_rank[rank]) for rank, operand in given.items()]
+    return [(operand, of_rank[rank]) for rank, operand in operands.items()]

@@ -24,11 +24,11 @@ class Cotangents:
         self._arrived: dict[Value, list[Value]] = {}
 
     def new(self, primal: Value, type_: Type) -> Value:
-        """A value named as a gradient of `primal`."""
+        """A new value of a type, named as a gradient of `primal`."""
         return Value(self._names.fresh(f"{primal.name}.grad"), type_)
 
     def fill(self, primal: Value, number: float, place: Place | None, like: Op) -> Value:
-        """A new constant of the type of `primal`, at `place`."""
+        """A new constant of the type of `primal`, at `place`; `like` gives microbatch and line."""
         value = self.new(primal, relocate(primal.type, place))
         self.ops.append(Constant((), (value,), fill=number, loc=like.loc, mb=like.mb))
         return value
@@ -42,11 +42,11 @@ class Cotangents:
         return primal in self._arrived
 
     def total(self, primal: Value, maker: Op) -> Value:
-        """The sum of what has arrived for `primal`, which `maker` made.
+        """The sum of the cotangents that have arrived for `primal`, which `maker` made.
 
-        What was made at one place is summed there, in order of arrival. One sum is left as it is,
-        wherever it is. Several are summed where the primal is: by an `all_reduce` if each of
-        the primal's ranks made one, and otherwise by calls.
+        Cotangents that were made at one place are summed there, in the order of arrival. If that
+        gives a single sum, it stays where it is. Several sums are added at the primal's place: by
+        an `all_reduce` if there is one on each of the primal's ranks, and otherwise by calls.
         """
         by_place: dict[Place | None, Value] = {}
         for cotangent in self._arrived.pop(primal):
@@ -62,8 +62,8 @@ class Cotangents:
         if home is not None and by_place.keys() == {Place.of(rank) for rank in home.ranks}:
             parts = tuple(by_place[Place.of(rank)] for rank in home.ranks)
             return self._all_reduce(primal, parts, home, maker)
-        for other in rest:
-            first = self._sum(primal, first, other, home, maker)
+        for addend in rest:
+            first = self._sum(primal, first, addend, home, maker)
         return first
 
     def _sum(self, primal: Value, a: Value, b: Value, place: Place | None, maker: Op) -> Value:

@@ -1,4 +1,4 @@
-"""Compute once what is computed twice."""
+"""Compute equal values once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..base import Pass
 class CommonSubexpressionElimination(Pass):
     """Use the first of several ops that compute the same value at the same place.
 
-    These are constants, views, and calls of pure functions; and calls that read an actor, as long
-    as nothing writes to it in between. Calls that draw random numbers all stay. So does a value
-    that leaves the plan's control, as an output or as an operand of an opaque call: whoever
-    gets it may change it, so it keeps storage of its own. Microbatches are kept apart: none is
-    to wait for another.
+    The ops are constants, views, calls of pure functions, and calls that read an actor while no
+    call changes it in between. All calls that draw random numbers stay. A value that leaves the
+    plan's control, as an output or an operand of an opaque call, stays as well: its receiver may
+    change it, so it needs storage of its own. Microbatches are kept apart, so that none waits for
+    another.
 
     Before::
 
@@ -45,28 +45,28 @@ class CommonSubexpressionElimination(Pass):
         versions: dict[str | None, int] = {}
         first: dict[Hashable, Op] = {}
         renamed: dict[Value, Value] = {}
-        kept: list[Op] = []
+        ops: list[Op] = []
         for op in program.ops:
             if renamed:
                 op.operands = tuple([renamed.get(value, value) for value in op.operands])
             key = _key(module, op, versions)
             if key is None or not escaping.isdisjoint(op.results):
-                kept.append(op)
+                ops.append(op)
                 continue
             same = first.setdefault(key, op)
             if same is op:
-                kept.append(op)
+                ops.append(op)
             else:
                 renamed.update(zip(op.results, same.results, strict=True))
-        changed = len(kept) != len(program.ops)
-        program.ops[:] = kept
+        changed = len(ops) != len(program.ops)
+        program.ops[:] = ops
         return changed
 
 
 def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | None:
-    """The key that equal ops share; None if nothing is like this one.
+    """The key that equal ops share; None if the op equals no other.
 
-    `versions` counts the writes to each state so far, and is kept up here.
+    `versions` counts the changes of each state so far; this function updates it.
     """
     version = 0
     if isinstance(op, Call):
@@ -81,10 +81,10 @@ def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | 
     elif not isinstance(op, (Constant, View, Slice)):
         return None
     types = tuple([value.type for value in op.results])
-    given: Hashable = tuple(attributes(op).items())
+    fields: Hashable = tuple(attributes(op).items())
     if isinstance(op, Constant):
-        given = repr(given)  # tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal
-    return (type(op), op.operands, types, given, version)
+        fields = repr(fields)  # tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal
+    return (type(op), op.operands, types, fields, version)
 
 
 def _is_repeatable(function: Function) -> bool:
@@ -94,19 +94,21 @@ def _is_repeatable(function: Function) -> bool:
 
 
 def _escaping(module: Module, program: Program) -> set[Value]:
-    """Values whose storage the user may get hold of."""
-    found: set[Value] = set()
+    """The values whose storage user code may get."""
+    escaping: set[Value] = set()
     for op in reversed(program.ops):
-        if isinstance(op, Return) or (isinstance(op, (View, Slice)) and op.result in found):
-            found.update(op.operands)
+        if isinstance(op, Return) or (isinstance(op, (View, Slice)) and op.result in escaping):
+            escaping.update(op.operands)
         elif isinstance(op, Call):
-            found.update(_escaping_operands(module.functions[op.fn.name], op, found))
-    return found
+            escaping.update(_escaping_operands(module.functions[op.fn.name], op, escaping))
+    return escaping
 
 
-def _escaping_operands(function: Function, op: Call, found: set[Value]) -> Iterable[Value]:
+def _escaping_operands(function: Function, op: Call, escaping: set[Value]) -> Iterable[Value]:
     if function.kind is FunctionKind.OPAQUE:
         return op.operands
     return [
-        op.operands[operand] for result, operand in function.aliases if op.results[result] in found
+        op.operands[operand]
+        for result, operand in function.aliases
+        if op.results[result] in escaping
     ]

@@ -1,4 +1,4 @@
-"""Remove what nobody uses."""
+"""Remove ops and declarations that are not used."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .effect_order import effect_of
 class DeadCodeElimination(Pass):
     """Remove ops whose results are not used and that have no effect.
 
-    Calls that write to or accumulate into an actor stay. Declarations that no op refers to go
-    as well. A call that draws random numbers may go: its key is its own, so no other call's
-    numbers change.
+    Calls that change an actor's state or gradients stay. Declarations that no op refers to go. A
+    call that draws random numbers may go: each call has its own key, so no other call's numbers
+    change.
 
     Before::
 

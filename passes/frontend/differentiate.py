@@ -23,15 +23,15 @@ class Differentiate(Pass):
     """Derive the backward of each `backward` op by reverse accumulation over calls.
 
     Each call on the way to a loss becomes a call of its derivative's forward, which also returns
-    what the backward needs; at the place of the `backward` op stand the calls of the derivatives'
-    backwards, in reverse order of the forwards, as eager PyTorch runs them. The cotangents of a
-    value are summed rank by rank where they were made, and those sums where the value was made, so
-    that a sum crosses ranks once. New ops belong to the microbatch of the op that they derive, and
-    the backward of a call to its stage.
+    the saved values. The `backward` op becomes the calls of the derivatives' backwards, in reverse
+    order of the forwards, as in eager PyTorch. The cotangents of a value are summed on the ranks
+    that made them, and these sums are added where the value was made, so that each rank's sum
+    crosses ranks once. New ops belong to the microbatch of the op that they derive, and the
+    backward of a call belongs to the call's stage.
 
-    With `split_backward` the backward of a call in a stage is two calls where its derivative has
-    halves: the task B computes what an earlier stage waits for, and the task W, which may come any
-    time later, the gradients of parameters that nothing else needs::
+    With `split_backward`, the backward of a call in a stage becomes two calls if its derivative has
+    halves. The task B computes the cotangents that an earlier stage waits for. The task W, which
+    may run any time later, computes gradients of parameters that no other op needs::
 
         %h.grad, %l.left.0 = call(%l.saved.0, %l.grad) {fn = @stage1.loss.b, task = 1B0} : ...
         %l.done = call(%l.left.0) {fn = @stage1.loss.w, task = 1W0} : unit@1
@@ -76,7 +76,7 @@ class Differentiate(Pass):
 
 
 def _forget(module: Module) -> bool:
-    """Drop the derivatives that no loss has asked for: nothing will."""
+    """Drop the derivatives of calls that no loss depends on."""
     unused = [op for op in module.program.ops if isinstance(op, Call) and op.vjp is not None]
     for op in unused:
         op.vjp = None
@@ -85,7 +85,7 @@ def _forget(module: Module) -> bool:
 
 
 class _Tape:
-    """The ops so far through which gradients can flow, as autograd's tape."""
+    """The ops so far through which gradients can flow, like the tape of autograd."""
 
     def __init__(self, module: Module, program: Program, split: bool) -> None:
         self._module = module
@@ -97,7 +97,7 @@ class _Tape:
         self._spent: dict[int, Backward] = {}
 
     def record(self, op: Op) -> None:
-        """Take note of an op that precedes the next backward."""
+        """Note an op ahead of the next backward."""
         if isinstance(op, Call):
             outputs = () if op.vjp is None else self._module.vjps[op.vjp.name].grad_outputs
             through = [op.results[index] for index in outputs]
@@ -109,7 +109,7 @@ class _Tape:
         self._ops.append(op)
 
     def backward(self, op: Backward) -> list[Op]:
-        """The ops that a backward stands for."""
+        """The ops that replace a `backward`."""
         cotangents = Cotangents(self._module, self._names)
         heap: list[int] = []
         for loss in op.operands:
@@ -118,7 +118,7 @@ class _Tape:
             cotangents.ops[-1].loc = op.loc
             self._reach(loss, heap)
         last = None
-        # The latest op first: all that uses its results has then given its cotangents.
+        # The latest op first: by then all users of its results have added their cotangents.
         while heap:
             index = -heappop(heap)
             if index == last:
@@ -183,13 +183,16 @@ class _Tape:
         if deferred is not None:
             name = vjp.input or ""
         if name:
-            made = self._derived(op, name, operands, task, primals)
-            cotangents.ops.append(made)
-            results, left = made.results[: len(primals)], made.results[len(primals) :]
+            call = self._derived(op, name, operands, task, primals)
+            cotangents.ops.append(call)
+            results, left = call.results[: len(primals)], call.results[len(primals) :]
         if deferred is not None:
             assert op.task is not None, "only a stage has a task to put work off to"
-            kept, task = tuple(operands[i] for i in vjp.kept) + left, op.task.beside(Action.WEIGHT)
-            cotangents.ops.append(self._derived(op, deferred, kept, task, []))
+            inputs, task = (
+                tuple(operands[i] for i in vjp.kept) + left,
+                op.task.beside(Action.WEIGHT),
+            )
+            cotangents.ops.append(self._derived(op, deferred, inputs, task, []))
         return list(zip(primals, results, strict=True))
 
     def _derived(
@@ -200,11 +203,11 @@ class _Tape:
         task: Task | None,
         primals: list[Value],
     ) -> Call:
-        """A call of a function of a derivative, whose first results are gradients of `primals`."""
+        """A call of a derivative's function whose first results are the gradients of `primals`."""
         types = self._module.functions[name].outputs
         base = op.results[0].name
         names = [f"{primal.name}.grad" for primal in primals]
-        # Without such results, a unit says that the parameters have their gradients.
+        # If a result is a unit, it says that the parameters have their gradients.
         names += [
             f"{base}.done" if isinstance(type_, UnitType) else f"{base}.left.{number}"
             for number, type_ in enumerate(types[len(primals) :])
@@ -216,7 +219,7 @@ class _Tape:
         return Call(operands, results, fn=Symbol(name), loc=op.loc, mb=op.mb, task=task)
 
     def _save(self, op: Call, vjp: Vjp) -> tuple[Value, ...]:
-        """Make a call save what its backward needs; the values that it saves."""
+        """Make a call save the values that its backward needs, and return them."""
         types = self._module.functions[vjp.forward].outputs[len(op.results) :]
         saved = tuple(
             Value(
@@ -229,7 +232,7 @@ class _Tape:
         return saved
 
     def _check_masks(self, op: Call, vjp: Vjp, cotangents: Cotangents) -> None:
-        """The tracer says which gradients there are; what it says must be what there is."""
+        """Check that the gradients which the tracer has declared are those that flow."""
         for i in vjp.grad_outputs:
             if not cotangents.has(op.results[i]):
                 raise self._wrong_mask(op, vjp, op.results[i], "takes the gradient of")
@@ -237,9 +240,9 @@ class _Tape:
             if op.operands[i] not in self._makers:
                 raise self._wrong_mask(op, vjp, op.operands[i], "gives a gradient to")
 
-    def _wrong_mask(self, op: Call, vjp: Vjp, value: Value, what: str) -> IRError:
+    def _wrong_mask(self, op: Call, vjp: Vjp, value: Value, verb: str) -> IRError:
         return error(
-            f"internal error: the derivative @{vjp.name} {what} '{value.name}', "
+            f"internal error: the derivative @{vjp.name} {verb} '{value.name}', "
             "through which no gradient flows",
             op=op,
             program=self._program,

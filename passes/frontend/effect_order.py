@@ -11,8 +11,8 @@ from ...ir.ops import Call, Op, Value
 from ...ir.ops.module import Function
 
 State: TypeAlias = tuple[str, object]
-"""The state that an effect touches: an actor's, one bucket of its gradients, what two share, or the
-ranks' outside of actors."""
+"""A state that an effect touches: that of an actor, or that two actors share; one bucket of an
+actor's gradients; or the state of a rank, for barriers or outside of actors."""
 
 
 def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
@@ -24,13 +24,13 @@ def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
 
 @dataclass(slots=True)
 class _History:
-    """The ops that have touched a state.
+    """The ops that have touched a state, by index.
 
     Attributes:
         write: the last write.
-        update: the last update since then.
-        reads: since the last write or update.
-        accumulates: what has worked on gradients since the last write.
+        update: the last update since that write.
+        reads: the reads since the last write or update.
+        accumulates: the ops that have worked on gradients since the last write.
     """
 
     write: int | None = None
@@ -42,11 +42,11 @@ class _History:
 def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[tuple[int, ...]]:
     """For each op the indices of earlier ops that it has to follow, ascending.
 
-    An op follows the makers of its operands, and earlier calls on the same actor, or on state that
-    its actor shares with theirs, as `Effect.conflicts_with` says. A call with an effect but without
-    an actor is ordered against its like on the same ranks, and a barrier against all effects on its
-    ranks. Order that others imply is left out, so edges are about as many as operands, and the
-    whole is near-linear in time.
+    An op follows the makers of its operands. It follows earlier calls on the same actor, or on
+    state that its actor shares with theirs, if their effects conflict (`Effect.conflicts_with`). A
+    call with an effect but no actor keeps its order with other such calls on the same ranks, and a
+    barrier with all effects on its ranks. Edges that other edges imply are left out. So there are
+    about as many edges as operands, and the time is nearly linear.
     """
     makers: dict[Value, int] = {}
     histories: dict[State, _History] = {}
@@ -68,9 +68,11 @@ def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[t
 def _touches(
     op: Op, functions: Mapping[str, Function], reducing: Set[str | None]
 ) -> list[tuple[State, Effect]]:
-    """The states that an op touches, and how.
+    """The states that an op touches, each with the effect.
 
     Args:
+        op: the op.
+        functions: the functions of its module, by name.
         reducing: the actors whose gradients are reduced.
     """
     if not isinstance(op, Call):
@@ -82,12 +84,12 @@ def _touches(
         return []
     place = op.place
     ranks = place.ranks if place is not None else (None,)
-    # To a barrier every effect on its ranks is a read: these do not exclude one another.
+    # To a barrier, every effect on its ranks counts as a read, so that these do not conflict.
     touched: list[tuple[State, Effect]] = [(("rank", rank), Effect.READ) for rank in ranks]
     if function.actor is not None:
         touched += [(("actor", name), effect) for name, effect in function.touches]
         if function.effect.is_on_gradients and function.actor in reducing:
-            # To its actor's other state a reduction is like what is added up.
+            # For the actor's other state, a reduction counts as an accumulation does.
             effect = _on_one_state(function.effect)
             buckets = function.gradient_buckets
             touched += [(("gradients", (function.actor, bucket)), effect) for bucket in buckets]
@@ -97,12 +99,12 @@ def _touches(
 
 
 def _on_one_state(effect: Effect) -> Effect:
-    """An effect, where there is one bucket of gradients: a reduction is a write to that."""
+    """The effect on a single bucket of gradients, which a reduction writes to."""
     return Effect.WRITE if effect is Effect.REDUCE else effect
 
 
 def _follow(history: _History, effect: Effect, index: int) -> list[int]:
-    """Enter an effect into a state's history; what it has to follow."""
+    """Enter an op with an effect into a state's history; return the ops that it has to follow."""
     written = [] if history.write is None else [history.write]
     if effect.is_on_gradients:
         history.accumulates.append(index)

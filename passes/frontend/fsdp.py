@@ -19,25 +19,25 @@ from ..base import Pass
 from .buckets import bucket_of, unmatched
 
 LARGE = 1 << 20
-"""Bytes of a rank's piece that travels by itself, which saves two copies of it."""
+"""The least bytes of a rank's piece that travels by itself, which saves two copies of it."""
 
 STEP, TASK = "step", "task"
 
 
 @dataclass(frozen=True)
 class Fsdp(Pass):
-    """Gather the parameters that are stored in pieces once for all that use them for a while.
+    """Gather stored parameters once for several uses, in buckets, and reduce their gradients.
 
     After `inline` each use of a stored parameter gathers it, and each backward reduces its
-    gradient. Here those of a *bucket* become one gather and one reduction: flat pieces are packed,
-    travel as one, and are taken apart; pieces of a mebibyte or more travel by themselves. With
-    `keep=task` a bucket is gathered for each task of the schedule, so for a forward and again for
-    its backward, and its gradients are reduced in each backward. With `keep=step` it is gathered
-    once, before its first use, and stays; its gradients are added up over all microbatches, and
-    reduced behind the last. A call that may change the actor's state ends either: what comes after
-    it gathers again.
+    gradient. This pass makes one gather and one reduction for each *bucket*: flat pieces are
+    packed, travel as one tensor, and are taken apart. Pieces of a mebibyte or more travel by
+    themselves. With `keep=task` a bucket is gathered for each task of the schedule, that is for a
+    forward and again for its backward, and its gradients are reduced in each backward. With
+    `keep=step` a bucket is gathered once, before its first use, and stays. Its gradients are added
+    up over all microbatches, and reduced behind the last one. In both cases, uses behind a call
+    that may change the actor's state gather again.
 
-    With `keep=step`, where `%b` is gathered as `%w` is, and both again in each task:
+    With `keep=step`, where each task gathers both `%b` and `%w` before this pass:
 
     Before::
 
@@ -56,10 +56,11 @@ class Fsdp(Pass):
         %b = call(%b.full) {fn = @a.b.whole} : f32[4]@m
 
     Attributes:
-        bucket: patterns, as in `bucket_of`.
+        bucket: patterns of buckets, as in `bucket_of`.
         keep: `step` or `task`.
-        regather, reduce: buckets of which, with `keep=step`, the parameters are gathered for each
-            task all the same, or the gradients reduced; `actor/bucket`, with `+` between.
+        regather, reduce: with `keep=step`, the buckets whose parameters are still gathered, or
+            whose gradients are still reduced, for each task; written `actor/bucket`, with `+`
+            between them.
         separate: whether gathers and reductions have communicators and streams of their own.
     """
 
@@ -89,7 +90,13 @@ class Fsdp(Pass):
         return _Rewriter(self, module).run()
 
     def keeps(self, actor: str, bucket: str, what: str) -> bool:
-        """True if `what` of a bucket, that is `regather` or `reduce`, spans all of a step."""
+        """True if a bucket's gather or reduction spans a whole step.
+
+        Args:
+            actor: the actor of the bucket.
+            bucket: the bucket.
+            what: `regather` for its gather, or `reduce` for its reduction.
+        """
         listed = self.regather if what == "regather" else self.reduce
         return self.keep == STEP and f"{actor}/{bucket}" not in listed.split("+")
 
@@ -102,15 +109,17 @@ def stored_parameters(module: Module) -> set[str]:
 
 @dataclass(eq=False)
 class _Journey:
-    """One parameter on its way to those who use it, or one gradient on its way back.
+    """The way of one parameter to its uses, or of one gradient back.
 
     Attributes:
-        start: gives the flat tensor: reads the parameter, or lays the gradient out.
-        transfer: of the flat tensor.
-        end: takes what has come: makes the parameter, or adds to the gradient.
-        function: that of `end`.
-        at: the position of `start`, or of `end` if it is a gradient's.
-        key: equal ones travel together.
+        start: the call that makes the flat tensor: it reads the parameter, or lays the gradient
+            out.
+        transfer: the transfer of the flat tensor.
+        end: the call that takes the transferred tensor: it makes the parameter, or adds to the
+            gradient.
+        function: the function of `end`.
+        at: the position of `start` for a parameter, of `end` for a gradient.
+        key: journeys with equal keys travel together.
     """
 
     start: Call
@@ -138,7 +147,7 @@ class _Journey:
 
     @property
     def pieces(self) -> TensorType:
-        """The type of the two that has a piece at each rank."""
+        """The type, sent or received, that has a piece at each rank."""
         return self.received if self.is_gradient else self.sent
 
     @property
@@ -156,15 +165,15 @@ class _Journey:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of each piece."""
+        """The bytes of each piece."""
         return self.pieces.nbytes // _cut_by(self.pieces)
 
 
 class _Runs:
-    """Tells uses apart for which a bucket is gathered, or reduced, each for itself.
+    """Groups the uses that share one gather or one reduction of a bucket.
 
-    These are the tasks of the schedule. Work outside of them is told apart by what it uses: where a
-    parameter is used again, another use begins.
+    The uses of one task of the schedule are a group. Outside of tasks, a new group begins as soon
+    as a parameter is used a second time.
     """
 
     def __init__(self) -> None:
@@ -172,7 +181,7 @@ class _Runs:
         self._seen: dict[Hashable, set[str]] = {}
 
     def of(self, journey: _Journey, bucket: Hashable) -> Hashable:
-        """The key of the use that a parameter or gradient of a bucket belongs to."""
+        """The key of the group that a use of a parameter or gradient belongs to."""
         task = journey.end.task
         if task is not None:
             return task
@@ -209,10 +218,10 @@ class _Rewriter:
         inserted: dict[int, list[Op]] = {}
         for group in groups.values():
             if group[0].is_gradient:
-                at, made = max(j.at for j in group), list(self._reduce(group, inserted))
+                at, new_ops = max(j.at for j in group), list(self._reduce(group, inserted))
             else:
-                at, made = min(j.at for j in group), list(self._gather(group))
-            inserted.setdefault(at, []).extend(made)
+                at, new_ops = min(j.at for j in group), list(self._gather(group))
+            inserted.setdefault(at, []).extend(new_ops)
         ops: list[Op] = []
         for index, op in enumerate(program.ops):
             ops += inserted.get(index, ())
@@ -231,7 +240,7 @@ class _Rewriter:
         versions: dict[str | None, int] = {}
         runs = _Runs()
         places = {op: index for index, op in enumerate(ops)}
-        found: list[_Journey] = []
+        journeys: list[_Journey] = []
         for index, op in enumerate(ops):
             if not isinstance(op, Call):
                 continue
@@ -251,16 +260,16 @@ class _Rewriter:
                 journey.at = places[start]
             version = sum(versions.get(state, 0) for state, _ in function.touches)
             journey.key = self._key(journey, version, runs)
-            found.append(journey)
-        return found
+            journeys.append(journey)
+        return journeys
 
     def _key(self, journey: _Journey, version: int, runs: _Runs) -> Hashable:
         function = journey.function
         actor = function.actor or ""
         bucket = bucket_of(journey.path, self._options.bucket)
-        what = "reduce" if journey.is_gradient else "regather"
+        field = "reduce" if journey.is_gradient else "regather"
         span: Hashable = None
-        if not self._options.keeps(actor, bucket, what):
+        if not self._options.keeps(actor, bucket, field):
             span = runs.of(journey, (actor, bucket, version, journey.is_gradient))
         sent, received = journey.sent, journey.received
         sums = _summands(sent), _summands(received)
@@ -290,20 +299,21 @@ class _Rewriter:
     def _spans_step(self, group: Sequence[_Journey]) -> bool:
         journey = group[0]
         bucket = bucket_of(journey.path, self._options.bucket)
-        what = "reduce" if journey.is_gradient else "regather"
-        return self._options.keeps(journey.function.actor or "", bucket, what)
+        field = "reduce" if journey.is_gradient else "regather"
+        return self._options.keeps(journey.function.actor or "", bucket, field)
 
     # -- reductions --------------------------------------------------------------------------
 
     def _reduce(self, group: Sequence[_Journey], inserted: dict[int, list[Op]]) -> Iterator[Op]:
-        """The ops that reduce gradients, each once, behind the last; sums of several, where made.
+        """The ops that reduce each gradient once, behind its last term; terms are added up first.
 
         Args:
-            inserted: ops to put in front of others, by position; sums are added to it.
+            group: the journeys of gradients that travel together.
+            inserted: new ops by the position of the op that they precede; the sums are added here.
         """
         last: dict[str, _Journey] = {}
         totals: dict[str, Value] = {}
-        for journey in sorted(group, key=lambda each: each.at):
+        for journey in sorted(group, key=lambda j: j.at):
             path, term = journey.path, journey.start.result
             if path in totals:
                 add = self._sum(totals[path], term, journey)
@@ -312,7 +322,7 @@ class _Rewriter:
             totals[path], last[path] = term, journey
         chosen = list(last.values())
         spans_step = self._spans_step(group)
-        latest = max(chosen, key=lambda each: each.at)
+        latest = max(chosen, key=lambda j: j.at)
         task = None if spans_step else latest.end.task
         mb = None if spans_step else latest.end.mb
         for journey in chosen:
@@ -340,7 +350,7 @@ class _Rewriter:
     def _travel(
         self, pairs: Sequence[tuple[_Journey, Value]], task: Task | None, traffic: Traffic
     ) -> Iterator[Op]:
-        """The transfers: those of large tensors as they are, and one of all others."""
+        """The transfers: one for each large tensor, and one for all others together."""
         packed = [pair for pair in pairs if pair[0].piece_bytes < LARGE]
         for journey, value in pairs:
             if len(packed) < 2 or (journey, value) not in packed:
@@ -413,17 +423,19 @@ def _summands(type_: TensorType) -> tuple[str, ...]:
 
 
 def _cut_by(type_: TensorType) -> int:
-    """The number of pieces that a flat tensor is cut to."""
+    """The number of pieces that a flat tensor is cut into."""
     assert type_.place is not None, "before SCHEDULED a value has a place"
     sizes = dict(type_.place.axes)
     return math.prod(sizes[axis] for axis in _axes(type_))
 
 
 def _whole(parts: Sequence[TensorType], along: tuple[str, ...]) -> TensorType:
-    """The type of flat tensors that are packed: each rank has what it has of them.
+    """The type of a tensor that packs flat tensors, where each rank packs its own pieces.
 
     Args:
-        along: the axes along which pieces are gathered, or reduced to pieces; the minor ones.
+        parts: the types of the flat tensors.
+        along: the axes along which pieces are gathered, or reduced to pieces. They become the
+            minor axes of the cut.
     """
     first = parts[0]
     assert first.place is not None, "before SCHEDULED a value has a place"

@@ -1,4 +1,4 @@
-"""Put the programs of functions in the place of their calls."""
+"""Replace calls of functions that are programs by their ops."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from ..base import Pass
 class Inline(Pass):
     """Replace each call of a function that is a program by the ops of its body.
 
-    A function is a program where the layout of a value changes inside of it: calls of its parts,
-    with transfers in between. It is one call until its gradients are derived, and from here on its
-    transfers are ops of the step, which are placed, scheduled and proven like all others. The ops
-    belong to the microbatch and the task of the call. The part that draws random numbers gets the
-    key of the call, so it draws what the function draws where all of it is one part. A method draws
-    all of its numbers in one part; in a program that is written by hand, each other one gets a key
-    of its own.
+    A function is a program if the layout of a value changes inside of it: it calls its parts, with
+    transfers in between. It stays one call until its gradients are derived. Then its transfers
+    become ops of the step, which are placed, scheduled and checked like all others. The ops belong
+    to the microbatch and the task of the call. The first part that draws random numbers gets the
+    key of the call, so it draws the numbers of the undivided function. A traced method has at most
+    one such part; in programs written by hand, each further one gets a key of its own.
 
     Before::
 
@@ -72,7 +71,7 @@ class _Inliner:
     """Expands calls.
 
     Attributes:
-        renamed: results of calls that are operands of theirs, or values of another result.
+        renamed: results of calls that equal an operand or another result, with that value.
     """
 
     def __init__(self, module: Module, program: Program) -> None:
@@ -85,9 +84,9 @@ class _Inliner:
     def expand(self, call: Call, body: Program) -> Iterator[Op]:
         """The ops of the body, on the call's operands and with its results."""
         values: dict[Value, Value] = dict(zip(body.params, call.operands, strict=True))
-        made = {value for op in body.ops for value in op.results}
+        defined = {value for op in body.ops for value in op.results}
         for inner, result in zip(body.outputs, call.results, strict=True):
-            if inner in made and inner not in values:
+            if inner in defined and inner not in values:
                 values[inner] = result
             else:  # an operand, or a value that is returned twice
                 self.renamed[result] = values[inner]
@@ -100,10 +99,10 @@ class _Inliner:
                 copy.key, key = self._key(key), None
             yield copy
 
-    def _key(self, given: int | None) -> int:
-        """A key that is given, or else a new one."""
-        if given is not None:
-            return given
+    def _key(self, key: int | None) -> int:
+        """The key, or a new one if it is None."""
+        if key is not None:
+            return key
         self._next_key += 1
         return self._next_key - 1
 

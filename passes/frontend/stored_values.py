@@ -1,4 +1,4 @@
-"""Follow parameters that are stored in pieces, and their gradients, through a program."""
+"""Follow stored parameters and their gradients through a program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...ir.ops.module import Function, FunctionKind
 
 
 class Way(enum.Enum):
-    """How far a parameter that is stored in pieces, or its gradient, has come.
+    """The state of a stored parameter, or of its gradient, on its way.
 
-    PIECE: as it rests. GATHERED: as it is used. TERM: a gradient, to be reduced. REDUCED: a
-    gradient's piece.
+    PIECE: a piece of the parameter at rest. GATHERED: the parameter as it is used. TERM: a gradient
+    before its reduction. REDUCED: a piece of the reduced gradient.
     """
 
     PIECE = enum.auto()
@@ -24,15 +24,15 @@ class Way(enum.Enum):
 
 
 _BEHIND = {Way.PIECE: Way.GATHERED, Way.TERM: Way.REDUCED}
-"""What collectives and transfers make of them."""
+"""The state behind a collective or transfer, by the state before it."""
 
 
 def ways_of(ops: Sequence[Op], functions: Mapping[str, Function]) -> dict[Value, Way]:
-    """The values that are such parameters, or such gradients, on their way.
+    """The values of a program that are stored parameters or their gradients, with their states.
 
     Args:
-        ops: of a program in any phase, in which functions that are programs have been inlined.
-        functions: of its module.
+        ops: the ops of a program in any phase, after `inline`.
+        functions: the functions of its module, by name.
     """
     ways: dict[Value, Way] = {}
     if all(function.parameter is None for function in functions.values()):

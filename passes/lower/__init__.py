@@ -1,4 +1,4 @@
-"""Passes over scheduled programs: streams, overlap, batches, buffers, parts that devices record.
+"""Passes over scheduled programs: streams, overlap, batches, buffers and device graphs.
 
-In: linear programs. Out: the same programs, with all that a rank needs in order to run them.
+In: linear programs. Out: the same programs, with all that a rank needs to run them.
 """

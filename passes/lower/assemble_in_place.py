@@ -1,4 +1,4 @@
-"""Let messages come where they are needed: in the tensors that are put together of them."""
+"""Receive messages into the tensors that are assembled from them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..placement.fabrics import Fabrics
 
 @dataclass(frozen=True)
 class AssembleInPlace(Pass):
-    """Assemble tensors of messages in place: nothing that comes is copied without need.
+    """Assemble tensors from messages in place, so that no message is copied without need.
 
-    The tensor's storage is reserved before the first of its messages is posted. A message between
-    devices whose place there is contiguous is received into it. Other parts are copied there: what
-    the rank has itself while messages travel, before the wait for the first of them, and what comes
-    elsewhere once it has come. So each byte is copied once at most.
+    The pass reserves the tensor's storage before the first of its messages is posted. A message
+    between devices is received into its part of the storage, if that part is contiguous. All other
+    parts are copied: those that the rank has itself ahead of the first wait, while messages travel,
+    and messages that come elsewhere once they are there. So each byte is copied at most once.
 
-    Hosts read a message where the sender has put it, in a slot or in memory that is lent, so that
-    putting it in its place is the one copy of it. They receive nothing in place, and a whole that
-    is reserved early would only take memory: without devices nothing changes. What is assembled of
-    no message stays as it is, too.
+    Hosts read a message where the sender has put it, in a slot or in lent memory, and copy it once,
+    to its part of the tensor. They receive nothing in place, and a whole that is reserved early
+    would only take memory. So nothing changes without devices, or where a tensor is assembled from
+    no message.
 
     With `ranks=nccl+nccl`, where channel 0 goes by NCCL:
 
@@ -49,7 +49,7 @@ class AssembleInPlace(Pass):
         %y = assemble(%y.whole, %x.there, %v) {regions = {[0:2,0:4], [2:4,0:4]}} : f32[4,4]
 
     Attributes:
-        ranks: as in `Fabrics`; transports of others may not receive into a buffer.
+        ranks: as in `Fabrics`; only these transports receive into a buffer.
     """
 
     ranks: str = ""
@@ -73,12 +73,12 @@ class AssembleInPlace(Pass):
 
 @dataclass(slots=True)
 class _Uses:
-    """What a program makes of its values.
+    """Where a program makes and uses its values.
 
     Attributes:
-        made_at: the index of the op that makes each.
-        counts: how many operands each is.
-        posted: the index of the receive that each message came by, by the value that is waited for.
+        made_at: for each value the index of the op that makes it.
+        counts: for each value the number of operands that it is.
+        posted: for each value that a wait gives, the index of the receive of its message.
     """
 
     made_at: dict[Value, int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Uses:
 
 
 def _rewrite(program: Program, direct: set[int]) -> bool:
-    """Assemble in place what a program assembles of messages."""
+    """Assemble in place the tensors that a program assembles from messages."""
     ops = program.ops
     if not any(isinstance(op, Assemble) and not op.is_in_place for op in ops):
         return False
@@ -101,7 +101,9 @@ def _rewrite(program: Program, direct: set[int]) -> bool:
         if waits:
             names = names or Names.of(program)
             _Assembly(op, index, min(waits), ops, uses, direct, names).place(ahead)
-    program.ops[:] = [op for index, each in enumerate(ops) for op in (*ahead.get(index, ()), each)]
+    program.ops[:] = [
+        op for index, original in enumerate(ops) for op in (*ahead.get(index, ()), original)
+    ]
     return bool(ahead)
 
 
@@ -127,7 +129,7 @@ def _uses_of(program: Program) -> _Uses:
 
 
 def _is_awaited(value: Value, ops: Sequence[Op], uses: _Uses) -> bool:
-    """True if a value comes of other ranks."""
+    """True if a value comes from other ranks."""
     at = uses.made_at.get(value)
     return at is not None and _is_arrival(ops[at])
 
@@ -142,8 +144,11 @@ class _Assembly:
     Args:
         op: the assemble, which becomes one in place.
         at: its index in the program.
-        arrival: that of the first wait for one of its parts.
+        arrival: the index of the first wait for one of its parts.
+        ops: the ops of the program.
+        uses: where the program makes and uses its values.
         direct: the channels whose messages may come into a buffer.
+        names: the names of the program.
     """
 
     def __init__(
@@ -165,7 +170,7 @@ class _Assembly:
         self._names = names
 
     def place(self, ahead: dict[int, list[Op]]) -> None:
-        """Note down the new ops, by the index of the op that they stand ahead of."""
+        """Add the new ops to `ahead`, by the index of the op that they precede."""
         op, type_ = self._op, self._op.result.type
         assert isinstance(type_, TensorType), "an assemble makes a tensor"
         results = [self._new("whole", type_)]
@@ -196,13 +201,13 @@ class _Assembly:
                 copies.append((where, Copy((source, buffer), (there,))))
                 parts.append(there)
         reserve = Reserve((), tuple(results), regions=tuple(regions))
-        for index, each in ((first, reserve), *copies):
-            each.loc, each.mb, each.task = op.loc, op.mb, op.task
-            ahead.setdefault(index, []).append(each)
+        for index, new_op in ((first, reserve), *copies):
+            new_op.loc, new_op.mb, new_op.task = op.loc, op.mb, op.task
+            ahead.setdefault(index, []).append(new_op)
         op.operands, op.regions = (results[0], *parts), tuple(regions)
 
     def _posted(self, value: Value, region: Region, shape: tuple[int, ...]) -> int | None:
-        """The index of the receive that may bring a value to its place; None if it is copied."""
+        """The index of the receive that may bring a value into its part; None if it is copied."""
         posted = self._uses.posted.get(value)
         if posted is None or self._uses.counts[value] > 1 or not is_contiguous(region, shape):
             return None
@@ -212,18 +217,18 @@ class _Assembly:
         return posted if alone and recv.chan in self._direct else None
 
     def _where(self, value: Value) -> int:
-        """The index of the op ahead of which a value is copied."""
-        made = self._uses.made_at.get(value, -1)
-        is_own = not (made >= 0 and _is_arrival(self._ops[made]))
-        return self._arrival if is_own and made < self._arrival else self._at
+        """The index of the op that the copy of a value precedes."""
+        made_at = self._uses.made_at.get(value, -1)
+        is_own = not (made_at >= 0 and _is_arrival(self._ops[made_at]))
+        return self._arrival if is_own and made_at < self._arrival else self._at
 
-    def _new(self, what: str, type_: TensorType) -> Value:
-        return Value(self._names.fresh(f"{self._op.result.name}.{what}"), type_)
+    def _new(self, suffix: str, type_: TensorType) -> Value:
+        return Value(self._names.fresh(f"{self._op.result.name}.{suffix}"), type_)
 
 
 def blocks(region: Region) -> list[Region]:
     """The blocks that a region consists of, in order."""
-    pieces = [[(each,) for each in intervals] for intervals in region]
+    pieces = [[(interval,) for interval in intervals] for intervals in region]
     return [tuple(block) for block in product(*pieces)]
 
 

@@ -1,4 +1,4 @@
-"""Give every op a stream, and wait where a value goes from one to another."""
+"""Give every op a stream, and insert waits where a value goes from one stream to another."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..placement.fabrics import one_by_one
 class AssignStreams(Pass):
     """Put sends, receives, collectives of each traffic and all other work on a stream each.
 
-    What a wait for a future gives is on the compute stream. A value that is used on another
-    stream than the one that made it is waited onto that stream, just before its first use there.
+    The result of a wait for a future is on the compute stream. If a value is used on another stream
+    than the one that makes it, a wait brings it to that stream just before its first use there.
 
     Before::
 
@@ -36,7 +36,7 @@ class AssignStreams(Pass):
         %h.sent = wait(%h.send) {stream = compute} : unit
 
     Attributes:
-        rendezvous: as in `Fabrics`; what such a transport sends and receives is on one stream.
+        rendezvous: as in `Fabrics`; sends and receives of such a transport share one stream.
     """
 
     rendezvous: str = ""
@@ -100,10 +100,10 @@ def _bring(
     ops: list[Op],
     names: Names,
 ) -> None:
-    """Make `op` take `value` from its own stream."""
+    """Make `op` take `value` on its own stream."""
     there = waited.get((value, stream))
     if there is None:
         there = Value(names.fresh(f"{value.name}.on_{stream.value}"), value.type)
         waited[value, stream] = there
         ops.append(Wait((value,), (there,), stream=stream, loc=op.loc, mb=op.mb, task=op.task))
-    op.operands = tuple([there if other is value else other for other in op.operands])
+    op.operands = tuple([there if operand is value else operand for operand in op.operands])

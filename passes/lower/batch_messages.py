@@ -1,4 +1,4 @@
-"""Put the messages of each rank into one order, and those that cross into one operation."""
+"""Put the messages of all ranks into one order, and batch messages that cross."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from .message_order import message_order
 
 @dataclass(frozen=True)
 class BatchMessages(Pass):
-    """Order what travels by transports that do a rank's messages one after the other.
+    """Order the messages of transports that do a rank's messages one after the other.
 
-    By such a transport a message blocks those behind it until its other end has come. So all ranks
-    keep to one order. Two messages that cross, as a pipeline's activation and the gradient that
-    comes back, become a *batch*: one operation at both ends, in which neither waits for the other.
-    Sends and receives are put off until those before them have been posted; nothing else moves.
-    Without this pass programs in which messages cross are refused by `check-deadlock`.
+    With such a transport, a message blocks those behind it until its other end is posted. So all
+    ranks keep to one order. Two messages that cross, such as an activation of a pipeline and a
+    gradient that comes back, become a *batch*: one operation at both ends, in which neither waits
+    for the other. Sends and receives are put off until those before them have been posted, and no
+    other op moves. Without this pass, `check-deadlock` refuses programs in which messages cross.
 
-    Why no program can stand still that comes to its end with sends and receives on a stream each:
-    in the order, a message is behind all that its ranks wait for before they post it. Take the
-    first message that is not complete when nothing moves. What is ahead of it on its streams is
-    complete. A rank that has not come to it stays at a wait for a later one, behind which it has
-    been put off by a message ahead of it that is posted there. But that one is behind what the wait
-    is for.
+    Programs that come to their end with sends and receives on a stream each cannot deadlock after
+    this pass. In the order, a message is behind all messages that its ranks wait for before they
+    post it. Suppose that no rank can go on, and take the first message that is not complete. All
+    messages ahead of it on its streams are complete. So a rank has not posted it, and is blocked in
+    a wait for a later message. Its post was put off past that wait by a message ahead of it in the
+    order, which is posted behind the wait, and so comes behind the awaited message in the order.
+    This is a contradiction.
 
     With `rendezvous=hccl`:
 
@@ -54,8 +55,8 @@ class BatchMessages(Pass):
 
     Attributes:
         rendezvous: as in `Fabrics`.
-        batches: whether there are any; without, messages only get an order. In a graph that one
-            rank drives an error may take the place of one message of a batch.
+        batches: whether to make batches; without them, messages only get an order. Driven graphs
+            have none, as an error may take the place of one message of a batch.
     """
 
     rendezvous: str = ""
@@ -73,7 +74,7 @@ class BatchMessages(Pass):
             _refuse_planned(program, chosen)
         order = message_order(module, chosen, self.batches)
         if order is None:
-            return False  # check-deadlock says what waits for what
+            return False  # check-deadlock shows which ops wait for each other
         batches = [unit for unit in order if len(unit) > 1]
         numbers = {key: number for number, unit in enumerate(batches) for key in unit}
         places = {key: place for place, unit in enumerate(order) for key in unit}
@@ -82,7 +83,7 @@ class BatchMessages(Pass):
             ends = [op for op in program.ops if isinstance(op, Send | Recv) and op.chan in chosen]
             for op in ends:
                 op.batch = numbers.get((op.chan, op.seq))
-            # In a batch the send comes first, behind what brings its operand.
+            # In a batch the send comes first, behind the op that makes its operand.
             ends.sort(key=lambda op: (places[op.chan, op.seq], isinstance(op, Recv)))
             changed = _reorder(program, ends) or changed
         return changed or bool(batches)
@@ -105,7 +106,7 @@ def _refuse_planned(program: Program, chosen: Collection[int]) -> None:
 
 
 def _reorder(program: Program, line: Sequence[Op]) -> bool:
-    """Post the messages of `line` in its order, each as soon as that allows."""
+    """Post the messages of `line` in its order, each as early as the order allows."""
     moving = set(line)
     units = (list(unit) for _, unit in groupby(line, _unit))
     unit = next(units, [])
@@ -125,6 +126,6 @@ def _reorder(program: Program, line: Sequence[Op]) -> bool:
 
 
 def _unit(op: Op) -> object:
-    """The key that ops of one batch share, and no others."""
+    """A key that only ops of the same batch share."""
     batch = batch_of(op)
     return op if batch is None else batch

@@ -32,17 +32,16 @@ from ..base import Pass
 from ..placement.fabrics import Fabrics
 
 LEAST = 2
-"""The number of ops that are worth a graph, unless one is a call: a call may be a whole model."""
+"""The least number of ops worth a graph. A single call is enough, as it may be a whole model."""
 
 
 @dataclass(frozen=True)
 class Capture(Pass):
     """Number the longest runs of ops that a device can do without the host.
 
-    The host comes in where a method is opaque, where random numbers are drawn, and where a message
-    travels between hosts; receives that are under way meanwhile are not part of a graph. All ops
-    between such places are of one graph, which is put on the device by a single launch from the
-    third execution on.
+    The host is needed for opaque methods, for random numbers and for messages between hosts.
+    Receives that are under way meanwhile are not part of a graph. All ops between two such places
+    are one graph, which a single launch puts on the device from the third execution on.
 
     The method `update` is opaque here:
 
@@ -62,12 +61,12 @@ class Capture(Pass):
 
     Attributes:
         ranks: as in `Fabrics`; a rank without a device captures nothing.
-        driven: whether one rank starts executions of the programs. Messages between devices are
-            then announced by hosts, one by one, and only what is computed between them is part of a
-            graph; unless all programs are one graph each: ranks agree to run them before any does,
-            nothing can fail on a host then, and nothing needs to be announced.
-        rendezvous: as in `Fabrics`; what goes by such a transport keeps the order of its stream,
-            in graphs and outside.
+        driven: whether one rank starts the executions of the programs. Hosts then announce messages
+            between devices, one by one, so a graph has only the computation between messages. The
+            exception is that each program is a single graph: then ranks agree to run them before
+            any rank does, nothing can fail on a host, and no message is announced.
+        rendezvous: as in `Fabrics`; messages of such a transport keep the order of their stream,
+            inside of graphs and outside.
     """
 
     ranks: str = ""
@@ -93,9 +92,9 @@ class Cut:
     """An op at which a program leaves its device.
 
     Attributes:
-        op: what the host has to do.
-        index: of that op in the program.
-        reason: why, in words.
+        op: the op, which the host has to do.
+        index: the index of the op in the program.
+        reason: the reason, in words.
     """
 
     op: Op
@@ -106,28 +105,28 @@ class Cut:
 def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = True) -> list[Cut]:
     """The cuts that keep a rank's program from being one graph, in order."""
     hosts: set[Value] = set()
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for index, op in enumerate(program.ops):
         reason = _reason(op, module, fabrics, hosts)
         if not messages and isinstance(op, Communication | Wait):
             reason = "messages are announced"
         if reason is not None:
-            found[index] = reason
+            reasons[index] = reason
     in_turn = {id_ for id_, channel in module.channels.items() if fabrics.is_one_by_one(channel)}
     while True:
-        crossing = _crossing(program, found)
-        outside = found.keys() | crossing.keys() | _too_little(program, found)
+        crossing = _crossing(program, reasons)
+        outside = reasons.keys() | crossing.keys() | _too_little(program, reasons)
         crossing = crossing | _overtaking(program, outside, in_turn)
         if not crossing:
             break
-        found.update(crossing)
-    return [Cut(program.ops[index], index, reason) for index, reason in sorted(found.items())]
+        reasons.update(crossing)
+    return [Cut(program.ops[index], index, reason) for index, reason in sorted(reasons.items())]
 
 
 def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
     """True if each rank's device can do all of its program in one go."""
     if any(map(fabrics.is_one_by_one, module.channels.values())):
-        return False  # their operations are in one order with those that hosts announce
+        return False  # their operations share one order with those that hosts announce
     for program in module.programs:
         if all(isinstance(op, Return) for op in program.ops):
             continue
@@ -140,13 +139,20 @@ def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
     return True
 
 
-def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
-    """Find receives and collectives that are posted in one part and awaited in another, and waits.
+def _crossing(program: Program, reasons: Mapping[int, str]) -> dict[int, str]:
+    """Find receives and collectives that are posted in one part and awaited in another.
 
-    A graph is over when all is over that it began: what is to go on beside what the host does is
-    not part of it.
+    A graph ends once all that it has begun has ended. So it does not contain a message that goes on
+    while the host works, nor the wait for that message.
+
+    Args:
+        program: the program.
+        reasons: the ops that are left to the host so far, by index, with the reason.
+
+    Returns:
+        More ops to leave to the host, in the same form.
     """
-    parts = _part_numbers(program, found)
+    parts = _part_numbers(program, reasons)
     posted: dict[Value, int] = {}
     crossing: dict[int, str] = {}
     for index, op in enumerate(program.ops):
@@ -154,30 +160,30 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
             posted[op.result] = index
         elif isinstance(op, Wait):
             at = posted.pop(op.operands[0], None)
-            if at is not None and at not in found and parts[at] != parts[index]:
-                what = "receive" if isinstance(program.ops[at], Recv) else "collective"
-                crossing[at] = f"a {what} that goes on beside what the host does"
-            if at is not None and index not in found and (at in found or at in crossing):
+            if at is not None and at not in reasons and parts[at] != parts[index]:
+                kind = "receive" if isinstance(program.ops[at], Recv) else "collective"
+                crossing[at] = f"a {kind} that goes on beside what the host does"
+            if at is not None and index not in reasons and (at in reasons or at in crossing):
                 crossing[index] = "a wait for what goes on beside that"
-    crossing |= _torn(program, found, parts)
-    return crossing | _mates(program, found.keys() | crossing.keys())
+    crossing |= _torn(program, reasons, parts)
+    return crossing | _mates(program, reasons.keys() | crossing.keys())
 
 
-def _part_numbers(program: Program, found: Mapping[int, str]) -> list[int]:
-    """For each op the number of the part between cuts that it is in."""
+def _part_numbers(program: Program, reasons: Mapping[int, str]) -> list[int]:
+    """For each op the number of its part, between the ops that are left to the host."""
     parts: list[int] = []
     part = 0
     for index in range(len(program.ops)):
-        part += index in found
+        part += index in reasons
         parts.append(part)
     return parts
 
 
-def _torn(program: Program, found: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
-    """Find what is put together in place, but not in one part.
+def _torn(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
+    """Find tensors that are assembled in place, but not within one part.
 
-    What a graph reads from outside is copied into its memory, and what it leaves is copied out: a
-    buffer would be part of its whole no more.
+    The inputs of a graph are copied into its memory, and its outputs are copied out. So a buffer
+    would no longer be a part of its whole.
     """
     storage = SharedStorage(program, {})
     assemblies: dict[Value, list[int]] = {}
@@ -191,20 +197,20 @@ def _torn(program: Program, found: Mapping[int, str], parts: Sequence[int]) -> d
     return {
         index: "a tensor that is put together ahead of what the host does, and behind it"
         for indices in assemblies.values()
-        if len({parts[index] for index in indices}) > 1 or not found.keys().isdisjoint(indices)
+        if len({parts[index] for index in indices}) > 1 or not reasons.keys().isdisjoint(indices)
         for index in indices
-        if index not in found
+        if index not in reasons
     }
 
 
 def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> dict[int, str]:
-    """Find messages of graphs that could overtake one of their stream that was posted outside.
+    """Find messages of graphs that could overtake a message of their stream posted outside.
 
-    A graph has branches of its own in place of the device's streams, and its branches wait for
-    nothing but what the compute stream has waited for when the graph begins.
+    A graph has branches of its own instead of the device's streams. When it begins, its branches
+    wait only for the work that the compute stream has waited for.
     """
     pending: dict[Stream | None, list[Value]] = {}
-    found: dict[int, str] = {}
+    overtaking: dict[int, str] = {}
     for index, op in enumerate(program.ops):
         if isinstance(op, Wait):
             for ahead in pending.values():
@@ -215,18 +221,18 @@ def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> d
             if index in left:
                 ahead.append(op.result)
             elif ahead:
-                found[index] = "a message behind such a one, on the same stream"
-    return found
+                overtaking[index] = "a message behind such a one, on the same stream"
+    return overtaking
 
 
 def _too_little(program: Program, left: Collection[int]) -> set[int]:
-    """The ops between two that are left to the host that are not worth a graph."""
+    """The ops in parts that are not worth a graph."""
     parts = _parts(program, left)
     return {index for part in parts if _work(part.values()) < LEAST for index in part}
 
 
 def _mates(program: Program, left: Set[int]) -> dict[int, str]:
-    """The ops that are in a batch with one that is left to the host, and are not left to it."""
+    """The other ops of batches that have an op left to the host, with the reason."""
     batches = {index: batch_of(op) for index, op in enumerate(program.ops)}
     torn = {batches[index] for index in left} - {None}
     return {
@@ -237,7 +243,7 @@ def _mates(program: Program, left: Set[int]) -> dict[int, str]:
 
 
 def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
-    """For each rank with a device the graphs of its program, and what cuts it, in words."""
+    """A text with the graphs of each rank's program, and the reasons for its cuts."""
     lines = []
     for program in module.programs:
         if fabrics.of_rank(program.rank or 0) is None:
@@ -247,24 +253,26 @@ def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
             lines.append(f"rank {program.rank}: nothing to do")
             continue
         graphs = {op.graph for op in program.ops if op.graph is not None}
-        found = cuts(module, program, fabrics, messages)
-        what = f"{len(graphs)} graphs"
-        if not found and graphs == {MAIN}:
-            what = "one graph, the whole program"
-        elif not found and messages and graphs == {MAIN, TAIL}:
-            what = "one graph and its tail, the whole program"
-        lines.append(f"rank {program.rank}: {what}")
-        lines += _counted("cut", [cut.reason for cut in found])
-        lines += _counted("left out", _left_out(program, {cut.index for cut in found}, messages))
+        program_cuts = cuts(module, program, fabrics, messages)
+        summary = f"{len(graphs)} graphs"
+        if not program_cuts and graphs == {MAIN}:
+            summary = "one graph, the whole program"
+        elif not program_cuts and messages and graphs == {MAIN, TAIL}:
+            summary = "one graph and its tail, the whole program"
+        lines.append(f"rank {program.rank}: {summary}")
+        lines += _counted("cut", [cut.reason for cut in program_cuts])
+        lines += _counted(
+            "left out", _left_out(program, {cut.index for cut in program_cuts}, messages)
+        )
     return "\n".join(lines) + "\n"
 
 
-def _counted(what: str, reasons: Sequence[str]) -> list[str]:
-    return [f"  {what} {count} times: {reason}" for reason, count in Counter(reasons).items()]
+def _counted(label: str, reasons: Sequence[str]) -> list[str]:
+    return [f"  {label} {count} times: {reason}" for reason, count in Counter(reasons).items()]
 
 
 def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[str]:
-    """For each part between cuts that is no graph, why."""
+    """For each part between cuts that is no graph, the reason."""
     parts = [
         part.values()
         for part in _parts(program, left_to_host)
@@ -293,7 +301,7 @@ def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) 
 
 
 def _parts(program: Program, left_to_host: Collection[int]) -> list[dict[int, Op]]:
-    """The ops in a row that the host is not needed for, by index."""
+    """The parts of a program between the ops that are left to the host: ops by index."""
     parts: list[dict[int, Op]] = [{}]
     for index, op in enumerate(program.ops):
         if index in left_to_host or isinstance(op, Return):
@@ -304,13 +312,13 @@ def _parts(program: Program, left_to_host: Collection[int]) -> list[dict[int, Op
 
 
 def _is_worth_it(ops: Collection[Op], messages: bool) -> bool:
-    """Whether a part may be a graph; of calls alone, the binder knows how much they do."""
+    """True if a part may be a graph; the binder knows how much the calls of a part do."""
     work = _work(ops)
     return work >= LEAST or any(isinstance(op, Call) for op in ops) or (work > 0 and not messages)
 
 
 def _work(ops: Iterable[Op]) -> int:
-    """The number of ops that the host would have to put on streams."""
+    """The number of ops that the host would put on streams one by one."""
     work = Call | Copy | Slice | Assemble | Communication | Constant
     return sum(
         isinstance(op, work) and not (isinstance(op, Assemble) and op.is_in_place) for op in ops
@@ -318,7 +326,14 @@ def _work(ops: Iterable[Op]) -> int:
 
 
 def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:
-    """The reason why the host has to do an op, or None. `hosts`: futures of hosts' messages."""
+    """The reason why the host has to do an op, or None.
+
+    Args:
+        op: the next op of the program.
+        module: its module.
+        fabrics: the fabrics of its ranks.
+        hosts: the futures of messages between hosts so far; those of `op` are added.
+    """
     if isinstance(op, Call):
         if module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
             return f"{op.fn} is opaque"

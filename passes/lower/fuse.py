@@ -1,4 +1,4 @@
-"""Say which functions are compiled as a whole, and why others are not."""
+"""Mark the functions that are compiled as a whole."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..base import Pass
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Mark the functions whose graphs a compiler makes into fused kernels.
+    """Mark the functions whose graphs a compiler turns into fused kernels.
 
-    Only `compile(fuse=...)` runs it. Left out are opaque methods, what a step does
-    outside of actors, and functions that draw random numbers: fused, they could draw others. The
-    backward of such a function draws none.
+    Only `compile(fuse=...)` runs it. It leaves out opaque methods, operators of the step outside of
+    actors, and functions that draw random numbers, as these could draw other numbers if fused. The
+    backward of such a function draws none, so it is fused.
 
     Before::
 
@@ -27,7 +27,7 @@ class Fuse(Pass):
         function @a.forward(f32[8]) -> (f32[8]) {actor = a, effect = read, fuse = inductor}
 
     Attributes:
-        by: the compiler.
+        by: the name of the compiler.
     """
 
     by: str = ""

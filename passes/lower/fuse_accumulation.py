@@ -1,4 +1,4 @@
-"""Let products add themselves to gradients."""
+"""Let matrix products add themselves to gradients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..base import Pass
 
 @dataclass(frozen=True)
 class FuseAccumulation(Pass):
-    """Mark the functions that accumulate gradients, so that matrix products add up by themselves.
+    """Mark functions that accumulate gradients, so that matrix products add to `.grad` themselves.
 
-    A gradient that is a matrix product is then no tensor of its own, which would be written, read
-    and added to `.grad`: the product adds to `.grad` what it computes. Megatron-LM calls that
-    gradient accumulation fusion. Sums are rounded once for each product and not twice, so they may
-    differ from those of autograd in the last bit; without this pass they do not.
+    Without the mark, a gradient that is a matrix product is a tensor of its own, which is written,
+    read and added to `.grad`. With it, the product adds its result to `.grad` directly. Megatron-LM
+    calls this gradient accumulation fusion. Sums are rounded once for each product instead of
+    twice, so they may differ from those of autograd in the last bit.
 
     Before::
 

@@ -1,8 +1,9 @@
-"""One order for the messages of all ranks, and which of them may be one operation.
+"""Find one order for the messages of all ranks, and pairs that may be one operation.
 
-The programs are run on paper, with sends, receives and collectives on a stream each. Messages are
-put in the order in which they begin to travel there. Two that cross are one where the first is not
-wanted before the second begins: that costs nobody more than the time in which they travel.
+The programs are run on paper, with sends, receives and collectives on a stream each. The order is
+that in which messages begin to travel there. Two messages that cross become one operation if no
+rank waits for the first before the second begins: this delays no rank by more than the time for
+which they travel.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ...ir.verify.communication import Message, Progress
 from .assign_streams import AssignStreams
 
 WORK, TRAVEL, POST = 1.0, 0.1, 0.001
-"""The time of an actor's call, of a message, and of posting one, in some unit.
+"""The times of an actor's call, of a message, and of posting a message, in some unit.
 
-That posting takes time puts what is posted behind a wait behind what has been waited for."""
+Posting takes time, so that a message that is posted behind a wait begins after the awaited one."""
 
 Key: TypeAlias = tuple[int, int]
-"""Channel and number of a message."""
+"""The channel and number of a message."""
 
 
 def message_order(
@@ -31,38 +32,39 @@ def message_order(
 ) -> list[tuple[Key, ...]] | None:
     """The messages of some channels in an order that every rank can follow.
 
-    A message comes behind all that one of its ranks waits for before it posts it, and behind the
-    last one of its channel: these begin earlier, and what they have been put off to begins before
-    anybody wants them.
+    A message comes behind all messages that one of its ranks waits for before it posts the message,
+    and behind the previous message of its channel. These begin to travel earlier. If one of them is
+    paired with a later message, that message begins before any rank waits for the pair.
 
     Args:
-        module: scheduled, without streams.
-        channels: edges.
-        pairs: whether two that cross may be one.
+        module: a scheduled module without streams.
+        channels: the ids of channels between two ranks.
+        pairs: whether two messages that cross may become one operation.
 
     Returns:
-        Messages alone, or two that cross; None if the programs do not come to their end.
+        Single messages, or pairs that cross, in order; None if the programs do not come to their
+        end.
     """
     progress = _on_paper(module)
     if not progress.run():
         return None
     messages = [message for message in progress.messages.values() if message.chan in channels]
     messages.sort(key=lambda message: (message.start, message.chan, message.seq))
-    # By the later message of each, in the order of these.
+    # Single messages and pairs, by their later message and in its order.
     units: dict[Message, tuple[Message, ...]] = {}
-    # The latest message of each channel, by source and destination, if it is alone so far.
+    # The latest message of each channel, by source and target, if it is in no pair so far.
     alone: defaultdict[tuple[int, int], dict[int, Message]] = defaultdict(dict)
     for message in messages:
         source, target = _edge(message)
         alone[source, target].pop(message.chan, None)
         crossing = alone[target, source]
-        other = next((m for m in crossing.values() if m.wanted >= message.start), None)
-        if other is None or not pairs:
+        partner = next((m for m in crossing.values() if m.wanted >= message.start), None)
+        if partner is None or not pairs:
             alone[source, target][message.chan] = message
             units[message] = (message,)
         else:
-            del crossing[other.chan], units[other]
-            units[message] = (other, message)
+            del crossing[partner.chan], units[partner]
+            units[message] = (partner, message)
     return [tuple((part.chan, part.seq) for part in unit) for unit in units.values()]
 
 
@@ -84,7 +86,7 @@ def _cost(module: Module) -> Callable[[Op], float]:
 
 
 def _edge(message: Message) -> tuple[int, int]:
-    """From which rank to which a message goes."""
+    """The ranks from which and to which a message goes."""
     (source,) = (rank for rank, op in message.ends.items() if isinstance(op, Send))
     (target,) = (rank for rank in message.ends if rank != source)
     return source, target

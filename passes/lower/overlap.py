@@ -18,7 +18,7 @@ from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
 SMALL = 1 << 16
-"""Bytes of a message that travels in less time than a second branch of a device's graph takes."""
+"""The most bytes of a message that travels faster than a second branch of a device graph runs."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,25 @@ class Overlap(Pass):
     """Move receives of hosts up and waits down, within a bound on messages in flight.
 
     A receive between hosts is posted as soon as its channel has fewer than `lookahead` receives
-    that have been posted and not been waited for. A wait moves down to the first use of what it
-    gives. The wait for a send moves down to just before the send of the same channel that is
-    `lookahead` later, or to the end.
+    that are posted and not yet waited for. A wait moves down to the first use of its result. The
+    wait for a send moves down to just before the `lookahead`-th next send of the same channel, or
+    to the end.
 
-    A receive between devices stays where it stands, in the one order in which all ranks have their
-    messages. It is a kernel that waits, and calls of the host may wait for the device: a graph is
-    made, memory is taken, a module is loaded. Were the receive ahead of its turn, its message could
-    depend on what the host has yet to put on the device. It loses nothing by that: the host runs
-    ahead of the device, so the receive is there long before the work ahead of it is done, on a
-    stream of its own. `check-deadlock` proves it of each program.
+    A receive between devices stays where it is, in the one order that the messages of all ranks
+    have. It is a kernel that waits, and calls of the host may wait for the device, for instance to
+    make a graph, allocate memory or load a module. If the receive were posted early, its message
+    could depend on work that the host has yet to put on the device. Staying costs no time: the host
+    runs ahead of the device, so the receive is on its stream long before the work ahead of it is
+    done. `check-deadlock` proves each program free of deadlocks.
 
-    Why this cannot bring about a deadlock: the receives of a rank keep their order among each
-    other, over all channels; so do its sends; and so do its collectives. Suppose that the programs
-    come from one global order of messages, in which no wait for a message stands before the posting
-    of an earlier one. That still holds afterwards: receives only move up, waits only down. Take the
-    first message in that order that is not complete when nothing moves. A rank that has not posted
-    it stays at a wait for a later message, which would have to stand before it: it does not. Ahead
-    of it on its streams are only earlier messages, and these are complete. So it is complete, too.
+    Moving receives and waits causes no deadlock. The receives of a rank keep their order, over all
+    channels; so do its sends, and so do its collectives. Suppose that the programs come from one
+    global order of messages, in which no wait for a message stands before the post of an earlier
+    message. This stays true, as receives only move up and waits only down. Suppose that no rank can
+    go on, and take the first message in that order that is not complete. A rank that has not posted
+    it would be blocked in a wait for a later message ahead of the post, and there is none. Ahead of
+    the message on its streams are only earlier messages, which are complete. So the message is
+    complete, too.
 
     Before::
 
@@ -66,16 +67,16 @@ class Overlap(Pass):
         %h.sent = wait(%h.send) : unit
         return()
 
-    A method that is opaque may make the host wait for its device in any case, and it cuts the
-    graphs of a device, which end when all that they began has ended. So a device waits for what is
-    under way to it before such a call, and not behind.
+    An opaque method may make the host wait for its device in any case. It also cuts the graphs of a
+    device, and these end once all that they have begun has ended. So waits for messages on their
+    way to a device do not move past such a call.
 
-    While a receive waits on a device, it occupies multiprocessors. A channel whose receives do so
-    while their rank computes is marked `background`, with how much that is, and its transport takes
-    fewer of them where that pays.
+    While a receive waits on a device, it occupies multiprocessors. If the rank computes meanwhile,
+    this pass sets the channel's `background` to the amount of that computation, and the transport
+    takes fewer multiprocessors where that pays.
 
     Attributes:
-        lookahead: how many messages of a channel this pass lets be in flight at each end.
+        lookahead: the most messages of a channel that this pass leaves in flight at each end.
     """
 
     lookahead: int = 2
@@ -122,11 +123,11 @@ def _mark_background(module: Module) -> bool:
 def _beside_receives(
     program: Program, module: Module
 ) -> Iterator[tuple[int, int, Mapping[DType, int]]]:
-    """For each receive of a device its channel, and the calls and operations that it waits beside.
+    """For each receive of a device its channel, and the calls and operations during its wait.
 
     Receives are on one stream, and the host runs ahead of the device. So a receive begins when the
-    one before it is over, which is by the wait for that, and what is computed from there on to its
-    own wait is beside it.
+    one before it is over, at the latest at the wait for that one. All computation between that wait
+    and its own wait runs beside it.
     """
     calls = 0
     flops: Counter[DType] = Counter()
@@ -144,7 +145,7 @@ def _beside_receives(
 
 
 def _computes(op: Call, module: Module) -> bool:
-    """True if a call does more than to hand on what it gets."""
+    """True if a call does more than hand on its operands."""
     function = module.functions[op.fn.name]
     if function.parameter is not None:
         return False
@@ -163,9 +164,9 @@ def _refuse_planned(program: Program) -> None:
 
 
 def _not_worth_moving(ops: Sequence[Op], module: Module, lookahead: int) -> Set[Op]:
-    """The waits for small sends on devices with nothing to compute before they would have to end.
+    """The waits for small sends of devices that have no calls to move past.
 
-    A graph of a device with two branches takes some microseconds longer than one with one.
+    A device graph with two branches takes some microseconds longer than one with a single branch.
     """
     sends: dict[Value, Send] = {}
     sent: dict[int, int] = {}
@@ -194,16 +195,16 @@ def _is_small(op: Send, module: Module) -> bool:
 
 
 def _wait_late(ops: Sequence[Op], module: Module, lookahead: int, stays: Set[Op]) -> list[Op]:
-    """Move each wait for a future to where it is needed, but for those that stay.
+    """Move each wait for a future, except those in `stays`, to the first use of its result.
 
-    A device waits for what is on its way to it ahead of an opaque method, wherever that is needed.
+    Waits for messages on their way to a device come no later than the next opaque method.
     """
     barriers = {value for op in ops if op.synchronizes for value in op.results}
     used = {value for op in ops for value in op.operands}
     to_device = _waits_of_devices(ops, module)
     moved: dict[Op, None] = {}
-    held: dict[Value, Wait] = {}  # by what the wait gives, or its future if that is not used
-    coming: dict[Op, None] = {}  # the waits for what is on its way to the device
+    held: dict[Value, Wait] = {}  # by the result of the wait, or its future if that is not used
+    coming: dict[Op, None] = {}  # the waits for messages on their way to the device
     in_flight: dict[int, list[Value]] = {}
     for op in ops:
         moved.update(dict.fromkeys(held.pop(value) for value in op.operands if value in held))
@@ -216,8 +217,8 @@ def _wait_late(ops: Sequence[Op], module: Module, lookahead: int, stays: Set[Op]
             coming[to_device[op.result]] = None
         if isinstance(op, Wait) and op not in stays and _may_wait_late(op, barriers):
             future = op.operands[0]
-            given = op.results[0] if op.results else future
-            held[given if given in used else future] = op
+            result = op.results[0] if op.results else future
+            held[result if result in used else future] = op
             continue
         if isinstance(op, (Send, Collective)) and op.chan is not None and _only_gives(op):
             earlier = in_flight.setdefault(op.chan, [])
@@ -232,7 +233,7 @@ def _wait_late(ops: Sequence[Op], module: Module, lookahead: int, stays: Set[Op]
 
 
 def _waits_of_devices(ops: Sequence[Op], module: Module) -> dict[Value, Wait]:
-    """For each future of what comes to the device by a stream, the first wait for it."""
+    """For each future of a message that comes to a device by a stream, the first wait for it."""
     futures = {
         op.result
         for op in ops
@@ -248,7 +249,7 @@ def _waits_of_devices(ops: Sequence[Op], module: Module) -> dict[Value, Wait]:
 
 
 def _only_gives(op: Communication) -> bool:
-    """True if an op gives something away, and gets nothing but the word that this has gone."""
+    """True if an op has an operand, and its future promises nothing but a unit."""
     type_ = op.result.type
     return bool(op.operands) and isinstance(type_, FutureType) and isinstance(type_.value, UnitType)
 
@@ -258,9 +259,11 @@ def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:
 
 
 def _post_early(ops: Sequence[Op], module: Module, lookahead: int) -> list[Op]:
-    """Move each receive of a host to where its channel has room for it, without overtaking another.
+    """Move each receive of a host up to where its channel has room, in the order of receives.
 
     Args:
+        ops: the ops of a program.
+        module: its module.
         lookahead: as in `Overlap`.
     """
     receives = [op for op in ops if isinstance(op, Recv)]
@@ -270,7 +273,7 @@ def _post_early(ops: Sequence[Op], module: Module, lookahead: int) -> list[Op]:
     in_flight: dict[int, int] = {}
 
     def post_while_there_is_room(until: int) -> None:
-        """Post receives as the bound allows, and those before `until` in any case."""
+        """Post receives as far as the bound allows, and the first `until` ones in any case."""
         nonlocal posted
         while posted < len(receives):
             op = receives[posted]

@@ -1,4 +1,4 @@
-"""Decide when storage is given back, and which slot of its channel each message travels in."""
+"""Free storage after its last use, and choose the slot of each message."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
 LARGE = 256 * 1024
-"""Bytes from which on memory that changes hands costs a host less than a copy out of a slot."""
+"""The least bytes for which handing memory over costs a host less than a copy out of a slot."""
 
 
 @dataclass(frozen=True)
 class PlanBuffers(Pass):
     """Free each storage after its last use, and give each received tensor a slot of its channel.
 
-    A slot is taken from the moment its receive is posted until what it brought is freed. The
-    receiver's program decides, and the send of a message uses the slot of its receive, so that
-    sender and receiver need not talk about slots when they run. Objects have no slot: nobody
-    knows their size, and the receiver gets one of its own.
+    A slot is occupied from the post of its receive until the received value is freed. The slots
+    follow from the receiver's program, and a send uses the slot of its receive, so that sender and
+    receiver exchange nothing about slots at run time. Objects have no slot, as their size is not
+    known; the receiver gets an object of its own.
 
-    What leaves the plan's control, as an operand of an opaque call or as an output, is
-    copied first if it may live in a slot. Where a device's transport brings it, or where it has
-    `LARGE` bytes or more, it has no slot instead: the receive takes memory of its own. A storage
-    that is still being sent is freed after the wait for the send. Values that may share storage are
-    freed together.
+    A value that leaves the plan's control, as an operand of an opaque call or as an output, is
+    copied first if it may live in a slot. If a device's transport brings it, or if it has `LARGE`
+    bytes or more, it gets no slot instead, and the receive takes memory of its own. Storage that is
+    still being sent is freed after the wait for the send. Values that may share storage are freed
+    together.
 
     Before::
 
@@ -93,10 +93,9 @@ def _is_planned(module: Module) -> bool:
 def _copy_or_make_private(
     program: Program, module: Module, storages: Storages, private: set[Recv]
 ) -> bool:
-    """Copy what lives in a slot before it is handed out; uses from there on take the copy.
+    """Copy values in slots before they are handed out; later uses take the copy.
 
-    The receives that are to have no slot instead are added to `private`. Returns whether anything
-    is copied.
+    Receives that get no slot instead are added to `private`. Returns whether anything is copied.
     """
     functions = module.functions
     names: Names | None = None
@@ -127,13 +126,13 @@ def _copy_or_make_private(
 
 
 def _may_be_private(recv: Recv, module: Module) -> bool:
-    """True if a message may as well come into memory that is the receiver's own."""
+    """True if a message should be received into memory of the receiver's own, without a slot."""
     return is_by_stream(module.channels[recv.chan]) or tensor_bytes(recv.result.type) >= LARGE
 
 
 def _stream_of_copy(op: Op, before: list[Op]) -> Stream | None:
-    """The stream of the op that needs a copy; for `return`, which has none, that of all work."""
-    if op.stream is None and any(other.stream is not None for other in before[-1:]):
+    """The stream of the op that needs a copy; for `return`, which has none, the compute stream."""
+    if op.stream is None and any(previous.stream is not None for previous in before[-1:]):
         return Stream.COMPUTE
     return op.stream
 
@@ -147,7 +146,7 @@ def _hands_out(op: Op, functions: Mapping[str, Function]) -> bool:
 def _insert_frees(
     program: Program, storages: Storages, private: set[Recv]
 ) -> dict[Op, tuple[Recv, ...]]:
-    """Free every storage that does not escape; the receives whose slots each `free` ends."""
+    """Free each storage that does not escape; return, by `free`, the receives whose slots end."""
     due: dict[int, list[Free]] = {}
     ends: dict[Op, tuple[Recv, ...]] = {}
     for storage in storages.all():
@@ -168,16 +167,16 @@ def _insert_frees(
 
 
 def _largest_into_buffers(module: Module) -> dict[int, int]:
-    """By channel the bytes of the largest message that is received into a buffer.
+    """For each channel the bytes of the largest message that is received into a buffer.
 
-    A transport goes by the size of messages where they need no slot, too.
+    A transport needs the size of messages even where they have no slot.
     """
-    found: dict[int, int] = {}
+    largest: dict[int, int] = {}
     for program in module.programs:
         for op in program.ops:
             if isinstance(op, Recv) and op.operands:
-                found[op.chan] = max(found.get(op.chan, 0), tensor_bytes(op.operands[0].type))
-    return found
+                largest[op.chan] = max(largest.get(op.chan, 0), tensor_bytes(op.operands[0].type))
+    return largest
 
 
 def _choose_slots(
@@ -187,12 +186,17 @@ def _choose_slots(
     slots: dict[tuple[int, int], int],
     sizes: dict[int, tuple[int, int]],
 ) -> None:
-    """Colour the receives of a program: each gets the slot that was freed first of those that are.
+    """Choose a slot for each receive of a program: of the free slots, the one freed first.
 
     A receive of a device waits on its stream until its slot is free, and the host runs ahead. So
-    its channel has two slots at least: a message comes while the one before it is used.
+    its channel has at least two slots: one message comes while the one before it is used.
 
-    `slots` is filled in by channel and message, `sizes` with (slots, bytes of each) by channel.
+    Args:
+        program: the program.
+        module: its module.
+        ends: for each `free`, the receives whose slots it frees.
+        slots: filled in with the slot of each message, by channel and number.
+        sizes: filled in with the number of slots and the bytes of each, by channel.
     """
     slotted = {recv for recvs in ends.values() for recv in recvs}
     free: defaultdict[int, deque[int]] = defaultdict(deque)

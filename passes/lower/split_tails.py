@@ -1,4 +1,4 @@
-"""Cut the end off a program that waits for a last message, so that its rank goes on meanwhile."""
+"""Split off the end of a program that waits for a last message, so that its rank can go on."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ..check.check_races import CheckRaces
 
 @dataclass(frozen=True)
 class SplitTails(Pass):
-    """Make the end of a program that devices run as a whole a graph of its own, its tail.
+    """Split a program that a device runs as a whole into two graphs: the main part and its tail.
 
-    The tail begins where the rank waits for a message and sends none any more. It runs on a stream
-    of its own, beside what the rank does in the next execution: of several in flight, a rank of a
-    pipeline computes the next one while what it has sent comes back to it.
+    The tail begins where the rank waits for a message and sends no more. It runs on a stream of its
+    own, beside the next execution. So with several executions in flight, a rank of a pipeline
+    computes the next one while the result of the last one comes back to it.
 
-    Receives of the tail are posted at its begin, and what the rank has sent is awaited ahead of it.
-    Deadlocks and races are looked for again; where there would be some, programs stay whole. So
-    they do where the tail adds to gradients, which whoever drives the graph reads by themselves.
+    The receives of the tail are posted at its beginning, and the rank's sends are awaited ahead of
+    it. The result is checked for deadlocks and races again; if there were any, programs stay whole.
+    They also stay whole if the tail would add to gradients, which the user reads between
+    executions.
 
-    Rank 0 gets a token back, and `capture` has made its program one graph.
+    In this example rank 0 gets a token back, and `capture` has made its program one graph:
 
     Before::
 
@@ -54,7 +55,7 @@ class SplitTails(Pass):
     optional: ClassVar[bool] = True
 
     def run(self, module: Module) -> bool:
-        splits = {id(p): found for p in module.programs if (found := _split(module, p)) is not None}
+        splits = {id(p): split for p in module.programs if (split := _split(module, p)) is not None}
         if not splits:
             return False
         before = {id(p): list(p.ops) for p in module.programs}
@@ -73,12 +74,12 @@ class SplitTails(Pass):
 
 
 def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None:
-    """The ops of a program in front of its tail, and those of the tail; None if it has none."""
+    """The ops of a program ahead of its tail, and those of the tail; None if it has no tail."""
     ops = program.ops
     if any(isinstance(op, Send | Recv | Collective) and op.graph != MAIN for op in ops):
-        return None  # not whole on the device
-    made = {op.result: op for op in ops if isinstance(op, Send | Recv | Collective)}
-    begin = _begin(ops, made)
+        return None  # the program does not run on the device as a whole
+    makers = {op.result: op for op in ops if isinstance(op, Send | Recv | Collective)}
+    begin = _begin(ops, makers)
     if begin is None or not any(isinstance(op, Call) for op in ops[:begin]):
         return None
     received = {op.operands[0] for op in ops[:begin] if isinstance(op, Wait)}
@@ -87,10 +88,10 @@ def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None
     first = ops.index(late[0])
     posted = [op for op in ops[first:begin] if isinstance(op, Recv)]
     if posted != late or not received.isdisjoint(awaited) or any(map(_is_bound, late)):
-        return None  # a message would overtake another one, or come twice
+        return None  # a message would overtake another one, or be awaited twice
     if reserved(ops[:begin]) & {value for op in ops[begin:] for value in op.operands}:
-        return None  # a tail has copies of what it reads, and writes to none of it
-    sent = [op for op in ops[begin:] if isinstance(op, Wait) and _is_early(op, made)]
+        return None  # a tail reads copies of its inputs, so it cannot write to reserved storage
+    sent = [op for op in ops[begin:] if isinstance(op, Wait) and _is_early(op, makers)]
     main = [*(op for op in ops[:begin] if op not in late), *sent]
     tail = [*late, *(op for op in ops[begin:] if op not in sent)]
     functions = module.functions
@@ -99,16 +100,16 @@ def _split(module: Module, program: Program) -> tuple[list[Op], list[Op]] | None
 
 
 def reserved(ops: Iterable[Op]) -> set[Value]:
-    """The storage that some ops reserve for tensors which are put together in place."""
+    """The storage that ops reserve for tensors that are assembled in place."""
     return {value for op in ops if isinstance(op, Reserve) for value in op.results}
 
 
-def _begin(ops: list[Op], made: Mapping[Value, Op]) -> int | None:
-    """The index of the first wait behind all that the rank sends for what it has not received."""
+def _begin(ops: list[Op], makers: Mapping[Value, Op]) -> int | None:
+    """The index of the first wait behind the rank's last send for a message not yet awaited."""
     last = max((i for i, op in enumerate(ops) if isinstance(op, Send | Collective)), default=-1)
     received: set[Value] = set()
     for index, op in enumerate(ops):
-        if isinstance(op, Wait) and isinstance(made.get(op.operands[0]), Recv):
+        if isinstance(op, Wait) and isinstance(makers.get(op.operands[0]), Recv):
             if index > last and op.operands[0] not in received:
                 return index
             received.add(op.operands[0])
@@ -116,17 +117,17 @@ def _begin(ops: list[Op], made: Mapping[Value, Op]) -> int | None:
 
 
 def _is_bound(op: Recv) -> bool:
-    """True if a receive cannot be posted later: it is part of something else."""
+    """True if a receive cannot be posted later, as it has a buffer or is in a batch."""
     return bool(op.operands) or batch_of(op) is not None
 
 
-def _is_early(op: Wait, made: Mapping[Value, Op]) -> bool:
-    """True if a wait is for what its rank has begun in front of the tail."""
-    return isinstance(made.get(op.operands[0]), Send | Collective)
+def _is_early(op: Wait, makers: Mapping[Value, Op]) -> bool:
+    """True if a wait is for a send or collective, which the rank has begun ahead of the tail."""
+    return isinstance(makers.get(op.operands[0]), Send | Collective)
 
 
 def _is_proved(module: Module) -> bool:
-    """True if the programs come to their end, and no memory is written to while it is read."""
+    """True if the programs have neither deadlocks nor races."""
     try:
         CheckDeadlock().run(module)
         CheckRaces().run(module)

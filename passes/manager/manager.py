@@ -1,4 +1,4 @@
-"""Run a pipeline: check that it fits together, run each pass, verify, time and dump."""
+"""Run a pipeline: check that its passes fit together, run each pass, verify, time and dump."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..check.check_types import CheckTypes
 
 
 class PipelineError(ValueError):
-    """Passes in an order that cannot work; raised before any of them runs."""
+    """The order of passes cannot work; raised before any of them runs."""
 
 
 class DishonestPassError(AssertionError):
-    """A pass that said it changed nothing and did, or the reverse: an error in that pass."""
+    """A pass reported a change but made none, or the reverse: an error in that pass."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class PassReport:
     """The report of one pass.
 
     Attributes:
-        name: the pass's name.
-        seconds: how long it ran, verification and dumps apart.
-        changed: what it answered.
-        ops: number of ops of all programs after it.
+        name: the name of the pass.
+        seconds: how long it ran, without verification and dumps.
+        changed: whether the pass reported a change.
+        ops: the number of ops of all programs after the pass.
     """
 
     name: str
@@ -46,10 +46,10 @@ class PassReport:
 
 
 class DumpSink(Protocol):
-    """Takes the text of the module after the passes that changed it."""
+    """Takes the text of the module after each pass that has changed it."""
 
     def write(self, step: int, label: str, text: str) -> None:
-        """`step` counts passes from 1; step 0 is the module as it came, labelled by its phase."""
+        """Take a text; `step` counts passes from 1, and step 0 is the input, labelled by phase."""
 
 
 OnPass = Callable[[Pass, Module, PassReport], None]
@@ -62,11 +62,11 @@ class PassManager:
     Attributes:
         pipeline: the passes.
         verify: whether to verify the module.
-        each: whether to do so before the first pass, and after each that changed it, so that an
-            error names the pass; or only where a phase ends, and at the end.
-        check: whether to hold each pass to its answer by comparing the text before and after.
-        dump: where texts go, if anywhere.
-        on_pass: called after each pass, and its verification.
+        each: whether to verify before the first pass and after each pass that changed the module,
+            so that an error names the pass. False: only where a phase ends, and at the end.
+        check: whether to compare the text before and after each pass with the pass's report.
+        dump: takes the texts, if given.
+        on_pass: called after each pass and its verification.
     """
 
     pipeline: Pipeline
@@ -80,10 +80,10 @@ class PassManager:
         """Run the pipeline on `module`, in place.
 
         Raises:
-            PipelineError: the passes do not fit the module's phase or one another.
-            IRError: the module is invalid, or a pass cannot compile it. A module that a pass has
-                made invalid is named as that pass's error.
-            DishonestPassError: with `check`, a pass answered wrongly whether it changed anything.
+            PipelineError: the passes do not fit the module's phase, or one another.
+            IRError: the module is invalid, or a pass cannot compile it. If a pass has made it
+                invalid, a note names the pass.
+            DishonestPassError: with `check`, a pass reported wrongly whether it changed anything.
         """
         check_pipeline(self.pipeline, module.phase)
         with _collector_paused():
@@ -113,7 +113,7 @@ class PassManager:
         return reports
 
     def _after_change(self, step: int, pass_: Pass, module: Module) -> None:
-        # The dump comes first: who reads of an invalid module wants to see it.
+        # The dump comes first, so that an invalid module can be read.
         if self.dump is not None:
             self.dump.write(step, f"after-{pass_.name}", format_module(module))
         if not (self.verify and self.each):
@@ -125,7 +125,7 @@ class PassManager:
             raise
 
     def _after_phase(self, module: Module) -> None:
-        """Verify what no single pass has been verified for."""
+        """Verify the module where a phase ends, unless it is verified after each pass."""
         if self.verify and not self.each:
             verify(module)
 
@@ -133,13 +133,13 @@ class PassManager:
 def run_on_copy(
     pipeline: Pipeline, module: Module, dump: DumpSink | None = None
 ) -> tuple[Module, list[PassReport]]:
-    """Run a pipeline on a copy of a module, which stays as it is.
+    """Run a pipeline on a copy of a module; the module itself does not change.
 
-    The copy is verified where a phase ends, and at the end. If anything is wrong, all is done once
-    more and verified after each pass: the error names the pass.
+    The copy is verified where a phase ends, and at the end. If anything is wrong, the pipeline runs
+    again on a new copy, which is verified after each pass, so that the error names the pass.
 
     Returns:
-        The copy, and what each pass did.
+        The copy, and the report of each pass.
 
     Raises:
         PipelineError, IRError: as `PassManager.run` does.
@@ -153,10 +153,10 @@ def run_on_copy(
 
 
 def check_pipeline(pipeline: Pipeline, phase: Phase) -> Phase:
-    """The phase that a module in `phase` will be in after `pipeline`.
+    """The phase of a module after `pipeline`, if it is in `phase` before.
 
     Raises:
-        PipelineError: a pass would find the module in a phase that it does not accept.
+        PipelineError: a pass would get the module in a phase that it does not accept.
     """
     reached_by = "it starts"
     for pass_ in pipeline:
@@ -173,7 +173,7 @@ def check_pipeline(pipeline: Pipeline, phase: Phase) -> Phase:
 
 
 def format_reports(reports: list[PassReport]) -> str:
-    """A table of what each pass did and how long it took."""
+    """A table of passes: how long each took, the ops after it, and whether it changed anything."""
     width = max([len(report.name) for report in reports], default=0)
     lines = [
         f"{report.seconds * 1e3:9.1f} ms  {report.name:<{width}}  {report.ops:>8} ops"
@@ -186,9 +186,9 @@ def format_reports(reports: list[PassReport]) -> str:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep Python from looking for garbage cycles, of which passes make next to none.
+    """Keep Python from searching for garbage cycles, since passes make hardly any.
 
-    Each search visits every op and value made so far; on large modules they took half of the time.
+    Each search visits all ops and values so far; on large modules this took half of the time.
     """
     was_on = gc.isenabled()
     gc.disable()

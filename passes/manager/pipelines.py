@@ -41,20 +41,20 @@ def default_pipeline(
     fsdp: Fsdp | None = None,
     prefetch: int = 1,
 ) -> Pipeline:
-    """From a traced module to one checked program for each rank.
+    """The pipeline from a traced module to a checked program for each rank.
 
     Args:
-        schedule: in which order each rank runs its tasks; 1F1B if there is none.
-        switches: optional passes to leave out.
-        fabrics: what joins the ranks' devices; None where no rank has any.
-        in_flight: executions that may be in flight, where one rank starts them; hosts then announce
-            messages, and errors may take their place. 0 where all ranks run each step.
-        fuse: what compiles the graphs of functions as a whole; None if nothing does.
-        fsdp: how stored parameters are gathered; None: for each task.
+        schedule: the order in which each rank runs its tasks; None: 1F1B.
+        switches: the optional passes to leave out.
+        fabrics: the transports that join the ranks' devices; None if no rank has a device.
+        in_flight: in driven graphs, how many executions may be in flight; hosts then announce
+            messages, and errors may take their place. 0 if all ranks run each step.
+        fuse: the compiler that compiles the graphs of functions as a whole; None: none.
+        fsdp: the pass that gathers stored parameters; None: it gathers them for each task.
         prefetch: as in `SchedulePrograms`.
 
     Raises:
-        TypeError: `schedule` is something else.
+        TypeError: `schedule` is not a `Schedule`.
     """
     schedule = schedule if schedule is not None else one_f_one_b()
     if not isinstance(schedule, Schedule):
@@ -63,48 +63,48 @@ def default_pipeline(
             "by_name('zb-h1') and from_file('mine.txt') make one, or Schedule('mine', function)"
         )
     steps: list[Pass] = [
-        # Stages are cut along the forward program, as it was written; what is derived from a
-        # call is labelled after it.
+        # Stages are cut along the forward program as the user wrote it; derived calls get their
+        # labels from the calls that they derive.
         AssignStages(),
-        # After the stages: a result may be used of some microbatches alone, which still all go
-        # through the same stages.
+        # Comes after the stages: all microbatches must still go through the same stages, even if
+        # the results of only some are used.
         DeadCodeElimination(),
-        # Gradients come before any value is brought anywhere: cotangents travel, too.
+        # Comes before transfers are inserted, as cotangents travel, too.
         Differentiate(schedule.splits),
-        # Gradients are those of whole functions; the transfers inside of them are ops from here on.
+        # Gradients are those of whole functions; from here on their transfers are ops of the step.
         Inline(),
-        # Gathers of stored parameters, and reductions of their gradients, are in sight; what is
-        # gathered once is one value from here on.
+        # The gathers of stored parameters, and the reductions of their gradients, are ops now.
+        # Parameters that are gathered once are one value from here on.
         Fsdp() if fsdp is None else fsdp,
         # The fewer values there are, the fewer travel.
         CommonSubexpressionElimination(),
-        # Equal work is one by now, so what is wanted of it is known.
+        # Equal ops are merged by now, so it is known which ranks use each value.
         PlaceReplicated(),
         # Drops the functions that `differentiate` has replaced.
         DeadCodeElimination(),
-        # Places are final: what is used where it is not has to travel.
+        # Places are final, so a value that is used elsewhere has to travel.
         InsertTransfers(),
         # Layouts are final, too: from here on ranks exchange plain tensors.
         LowerTransfers(),
         # A schedule can put other work between the start of a transfer and its end.
         SplitTransfers(),
-        # Needs all communication in sight, to keep it in one order on all ranks.
+        # Needs all communication as ops, to keep it in one order on all ranks.
         SchedulePrograms(schedule, prefetch),
         # One rank at a time from here on: hosts post receives early, and waits sink to first uses.
         Overlap(),
-        # Receives are where they are posted, and waits where they are needed: between them there is
-        # time to copy.
+        # Receives stand where they are posted, and waits where their results are needed; between
+        # them there is time to copy.
         AssembleInPlace(),
-        # Where ops stand is final, so what crosses streams is known.
+        # The order of ops is final, so it is known which values cross streams.
         AssignStreams(),
-        # Storage lives from where it is made to its last use, waits for sends included.
+        # Needs the final waits: storage lives to its last use, waits for sends included.
         PlanBuffers(),
         # The functions are final: those that `differentiate` has replaced are gone.
         FuseAccumulation(),
-        # The rest proves things about the programs that will run, and changes nothing.
+        # The last passes check the programs that will run, and change nothing.
         CheckTypes(),
         CheckDeadlock(),
-        # Programs that come to their end have an order, which the proof rests on.
+        # Relies on programs that come to their end: only these have an order.
         CheckRaces(),
     ]
     if fabrics is not None:
@@ -115,25 +115,25 @@ def default_pipeline(
 
 
 def _for_devices(steps: list[Pass], fabrics: Fabrics, in_flight: int) -> list[Pass]:
-    """The steps, and those that devices need besides.
+    """The steps with the passes that devices need.
 
-    Channels are made for one transport each, so it is chosen before there are any. Messages are put
-    in order once receives of hosts have moved. Graphs only number the ops of
-    programs, which stay as they have been proved; tails move some, and are proved again.
+    A channel has one transport, so transports are chosen before channels are made. Messages are put
+    in order after receives of hosts have moved. Graphs only number the ops of checked programs;
+    tails move some ops, so their programs are checked again.
     """
-    found: list[Pass] = []
+    passes: list[Pass] = []
     for step in steps:
         if isinstance(step, AssembleInPlace):
-            found.append(AssembleInPlace(fabrics.ranks))
+            passes.append(AssembleInPlace(fabrics.ranks))
         elif isinstance(step, AssignStreams):
             order = BatchMessages(fabrics.rendezvous, batches=not in_flight)
-            found += order, AssignStreams(fabrics.rendezvous)
+            passes += order, AssignStreams(fabrics.rendezvous)
         else:
-            found.append(step)
+            passes.append(step)
         if isinstance(step, LowerTransfers):
-            found.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
-    found.append(Capture(fabrics.ranks, in_flight > 0, fabrics.rendezvous))
+            passes.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
+    passes.append(Capture(fabrics.ranks, in_flight > 0, fabrics.rendezvous))
     if in_flight > 1:
-        # The next execution is there to be run beside it; and only what is whole has a tail.
-        found.append(SplitTails())
-    return found
+        # A tail runs beside the next execution, and only a program that is one graph has a tail.
+        passes.append(SplitTails())
+    return passes

@@ -1,7 +1,7 @@
 """Register passes by name, and read the text form of pipelines and switches.
 
-A pipeline's text is `dce,split-transfers{eager=false}`; options stand in braces, separated by
-commas.
+The text of a pipeline is, for instance, `cse,insert-transfers{broadcast_from=4}`: options stand in
+braces, separated by commas.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _ITEM = re.compile(r"\s*([^\s,{}]+)\s*(?:\{([^{}]*)\})?\s*(,|$)")
 
 
 class UnknownPassError(ValueError):
-    """A name that no pass has."""
+    """There is no pass of this name."""
 
 
 def register(cls: P) -> P:
-    """Make a pass known by its name.
+    """Register a pass by its name.
 
     Raises:
-        ValueError: the name is taken, or is not kebab-case.
+        ValueError: another pass has the name, or it is not in kebab-case.
     """
     if _NAME.fullmatch(cls.name) is None:
         raise ValueError(f"'{cls.name}' is no name for a pass; write it in kebab-case")
@@ -97,10 +97,10 @@ def names() -> tuple[str, ...]:
 
 
 def lookup(name: str) -> type[Pass]:
-    """The pass of a name.
+    """The pass with a name.
 
     Raises:
-        UnknownPassError: there is none; the message lists those that there are.
+        UnknownPassError: there is no such pass; the message lists all passes.
     """
     if name not in _PASSES:
         raise UnknownPassError(f"there is no pass '{name}'; the passes are {', '.join(names())}")
@@ -118,10 +118,10 @@ def documentation(name: str) -> str:
 
 
 def parse_pipeline(text: str) -> Pipeline:
-    """Read a pipeline; `""` is the empty one.
+    """Read a pipeline; the text `""` is the empty pipeline.
 
     Raises:
-        UnknownPassError: a name is not a pass's.
+        UnknownPassError: no pass has one of the names.
         OptionError: an option is unknown or unreadable, or the text is malformed.
     """
     passes: list[Pass] = []
@@ -153,13 +153,13 @@ def _parse_options(name: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Switches:
-    """Passes that were switched off by name, as in `-overlap,-cse`, or on again."""
+    """The passes that are switched off by name, as in `-overlap,-cse`, or on again."""
 
     on: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
 
     def then(self, later: Switches) -> Switches:
-        """Both, one after the other: the later one decides on a pass that both name."""
+        """Both switches combined; on a pass that both name, the later one decides."""
         return Switches((self.on - later.off) | later.on, (self.off - later.on) | later.off)
 
     def apply(self, pipeline: Pipeline) -> Pipeline:
@@ -171,7 +171,7 @@ def parse_switches(text: str) -> Switches:
     """Read switches: `-name` switches a pass off, `+name` on again; `""` changes nothing.
 
     Raises:
-        UnknownPassError: a name is not a pass's.
+        UnknownPassError: no pass has one of the names.
         OptionError: a sign is missing, a name has both signs, or the pass is not optional.
     """
     chosen: dict[str, str] = {}

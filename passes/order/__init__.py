@@ -1,5 +1,5 @@
-"""Passes that order the step's work by a pipeline schedule.
+"""Passes that order the work of a step by a pipeline schedule.
 
-In: a module in the phase `async`. Out: one in the phase `scheduled`: a linear program
+In: a module in the phase `async`. Out: the module in the phase `scheduled`, with a linear program
 for each rank.
 """

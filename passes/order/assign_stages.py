@@ -1,4 +1,4 @@
-"""Label the forward work of every microbatch with its cell of the pipeline."""
+"""Label the forward work of every microbatch with its task of the pipeline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..base import Pass
 class AssignStages(Pass):
     """Cut the step into stages, and label each forward call with stage and microbatch.
 
-    A stage is a maximal run of one actor's work in a microbatch, on one rank or on a group of them.
-    A call joins the latest stage of its actor unless an operand comes from a later stage, in which
-    case it opens a new one. A call without an actor joins the stage of its latest operand if that
-    stage is on one of its ranks, and otherwise opens one on its rank or its group; replicated work
-    on inputs alone belongs to no stage. A group is a mesh, or the ranks of a tensor that is laid
-    out. All microbatches go through the same stages. `differentiate` labels the backward of a call
-    with the same stage; `schedule` orders the work by these labels.
+    A stage is a maximal run of one actor's work in a microbatch, on one rank or on a group of
+    ranks. A call joins the latest stage of its actor. If one of its operands comes from a later
+    stage, it opens a new stage instead. A call without an actor joins the stage of its latest
+    operand if that stage is on one of its ranks; otherwise it opens a stage on its rank or group.
+    Replicated work on inputs alone belongs to no stage. A group is a mesh, or the ranks of a tensor
+    that is laid out. All microbatches go through the same stages. `differentiate` labels the
+    backward of a call with the same stage, and `schedule` orders the work by these labels.
 
     Before::
 
@@ -56,7 +56,7 @@ class AssignStages(Pass):
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage as one microbatch opens it: the actor (or, without one, the ranks) and the loop."""
+    """A stage of a loop: the stage of an actor or, without an actor, of ranks."""
 
     actor: str | None
     ranks: tuple[int, ...]
@@ -65,15 +65,15 @@ class _Stage:
     def __str__(self) -> str:
         if self.actor is not None:
             return f"actor {self.actor}"
-        one = len(self.ranks) == 1
-        return f"rank {self.ranks[0]}" if one else f"ranks {format_ranks(self.ranks)}"
+        is_single = len(self.ranks) == 1
+        return f"rank {self.ranks[0]}" if is_single else f"ranks {format_ranks(self.ranks)}"
 
 
 class _Labeller:
-    """Walks the program; knows the stages so far and where each microbatch is among them.
+    """Labels the ops of a program; tracks the stages so far, and those that microbatches reached.
 
-    A *loop* is a loop over microbatches as the user wrote it. Loops need not have anything in
-    common, not even the number of microbatches, also where they are one round.
+    A *loop* is a loop over microbatches as the user wrote it. Loops need not have the same stages,
+    or the same number of microbatches, even if they belong to one round.
     """
 
     def __init__(self, module: Module) -> None:
@@ -81,7 +81,7 @@ class _Labeller:
         self._functions = module.functions
         self._stages: list[_Stage] = []
         self._by_loop: dict[int, list[int]] = {}
-        # For each loop and microbatch: the op that opened each of its stages.
+        # For each loop and microbatch the ops that opened its stages.
         self._opened: dict[tuple[int, int], list[Op]] = {}
         self._latest: dict[tuple[int, _Stage], int] = {}
         # For each value the number of its loop, its microbatch and its stage.
@@ -91,7 +91,7 @@ class _Labeller:
         self._is_between = False
 
     def enter(self, op: Op) -> int | None:
-        """The stage of the next op of the program, None if it has none."""
+        """The stage of the next op of the program; None if it has no stage."""
         self._follow_loops(op)
         latest = self._latest_operand(op)
         stage = None
@@ -105,7 +105,7 @@ class _Labeller:
         return stage
 
     def _follow_loops(self, op: Op) -> None:
-        """Notice when the next loop over microbatches begins: they are numbered from 0 again."""
+        """Count the loops over microbatches; each numbers its microbatches from 0."""
         if op.mb is None:
             self._is_between = True
             return
@@ -128,7 +128,7 @@ class _Labeller:
                 )
 
     def _latest_operand(self, op: Op) -> int | None:
-        """The last of the stages, in this microbatch and loop, that the operands come from."""
+        """The latest stage that an operand comes from, within this microbatch and loop."""
         latest = None
         for value in op.operands:
             loop, mb, stage = self._made_by.get(value, (0, None, -1))
@@ -156,7 +156,7 @@ class _Labeller:
         return known
 
     def _open(self, op: Call, mb: int, stage: _Stage) -> int:
-        """The number of the stage that a microbatch opens now."""
+        """The number of the stage that a microbatch opens with this call."""
         numbers = self._by_loop.setdefault(stage.loop, [])
         openers = self._opened.setdefault((stage.loop, mb), [])
         first, there = self._reference(stage.loop)
@@ -179,7 +179,7 @@ class _Labeller:
         return numbers[position]
 
     def _reference(self, loop: int) -> tuple[int, list[Op]]:
-        """The first microbatch of a loop, which the others are compared with."""
+        """The first microbatch of a loop, with which the others are compared, and its openers."""
         return next((mb, ops) for (other, mb), ops in self._opened.items() if other == loop)
 
     def _mismatch(self, message: str, op: Op, reference: Op) -> IRError:
@@ -194,7 +194,7 @@ class _Labeller:
 
 
 def _is_of_group(op: Call) -> bool:
-    """True if a call on several ranks is the work of a group, and not the same work on each."""
+    """True if a call on several ranks is the work of a group, and not replicated work."""
     types = [value.type for value in (*op.operands, *op.results)]
     laid_out = any(isinstance(type_, TensorType) and type_.layout is not None for type_ in types)
     return laid_out or isinstance(op.place, Mesh)

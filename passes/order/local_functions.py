@@ -1,4 +1,4 @@
-"""Declare functions at the shapes of the pieces that ranks hold."""
+"""Declare functions with the shapes of the pieces that ranks hold."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...ir.types import Place, TensorType, ValueType
 
 
 class LocalFunctions:
-    """Makes the local functions that calls with laid-out inputs or outputs become at each rank.
+    """Makes the functions that ranks call in place of functions with laid-out inputs or outputs.
 
-    A function has one declaration for each signature that it has at some rank. The first keeps the
-    name. The others have names of their own, and name the first as that of their body. Functions of
-    actors that are on several ranks say on which.
+    There is one declaration for each signature that a function has at some rank. The first one
+    keeps the name. The others have names of their own, and refer to the first one's body. Functions
+    of actors on several ranks list these ranks.
     """
 
     def __init__(self, module: Module) -> None:
@@ -38,28 +38,28 @@ class LocalFunctions:
         return bool(self._laid_out)
 
     def of(self, op: Call, rank: int) -> Symbol:
-        """The function that a rank calls, for a call of a program over all ranks."""
+        """The function that a rank calls for a call of the program over all ranks."""
         function = self._laid_out.get(op.fn.name)
         if function is None:
             return op.fn
         assert op.place is not None, "before SCHEDULED a call has a place"
         latest, symbols = self._latest
-        if latest is not op:  # a call is asked for at one rank after the other
+        if latest is not op:  # each call is asked for at all of its ranks in turn
             symbols = self._symbols.setdefault((function.name, op.place), {})
             self._latest = op, symbols
-        found = symbols.get(rank)
-        if found is None:
-            found = symbols[rank] = self._declared(function, op.place, rank)
-        return found
+        symbol = symbols.get(rank)
+        if symbol is None:
+            symbol = symbols[rank] = self._declared(function, op.place, rank)
+        return symbol
 
     def note(self, op: Call) -> None:
-        """Take note of a call that runs on several ranks."""
+        """Note a call that runs on several ranks."""
         function = self._module.functions[op.fn.name]
         if function.actor is not None and op.place is not None:
             self._ranks[function.name] = op.place.ranks
 
     def finish(self) -> None:
-        """Put the declarations into the module, in the place of those of logical shapes."""
+        """Replace the declarations of the module by those at local shapes."""
         for name, ranks in self._ranks.items():
             if name not in self._laid_out:
                 declared = self._module.functions[name]
@@ -70,8 +70,10 @@ class LocalFunctions:
         self._module.functions.clear()
         for name, function in functions.items():
             if name in self._laid_out:
-                made = self._found.get(name, {}).values()
-                self._module.functions.update((each.name, each) for each in made)
+                declarations = self._found.get(name, {}).values()
+                self._module.functions.update(
+                    (declaration.name, declaration) for declaration in declarations
+                )
             else:
                 self._module.functions[name] = function
         for name, vjp in list(self._module.vjps.items()):
@@ -84,14 +86,16 @@ class LocalFunctions:
         known = self._found.setdefault(function.name, {})
         if (inputs, outputs) not in known:
             ranks = self._ranks.get(function.name, ())
-            made = replace(function, inputs=inputs, outputs=outputs, ranks=ranks)
+            declaration = replace(function, inputs=inputs, outputs=outputs, ranks=ranks)
             if known:
-                made = replace(made, name=self._fresh(function.name), body=function.body_name)
-            known[inputs, outputs] = made
+                declaration = replace(
+                    declaration, name=self._fresh(function.name), body=function.body_name
+                )
+            known[inputs, outputs] = declaration
         return Symbol(known[inputs, outputs].name)
 
     def _local(self, type_: ValueType, place: Place, rank: int) -> ValueType:
-        """A type of a signature, as it is at a rank of the place of a call."""
+        """The local form of a signature's type, at a rank of a call's place."""
         if not isinstance(type_, TensorType) or type_.layout is None:
             return type_
         placed = self._placed.get((type_, place))

@@ -1,4 +1,4 @@
-"""Put the work of all ranks into one order that follows each rank's schedule."""
+"""Merge the work of all ranks into one order that follows each rank's schedule."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from .prefetch import prefetch
 from .work import Work
 
 _LEAD = 2
-"""Units of time between sending a value that needs no work and its first use."""
+"""The units of time between an early send and the first use of its value."""
 
 
 def global_order(work: Work, schedule: Schedule, window: int = 1) -> list[int]:
-    """Indices of nodes and early ops in an order that every rank can follow.
+    """The indices of nodes and early ops in an order that every rank can follow.
 
-    Every rank runs its tasks in the order of `schedule`, each round for itself. The ranks of a
-    group run a stage together, and are one rank to the schedule. Work outside of the tasks runs as
-    soon as what it follows has run, but gives way to a task that could start at the same time. Time
-    is counted in units: a task takes one, and so does an actor's call outside of tasks.
+    In each round, every rank runs its tasks in the order of `schedule`. The ranks of a group run a
+    stage together, and count as one rank in the schedule. Work outside of tasks runs as soon as the
+    nodes that it follows have run, but tasks that could start at the same time come first. Time is
+    counted in units: a task takes one, and so does an actor's call outside of tasks.
 
     Args:
+        work: the work of the program.
+        schedule: the order of tasks.
         window: as in `prefetch`.
 
     Raises:
-        IRError: the schedule contradicts the step; the message shows tasks in a circle.
-        ValueError: the schedule is not one of these stages and microbatches.
+        IRError: the schedule contradicts the step; the message shows the tasks of a cycle.
+        ValueError: the schedule is not for these stages and microbatches.
     """
     chained = _chain(work, schedule)
     times = _list_schedule(work, chained)
@@ -44,7 +46,7 @@ def global_order(work: Work, schedule: Schedule, window: int = 1) -> list[int]:
 
 
 def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
-    """For each anchor the one that its rank runs just before it."""
+    """For each anchor, the anchor that its rank runs just before it."""
     chained: dict[int, int] = {}
     for order in _orders(work, schedule):
         for tasks in order.values():
@@ -58,7 +60,7 @@ def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
 
 
 def _orders(work: Work, schedule: Schedule) -> list[Order]:
-    """The schedule's order of each round, in the numbering of the module's tasks."""
+    """The schedule's order for each round, with the module's numbers of stages and microbatches."""
     rounds: dict[int, list[int]] = {}
     for stage, (round_, _) in sorted(work.stages.items()):
         rounds.setdefault(round_, []).append(stage)
@@ -69,14 +71,14 @@ def _orders(work: Work, schedule: Schedule) -> list[Order]:
             microbatches.setdefault(round_, set()).add(task.microbatch)
     orders: list[Order] = []
     for round_, stages in rounds.items():
-        if found := sorted(microbatches.get(round_, ())):
+        if numbers := sorted(microbatches.get(round_, ())):
             ranks = tuple(work.stages[stage][1] for stage in stages)
-            order = schedule(Pipeline(ranks, len(found)))
+            order = schedule(Pipeline(ranks, len(numbers)))
             together = schedule.splits and not splits_backward(order)
             orders.append(
                 {
                     rank: [
-                        Task(stages[task.stage], action, found[task.microbatch])
+                        Task(stages[task.stage], action, numbers[task.microbatch])
                         for task in tasks
                         for action in _actions(task, together)
                     ]
@@ -87,29 +89,29 @@ def _orders(work: Work, schedule: Schedule) -> list[Order]:
 
 
 def _actions(task: Task, together: bool) -> tuple[Action, ...]:
-    """The actions of a task; `together`: where backwards are split, B is followed by its W."""
+    """The actions of a task; with `together`, each B is followed by its W."""
     if together and task.action is Action.BACKWARD:
         return Action.BACKWARD, Action.WEIGHT
     return (task.action,)
 
 
 def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
-    """The time at which each node starts, in the order in which they do; less those that cannot.
+    """The start of each node, in the order of starts; nodes that can never start are left out.
 
-    Source: list scheduling, Graham 1966, with unlimited resources but for the chains.
+    Source: list scheduling, Graham 1966; resources are unlimited, except for the chains.
     """
     nodes, costs, ops = work.nodes, work.costs, work.program.ops
     count = [0] * len(ops)
     start = [0] * len(ops)
     followers: list[list[int]] = [[] for _ in ops]
     for node in nodes:
-        for other in work.follows[node]:
-            followers[other].append(node)
+        for neighbour in work.follows[node]:
+            followers[neighbour].append(node)
         count[node] = len(work.follows[node])
-    for node, other in chained.items():
-        followers[other].append(node)
+    for node, neighbour in chained.items():
+        followers[neighbour].append(node)
         count[node] += 1
-    # Of what starts at one time, first what costs nothing, then tasks, then other calls.
+    # Of the nodes that start at one time, those without cost come first, then tasks, then calls.
     kind = [(2 - (ops[i].task is not None)) if i in costs else 0 for i in range(len(ops))]
     size = len(ops)
     # One integer for (time, kind, index) compares faster than a tuple.
@@ -120,26 +122,26 @@ def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
         node = heappop(heap) % size
         times[node] = start[node]
         end = start[node] + costs.get(node, 0)
-        for other in followers[node]:
-            if start[other] < end:
-                start[other] = end
-            count[other] -= 1
-            if not count[other]:
-                heappush(heap, (start[other] * 3 + kind[other]) * size + other)
+        for neighbour in followers[node]:
+            if start[neighbour] < end:
+                start[neighbour] = end
+            count[neighbour] -= 1
+            if not count[neighbour]:
+                heappush(heap, (start[neighbour] * 3 + kind[neighbour]) * size + neighbour)
     return times
 
 
 def _put_off(work: Work, times: Iterable[int]) -> list[int]:
-    """Put each late collective just before the first node that follows it, if one does."""
-    used = {other for node in work.nodes for other in work.follows[node]}
+    """Put each late collective just before the first node that follows it, if there is one."""
+    used = {followed for node in work.nodes for followed in work.follows[node]}
     waiting = work.late & used
     order: list[int] = []
 
     def issue(node: int) -> None:
-        for other in sorted(waiting.intersection(work.follows[node])):
-            if other in waiting:
-                waiting.remove(other)
-                issue(other)
+        for followed in sorted(waiting.intersection(work.follows[node])):
+            if followed in waiting:
+                waiting.remove(followed)
+                issue(followed)
         order.append(node)
 
     for node in times:
@@ -149,7 +151,7 @@ def _put_off(work: Work, times: Iterable[int]) -> list[int]:
 
 
 def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[int]:
-    """Put each early op a little before its first use; one that has none is dropped."""
+    """Put each early op a little before its first use; an op without a use is dropped."""
     needed = _needed(work, times)
     early = sorted((needed[i] - _LEAD, i) for i in work.early if i in needed)
     merged: list[int] = []
@@ -163,7 +165,7 @@ def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[i
 
 
 def _needed(work: Work, times: dict[int, int]) -> dict[int, int]:
-    """For each op that is not a node, when a node first uses what comes of it."""
+    """For each op that is not a node, the time at which a node first depends on it."""
     ops = work.program.ops
     makers = {value: index for index, op in enumerate(ops) for value in op.results}
     sends = {(op.chan, op.seq): i for i, op in enumerate(ops) if isinstance(op, Send)}
@@ -177,21 +179,21 @@ def _needed(work: Work, times: dict[int, int]) -> dict[int, int]:
         before = [makers[value] for value in op.operands if value in makers]
         if isinstance(op, Recv):
             before.append(sends[op.chan, op.seq])
-        for other in before:
-            if other not in times:
-                needed[other] = min(time, needed.get(other, time))
+        for source in before:
+            if source not in times:
+                needed[source] = min(time, needed.get(source, time))
     return needed
 
 
 def _circle(
     work: Work, chained: dict[int, int], times: dict[int, int], schedule: Schedule
 ) -> IRError:
-    """The error that shows how nodes which could not be ordered follow one another."""
+    """The error that shows a cycle of nodes that wait for each other."""
     node = next(node for node in work.nodes if node not in times)
     path: dict[int, int] = {}
     while node not in path:
         before = [*work.follows[node], *([chained[node]] if node in chained else [])]
-        path[node] = next(other for other in before if other not in times)
+        path[node] = next(awaited for awaited in before if awaited not in times)
         node = path[node]
     circle = [node]
     while path[circle[-1]] != node:
@@ -200,15 +202,19 @@ def _circle(
     circle = circle[start:] + circle[:start]
     ops = work.program.ops
     notes, turned = [], []
-    for one, other in zip(circle, [*circle[1:], circle[0]], strict=True):
-        if ops[one].task is not None and ops[one].task == ops[other].task:
+    for waiter, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
+        if ops[waiter].task is not None and ops[waiter].task == ops[awaited].task:
             continue
-        tasks = ops[one].task, ops[other].task
-        if None not in tasks and chained.get(one) == other and other not in work.follows[one]:
+        tasks = ops[waiter].task, ops[awaited].task
+        if (
+            None not in tasks
+            and chained.get(waiter) == awaited
+            and awaited not in work.follows[waiter]
+        ):
             turned.append("{} before {}".format(*tasks))
-        why = _why(work, one, other, chained.get(one) == other, schedule)
-        message = f"{_describe(ops[one])} waits for {_describe(ops[other])}, {why}"
-        notes.append(Diagnostic(message, op=ops[one]))
+        why = _why(work, waiter, awaited, chained.get(waiter) == awaited, schedule)
+        message = f"{_describe(ops[waiter])} waits for {_describe(ops[awaited])}, {why}"
+        notes.append(Diagnostic(message, op=ops[waiter]))
     carried = _carried(ops, [ops[node] for node in circle])
     remedy = _CARRIED if carried else _help(ops[node] for node in circle)
     behind = _behind_the_loop([ops[node] for node in circle])
@@ -225,51 +231,53 @@ def _circle(
 
 
 def _behind_the_loop(circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
-    """A call of no microbatch whose backward uses what its forward keeps, if one is in a circle."""
-    for one, other in zip(circle, [*circle[1:], circle[0]], strict=True):
-        if not (isinstance(one, Call) and isinstance(other, Call) and other.task is None):
+    """The note on a call behind the loop whose forward and backward are in the circle, if any."""
+    for waiter, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
+        if not (isinstance(waiter, Call) and isinstance(awaited, Call) and awaited.task is None):
             continue
-        base, backward, _ = one.fn.name.rpartition(".vjp.backward")
-        if backward and other.fn.name == f"{base}.vjp.forward":
-            what = f"the backward of @{base} uses what its forward keeps"
-            return (Diagnostic(f"{what}, and that follows all microbatches", op=other),)
+        base, backward, _ = waiter.fn.name.rpartition(".vjp.backward")
+        if backward and awaited.fn.name == f"{base}.vjp.forward":
+            message = f"the backward of @{base} uses what its forward keeps"
+            return (Diagnostic(f"{message}, and that follows all microbatches", op=awaited),)
     return ()
 
 
 def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
-    """A use, on a line of the circle, of what an earlier microbatch has made."""
+    """The notes on a use of an earlier microbatch's value, on a user's line of the circle."""
     lines = {op.loc for op in circle}
-    made: dict[Value, Op] = {}
+    makers: dict[Value, Op] = {}
     for op in ops:
         for value in op.operands:
-            maker = made.get(value)
+            maker = makers.get(value)
             if maker is None or maker.mb is None or op.mb is None or maker.mb >= op.mb:
                 continue
             if op.loc in lines:
-                what = f"microbatch {op.mb} uses %{value.name}, which microbatch {maker.mb} makes"
-                return (Diagnostic(what, op=op), Diagnostic("it is made here", op=maker))
-        made.update(dict.fromkeys(op.results, op))
+                message = (
+                    f"microbatch {op.mb} uses %{value.name}, which microbatch {maker.mb} makes"
+                )
+                return (Diagnostic(message, op=op), Diagnostic("it is made here", op=maker))
+        makers.update(dict.fromkeys(op.results, op))
     return ()
 
 
-def _why(work: Work, one: int, other: int, chained: bool, schedule: Schedule) -> str:
-    """The reason why a node follows another, in words."""
-    if chained and other not in work.follows[one]:
+def _why(work: Work, waiter: int, awaited: int, chained: bool, schedule: Schedule) -> str:
+    """The reason why the node `waiter` follows the node `awaited`, in words."""
+    if chained and awaited not in work.follows[waiter]:
         return f"by the order of '{schedule.name}'"
     ops = work.program.ops
-    made = set(ops[other].results)
+    values = set(ops[awaited].results)
     sent: set[tuple[int, int]] = set()
-    # It may have come by way of views and messages, which are not nodes of the circle.
-    for op in ops[other:one]:
-        taken = op is ops[other] or not made.isdisjoint(op.operands)
+    # The value may have come by way of views and messages, which are not nodes of the circle.
+    for op in ops[awaited:waiter]:
+        taken = op is ops[awaited] or not values.isdisjoint(op.operands)
         if taken and isinstance(op, Send):
             sent.add((op.chan, op.seq))
         if taken or (isinstance(op, Recv) and (op.chan, op.seq) in sent):
-            made.update(op.results)
-    by_value = not made.isdisjoint(ops[one].operands)
+            values.update(op.results)
+    by_value = not values.isdisjoint(ops[waiter].operands)
     if by_value:
         return "to have what it made"
-    return f"for the state {_holders(work, one, other)}"
+    return f"for the state {_holders(work, waiter, awaited)}"
 
 
 def _holders(work: Work, one: int, other: int) -> str:
@@ -311,10 +319,10 @@ def _help(circle: Iterable[Op]) -> str:
 
 
 def _describe(op: Op) -> str:
-    what = str(op.task) if op.task is not None else op.opcode
+    name = str(op.task) if op.task is not None else op.opcode
     if op.task is None and isinstance(op, Call):
-        what = f"call of {op.fn}"
+        name = f"call of {op.fn}"
     if op.place is None:
-        return what
+        return name
     ranks = op.place.ranks
-    return f"{what} on rank {ranks[0]}" if len(ranks) == 1 else f"{what} on {format_ranks(ranks)}"
+    return f"{name} on rank {ranks[0]}" if len(ranks) == 1 else f"{name} on {format_ranks(ranks)}"

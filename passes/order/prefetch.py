@@ -1,8 +1,8 @@
-"""Gather stored parameters before they are needed, and take in reduced gradients after a while.
+"""Gather stored parameters before they are needed, and take in reduced gradients later.
 
-Both are decided once, for all ranks: each rank's program is a part of one order, in which all
-members of a group have their collectives one after the other. A rank that moved them by itself, by
-the sizes of its own pieces say, could come to them in another order than the others.
+Both are decided once for all ranks. Each rank's program is a part of one order, so all members of a
+group have their collectives in the same order. If ranks moved collectives by themselves, for
+instance by the sizes of their own pieces, they could come to them in different orders.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from .work import Work
 
 
 def prefetch(work: Work, order: Sequence[int], window: int) -> list[int]:
-    """Put gathers of parameters, and what takes in reductions of gradients, where they overlap.
+    """Place gathers of parameters, and uses of reduced gradients, so that they overlap with calls.
 
-    A gather is issued so many calls before the one that needs it, on the same ranks, or as early as
-    what it reads is there; what waits for it comes just before that call. What waits for a
-    reduction comes so many calls behind it, or before what has to follow.
+    A gather is issued `window` calls before the call that needs it, on the same ranks, or as soon
+    as its input is there. The nodes that wait for the gather come just before that call. The nodes
+    that wait for a reduction come `window` calls behind it, or ahead of the next node that has to
+    follow them.
 
     Args:
         work: the nodes; those that move are in `ahead`, `uses` and `behind`.
-        order: of all nodes.
-        window: so many calls.
+        order: the order of all nodes.
+        window: the number of calls.
     """
     return _Placement(work, order, window).all()
 
 
 class _Placement:
-    """The nodes that move, each with the position in front of which it comes."""
+    """The nodes that move, each with the position ahead of which it comes."""
 
     def __init__(self, work: Work, order: Sequence[int], window: int) -> None:
         self._work = work
@@ -49,28 +50,28 @@ class _Placement:
 
     def all(self) -> list[int]:
         for i, node in enumerate(self._fixed):
-            for other in self._work.follows[node]:
-                self._place(other, i)
+            for followed in self._work.follows[node]:
+                self._place(followed, i)
         end = len(self._fixed)
         for node in sorted(self._moving, key=self._rank.__getitem__):
             self._place(node, end)
         before: dict[int, list[int]] = {}
         for node, i in self._at.items():
             before.setdefault(i, []).append(node)
-        made: list[int] = []
+        order: list[int] = []
         for i, node in enumerate([*self._fixed, -1]):
-            made += sorted(before.get(i, ()), key=self._priority)
+            order += sorted(before.get(i, ()), key=self._priority)
             if node >= 0:
-                made.append(node)
-        return made
+                order.append(node)
+        return order
 
     def _priority(self, node: int) -> tuple[int, int]:
-        """What is issued comes before what is waited for; else the order stays."""
+        """The sort key of nodes at one position: gathers first, and otherwise the old order."""
         kind = 0 if node in self._work.ahead else 1 if node in self._work.behind else 2
         return kind, self._rank[node]
 
     def _place(self, node: int, needed: int) -> None:
-        """Place a node, and those that it follows, before the position that needs it."""
+        """Place a node, and the nodes that it follows, ahead of the position that needs it."""
         if node not in self._moving:
             return
         known = self._at.get(node)
@@ -78,9 +79,9 @@ class _Placement:
             self._at[node] = min(known, needed)
             return
         follows = self._work.follows[node]
-        for other in follows:
-            self._place(other, needed)
-        earliest = max((self._after(other) for other in follows), default=0)
+        for followed in follows:
+            self._place(followed, needed)
+        earliest = max((self._after(followed) for followed in follows), default=0)
         if node in self._work.ahead:
             chosen = self._before(node, needed)
         elif node in self._work.behind and self._work.behind.isdisjoint(follows):
@@ -97,7 +98,7 @@ class _Placement:
         return self._at[node] if fixed is None else fixed + 1
 
     def _before(self, node: int, needed: int) -> int:
-        """The position of the call that comes so many calls before one that needs the node."""
+        """The position of the call that is `window` calls before the one that needs the node."""
         calls = self._of(node)
         at = bisect_left(calls, needed) - self._window
         if self._window == 0:
@@ -105,7 +106,7 @@ class _Placement:
         return calls[at] if at >= 0 else 0
 
     def _behind(self, node: int, since: int) -> int:
-        """The position so many calls behind another."""
+        """The position `window` calls behind the position `since`."""
         calls = self._of(node)
         at = bisect_right(calls, since - 1) + self._window
         return calls[at] if at < len(calls) else len(self._fixed)

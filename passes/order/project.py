@@ -1,4 +1,4 @@
-"""Cut one global order into a program for each rank."""
+"""Project one global order onto ranks, to get a program for each."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .work import Work
 
 
 def project(module: Module, work: Work, order: Sequence[int]) -> None:
-    """Make `module` one of scheduled programs: each op at each of its ranks, in `order`.
+    """Give `module` a program for each rank, with the rank's ops in the global `order`.
 
-    A send stands beside its receive in the global order, with its wait behind it; a lazy op, such
-    as the wait for a receive, stands before its first use on the rank. So the message of a wait
-    that blocks is always one that both ranks have posted or are about to, and no rank waits
-    for what comes later in the global order: the programs cannot deadlock.
+    A send stands beside its receive in the global order, with its wait behind it. A lazy op, such
+    as the wait for a receive, stands just before its first use on the rank. So the message of a
+    blocked wait has been posted by both ranks, or is about to be. No rank waits for a message that
+    comes later in the global order, and the programs cannot deadlock.
 
-    A rank's types are those of the pieces that it holds. A slice of all that it holds, and what is
-    assembled of one part, are that value itself.
+    A rank's types are those of the pieces that it holds. A slice of a whole piece, and an assemble
+    of a single part, become that value itself.
     """
     projector = _Projector(module, work)
     for index in order:
@@ -38,9 +38,9 @@ def project(module: Module, work: Work, order: Sequence[int]) -> None:
 
 
 class _Projector:
-    """The programs so far.
+    """The programs of the ranks so far.
 
-    `values[rank]` maps the values of the program over all ranks to those of the rank's program.
+    `_values[rank]` maps the values of the program over all ranks to those of the rank's program.
     """
 
     def __init__(self, module: Module, work: Work) -> None:
@@ -50,7 +50,8 @@ class _Projector:
         self._parts: dict[Assemble, dict[int, list[tuple[Value, Region]]]] = {}
         self._types: dict[object, Type] = {}
         self._futures: dict[object, Type] = {}
-        # By identity, as types and regions that are equal are mostly one; with what has it.
+        # By identity, as equal types and regions are mostly one object, which the entry keeps
+        # alive.
         self._local: dict[tuple[int, int], tuple[TensorType, Type]] = {}
         self._within: dict[tuple[int, int], tuple[Region, Region, Region]] = {}
         self._whole: dict[tuple[int, ...], Region] = {}
@@ -58,7 +59,7 @@ class _Projector:
         self.programs: list[list[Op]] = [[] for _ in ranks]
         self.params: list[list[Value]] = [[] for _ in ranks]
         self._values: list[dict[Value, Value]] = [{} for _ in ranks]
-        # Futures that a rank has yet to wait for, in order, with what they are the promise of.
+        # The futures that a rank has yet to wait for, in order, each with the op that made it.
         self._pending: list[dict[Value, Op]] = [{} for _ in ranks]
         self._lazy: dict[Value, Op] = {}
         self._waits: dict[Value, Wait] = {}
@@ -82,7 +83,7 @@ class _Projector:
                 self.params[rank] += self._define(rank, (value,))
 
     def add(self, op: Op) -> None:
-        """Append a node, or an early communication, with all that goes with it."""
+        """Append a node or an early op, and the ops that go with it, to the ranks' programs."""
         if isinstance(op, Send):
             self._add_message(op)
         elif isinstance(op, Collective):
@@ -95,7 +96,7 @@ class _Projector:
                 self._append(op, rank, op.task)
 
     def finish(self) -> None:
-        """Wait for what nobody has used, and return."""
+        """End each program: wait for the remaining futures, and return."""
         closing = self._ops[-1]
         assert isinstance(closing, Return), "a program ends in return"
         for rank, program in enumerate(self.programs):
@@ -129,12 +130,12 @@ class _Projector:
         receivers = op.exchange.receivers
         for rank, (operands, results) in op.by_rank().items():
             taken = tuple([self._take(value, rank, op.task) for value in operands])
-            made = copy_op(op, taken, self._define(rank, results))
-            assert isinstance(made, Collective)
-            made.seq = number
-            self.programs[rank].append(made)
+            local_op = copy_op(op, taken, self._define(rank, results))
+            assert isinstance(local_op, Collective)
+            local_op.seq = number
+            self.programs[rank].append(local_op)
             for future in results:
-                self._pending[rank][future] = made
+                self._pending[rank][future] = local_op
                 if rank not in receivers:
                     self._wait(future, rank, op.task)
 
@@ -150,20 +151,20 @@ class _Projector:
         for value in op.operands:
             here = values.get(value)
             operands.append(self._take(value, rank, task) if here is None else here)
-        made = copy_op(op, tuple(operands), self._define(rank, op.results))
+        local_op = copy_op(op, tuple(operands), self._define(rank, op.results))
         if type(op) is Call and self._functions.are_needed:
-            assert isinstance(made, Call), "a copy is of the same class"
-            made.fn = self._functions.of(op, rank)
+            assert isinstance(local_op, Call), "a copy is of the same class"
+            local_op.fn = self._functions.of(op, rank)
         if type(op) is Wait:
             promise = self._pending[rank].pop(op.operands[0], None)
             if promise is not None and promise.task is None:
                 promise.task = task
-        made.task = task
-        self.programs[rank].append(made)
-        return made
+        local_op.task = task
+        self.programs[rank].append(local_op)
+        return local_op
 
     def _take(self, value: Value, rank: int, task: Task | None) -> Value:
-        """The rank's own value of `value`; lazy ops that make it are appended first."""
+        """The value of a rank's program for `value`; lazy ops that make it are appended first."""
         values = self._values[rank]
         stack = [value]
         while stack:
@@ -194,83 +195,83 @@ class _Projector:
         if region == self._all_of(_shape(held)):
             self._values[rank][op.result] = held
             return
-        made = copy_op(op, (held,), self._define(rank, op.results))
-        assert isinstance(made, Slice), "a copy is of the same class"
-        made.region, made.task = region, task
-        self.programs[rank].append(made)
+        local_op = copy_op(op, (held,), self._define(rank, op.results))
+        assert isinstance(local_op, Slice), "a copy is of the same class"
+        local_op.region, local_op.task = region, task
+        self.programs[rank].append(local_op)
 
     def _append_assemble(self, op: Assemble, rank: int, task: Task | None) -> None:
         assert isinstance(op.result.type, TensorType), "an assemble makes a tensor"
         piece = self._region(op.result.type, rank)
-        found = self._parts_at(op, rank)
-        parts = [(value, self._placed_in(region, piece)) for value, region in found]
+        pairs = self._parts_at(op, rank)
+        parts = [(value, self._placed_in(region, piece)) for value, region in pairs]
         values = self._values[rank]
-        if len(parts) == 1:  # all there is
+        if len(parts) == 1:  # the only part is the whole
             values[op.result] = values[parts[0][0]]
             return
         operands = tuple([values[value] for value, _ in parts])
-        made = copy_op(op, operands, self._define(rank, op.results))
-        assert isinstance(made, Assemble), "a copy is of the same class"
-        made.regions, made.task = tuple([region for _, region in parts]), task
-        self.programs[rank].append(made)
+        local_op = copy_op(op, operands, self._define(rank, op.results))
+        assert isinstance(local_op, Assemble), "a copy is of the same class"
+        local_op.regions, local_op.task = tuple([region for _, region in parts]), task
+        self.programs[rank].append(local_op)
 
     def _region(self, type_: TensorType, rank: int) -> Region:
         """The part of a tensor that a rank holds."""
         return self._all_of(type_.shape) if type_.layout is None else type_.region(rank)
 
     def _all_of(self, shape: tuple[int, ...]) -> Region:
-        found = self._whole.get(shape)
-        if found is None:
-            found = self._whole[shape] = whole(shape)
-        return found
+        region = self._whole.get(shape)
+        if region is None:
+            region = self._whole[shape] = whole(shape)
+        return region
 
     def _placed_in(self, part: Region, held: Region) -> Region:
-        """The region of a rank's tensor that a part of the logical one is."""
-        found = self._within.get((id(part), id(held)))
-        if found is None:
-            found = self._within[id(part), id(held)] = part, held, within(part, held)
-        return found[2]
+        """Where a part of the logical tensor is in the tensor of a rank that holds `held`."""
+        entry = self._within.get((id(part), id(held)))
+        if entry is None:
+            entry = self._within[id(part), id(held)] = part, held, within(part, held)
+        return entry[2]
 
     def _parts_at(self, op: Assemble, rank: int) -> list[tuple[Value, Region]]:
-        """The operands of a rank that are not empty, each with its region."""
-        found = self._parts.get(op)
-        if found is None:
-            found = self._parts[op] = {
+        """The operands of an assemble at a rank that are not empty, each with its region."""
+        parts_of = self._parts.get(op)
+        if parts_of is None:
+            parts_of = self._parts[op] = {
                 at: [part for part in parts if volume(part[1])]
                 for at, parts in op.by_rank().items()
             }
-        return found[rank]
+        return parts_of[rank]
 
     def _define(self, rank: int, originals: Sequence[Value]) -> tuple[Value, ...]:
         values = self._values[rank]
-        made = []
+        defined = []
         for value in originals:
             new = values[value] = Value(value.name, self._bare(value.type, rank))
-            made.append(new)
-        return tuple(made)
+            defined.append(new)
+        return tuple(defined)
 
     def _bare(self, type_: Type, rank: int) -> Type:
-        """The type of what a rank has; equal ones are one, and hashing whole types is avoided."""
+        """The local type of a value at a rank; equal types are one object, found by cheap keys."""
         inner = type_.value if isinstance(type_, FutureType) else type_
         key: object = type(inner)
         if isinstance(inner, TensorType):
-            if inner.layout is not None:  # of a value, as nothing laid out is promised
+            if inner.layout is not None:  # a value, as no future promises a laid-out tensor
                 known = self._local.get((id(inner), rank))
                 if known is None:
-                    made = inner.local(rank)
-                    local = self._types.setdefault((made.dtype, made.shape), made)
+                    local_type = inner.local(rank)
+                    local = self._types.setdefault((local_type.dtype, local_type.shape), local_type)
                     known = self._local[id(inner), rank] = inner, local
                 return known[1]
             key = (inner.dtype, inner.shape)
         table = self._futures if inner is not type_ else self._types
-        found = table.get(key)
-        if found is None:
-            found = table[key] = relocate(type_, None)
-        return found
+        bare_type = table.get(key)
+        if bare_type is None:
+            bare_type = table[key] = relocate(type_, None)
+        return bare_type
 
 
 def _unite_types(ops: Sequence[Op]) -> None:
-    """Give values of equal laid-out types one type, which is asked for its regions once."""
+    """Give values of equal laid-out types one type object, which computes its regions once."""
     known: dict[Type, Type] = {}
     for op in ops:
         for value in op.results:

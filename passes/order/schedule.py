@@ -1,4 +1,4 @@
-"""Order the step's work by a pipeline schedule, and give each rank its program."""
+"""Order the work of a step by a pipeline schedule, and give each rank its program."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from .work import sort_work
 class SchedulePrograms(Pass):
     """Order all work once for all ranks, then give each rank its part of that order.
 
-    The schedule says in which order each rank runs its tasks; all else follows its dependencies.
-    Sends come right after what they send, receives beside their sends, and a wait just before what
-    needs it. Types lose their places, and each channel's messages are numbered anew.
+    The schedule gives the order in which each rank runs its tasks; all other ops follow their
+    dependencies. A send comes right behind the op that makes its operand, a receive beside its
+    send, and a wait just before the first use of its result. Types lose their places, and the
+    messages of each channel are numbered anew.
 
     Before::
 
@@ -51,9 +52,9 @@ class SchedulePrograms(Pass):
         }
 
     Attributes:
-        schedule: the schedule; as an option in text, its name.
-        prefetch: how many calls before its use a parameter that is stored in pieces is gathered,
-            and behind how many a reduced gradient is taken in.
+        schedule: the schedule; in the text of a pipeline, its name.
+        prefetch: how many calls before its use a stored parameter is gathered, and how many calls
+            behind its reduction a gradient is taken in.
     """
 
     schedule: schedules.Schedule = field(default_factory=schedules.one_f_one_b)
@@ -75,10 +76,10 @@ class SchedulePrograms(Pass):
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> Self:
         others = {name: text for name, text in options.items() if name != "schedule"}
-        made = super().from_options(others)
+        pass_ = super().from_options(others)
         if "schedule" not in options:
-            return made
+            return pass_
         try:
-            return replace(made, schedule=schedules.by_name(options["schedule"]))
+            return replace(pass_, schedule=schedules.by_name(options["schedule"]))
         except ValueError as error:
             raise OptionError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Find the ranks of each stage, and those that a schedule has to take for one."""
+"""Find the ranks of each stage, and the ranks that count as one in a schedule."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from ...ir.ops.module import Function
 class StageGroups:
     """The stages of a step, each with its round and its ranks.
 
-    The ranks of a group run a stage together, so to a schedule, which orders the tasks of ranks, a
-    group is one rank. So are groups that have a rank in common, as their tasks take turns there.
+    A schedule orders the tasks of ranks. The ranks of a group run a stage together, so a group
+    counts as one rank in a schedule. Groups with a common rank count as one rank together, as their
+    tasks take turns there.
     """
 
     def __init__(self) -> None:
         self._rounds: dict[int, int] = {}
         self._ranks: dict[int, tuple[int, ...]] = {}
-        # The stages of whose ranks an actor's call has said where they are.
+        # The stages whose ranks are known from an actor's call.
         self._settled: set[int] = set()
 
     def enter(self, stage: int, op: Op, functions: Mapping[str, Function], round_: int) -> None:
-        """Take note of an op of a stage's forward."""
+        """Note an op of a stage's forward."""
         self._rounds[stage] = max(self._rounds.get(stage, round_), round_)
         if stage in self._settled or op.place is None:
             return
@@ -33,7 +34,7 @@ class StageGroups:
             self._ranks.setdefault(stage, op.place.ranks)
 
     def stages(self) -> dict[int, tuple[int, int]]:
-        """For each stage its round, and the lowest rank of those that are one to a schedule."""
+        """For each stage its round, and the lowest of the ranks that count as one with its own."""
         lowest: dict[int, int] = {}
 
         def root(rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Sort the ops of a program over all ranks by what decides when they run."""
+"""Sort the ops of a program over all ranks into kinds that are ordered in different ways."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ _LAZY = (Wait, View, Slice, Assemble, Constant)
 
 @dataclass(slots=True)
 class Work:
-    """The ops of a program over all ranks, sorted by what decides when they run.
+    """The ops of a program over all ranks, sorted into kinds.
 
     A *node* has its place in the global order: a call, a collective, or a send with its receive.
-    A *lazy* op costs next to nothing, or depends on no node: each rank runs it just before its
+    A *lazy* op costs next to nothing, or depends on no node; each rank runs it just before its
     first use. An *early* send or collective depends on no node either; it is issued a little before
-    its first use. A *late* collective takes what has been received, as a gather does at the end of
-    a transfer to a group; it is issued just before its first use, for its ranks wait for the
-    messages there. All else goes with another op: a receive with its send, a wait with its future.
+    its first use. A *late* collective takes received values, as a gather at the end of a transfer
+    to a group does. It is issued just before its first use, since its ranks wait for the messages
+    there. All other ops go with an op of these kinds: a receive with its send, a wait with its
+    future.
 
     Attributes:
-        program: where the ops are.
-        nodes: indices of the nodes, ascending.
-        follows: for each op the nodes that it follows; of these, the schedule's order apart.
-        lazy: indices of the lazy ops.
-        early: indices of the early ops, ascending.
-        late: indices of the late collectives, which are nodes.
-        anchors: the nodes of each task that the schedule pins down, ascending: the calls of actors.
-        stages: for each stage its round, and the rank that stands for its group.
-        costs: for each call of an actor, how many units of time it takes.
-        actors: for each call of an actor, which.
+        program: the program with the ops.
+        nodes: the indices of the nodes, ascending.
+        follows: for each op the nodes that it follows, without the order of the schedule.
+        lazy: the indices of the lazy ops.
+        early: the indices of the early ops, ascending.
+        late: the indices of the late collectives, which are nodes.
+        anchors: for each task its calls on actors, ascending; the schedule orders these nodes.
+        stages: for each stage its round, and the rank that represents its group.
+        costs: for each call that does work of an actor, its units of time.
+        actors: for each call of an actor's function, the actor.
         computing: the calls that do work of an actor.
-        ahead: nodes that begin to gather parameters that are stored in pieces.
-        uses: nodes that make parameters of what has been gathered.
-        behind: nodes that take in gradients that have been reduced.
+        ahead: the nodes that begin to gather stored parameters.
+        uses: the nodes that make parameters from gathered pieces.
+        behind: the nodes that take in reduced gradients.
     """
 
     program: Program
@@ -73,7 +74,7 @@ class Work:
 
 
 def sort_work(module: Module) -> Work:
-    """Classify the ops of a module in phase ASYNC."""
+    """Sort the ops of a module in phase ASYNC."""
     program = module.program
     work = Work(program)
     rounds, groups = Rounds(), StageGroups()
@@ -95,7 +96,7 @@ def sort_work(module: Module) -> Work:
         if len(before) == 1:
             follows = reach[before[0]]
         else:
-            follows = list({node for other in before for node in reach[other]})
+            follows = list({node for earlier in before for node in reach[earlier]})
         work.follows.append(follows)
         is_node = _classify(work, module, index, op, follows)
         reach.append((index,) if is_node else follows)
@@ -106,7 +107,7 @@ def sort_work(module: Module) -> Work:
     if any(f.effect is Effect.REDUCE for f in module.functions.values()):
         work.behind.update(i for i in work.nodes if _takes_reduced(work.program.ops[i], module))
     for anchors in work.anchors.values():
-        # A task takes one unit however many calls it has.
+        # A task takes one unit, however many calls it has.
         work.costs.update(dict.fromkeys(anchors[:-1], 0))
     return work
 
@@ -130,30 +131,32 @@ def _find_stored(work: Work, module: Module) -> None:
 
 
 def _takes_reduced(op: Op, module: Module) -> bool:
-    """True if an op puts reduced gradients in the place of those that ranks have added up."""
+    """True if an op replaces accumulated gradients by reduced ones."""
     if not isinstance(op, Call) or not op.operands:
         return False
     return module.functions[op.fn.name].effect is Effect.REDUCE
 
 
 def _late(ops: Sequence[Op], edges: Sequence[tuple[int, ...]]) -> set[int]:
-    """The collectives that take what has been received."""
-    found: set[int] = set()
+    """The indices of collectives that take received values."""
+    late: set[int] = set()
 
     def is_received(index: int) -> bool:
         op = ops[index]
         if isinstance(op, Wait):
-            return any(other in found or isinstance(ops[other], Recv) for other in edges[index])
+            return any(
+                earlier in late or isinstance(ops[earlier], Recv) for earlier in edges[index]
+            )
         return isinstance(op, (Slice, Assemble)) and any(map(is_received, edges[index]))
 
     for index, op in enumerate(ops):
         if isinstance(op, Collective) and any(map(is_received, edges[index])):
-            found.add(index)
-    return found
+            late.add(index)
+    return late
 
 
 def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
-    """Enter an op into its set; return whether it is a node."""
+    """Enter an op into the sets of its kind; return whether it is a node."""
     if isinstance(op, (Recv, Return)):
         return False
     if isinstance(op, _LAZY):

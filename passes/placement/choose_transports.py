@@ -1,4 +1,4 @@
-"""Choose by which transport each value travels, and say why."""
+"""Choose the transport of each value, and record the reason."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .fabrics import HOST, Fabrics
 
 @dataclass(frozen=True)
 class ChooseTransports(Pass):
-    """Let tensors between devices travel by what joins these, and all else by the hosts' transport.
+    """Send tensors between devices by the transport that joins these, and all else by the hosts'.
 
-    A value that goes to where it is does not travel, and needs no transport. What the user has
-    chosen by `cg.via` stays, if the ranks and the type allow it. Runs where ranks have devices; on
-    hosts alone there is one transport.
+    A value that does not leave its ranks needs no transport. A choice of the user's, by `cg.via`,
+    stays if the ranks and the type allow it. The pass runs if ranks have devices; hosts alone have
+    one transport.
 
     With `ranks=nccl+nccl+-`, so that rank 2 has no device:
 
@@ -59,7 +59,7 @@ class ChooseTransports(Pass):
 
 
 def _stays(op: Transfer | Collective) -> bool:
-    """True if a transfer goes to where the value is."""
+    """True if a transfer goes to ranks that already have the value."""
     if not isinstance(op, Transfer):
         return False
     have, need = op.operands[0].type.place, op.result.type.place
@@ -67,7 +67,7 @@ def _stays(op: Transfer | Collective) -> bool:
 
 
 def _ends(op: Transfer | Collective) -> Place:
-    """The ranks between which a value goes."""
+    """The ranks between which a value travels."""
     if isinstance(op, Collective):
         return op.group
     have, need = op.operands[0].type.place, op.result.type.place
@@ -90,15 +90,15 @@ def _choose(op: Transfer | Collective, fabrics: Fabrics) -> tuple[str, str]:
         assert isinstance(type_, TensorType), "only tensors are reduced"
         if not fabrics.can_reduce(type_.dtype):
             return HOST, f"{name} does not reduce {type_.dtype}"
-    what = "a tensor" if isinstance(op, Transfer) else "tensors"
-    return name, f"{what} from device to device"
+    noun = "a tensor" if isinstance(op, Transfer) else "tensors"
+    return name, f"{noun} from device to device"
 
 
 def _check(op: Transfer | Collective, fabrics: Fabrics, program: Program) -> None:
-    """A transport between devices carries tensors, and all ranks must have a device that it joins.
+    """Check a transport that the user has chosen: between devices, it carries tensors only.
 
     Raises:
-        IRError: the user has chosen it for something else.
+        IRError: the value is an object, or a rank has no device that the transport joins.
     """
     if op.via is None or not fabrics.knows(op.via):
         return

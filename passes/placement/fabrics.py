@@ -1,4 +1,4 @@
-"""Fabrics: the ranks that have devices, and the transports that join these."""
+"""Describe which ranks have devices, and which transports join the devices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ HOST = "cpu"
 
 
 def is_by_stream(channel: Channel) -> bool:
-    """True if a channel's messages go by what joins devices."""
+    """True if a channel's messages go from device to device, by a stream."""
     return not channel.is_by_host
 
 
 def one_by_one(module: Module, rendezvous: str) -> frozenset[int]:
-    """The channels whose messages a rank does one after the other; `rendezvous` as in `Fabrics`."""
+    """The channels between two ranks whose transport does a rank's messages one after the other.
+
+    Args:
+        module: the module with the channels.
+        rendezvous: as in `Fabrics`.
+    """
     fabrics = Fabrics(rendezvous=rendezvous)
     edges = (channel for channel in module.channels.values() if not channel.collective)
     return frozenset(channel.id for channel in edges if fabrics.is_one_by_one(channel))
@@ -25,14 +30,15 @@ def one_by_one(module: Module, rendezvous: str) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Fabrics:
-    """The transports between devices, in the text form that options of passes have.
+    """The transports between devices, in the text form of passes' options.
 
     Attributes:
-        ranks: for each rank, with `+` between them, the transport that joins its device to others
-            that have the same one; `-` for a rank without a device. Empty where none has any.
+        ranks: for each rank the transport of its device, with `+` between ranks; `-` for a rank
+            without a device. A transport joins all devices that have it. Empty: no rank has a
+            device.
         reduces: the element types that these transports reduce, with `+` between them.
-        rendezvous: those of these transports, with `+` between them, that do the messages of a rank
-            one after the other, each when its other end has come.
+        rendezvous: the transports, with `+` between them, that do the messages of a rank one after
+            the other, each once its other end is posted.
     """
 
     ranks: str = ""
@@ -54,13 +60,13 @@ class Fabrics:
         return tuple(rank for rank in place.ranks if self.of_rank(rank) is None)
 
     def knows(self, name: str) -> bool:
-        """True if any device is joined to others by a transport of that name."""
+        """True if any rank's device has the transport with this name."""
         return name in self.ranks.split("+")
 
     def is_one_by_one(self, channel: Channel) -> bool:
-        """True if a rank does the operations of a channel's transport one after the other."""
+        """True if the transport of a channel does a rank's operations one after the other."""
         return channel.via is not None and channel.via in self.rendezvous.split("+")
 
     def can_reduce(self, dtype: DType) -> bool:
-        """True if the transports reduce elements of a type."""
+        """True if the transports can reduce tensors of an element type."""
         return dtype.value in self.reduces.split("+")

@@ -19,15 +19,15 @@ from ..base import Pass
 class InsertTransfers(Pass):
     """Insert a `transfer` wherever a value is used on a rank that does not hold it.
 
-    A value travels once to each rank, at its first use there; later uses take the copy. A
-    transfer to several ranks at once is made where an op needs the value on several ranks (an
-    output of the step, say), and where at least `broadcast_from` single ranks need it; its result
-    is held by the ranks that had the value as well as by those that got it. A transfer belongs to
-    the microbatch of the op that made the value; one that delivers an output of the step belongs
-    to none, since outputs are delivered when all microbatches are done.
+    A value travels to each rank once, at its first use there; later uses take the copy. A transfer
+    goes to several ranks at once if an op needs the value on several ranks, as an output of the
+    step may, or if at least `broadcast_from` single ranks need it. Its result is at the ranks that
+    had the value and at those that got it. A transfer belongs to the microbatch of the op that made
+    the value. A transfer that delivers an output of the step belongs to none, since outputs are
+    delivered when all microbatches are done.
 
-    A transfer that changes the place or the layout stays. What is laid out is not brought
-    anywhere: how it is to be laid out there is for the program to say.
+    Transfers in the step that change a place or a layout stay. Laid-out tensors get no transfers,
+    as only the program can say how they are to be laid out elsewhere.
 
     Before::
 
@@ -44,7 +44,7 @@ class InsertTransfers(Pass):
         return(%l.all) {at = {0..1}}
 
     Attributes:
-        broadcast_from: from how many ranks that need a value on it is broadcast.
+        broadcast_from: the least number of single ranks that need a value for it to be broadcast.
     """
 
     broadcast_from: int = 3
@@ -88,7 +88,7 @@ class InsertTransfers(Pass):
         return True
 
     def _wide(self, ops: list[Op]) -> dict[Value, frozenset[int]]:
-        """The values that so many single ranks lack that they are broadcast, with these ranks."""
+        """The values to broadcast, as enough single ranks lack them, with these ranks."""
         lacking: dict[Value, set[int]] = {}
         for op in ops:
             for index, need in _needs(op):
@@ -104,10 +104,11 @@ class InsertTransfers(Pass):
 
 
 class _Couriers:
-    """The transfers made so far.
+    """Makes transfers, and knows the copies so far.
 
     Attributes:
-        routed: for the results of transfers of the user's, the value itself and its transport.
+        routed: for each result of a user's transfer that only names a transport, the value itself
+            and the transport.
     """
 
     def __init__(self, names: Names, wide: dict[Value, frozenset[int]], ops: list[Op]) -> None:
@@ -118,12 +119,12 @@ class _Couriers:
         self.routed: dict[Value, tuple[Value, str | None]] = {}
 
     def take_note(self, op: Transfer) -> None:
-        """Of how a value is to travel; the transfer itself goes nowhere."""
+        """Note the transport that a user's transfer names for a value; the transfer is dropped."""
         (value,) = op.operands
         self.routed[op.result] = (self.routed.get(value, (value, None))[0], op.via)
 
     def explicit(self, op: Transfer) -> Transfer:
-        """A transfer of the user's, which takes the value itself, and its transport."""
+        """Make a user's transfer take the value itself and, by default, the value's transport."""
         (value,) = op.operands
         source, via = self.routed.get(value, (value, None))
         op.operands = (source,)
@@ -131,7 +132,15 @@ class _Couriers:
         return op
 
     def bring(self, value: Value, have: Place, need: Place, user: Op, ops: list[Op]) -> Value:
-        """A copy of `value` at all ranks of `need`; made, if there is none, by a new last op."""
+        """A copy of `value` at all ranks of `need`; if there is none yet, a new op makes it.
+
+        Args:
+            value: the value, which is at `have`.
+            have: the ranks that have it.
+            need: the ranks that need it.
+            user: the op that needs it.
+            ops: the ops so far; the new op is appended.
+        """
         source, via = self.routed.get(value, (value, None))
         if have.covers(need):
             return source
@@ -158,10 +167,10 @@ class _Couriers:
 
 
 def _check_travels(value: Value, need: Place, user: Op, program: Program) -> None:
-    """A value that is laid out is used where it is.
+    """Check that a value which is to travel has no layout.
 
     Raises:
-        IRError: it is to be used elsewhere.
+        IRError: it has one, so that it can only be used where it is.
     """
     type_ = value.type
     if not isinstance(type_, TensorType) or type_.layout is None:
@@ -178,7 +187,7 @@ def _check_travels(value: Value, need: Place, user: Op, program: Program) -> Non
 
 
 def _needs(op: Op) -> Iterator[tuple[int, Place]]:
-    """For each operand the ranks at which the op takes it."""
+    """For each operand of an op, its index and the ranks that take it."""
     if not isinstance(op, Transfer):
         for index, place in enumerate(op.operand_places):
             if place is not None:

@@ -1,4 +1,4 @@
-"""Write transfers that change a layout as messages and collectives."""
+"""Replace transfers that change a layout by messages and collectives."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from .resharding_plan import (
 class LowerTransfers(Pass):
     """Replace transfers of laid-out tensors by messages and collectives between single ranks.
 
-    `resharding.py` plans which: each rank receives what it needs and does not hold, once. Slices
-    take what is sent out of what ranks hold, and an `assemble` makes the result. The ops have the
-    microbatch and the transport of the transfer. Other transfers stay, but for copies that go from
-    several ranks to several others of a mesh: the ranks share the sending, too.
+    `resharding.py` plans them, so that each rank receives the parts that it needs and lacks, once.
+    Slices cut the parts to send, and an `assemble` makes the result. The ops have the microbatch
+    and the transport of the transfer. Other transfers stay. An exception are copies that go from
+    several ranks to several others, at a mesh on either side: there the ranks share the sending.
 
     Before::
 
@@ -93,9 +93,9 @@ class LowerTransfers(Pass):
                 types = op.operands[0].type, op.result.type
                 if types not in recipes:
                     recipes[types] = _Lowering(module, op).run()
-                made = recipes[types].apply(op, names, ops)
-                if made is not op.result:
-                    renamed[op.result] = made
+                result = recipes[types].apply(op, names, ops)
+                if result is not op.result:
+                    renamed[op.result] = result
             else:
                 ops.append(op)
         program.ops[:] = ops
@@ -104,12 +104,12 @@ class LowerTransfers(Pass):
 
 def _is_laid_out(op: Transfer) -> bool:
     """True if layouts matter to a transfer."""
-    have, made = op.operands[0].type, op.result.type
-    if not isinstance(have, TensorType) or not isinstance(made, TensorType):
+    operand_type, result_type = op.operands[0].type, op.result.type
+    if not isinstance(operand_type, TensorType) or not isinstance(result_type, TensorType):
         return False
-    if have.layout is not None or made.layout is not None:
+    if operand_type.layout is not None or result_type.layout is not None:
         return True
-    source, target = have.place, made.place
+    source, target = operand_type.place, result_type.place
     if not isinstance(source, Mesh) and not isinstance(target, Mesh):
         return False
     assert source is not None, "a placed program says where values are"
@@ -119,10 +119,12 @@ def _is_laid_out(op: Transfer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A region of the logical tensor at a rank, and the value that has it.
+    """A region of the logical tensor at a rank, and the value that contains it.
 
     Attributes:
-        has: all that the value has at this rank.
+        value: the value.
+        has: the region of the whole value at this rank.
+        region: the region of the part, within `has`.
     """
 
     value: Value
@@ -132,11 +134,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """The ops that a transfer becomes, and with it all others between values of its types.
+    """The ops that replace a transfer, to be copied for all transfers between the same types.
 
     Attributes:
-        transfer: the one that it was made for.
-        values: those that are new, with what their names say, in the order of these names.
+        transfer: the transfer that the ops were made for.
+        values: the new values with the suffixes of their names, in order.
+        ops: the ops.
         made: the value that is the result.
     """
 
@@ -146,27 +149,29 @@ class _Recipe:
     made: Value
 
     def apply(self, op: Transfer, names: Names, ops: list[Op]) -> Value:
-        """Append the ops that another transfer becomes; return the value that is its result."""
+        """Append the ops that replace another transfer; return the value that is its result."""
         (known,), (source,) = self.transfer.operands, op.operands
-        # Equal types become one, which knows its regions.
+        # Equal types become one object, which has computed its regions.
         source.type, op.result.type = known.type, self.transfer.result.type
         values = {known: source, self.transfer.result: op.result}
-        for value, what in self.values:
-            values[value] = Value(names.fresh(f"{source.name}.{what}"), value.type)
-        for each in self.ops:
-            operands = tuple([values[value] for value in each.operands])
-            made = copy_op(each, operands, tuple([values[value] for value in each.results]))
-            made.loc, made.mb, made.task = op.loc, op.mb, op.task
-            if isinstance(made, Transfer | Collective):
-                made.via, made.why, made.traffic = op.via, op.why, op.traffic
-            if isinstance(made, AllReduce):
-                made.donated = op.donated
-            ops.append(made)
+        for value, suffix in self.values:
+            values[value] = Value(names.fresh(f"{source.name}.{suffix}"), value.type)
+        for template in self.ops:
+            operands = tuple([values[value] for value in template.operands])
+            new_op = copy_op(
+                template, operands, tuple([values[value] for value in template.results])
+            )
+            new_op.loc, new_op.mb, new_op.task = op.loc, op.mb, op.task
+            if isinstance(new_op, Transfer | Collective):
+                new_op.via, new_op.why, new_op.traffic = op.via, op.why, op.traffic
+            if isinstance(new_op, AllReduce):
+                new_op.donated = op.donated
+            ops.append(new_op)
         return values[self.made]
 
 
 class _Lowering:
-    """Makes the ops that a transfer becomes."""
+    """Makes the ops that replace a transfer."""
 
     def __init__(self, module: Module, op: Transfer) -> None:
         self._ops: list[Op] = []
@@ -174,35 +179,35 @@ class _Lowering:
         self._module = module
         self._op = op
         (self._source,) = op.operands
-        have, made = self._source.type, op.result.type
-        assert isinstance(have, TensorType), "only tensors have layouts"
-        assert isinstance(made, TensorType), "a transfer keeps the element type"
-        self._have, self._made = have, made
+        source_type, target_type = self._source.type, op.result.type
+        assert isinstance(source_type, TensorType), "only tensors have layouts"
+        assert isinstance(target_type, TensorType), "a transfer keeps the element type"
+        self._have, self._made = source_type, target_type
         self._slices: dict[tuple[Value, int, Region], Value] = {}
         self._held: dict[int, list[_Part]] = {}
 
     def run(self) -> _Recipe:
         """Make the ops."""
-        made = self._source if self._have == self._made else self._lowered()
-        return _Recipe(self._op, tuple(self._values), tuple(self._ops), made)
+        result = self._source if self._have == self._made else self._lowered()
+        return _Recipe(self._op, tuple(self._values), tuple(self._ops), result)
 
     def _lowered(self) -> Value:
-        """The value that is the result."""
+        """Make the ops of the plan, and return the value that is the result."""
         assert self._have.place is not None, "a placed program says where values are"
         for rank in self._have.place.ranks:
             region = self._have.region(rank)
             self._held[rank] = _filled([_Part(self._source, region, region)])
-        found = plan(self._have, self._made)
-        for step in found.rounds:
+        resharding = plan(self._have, self._made)
+        for step in resharding.rounds:
             if isinstance(step, ReduceRound):
-                self._reduce(step, found)
+                self._reduce(step, resharding)
             elif isinstance(step, CombineRound):
-                self._combine(step, found)
+                self._combine(step, resharding)
             elif isinstance(step, GatherRound):
                 self._gather(step)
             else:
                 self._move(step)
-        self._fill(found.neutral)
+        self._fill(resharding.neutral)
         return self._assembled()
 
     # Rounds
@@ -226,7 +231,7 @@ class _Lowering:
                 self._take_apart(result, fibre, fibre.dim)
 
     def _take_apart(self, gathered: Value, fibre: Fibre, dim: int) -> None:
-        """Let ranks hold the pieces of a tensor that has them one behind the other."""
+        """Slice a gathered tensor, in which the pieces stand one behind the other, into them."""
         everything, count = whole(shape_of(fibre.region)), len(fibre.ranks)
         for rank in fibre.ranks:
             self._held[rank] = []
@@ -236,52 +241,54 @@ class _Lowering:
                 self._ops.append(Slice((gathered,), (value,), region=region))
                 self._held[rank].append(_Part(value, piece, piece))
 
-    def _reduce(self, step: ReduceRound, found: Plan) -> None:
-        made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
+    def _reduce(self, step: ReduceRound, resharding: Plan) -> None:
+        held: dict[int, list[_Part]] = {rank: [] for rank in step.after}
         for fibre in step.fibres:
             operands = self._operands(fibre, (fibre.region,) * len(fibre.ranks))
             place = Place(fibre.ranks)
             collective: Collective
             if fibre.dim is None:
                 results = (self._new("reduced", fibre.region, place),) * len(fibre.ranks)
-                collective = AllReduce(operands, results[:1], group=place, op=found.reduce)
+                collective = AllReduce(operands, results[:1], group=place, op=resharding.reduce)
             else:
                 pairs = zip(fibre.pieces, fibre.ranks, strict=True)
                 results = tuple([self._new("reduced", p, Place.of(rank)) for p, rank in pairs])
                 collective = ReduceScatter(
-                    operands, results, group=place, op=found.reduce, dim=fibre.dim
+                    operands, results, group=place, op=resharding.reduce, dim=fibre.dim
                 )
             self._ops.append(collective)
             for rank, piece, value in zip(fibre.ranks, fibre.pieces, results, strict=True):
-                made[rank].append(_Part(value, piece, piece))
-        self._held.update(made)
+                held[rank].append(_Part(value, piece, piece))
+        self._held.update(held)
 
-    def _combine(self, step: CombineRound, found: Plan) -> None:
+    def _combine(self, step: CombineRound, resharding: Plan) -> None:
         received = {(m.source, m.target): value for m, value in self._send(step.messages)}
-        made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
+        held: dict[int, list[_Part]] = {rank: [] for rank in step.after}
         members = [(rank, ranks) for ranks in step.groups for rank in ranks]
         for rank, group in members:
             region = step.after[rank]
             if region is None or not volume(region):
                 continue
             first, *others = (
-                self._part(rank, region) if other == rank else received[other, rank]
-                for other in group
+                self._part(rank, region) if member == rank else received[member, rank]
+                for member in group
             )
-            for other in others:
-                first = self._combined(first, other, region, Place.of(rank), found)
-            made[rank] = [_Part(first, region, region)]
-        self._held.update(made)
+            for summand in others:
+                first = self._combined(first, summand, region, Place.of(rank), resharding)
+            held[rank] = [_Part(first, region, region)]
+        self._held.update(held)
 
-    def _combined(self, a: Value, b: Value, region: Region, place: Place, found: Plan) -> Value:
+    def _combined(
+        self, a: Value, b: Value, region: Region, place: Place, resharding: Plan
+    ) -> Value:
         result = self._new("reduced", region, place)
         type_ = TensorType(self._made.dtype, shape_of(region))
-        function = builtins.combine(self._module, type_, found.reduce)
+        function = builtins.combine(self._module, type_, resharding.reduce)
         self._ops.append(Call((a, b), (result,), fn=Symbol(function.name)))
         return result
 
     def _fill(self, ranks: Iterable[int]) -> None:
-        """Let ranks hold summands that change nothing."""
+        """Let ranks hold neutral summands, which do not change the result."""
         for rank in ranks:
             assert self._made.layout is not None, "summands are laid out"
             region, fill = self._made.region(rank), NEUTRAL[self._made.layout.reduce]
@@ -293,7 +300,7 @@ class _Lowering:
                 self._hold((rank,), value, region)
 
     def _assembled(self) -> Value:
-        """The result, of what its ranks hold."""
+        """The result, made from the parts that its ranks hold."""
         assert self._made.place is not None, "a placed program says where values are"
         parts: dict[Value, Region] = {}
         for rank in self._made.place.ranks:
@@ -310,21 +317,21 @@ class _Lowering:
     # Parts
 
     def _send(self, messages: Iterable[Message]) -> list[tuple[Message, Value]]:
-        found = []
+        sent = []
         for message in messages:
             part = self._part(message.source, message.region)
             target = Place.of(message.target)
             value = self._new(f"at{message.target}", message.region, target)
             self._ops.append(Transfer((part,), (value,)))
-            found.append((message, value))
-        return found
+            sent.append((message, value))
+        return sent
 
     def _operands(self, fibre: Fibre, regions: Iterable[Region]) -> tuple[Value, ...]:
         pairs = zip(fibre.ranks, regions, strict=True)
         return tuple([self._part(rank, region) for rank, region in pairs])
 
     def _keep(self, after: Mapping[int, Region | None]) -> None:
-        """Let ranks hold no more than this of what they hold."""
+        """Restrict the parts that ranks hold to these regions."""
         for rank, region in after.items():
             held = self._held.get(rank, []) if region is not None else []
             self._held[rank] = _filled(_restricted(held, region or ()))
@@ -334,7 +341,7 @@ class _Lowering:
             self._held[rank] = [_Part(value, region, region)]
 
     def _part(self, rank: int, region: Region) -> Value:
-        """A value at one rank that has a region of the logical tensor."""
+        """A value at one rank with exactly this region of the logical tensor."""
         parts = _filled(_restricted(self._held[rank], region))
         if len(parts) == 1:
             return self._slice(parts[0], rank, region)
@@ -356,10 +363,10 @@ class _Lowering:
             self._ops.append(Slice((value,), (self._slices[key],), region=taken))
         return self._slices[key]
 
-    def _new(self, what: str, region: Region, place: Place) -> Value:
+    def _new(self, suffix: str, region: Region, place: Place) -> Value:
         type_ = TensorType(self._made.dtype, shape_of(region), place)
-        value = Value(what, type_)
-        self._values.append((value, what))
+        value = Value(suffix, type_)
+        self._values.append((value, suffix))
         return value
 
 

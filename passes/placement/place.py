@@ -1,4 +1,4 @@
-"""Decide on which ranks replicated work is done: on those that need it."""
+"""Restrict replicated work to the ranks that need its results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..base import Pass
 class PlaceReplicated(Pass):
     """Narrow replicated ops to the ranks that use them, and make constants where they are used.
 
-    Only work without effects and of values alone moves: constants, views, copies and calls of
-    pure functions that belong to no actor. What takes or makes a tensor that is laid out has to
-    run on all its ranks. What is wanted nowhere stays as it is, for `dce`.
+    Only ops without effects or actors move: constants, views, copies, and calls of pure functions
+    that belong to no actor. Ops that take or make a laid-out tensor run on all of its ranks. Ops
+    that no rank needs do not move; `dce` removes them.
 
     Before::
 
@@ -38,11 +38,11 @@ class PlaceReplicated(Pass):
 
     def run(self, module: Module) -> bool:
         changed = False
-        wanted: dict[Value, int] = {}
+        rank_masks: dict[Value, int] = {}
         for op in reversed(module.program.ops):
             if _is_movable(module, op):
-                changed = _move(op, wanted) or changed
-            _want_operands(op, wanted)
+                changed = _move(op, rank_masks) or changed
+            _want_operands(op, rank_masks)
         return changed
 
 
@@ -55,7 +55,7 @@ def _is_movable(module: Module, op: Op) -> bool:
 
 
 def _are_laid_out(values: tuple[Value, ...]) -> bool:
-    """True if a value is that of a tensor which is laid out."""
+    """True if any of the values is a tensor that is laid out."""
     for value in values:
         if isinstance(value.type, TensorType) and value.type.layout is not None:
             return True
@@ -67,10 +67,10 @@ def _is_plain(function: Function) -> bool:
     return graph and function.actor is None and function.effect is Effect.PURE
 
 
-def _move(op: Op, wanted: dict[Value, int]) -> bool:
+def _move(op: Op, rank_masks: dict[Value, int]) -> bool:
     ranks = 0
     for value in op.results:
-        ranks |= wanted.get(value, 0)
+        ranks |= rank_masks.get(value, 0)
     place = op.place
     if place is None or not ranks:
         return False
@@ -78,7 +78,7 @@ def _move(op: Op, wanted: dict[Value, int]) -> bool:
         chosen = tuple([rank for rank in range(ranks.bit_length()) if ranks >> rank & 1])
     else:
         chosen = tuple([rank for rank in place.ranks if ranks >> rank & 1])
-    # Not a rank in common: the value travels from one rank, so only that one has to make it.
+    # If no rank that has the op needs it, the value travels from one rank, which makes it alone.
     chosen = chosen or (min(place.ranks),)
     if set(chosen) == set(place.ranks):
         return False
@@ -88,8 +88,8 @@ def _move(op: Op, wanted: dict[Value, int]) -> bool:
     return True
 
 
-def _want_operands(op: Op, wanted: dict[Value, int]) -> None:
-    """Note the ranks at which an op takes each of its operands; ranks are bits of an integer."""
+def _want_operands(op: Op, rank_masks: dict[Value, int]) -> None:
+    """Note the ranks that take each operand of an op; sets of ranks are bits of an integer."""
     last, mask = None, 0
     for index, place in enumerate(op.operand_places):
         if place is None:
@@ -98,4 +98,4 @@ def _want_operands(op: Op, wanted: dict[Value, int]) -> None:
             last, ranks = place, place.ranks
             mask = 1 << ranks[0] if len(ranks) == 1 else sum([1 << rank for rank in ranks])
         value = op.operands[index]
-        wanted[value] = wanted.get(value, 0) | mask
+        rank_masks[value] = rank_masks.get(value, 0) | mask

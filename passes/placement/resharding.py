@@ -1,10 +1,10 @@
-"""Planning of transfers between layouts: which ranks reduce, send, and gather what.
+"""Plan transfers between layouts: which ranks reduce, send and gather which regions.
 
-Without summands each rank receives what it needs and does not hold, once. A tensor that is cut in p
-on some ranks, and in q on others, takes p + q - gcd(p, q) messages. Ranks that hold copies send
-equal shares; ranks that are to hold copies get a share each and gather the rest among themselves.
-Summands are combined in the order of their group, whatever combines them, so that their sum has the
-same bits on all ways.
+Without summands, each rank receives the elements that it needs and lacks, once. A tensor that is
+cut into p pieces on some ranks, and into q on others, takes p + q - gcd(p, q) messages. Ranks that
+hold copies send equal shares. Ranks that need copies get a share each, and gather the rest among
+themselves. Summands are always combined in the order of their group, so that their sum has the same
+bits, whichever ops combine them.
 
 Sources: the intersection of index sets of Ramaswamy and Banerjee, "Automatic generation of
 efficient array redistribution routines for distributed memory multicomputers" (1995); messages and
@@ -38,10 +38,11 @@ def plan(source: TensorType, target: TensorType) -> Plan:
     """Plan the transfer of a tensor to another type: at other ranks, or in another layout.
 
     Args:
-        source: the type that it has; copies, cut, or summands.
-        target: the type that it is to have, of the same element type and logical shape. What
-            becomes a sum is kept by the first rank along the axes of summands, and the others
-            hold zeros; a product, ones. Of a maximum or minimum each keeps a copy.
+        source: the type of the tensor; it may be copies, cut, or summands.
+        target: the type of the result, with the same element type and logical shape. If copies
+            become summands of a sum, the first rank along the axes of summands keeps its copy, and
+            the others hold zeros; of a product, they hold ones. Of a maximum or minimum, each rank
+            keeps its copy.
 
     Raises:
         ValueError: element types or shapes differ, or a type has no place.
@@ -55,10 +56,10 @@ def plan(source: TensorType, target: TensorType) -> Plan:
     rounds: list[Round] = []
     neutral: list[int] = []
     for part in _parts(source, target):
-        found = list(part.rounds())
+        part_rounds = list(part.rounds())
         if not part.groups:
-            _check_bound(part, found)
-        rounds += found
+            _check_bound(part, part_rounds)
+        rounds += part_rounds
         neutral += part.neutral
     _check_messages(rounds)
     return Plan(tuple(rounds), tuple(neutral), _summed(source)[1])
@@ -66,14 +67,15 @@ def plan(source: TensorType, target: TensorType) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A transfer among ranks that need nothing of others.
+    """A transfer within a set of ranks that need nothing from other ranks.
 
     Attributes:
-        held: what each rank holds, or has a summand of.
-        groups: ranks that hold summands of one another, in order; none where there are none.
-        needs: what each rank is to have.
-        neutral: ranks whose summands are to change nothing.
-        gathers: whether ranks may gather what they are to have copies of.
+        held: the region that each rank holds, or has a summand of.
+        groups: the groups of ranks whose summands belong together, in order; empty without
+            summands.
+        needs: the region that each rank needs.
+        neutral: the ranks that get neutral summands.
+        gathers: whether ranks that need copies may gather them.
     """
 
     held: dict[int, Region]
@@ -93,31 +95,31 @@ class _Part:
 
 
 def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
-    """The transfer; or for summands that stay ones, a transfer among those of equal coordinates."""
+    """The parts of a transfer: one in all or, for summands that stay, one for each term."""
     assert source.place is not None, "a plan is between places"
     assert target.place is not None, "a plan is between places"
     summands, _ = _summed(source)
-    wanted, reduce = _summed(target)
-    kept = _kept(source, target)
+    target_axes, reduce = _summed(target)
+    kept_axes = _kept(source, target)
     held, needs = dict(source.regions()), dict(target.regions())
-    groups = _fibres(source, [axis for axis in summands if axis not in kept])
+    groups = _fibres(source, [axis for axis in summands if axis not in kept_axes])
     neutral: list[int] = []
     if reduce in NEUTRAL:
-        fibres = _fibres(target, [axis for axis in wanted if axis not in kept])
+        fibres = _fibres(target, [axis for axis in target_axes if axis not in kept_axes])
         neutral = [rank for fibre in fibres for rank in fibre[1:]]
     for rank in neutral:
         del needs[rank]
-    if not kept:
+    if not kept_axes:
         yield _Part(held, tuple(groups), needs, tuple(neutral))
         return
-    others = [axis for axis, _ in source.place.axes if axis not in kept]
+    others = [axis for axis, _ in source.place.axes if axis not in kept_axes]
     for ranks in map(set, _fibres(source, others) or [(rank,) for rank in held]):
         yield _Part(
             {rank: held[rank] for rank in held if rank in ranks},
             tuple(group for group in groups if group[0] in ranks),
             {rank: needs[rank] for rank in needs if rank in ranks},
             tuple(rank for rank in neutral if rank in ranks),
-            # Summands are put together by what makes the result alone.
+            # Summands are only put together by the op that makes the result.
             gathers=False,
         )
 
@@ -129,7 +131,7 @@ def _summed(type_: TensorType) -> tuple[tuple[str, ...], ReduceOp]:
 
 
 def _kept(source: TensorType, target: TensorType) -> frozenset[str]:
-    """The axes of one mesh along which there are summands before and after."""
+    """The axes along which there are summands before and after, if the mesh is the same."""
     assert source.place is not None, "a plan is between places"
     assert target.place is not None, "a plan is between places"
     same = (source.place.ranks, source.place.axes) == (target.place.ranks, target.place.axes)
@@ -138,23 +140,23 @@ def _kept(source: TensorType, target: TensorType) -> frozenset[str]:
 
 
 def _fibres(type_: TensorType, axes: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks that differ along some axes alone, in order; none if all are single ranks."""
+    """The groups of ranks that differ along `axes` only, in order; empty if these have size 1."""
     assert type_.place is not None, "a plan is between places"
     sizes = dict(type_.place.axes)
     if all(sizes[axis] == 1 for axis in axes):
         return []
     fixed = [axis for axis in sizes if axis not in axes]
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank, position in type_.place.positions.items():
-        found.setdefault(tuple(position[axis][0] for axis in fixed), []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        groups.setdefault(tuple(position[axis][0] for axis in fixed), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 # Messages and gathers
 
 
 def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> Iterator[Round]:
-    """Bring parts to where they are needed; ranks that need the same share and gather it."""
+    """Bring regions to the ranks that need them; ranks that need one region share and gather it."""
     if all(held.get(rank) == need for rank, need in needs.items()):
         return
     holders = Holders(held)
@@ -166,8 +168,8 @@ def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> It
         own = {rank: _common(held.get(rank), region) for rank in ranks}
         having = {rank: piece for rank, piece in own.items() if piece is not None}
         lacking = [rank for rank in ranks if own[rank] is None]
-        for found in (_complements(region, having), _shared(region, lacking, holders)):
-            for stage, fibres in enumerate(found):
+        for fibre_stages in (_complements(region, having), _shared(region, lacking, holders)):
+            for stage, fibres in enumerate(fibre_stages):
                 stages.setdefault(stage, []).extend(fibres)
     first = dict(needs)
     for fibre in stages.get(0, ()):
@@ -183,7 +185,7 @@ def _common(held: Region | None, region: Region) -> Region | None:
 
 
 def _gathered(fibres: Sequence[Fibre]) -> Iterator[Round]:
-    """Collectives where pieces are equal, and messages for the others."""
+    """The gathers of fibres: collectives if pieces are of one shape, and otherwise messages."""
     even = [fibre for fibre in fibres if fibre.is_even]
     if even:
         yield GatherRound(tuple(even), _all_of(even))
@@ -204,10 +206,10 @@ def _all_of(fibres: Sequence[Fibre]) -> dict[int, Region]:
 
 
 def _complements(region: Region, own: Mapping[int, Region]) -> list[list[Fibre]]:
-    """All-gathers among ranks that hold equal pieces of a region, one after the other.
+    """The all-gathers, one after the other, among ranks that hold equal pieces of a region.
 
-    Each is along one dimension: first along the last one that is cut. There are none if pieces are
-    uneven, or one has more copies than another.
+    Each is along one dimension, beginning with the last dimension that is cut. There are none if
+    pieces are uneven, or if one piece has more copies than another.
     """
     dims = cut_dims(set(own.values()))
     if not dims:
@@ -218,17 +220,17 @@ def _complements(region: Region, own: Mapping[int, Region]) -> list[list[Fibre]]
         wider = (*piece[:dim], region[dim], *piece[dim + 1 :])
         alike.setdefault(wider, {}).setdefault(piece, []).append(rank)
     fibres = [fibre for wider, holders in alike.items() for fibre in _gathers(wider, holders, dim)]
-    made = _all_of(fibres)
-    if made.keys() != own.keys():
+    gathered = _all_of(fibres)
+    if gathered.keys() != own.keys():
         return []
-    if set(made.values()) == {region}:
+    if set(gathered.values()) == {region}:
         return [fibres]
-    later = _complements(region, made)
+    later = _complements(region, gathered)
     return [fibres, *later] if later else []
 
 
 def _gathers(region: Region, holders: Mapping[Region, list[int]], dim: int) -> list[Fibre]:
-    """One for each copy of the pieces of a region, if they can be gathered along a dimension."""
+    """The fibres that gather a region's pieces along a dimension, one for each copy; or none."""
     pieces = tuple(sorted(holders, key=lambda piece: piece[dim]))
     if sum(map(volume, pieces)) != volume(region):
         return []
@@ -240,7 +242,7 @@ def _gathers(region: Region, holders: Mapping[Region, list[int]], dim: int) -> l
 
 
 def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list[Fibre]]:
-    """The pieces that ranks without any part of a region get by messages, to gather the rest."""
+    """The fibre of ranks without any part of a region, which get a share and gather the rest."""
     count = len(ranks)
     if count < 2 or not volume(region):
         return []
@@ -258,7 +260,7 @@ def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list
 
 
 def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
-    """Assert that each rank receives what it needs and does not hold, and no more."""
+    """Assert that each rank receives exactly the elements that it needs and lacks."""
     received = Plan(tuple(rounds)).received()
     for rank, need in part.needs.items():
         own = part.held.get(rank)
@@ -269,7 +271,7 @@ def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
 
 
 def _check_messages(rounds: Sequence[Round]) -> None:
-    """Assert that no two messages of a round go from one rank to the same other one."""
+    """Assert that no two messages of a round have the same source and the same target."""
     for step in rounds:
         if isinstance(step, PointToPoint):
             ends = {(message.source, message.target) for message in step.messages}

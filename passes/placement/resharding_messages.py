@@ -1,4 +1,4 @@
-"""Messages of a round of a transfer: who sends which part of a tensor to whom."""
+"""Plan the messages of a round of a transfer: which rank sends which region to which rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .resharding_plan import Held, Message
 
 
 class Holders:
-    """The ranks that hold each region of a tensor; two regions are equal or have nothing in common.
+    """The ranks that hold each region of a tensor; two regions are equal or disjoint.
 
-    A region is looked up by the intervals of the dimension along which most regions differ, so
-    only regions that meet there are ever compared.
+    Regions are indexed by their intervals in the dimension in which most regions differ. So only
+    regions that overlap in that dimension are compared.
     """
 
     def __init__(self, held: Held) -> None:
@@ -31,7 +31,7 @@ class Holders:
             self._index(self._dim)
 
     def _index(self, dim: int) -> None:
-        """Note for each segment between neighbouring bounds the regions that have it."""
+        """Note the regions that contain each segment between neighbouring bounds."""
         intervals = {interval for region in self._regions for interval in region[dim]}
         self._bounds = sorted({bound for interval in intervals for bound in interval})
         self._segments = [[] for _ in self._bounds]
@@ -42,25 +42,25 @@ class Holders:
                     segment.append(number)
 
     def meeting(self, wanted: Region) -> Iterator[tuple[Region, Region]]:
-        """The regions that have elements of another, and what the two have in common."""
+        """The regions that overlap with the region `wanted`, each with the overlap."""
         for number in self._candidates(wanted):
             region = self._regions[number]
             common = overlap(region, wanted)
             if volume(common):
                 yield region, common
 
-    def _candidates(self, wanted: Region) -> Mapping[int, None]:
+    def _candidates(self, region: Region) -> Mapping[int, None]:
         if self._dim is None:
             return dict.fromkeys(range(len(self._regions)))
-        found: dict[int, None] = {}
-        for start, stop in wanted[self._dim]:
+        numbers: dict[int, None] = {}
+        for start, stop in region[self._dim]:
             first = max(bisect_right(self._bounds, start) - 1, 0)
             for segment in self._segments[first : bisect_left(self._bounds, stop)]:
-                found.update(dict.fromkeys(segment))
-        return found
+                numbers.update(dict.fromkeys(segment))
+        return numbers
 
     def messages(self, needs: Mapping[int, Region]) -> tuple[Message, ...]:
-        """The messages that bring each rank what it needs and does not hold, once."""
+        """The messages that bring each rank the elements that it needs and lacks, once."""
         asked: dict[Region, list[tuple[int, Region]]] = {}
         for rank, need in needs.items():
             own = self._held.get(rank)
@@ -75,25 +75,29 @@ class Holders:
 
 
 def _most_cut(regions: list[Region]) -> int | None:
-    """The dimension in which regions differ most; None of scalars."""
+    """The dimension in which most regions differ; None for scalars."""
     dims = range(len(regions[0])) if regions else range(0)
     counts = [len({region[dim] for region in regions}) for dim in dims]
     return max(dims, key=counts.__getitem__, default=None)
 
 
 def _divide(senders: list[int], boxes: list[tuple[int, Region]]) -> Iterator[Message]:
-    """Let ranks that hold copies send equal shares of what others need.
+    """Let ranks that hold copies send equal shares of the boxes that other ranks need.
 
-    The boxes stand in a row, which is cut into as many equal parts as there are senders. So n
-    equal boxes of m senders make m + n - gcd(m, n) messages. A cut is rounded to entries of the
-    box that it is in.
+    The boxes stand in a row, which is cut into as many equal parts as there are senders. So n equal
+    boxes and m senders make m + n - gcd(m, n) messages. A cut is rounded to whole entries of its
+    box along one dimension.
+
+    Args:
+        senders: the ranks that hold copies.
+        boxes: pairs of a target rank and the region that it needs.
     """
     count, total = len(senders), sum(volume(box) for _, box in boxes)
     start = 0
     for target, box in boxes:
         size = volume(box)
         first, last = start * count // total, (start + size - 1) * count // total
-        # Cut number i is so many elements, times `count`, behind the start of the box.
+        # The distance of each cut from the start of the box, in elements times `count`.
         cuts = [index * total - start * count for index in range(first + 1, last + 1)]
         for index, part in enumerate(_cut(box, cuts, size * count), first):
             if part is not None:
@@ -102,13 +106,13 @@ def _divide(senders: list[int], boxes: list[tuple[int, Region]]) -> Iterator[Mes
 
 
 def _cut(box: Region, cuts: list[int], whole: int) -> list[Region | None]:
-    """The parts of a box between cuts, which are given in parts of `whole`."""
+    """The parts of a box between cuts, whose positions are fractions of `whole`."""
     lengths = shape_of(box)
     if not lengths or not cuts:
         return [box] + [None] * len(cuts)
     dims = range(len(lengths))
     longest = max(dims, key=lengths.__getitem__)
     dim = next((d for d in dims if all(cut * lengths[d] % whole == 0 for cut in cuts)), longest)
-    # Rounded up, so that what cannot be cut goes whole, and from the first that may send it.
+    # Rounded up, so that a box that cannot be cut goes whole, from the first of its senders.
     bounds = [0, *(-(-cut * lengths[dim] // whole) for cut in cuts), lengths[dim]]
     return [entries(box, dim, (a, b)) if a < b else None for a, b in pairwise(bounds)]

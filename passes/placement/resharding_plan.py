@@ -1,4 +1,4 @@
-"""The plan of a transfer: rounds of messages and collectives, and what ranks hold after each.
+"""The plan of a transfer: rounds of messages and collectives, and the regions after each.
 
 All regions are in indices of the logical tensor.
 """
@@ -14,10 +14,10 @@ from ...ir.attributes import ReduceOp
 from ...ir.layout import Region, shape_of, share, volume
 
 NEUTRAL: Mapping[ReduceOp, int] = {ReduceOp.SUM: 0, ReduceOp.PROD: 1}
-"""The neutral element of each reduction. Equal copies change nothing in the others."""
+"""The neutral element of each reduction; the others need none, as equal copies change nothing."""
 
 Held: TypeAlias = Mapping[int, Region | None]
-"""The region that each rank holds; None where it holds nothing."""
+"""The region that each rank holds; None if it holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Fibre:
-    """The ranks of a collective, in its order, and the region that it is about.
+    """The ranks of a collective, and the region that it gathers or reduces.
 
     Attributes:
-        pieces: what each rank has of the region before a gather, or after a reduction.
-        dim: the dimension along which they are pieces; None: each rank has all.
+        ranks: the ranks, in the order of the group.
+        region: the region.
+        pieces: the piece of the region that each rank has before a gather, or after a reduction.
+        dim: the dimension that is cut into the pieces; None: each rank has the whole region.
     """
 
     ranks: tuple[int, ...]
@@ -45,62 +47,72 @@ class Fibre:
 
     @staticmethod
     def shared(ranks: tuple[int, ...], region: Region, dim: int) -> Fibre:
-        """Each rank has a share, one behind the other."""
+        """The fibre whose ranks have equal shares of a region, one behind the other along `dim`."""
         count = len(ranks)
         return Fibre(ranks, region, tuple(share(region, k, count, dim) for k in range(count)), dim)
 
     @property
     def is_even(self) -> bool:
-        """True if the pieces are of one shape, as those of a collective are."""
+        """True if the pieces have one shape, as a collective needs."""
         return len({shape_of(piece) for piece in self.pieces}) == 1
 
     @property
     def is_dense(self) -> bool:
-        """True if the region is its pieces, one behind the other."""
+        """True if the region consists of the pieces in order, one behind the other."""
         return self.dim is not None and self == Fibre.shared(self.ranks, self.region, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceRound:
-    """Collectives that combine summands: an all-reduce, or with a dimension a reduce-scatter."""
+    """Collectives that combine summands: reduce-scatters of fibres with `dim`, or all-reduces.
+
+    Attributes:
+        fibres: the collectives.
+        after: the regions that ranks hold after the round.
+    """
 
     fibres: tuple[Fibre, ...]
     after: Held
 
     def received(self) -> Counter[int]:
-        """Elements that each rank receives from others."""
-        found: Counter[int] = Counter()
+        """The number of elements that each rank receives from others."""
+        elements: Counter[int] = Counter()
         for fibre in self.fibres:
             for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True):
                 count = len(fibre.ranks)
                 if fibre.dim is None:  # a reduce-scatter and an all-gather
-                    found[rank] += 2 * volume(piece) * (count - 1) // count
+                    elements[rank] += 2 * volume(piece) * (count - 1) // count
                 else:
-                    found[rank] += volume(piece) * (count - 1)
-        return found
+                    elements[rank] += volume(piece) * (count - 1)
+        return elements
 
 
 @dataclass(frozen=True, slots=True)
 class PointToPoint:
-    """Messages of regions between ranks; `after` is what ranks hold when all have come."""
+    """Messages of regions between ranks.
+
+    Attributes:
+        messages: the messages.
+        after: the regions that ranks hold after the round.
+    """
 
     messages: tuple[Message, ...]
     after: Held
 
     def received(self) -> Counter[int]:
-        """Elements that each rank receives from others."""
-        found: Counter[int] = Counter()
+        """The number of elements that each rank receives from others."""
+        elements: Counter[int] = Counter()
         for message in self.messages:
-            found[message.target] += volume(message.region)
-        return found
+            elements[message.target] += volume(message.region)
+        return elements
 
 
 @dataclass(frozen=True, slots=True)
 class CombineRound(PointToPoint):
-    """Messages of summands. Each rank combines its own with those it gets, in the group's order.
+    """Messages of summands; each rank combines its own with the received ones, in group order.
 
     Attributes:
-        groups: the ranks whose tensors are summands of one another, in order.
+        groups: the groups of ranks whose summands belong together, in order.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -108,27 +120,32 @@ class CombineRound(PointToPoint):
 
 @dataclass(frozen=True, slots=True)
 class MoveRound(PointToPoint):
-    """Messages of parts, which ranks put together with parts of what they hold."""
+    """Messages of parts, which ranks put together with parts that they hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherRound:
-    """All-gathers: each rank gives its piece of a region and gets all of it."""
+    """All-gathers: each rank gives its piece of a region, and gets the whole region.
+
+    Attributes:
+        fibres: the collectives.
+        after: the regions that ranks hold after the round.
+    """
 
     fibres: tuple[Fibre, ...]
     after: Held
 
     def received(self) -> Counter[int]:
-        """Elements that each rank receives from others."""
-        found: Counter[int] = Counter()
+        """The number of elements that each rank receives from others."""
+        elements: Counter[int] = Counter()
         for fibre in self.fibres:
             for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True):
-                found[rank] += volume(fibre.region) - volume(piece)
-        return found
+                elements[rank] += volume(fibre.region) - volume(piece)
+        return elements
 
 
 Round: TypeAlias = ReduceRound | CombineRound | MoveRound | GatherRound
-"""`after` is what ranks hold when it is over; those that it does not name hold what they held."""
+"""A round of a plan. Ranks that are not in its `after` hold the same regions as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +153,10 @@ class Plan:
     """The rounds of a transfer that brings a tensor from one type to another.
 
     Attributes:
-        rounds: in order. Between two ranks there is at most one message of a round each way.
-        neutral: the ranks whose summand of the result changes nothing: zeros of a sum, ones of a
+        rounds: the rounds in order. A round has at most one message between two ranks each way.
+        neutral: the ranks whose summand of the result is neutral: zeros of a sum, ones of a
             product.
-        reduce: what combines summands.
+        reduce: the operation that combines summands.
     """
 
     rounds: tuple[Round, ...]
@@ -148,7 +165,7 @@ class Plan:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Those of all rounds."""
+        """The messages of all rounds."""
         return tuple(
             message
             for step in self.rounds
@@ -157,5 +174,5 @@ class Plan:
         )
 
     def received(self) -> Counter[int]:
-        """Elements that each rank receives from others."""
+        """The number of elements that each rank receives from others, in all rounds."""
         return sum((step.received() for step in self.rounds), Counter[int]())

@@ -1,4 +1,4 @@
-"""Reductions of a transfer: which ranks combine which summands, by collectives or by messages."""
+"""Plan the reductions of a transfer: which ranks combine which summands, and by which round."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from .resharding_plan import CombineRound, Fibre, Message, ReduceRound, Round
 def reduced(
     held: Mapping[int, Region], groups: Sequence[tuple[int, ...]], needs: Mapping[int, Region]
 ) -> list[Round]:
-    """Combine the summands: to what is needed if the groups themselves need it, or else to shares.
+    """The rounds that combine all summands; afterwards no rank holds a summand.
 
-    Afterwards no rank holds a summand.
+    If the groups need the result themselves, each rank gets the region that it needs; otherwise
+    each rank gets a share.
 
     Args:
         held: the region that each rank has a summand of.
-        groups: the ranks that hold summands of one another, in the order of the sum.
-        needs: the region that each rank is to have.
+        groups: the groups of ranks whose summands belong together, in the order of the sum.
+        needs: the region that each rank needs.
     """
     if held.keys() == needs.keys():
-        found = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
-        if None not in found:
-            return _combined([pair for pair in found if pair is not None])
+        reductions = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
+        if None not in reductions:
+            return _combined([pair for pair in reductions if pair is not None])
     alike: dict[Region, list[tuple[int, ...]]] = {}
     for group in groups:
         alike.setdefault(held[group[0]], []).append(group)
@@ -39,28 +40,28 @@ def reduced(
 
 
 _Reduction = tuple[tuple[int, ...], tuple[Fibre, ...], tuple[Region | None, ...]]
-"""A group, the collectives that reduce its summands if any do, and what each rank then holds."""
+"""A group, the collectives that reduce its summands, if any, and the region of each rank then."""
 
 _MOST_BLOCKS = 4
-"""Blocks of a dimension with a reduce-scatter each; more than that are sent."""
+"""The most blocks of a dimension that are reduced by a reduce-scatter each, and not by messages."""
 
 
 def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
-    """A round of collectives, and one of messages for what these cannot do."""
-    fibres = tuple(fibre for _, found, _ in reductions for fibre in found)
+    """A round of the collectives, and a round of messages for reductions without collectives."""
+    fibres = tuple(fibre for _, group_fibres, _ in reductions for fibre in group_fibres)
     after: dict[int, Region | None] = {}
     rest: dict[int, Region | None] = {}
     groups, messages = [], []
-    for group, found, pieces in reductions:
-        (after if found else rest).update(zip(group, pieces, strict=True))
-        if not found and any(piece is not None and volume(piece) for piece in pieces):
+    for group, group_fibres, pieces in reductions:
+        (after if group_fibres else rest).update(zip(group, pieces, strict=True))
+        if not group_fibres and any(piece is not None and volume(piece) for piece in pieces):
             groups.append(group)
             messages += [
-                Message(other, rank, piece)
+                Message(sender, rank, piece)
                 for rank, piece in zip(group, pieces, strict=True)
                 if piece is not None and volume(piece)
-                for other in group
-                if other != rank
+                for sender in group
+                if sender != rank
             ]
     rounds: list[Round] = []
     if fibres:
@@ -73,22 +74,25 @@ def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
 def _reduced_to_needs(
     group: tuple[int, ...], region: Region, needs: Mapping[int, Region]
 ) -> _Reduction | None:
-    """Each rank gets what it needs, if the group has it and no part is combined twice."""
-    wanted = tuple(needs[rank] for rank in group)
-    if any(overlap(need, region) != need for need in wanted):
+    """The reduction that gives each rank the region that it needs.
+
+    None if the group lacks some of it, or if some elements would be combined twice.
+    """
+    group_needs = tuple(needs[rank] for rank in group)
+    if any(overlap(need, region) != need for need in group_needs):
         return None
-    filled = [need for need in wanted if volume(need)]
+    filled = [need for need in group_needs if volume(need)]
     if not filled:
-        return group, (), wanted
+        return group, (), group_needs
     if len(filled) == len(group) and len(set(filled)) == 1:
-        return group, (Fibre(group, filled[0], wanted),), wanted
+        return group, (Fibre(group, filled[0], group_needs),), group_needs
     if len(set(filled)) < len(filled):
         return None
-    return group, _scattered(group, wanted), wanted
+    return group, _scattered(group, group_needs), group_needs
 
 
 def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre, ...]:
-    """The reduce-scatters that give these pieces, one for each block of a dimension.
+    """The reduce-scatters that give ranks these pieces, one for each block of a dimension.
 
     There are none if pieces are uneven, or not in the order of the group.
     """
@@ -104,7 +108,7 @@ def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre,
             return ()
         first = pieces[0]
         fibre = Fibre.shared(group, (*first[:dim], merge(intervals), *first[dim + 1 :]), dim)
-        if [piece[dim] for piece in fibre.pieces] != [(each,) for each in intervals]:
+        if [piece[dim] for piece in fibre.pieces] != [(interval,) for interval in intervals]:
             return ()
         fibres.append(fibre)
     return tuple(fibres) if all(fibre.is_even for fibre in fibres) else ()
@@ -113,7 +117,11 @@ def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre,
 def _reduced_to_shares(
     groups: Sequence[tuple[int, ...]], region: Region, preferred: Sequence[int]
 ) -> Iterator[_Reduction]:
-    """Groups that hold copies of the same summands combine a share each; or the first does all."""
+    """The reductions of groups with copies of the same summands.
+
+    Each group combines a share of the region if it divides evenly; otherwise the first combines all
+    of it.
+    """
     size, count = len(groups[0]), len(groups)
     dim = even_dim(region, size * count, preferred) if volume(region) else None
     if dim is not None:
@@ -137,11 +145,11 @@ def _reduced_to_shares(
 def cut_dims(pieces: Iterable[Region]) -> list[int]:
     """The dimensions in which pieces differ."""
     columns = [set(column) for column in zip(*pieces, strict=True)]
-    return [dim for dim, found in enumerate(columns) if len(found) > 1]
+    return [dim for dim, column in enumerate(columns) if len(column) > 1]
 
 
 def even_dim(region: Region, count: int, preferred: Sequence[int]) -> int | None:
-    """A dimension with a multiple of so many indices: a preferred one, or else the first."""
+    """A dimension whose size is a multiple of `count`, preferred ones first; None without one."""
     return next(
         (dim for dim in (*preferred, *range(len(region))) if length(region[dim]) % count == 0),
         None,

@@ -1,4 +1,4 @@
-"""Make communication asynchronous: start it here, wait for it there."""
+"""Make communication asynchronous: one op starts it, and another waits for it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..base import Pass
 class SplitTransfers(Pass):
     """Split each `transfer` into `send` and `recv` or a `broadcast`, and wait for their futures.
 
-    A value that several ranks hold is sent from the lowest of them. There is one channel for each
-    directed edge and transport, and one for each group, transport and traffic; `seq` numbers the
-    messages of a channel. Every wait stands right behind its communication; `overlap` moves them
+    A value that several ranks hold is sent by the lowest of these ranks. There is one channel for
+    each directed edge and transport, and one for each group, transport and traffic. `seq` numbers
+    the messages of a channel. Each wait stands right behind its communication; `overlap` moves them
     apart.
 
     Before::
@@ -116,7 +116,7 @@ class _Splitter:
 
     def _add_collective(self, op: Collective) -> None:
         op.chan, op.seq = self._next(op.group.ranks, True, op.via, op.why, op.traffic)
-        op.traffic = op.via = op.why = None  # the channel says it from here on
+        op.traffic = op.via = op.why = None  # from here on the channel has these
         results = op.results
         op.results = tuple(
             [self._value(f"{value.name}.{op.opcode}", _future(value.type)) for value in results]

@@ -1,6 +1,7 @@
 """Pipeline schedules: pure functions from a pipeline to each rank's order of tasks.
 
-One of your own is a function in a `Schedule`, or a `table` of tasks. All go through `validate`.
+To write a schedule, put such a function into a `Schedule`, or give a `table` of tasks. Every order
+goes through `validate`.
 """
 
 from __future__ import annotations
@@ -54,27 +55,27 @@ __all__ = [
 
 
 def gpipe() -> Schedule:
-    """All forwards, then all backwards: simple, and holds every microbatch's activations."""
+    """All forwards, then all backwards: simple, but holds the activations of all microbatches."""
     return Schedule("gpipe", gpipe_order)
 
 
 def one_f_one_b() -> Schedule:
-    """One forward, one backward: as fast as GPipe, with at most one activation per rank ahead."""
+    """One forward, one backward: as fast as GPipe, in the memory of p microbatches on p ranks."""
     return Schedule("1f1b", one_f_one_b_order)
 
 
 def interleaved(chunks: int | None = None) -> Schedule:
-    """1F1B over several chunks a rank (None: as many as there are): a smaller bubble."""
+    """1F1B over several chunks on each rank (None: any number), for a smaller bubble."""
     return Schedule("interleaved", interleaved_order, (("chunks", chunks),))
 
 
 def looped_bfs(chunks: int | None = None) -> Schedule:
-    """GPipe over several chunks a rank (None: as many as there are): few, large gradient sums."""
+    """GPipe over several chunks on each rank (None: any number), with few, large gradient sums."""
     return Schedule("looped-bfs", looped_bfs_order, (("chunks", chunks),))
 
 
 def zb_h1() -> Schedule:
-    """1F1B with W in the gaps: a third of its bubble at equal times, in the same memory."""
+    """1F1B with W in its gaps: a third of the bubble at equal times, in the same memory."""
     return Schedule("zb-h1", zb_h1_order, splits=True)
 
 
@@ -84,12 +85,12 @@ def zb_h2() -> Schedule:
 
 
 def zb_v() -> Schedule:
-    """No bubble at equal times, in the memory of 1F1B; stages go down the ranks and up again."""
+    """No bubble at equal times, in the memory of 1F1B, for stages down the ranks and up again."""
     return Schedule("zb-v", zb_v_order, splits=True)
 
 
 def dualpipe_v() -> Schedule:
-    """Pairs of forwards and backwards that hide communication, on stages as for `zb_v`."""
+    """Forwards and backwards in pairs that hide communication, for stages as in `zb_v`."""
     return Schedule("dualpipe-v", dualpipe_v_order, splits=True)
 
 
@@ -104,35 +105,38 @@ def auto(
     splits: bool = True,
     remat: bool = False,
 ) -> Schedule:
-    """The fastest order that a search finds in a given memory, and how far it is from a bound.
+    """The fastest order that a search finds in a given memory.
+
+    `found_orders` gives the orders with a lower bound.
 
     Args:
-        max_activations: of how many microbatches a rank may hold the activations at once; None
-            for as many as there are ranks, which is what 1F1B holds.
-        costs: what tasks and transfers cost; all tasks the same, and transfers nothing, without.
-            If they are given, a step is compiled with each of the best orders that were found,
-            and the one stays whose programs are the fastest on paper. There transfers may also
-            wait for their receiver and for each other, which the search leaves out.
-        max_bytes: instead of `max_activations`, how many bytes of activations a rank may hold, or
-            each rank in the order in which a microbatch first comes to them. On paper the costs
-            must have `activation_bytes`, and may have `weight_bytes`; `compile` finds out both.
-        seed: what the search draws its moves from. The same seed gives the same order everywhere.
-        seconds: for how long to search. Without, the number of orders that are tried depends on
-            the size of the pipeline alone; with it, the order depends on the machine, and ranks
-            may find different ones, which compiling refuses.
-        measure: measure the costs when a step is compiled, by running it on all ranks on the
-            arguments that `lower` was given; what it does to actors is undone. A path names a file
-            that they are kept in, and read from if it is there. Not together with `costs`.
+        max_activations: the most microbatches whose activations a rank may hold at once; None: as
+            many as there are ranks, which is what 1F1B holds.
+        costs: the costs of tasks and transfers. None: all tasks take the same time, and transfers
+            take none. If costs are given, a step is compiled with each of the best orders, and the
+            order stays whose programs are the fastest on paper. There, transfers may also wait for
+            their receiver and for each other, which the search leaves out.
+        max_bytes: instead of `max_activations`, the most bytes of activations that a rank may
+            hold: one number, or one for each rank, in the order in which a microbatch first comes
+            to them. On paper the costs must have `activation_bytes`, and may have `weight_bytes`;
+            `compile` measures both.
+        seed: the seed of the search's random moves. The same seed gives the same order everywhere.
+        seconds: the time of the search. None: the number of tried orders depends only on the size
+            of the pipeline. With a time, the order depends on the machine: ranks may find different
+            orders, which compiling refuses.
+        measure: whether to measure the costs when a step is compiled, by running it on all ranks
+            with the arguments of `lower`; its changes to actors are undone. A path names a file
+            that the costs are kept in, and read from if it exists. Not together with `costs`.
         splits: whether an order may have W, so that backwards are compiled in two halves.
-        remat: whether to choose stages that recompute, as by `cg.remat`, where memory is too short
-            for what they save. On paper the costs must have `mr`; `compile` finds it out, and
-            traces the step again.
+        remat: whether to choose stages that recompute, as by `cg.remat`, if memory is too small for
+            their activations. On paper the costs must have `mr`; `compile` measures it, and traces
+            the step again.
 
     Raises:
         ValueError: both `costs` and `measure` are given.
 
-    Where a step's backwards must follow all its forwards, there is no order to search for. Such a
-    step is compiled with `gpipe`, with a warning, unless `max_activations` is given.
+    If a step's backwards must follow all its forwards, there is no order to search for. Such a step
+    is compiled with `gpipe`, with a warning, unless `max_activations` is given.
     """
     options = (
         ("max_activations", max_activations),
@@ -150,10 +154,10 @@ def auto(
 
 
 def found_orders(schedule: Schedule, pipeline: Pipeline) -> tuple[Found, ...]:
-    """What the search of `auto` finds for a pipeline, best first, with the bound.
+    """The orders that the search of `auto` finds for a pipeline, best first, with the bound.
 
     Raises:
-        ValueError: the schedule is not a search, or its memory is too little.
+        ValueError: the schedule does not search, or its memory is too small.
     """
     if not is_search(schedule):
         raise ValueError(f"schedule '{schedule.name}' does not search")
@@ -169,7 +173,7 @@ def is_search(schedule: Schedule) -> bool:
 
 
 def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
-    """The best orders of a schedule that searches with costs, best first; else itself alone."""
+    """Schedules for the best orders of a search with costs, best first; else the schedule alone."""
     options = dict(schedule.options)
     if not is_search(schedule) or options["costs"] is None or "choice" in options:
         return (schedule,)
@@ -182,9 +186,9 @@ def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
 def table(text: str, name: str = "table") -> Schedule:
     """The schedule that a text spells out: a line for each rank, tasks as in `2F0 1B3 0W3`.
 
-    It is of one pipeline only: of its stages and microbatches. Lines are those of ranks 0, 1, ...
-    in turn, or begin with their rank: `2: 2F0 2B0`. Blanks or commas part the tasks; a comment
-    goes from a `#` to the end of its line. A grid that a dump shows is a table, too.
+    It is for one pipeline only, with these stages and microbatches. The lines are for ranks 0, 1,
+    ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks or commas separate tasks; a comment
+    goes from a `#` to the end of its line. A grid from a dump is a table, too.
 
     Raises:
         ValueError: the text is not a table; the message names the line.
@@ -198,7 +202,7 @@ def from_file(path: str | Path) -> Schedule:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it does not hold a table; the message names the line.
+        ValueError: the file is not a table; the message names the line.
     """
     return table(read_text(path), str(path))
 
@@ -217,7 +221,7 @@ _FACTORIES: dict[str, Callable[[], Schedule]] = {
 
 
 def names() -> list[str]:
-    """The names of all schedules that need nothing but a pipeline."""
+    """The names of all schedules that need no arguments, as `by_name` takes them."""
     return list(_FACTORIES)
 
 
@@ -225,7 +229,7 @@ def by_name(name: str) -> Schedule:
     """The schedule called `name`.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is no such schedule; the message lists all names.
     """
     if name not in _FACTORIES:
         raise ValueError(f"there is no schedule '{name}'; choose from {', '.join(_FACTORIES)}")

@@ -1,4 +1,4 @@
 """Run schedules and scheduled programs on paper.
 
-In: an order or a module, and costs. Out: when each task or op runs, and the memory it takes.
+In: an order or a module, and costs. Out: when tasks or ops run, and the memory that they take.
 """

@@ -1,4 +1,4 @@
-"""Estimate the memory that a rank's program holds, from what its ops make and free."""
+"""Estimate the memory that a rank's program holds, from the values that its ops make and free."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from ..frontend.stored_values import Way, ways_of
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory that a rank's program holds, in bytes, without objects and what actors hold.
+    """The memory that a rank's program holds, in bytes, without objects and the state of actors.
 
     Attributes:
-        inputs: the program's parameters.
-        slots: the slots of all channels to this rank.
-        values: the most that all other values hold at once.
-        outputs: what is returned; part of `values` where the program makes it.
-        gathered: the most that parameters hold at once which actors store in pieces, gathered for
-            their use; part of `values`.
+        inputs: the bytes of the program's parameters.
+        slots: the bytes of the slots of all channels to this rank.
+        values: the most bytes that all other values hold at once.
+        outputs: the bytes of the outputs; part of `values` if the program makes them.
+        gathered: the most bytes that gathered parameters hold at once; part of `values`.
     """
 
     inputs: int
@@ -32,16 +31,17 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """The most bytes that are held at once."""
         return self.inputs + self.slots + self.values
 
 
 def memory_plan(module: Module, rank: int) -> MemoryPlan:
-    """Estimate the memory of one rank of a scheduled module, best after `plan-buffers`.
+    """Estimate the memory of one rank of a scheduled module; it is best after `plan-buffers`.
 
     Storage counts from the op that makes it, or that starts to receive into it, to its last `free`,
-    or to the end. A result that is declared to alias an operand, as saved inputs are, brings in no
-    storage of its own. Constants of the step count as what actors hold.
+    or to the end of the program. A result that is declared to alias an operand, such as a saved
+    input, has no storage of its own. Constants of the step are not counted, as the state of actors
+    is not.
     """
     program = module.program_of(rank)
     storage = SharedStorage(program, module.functions, collectives=True)
@@ -79,7 +79,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
 
 
 def brings(op: Op, functions: dict[str, Function]) -> list[Value]:
-    """The results of an op that bring in storage: no views, nor what is waited for or in a slot."""
+    """The results of an op with new storage: no views, results of waits, or values in slots."""
     if isinstance(op, Call):
         shared = {output for output, _ in functions[op.fn.name].aliases}
         return [value for number, value in enumerate(op.results) if number not in shared]

@@ -1,4 +1,4 @@
-"""The schedule as text: a line for each rank, a column for each unit of time."""
+"""Draw a scheduled module as text: a line for each rank, a column for each unit of time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ...ir.verify.communication import Progress
 def format_grid(module: Module) -> str:
     """Draw the tasks of a scheduled module as they would run if each took one unit of time.
 
-    Communication and work outside of tasks take no time here. `.` is a unit in which a rank has
-    nothing to do::
+    Communication and work outside of tasks take no time here. A `.` is a unit in which a rank has
+    no task::
 
         rank 0 | 0F0 0F1 .   0B0 0B1
         rank 1 | .   1F0 1B0 1F1 1B1
@@ -37,8 +37,8 @@ def format_grid(module: Module) -> str:
 
 
 def _closing_calls(module: Module) -> set[int]:
-    """Identities of the calls that end a task: these stand for the time of the whole task."""
-    found: set[int] = set()
+    """The identities of the last call of each task, which stands for the whole task."""
+    closing: set[int] = set()
     for program in module.programs:
         last: dict[Task, Op] = {}
         for op in program.ops:
@@ -48,5 +48,5 @@ def _closing_calls(module: Module) -> set[int]:
                     continue
                 if function.actor is not None or op.task not in last:
                     last[op.task] = op
-        found.update(id(op) for op in last.values())
-    return found
+        closing.update(id(op) for op in last.values())
+    return closing

@@ -1,4 +1,4 @@
-"""Run scheduled programs on paper: the very ops that ranks will run, on a virtual clock."""
+"""Run scheduled programs on paper: the ops that ranks will run, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProgramSimulation(ProgramTimes):
     """The simulated run of the programs of a step.
 
     Attributes:
-        messages: when each message travelled, by channel and number.
+        messages: the messages with their times, by channel and number.
     """
 
     messages: tuple[Message, ...] = ()
@@ -35,15 +35,16 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     travels once both ends have been posted and the messages before it on their streams have
     arrived; with `costs.buffered` it need not wait for its receive, if it has a slot.
 
-    A call takes what `costs.functions` says of its function. If that says nothing, an actor's
-    call takes its share of the time of its task, which is `tf`, `tb` or `tw` over the number of
-    such calls on its rank: each rank of a group does all of them. A W without B, as the first stage
-    has it, is all of a backward and takes `tb + tw`.
+    A call takes the time in `costs.functions` for its function. Without one, an actor's call takes
+    its share of the time of its task: `tf`, `tb` or `tw`, divided by the number of such calls of
+    the task on its rank. Each rank of a group does all of them. A W without B, as on the first
+    stage, is a whole backward and takes `tb + tw`.
+
     After each call its rank is idle for `costs.overhead`, and before each send or collective for
-    `costs.post`. All other ops take no time. A message takes what the link of its channel, or else
-    `costs.link`, says of its bytes; without these, one that a task sends to ranks of another stage
-    takes `tcomm`, a gather of parameters that are stored in pieces `tgather`, a reduction of their
-    gradients `treduce`, and others no time.
+    `costs.post`. All other ops take no time. A message takes the time that the link of its channel,
+    or else `costs.link`, gives for its bytes. Without links, a message from a task to ranks of
+    another stage takes `tcomm`, a gather of stored parameters takes `tgather`, a reduction of their
+    gradients takes `treduce`, and other messages take no time.
 
     Raises:
         IRError: the programs wait for each other for ever, or their ends do not match.
@@ -84,20 +85,22 @@ def _times(module: Module, rank: int, spans: Sequence[Span], stalls: Sequence[St
 
 
 def _work(module: Module, costs: Costs) -> dict[int, float]:
-    """The time of each op that takes any, by identity."""
+    """The time of each call that takes time, by identity."""
     calls = [[op for op in program.ops if isinstance(op, Call)] for program in module.programs]
     tasks = {
         call.task
-        for each in calls
-        for call in each
+        for program_calls in calls
+        for call in program_calls
         if call.task and module.functions[call.fn.name].is_work
     }
     split = any(task.action is Action.WEIGHT for task in tasks)
     work: dict[int, float] = {}
-    for each in calls:
+    for program_calls in calls:
         known = costs.functions
-        work.update((id(call), known[call.fn.name]) for call in each if call.fn.name in known)
-        sharing = [call for call in each if _shares(module, costs, call)]
+        work.update(
+            (id(call), known[call.fn.name]) for call in program_calls if call.fn.name in known
+        )
+        sharing = [call for call in program_calls if _shares(module, costs, call)]
         counts = Counter(call.task for call in sharing)
         for call in sharing:
             if call.task is not None:
@@ -106,7 +109,7 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
 
 
 def _time(costs: Costs, task: Task, split: bool, tasks: Container[Task]) -> float:
-    """The time of a task; `tasks` are all that there are."""
+    """The time of a task; `tasks` are all tasks of the module."""
     time = costs.of(task.action, task.stage, split)
     if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in tasks:
         time += costs.of(Action.BACKWARD, task.stage, split)
@@ -114,7 +117,7 @@ def _time(costs: Costs, task: Task, split: bool, tasks: Container[Task]) -> floa
 
 
 def _occupied(work: Mapping[int, float], costs: Costs) -> Callable[[Op], float]:
-    """For how long an op keeps its rank from going on."""
+    """A function that gives the time for which an op occupies its rank."""
 
     def time(op: Op) -> float:
         if isinstance(op, Call):
@@ -154,16 +157,16 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
 
 def _hosts(module: Module) -> Mapping[int, set[int]]:
     """The ranks of each stage."""
-    found: dict[int, set[int]] = defaultdict(set)
+    hosts: dict[int, set[int]] = defaultdict(set)
     for program in module.programs:
         for op in program.ops:
             if isinstance(op, Call) and op.task is not None:
-                found[op.task.stage].add(program.rank or 0)
-    return found
+                hosts[op.task.stage].add(program.rank or 0)
+    return hosts
 
 
 def _volume(message: Message) -> int:
-    """Bytes that a link carries for a message, or for each rank of a collective (as rings do)."""
+    """The bytes that a link carries for a message, or for each rank of a collective in a ring."""
     ends = message.ends.values()
     largest = max(tensor_bytes(value.type) for op in ends for value in (*op.operands, *op.results))
     op = next(iter(ends))

@@ -1,4 +1,4 @@
-"""The times of the ranks of a step: foreseen by a simulation, or recorded."""
+"""The times of the ranks of a step, either simulated or recorded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class RankTimes:
     """The times of one rank, in milliseconds.
 
     Attributes:
-        start, end: of its first and last work; both 0 if it has none.
-        busy: for how long it works.
-        blocked: for how long, between `start` and `end`, it does not.
-        exposed: for how long of that the message that it waits for is travelling; for the rest,
-            another rank has not sent it yet. NaN where that is not known.
-        peak_bytes: of the tensors that it holds, by the buffer plan: `MemoryPlan.peak`.
+        rank: the rank.
+        start, end: the start of its first work and the end of its last; both 0 if it has none.
+        busy: the time for which it works.
+        blocked: the time between `start` and `end` for which it does not work.
+        exposed: the part of `blocked` in which the awaited message is travelling; in the rest, it
+            has not been sent yet. NaN if this is not known.
+        peak_bytes: the most bytes of tensors that it holds, by the buffer plan: `MemoryPlan.peak`.
     """
 
     rank: int
@@ -39,8 +40,8 @@ class ProgramTimes:
     """The times of all programs of a step; `print` shows them as a table.
 
     Attributes:
-        ranks: for each rank what it does with its time.
-        spans: when each op ran that takes time, by rank in program order.
+        ranks: the times of each rank.
+        spans: the spans of all ops that take time, by rank, in program order.
     """
 
     ranks: tuple[RankTimes, ...]
@@ -48,7 +49,7 @@ class ProgramTimes:
 
     @property
     def makespan(self) -> float:
-        """The longest time from a rank's first work to the end of its last, in milliseconds."""
+        """The longest time from a rank's first start to its last end, in milliseconds."""
         return max(rank.span for rank in self.ranks)
 
     @property
@@ -58,13 +59,13 @@ class ProgramTimes:
 
     @property
     def bubble_ratio(self) -> float:
-        """The share of the makespan for which a rank that has work is, on average, idle."""
+        """The share of the makespan for which ranks with work are idle, on average."""
         working = self._working
         return 1.0 - self._share([rank.busy for rank in working]) if working else 0.0
 
     @property
     def exposed_ratio(self) -> float:
-        """The share of the makespan for which such a rank waits for what is travelling."""
+        """The share of the makespan for which ranks with work wait for messages on their way."""
         return self._share([rank.exposed for rank in self._working])
 
     def __str__(self) -> str:
@@ -84,5 +85,5 @@ class ProgramTimes:
         return [rank for rank in self.ranks if rank.busy]
 
     def _share(self, times: list[float]) -> float:
-        """The part of the makespan that times are on average."""
+        """The average of times, as a share of the makespan."""
         return sum(times) / len(times) / self.makespan if times else 0.0

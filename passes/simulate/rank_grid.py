@@ -1,4 +1,4 @@
-"""The rank grid: a timeline as text, a line for each rank, time from left to right."""
+"""Draw a timeline as text: a line for each rank, with time from left to right."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ...ir.pipeline.timing import Timeline
 
 _WIDEST = 1_000_000
 _COARSEST = 8
-"""The most by which the longest task may exceed the one that the scale is made for."""
+"""The most by which the longest task may exceed the task whose name must fit."""
 
 
 def grid(timeline: Timeline, ranks: Sequence[int] | None = None) -> str:
     """Draw a timeline.
 
-    Each task is as wide as it is long, and begins with its name (`2F0`: stage 2, forward,
-    microbatch 0), cut where there is no room; dots are time for which the rank is idle.
+    The width of a task is its time. A task begins with its name (`2F0`: stage 2, forward,
+    microbatch 0), which is cut if there is no room; dots are idle time.
 
     Args:
-        timeline: what to draw.
-        ranks: which lines, and in which order; all ranks, ascending, without.
+        timeline: the timeline.
+        ranks: the ranks to draw, in order; None: all ranks, ascending.
 
     Raises:
         ValueError: a line would be too wide, as one task or gap is far longer than the others.
@@ -37,7 +37,7 @@ def grid(timeline: Timeline, ranks: Sequence[int] | None = None) -> str:
 
 
 def _scale(timeline: Timeline) -> float:
-    """Characters for each millisecond, such that the name of the shortest task fits."""
+    """The characters for each millisecond, so that the name of the shortest task fits."""
     times = [time for time in timeline.durations if time]
     if not times:
         return 1.0

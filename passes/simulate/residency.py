@@ -1,4 +1,4 @@
-"""Choose for how long stored parameters stay gathered: as long as each rank's memory allows."""
+"""Choose for how long stored parameters stay gathered: as long as the memory of ranks allows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ KEEPS = (STEP, TASK, AUTO)
 
 
 class ResidencyError(ValueError):
-    """Parameters that are stored in pieces cannot be kept as was asked for.
+    """Stored parameters cannot be gathered as `cg.fsdp` asks.
 
     Attributes:
-        reason, remedy: what is wrong, and what to do.
+        reason: what is wrong.
+        remedy: what to do.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -31,12 +32,12 @@ class ResidencyError(ValueError):
 
 @dataclass(frozen=True)
 class Residency:
-    """How parameters that are stored in pieces are gathered; `cg.fsdp` makes it.
+    """The way in which stored parameters are gathered; `cg.fsdp` makes it.
 
     Attributes:
-        bucket: patterns of what is gathered together, as in `bucket_of`.
+        bucket: the patterns of buckets, as in `bucket_of`.
         keep: `step`, `task` or `auto`.
-        memory: bytes that each rank's program may hold at its peak, by `memory_plan`; None: any.
+        memory: the most bytes that each rank's program may hold, by `memory_plan`; None: any.
         prefetch: how many calls before its use a bucket is gathered.
         separate: whether gathers and reductions have communicators and streams of their own.
         loc: the user's line that made it.
@@ -51,17 +52,17 @@ class Residency:
 
     @property
     def text(self) -> str:
-        """The options in words that are equal on ranks that have given the same ones."""
+        """The options as text, for comparison between ranks."""
         return (
             f"fsdp(bucket={self.bucket!r}, keep={self.keep!r}, memory={self.memory}, "
             f"prefetch={self.prefetch}, separate={self.separate})"
         )
 
     def check(self, module: Module) -> None:
-        """Return if a traced step has such parameters, and the bucket's patterns name some.
+        """Check that a traced step has stored parameters, and that each pattern matches one.
 
         Raises:
-            ResidencyError: it has none, or a pattern matches none of them.
+            ResidencyError: the step has none, or a pattern matches none of them.
         """
         paths = sorted(stored_parameters(module))
         if not paths:
@@ -80,58 +81,60 @@ class Residency:
             )
 
     def choose(self, module: Module, compiled: Callable[[Fsdp], Module]) -> Fsdp:
-        """The pass that keeps as many buckets for as long as the memory of all their ranks allows.
+        """The pass that keeps as many buckets for a whole step as the memory of their ranks allows.
 
-        First gradients are reduced in each task again, which saves as many bytes as gathering
-        parameters again and costs less traffic; then parameters are gathered again, in either case
-        those that a step uses first, as they would stay longest. How many is found by bisection,
-        for each actor by itself: a bucket counts against the tightest of its actor's ranks.
+        If memory is short, gradients are reduced in each task first: that saves as many bytes as
+        gathering parameters in each task, and costs less traffic. Then parameters are gathered in
+        each task. In both cases the buckets that a step uses first come first, as they would stay
+        longest. The number of buckets is found by bisection, for each actor by itself, so that all
+        of the actor's ranks have enough memory.
 
         Args:
-            module: traced.
-            compiled: gives the scheduled module that the passes make with such a one.
+            module: the traced module.
+            compiled: a function that compiles it with a pass, and returns the scheduled module.
 
         Raises:
-            ResidencyError: as `check`; or nothing fits into the memory.
+            ResidencyError: as in `check`; or no choice fits into the memory.
         """
         self.check(module)
         keep = TASK if self.keep == TASK else STEP
-        given = Fsdp(self.bucket, keep, separate=self.separate)
+        fsdp = Fsdp(self.bucket, keep, separate=self.separate)
         if self.memory is None:
-            return given
+            return fsdp
         if self.keep != AUTO:
-            self._expect_fit(given, compiled(given))
-            return given
+            self._expect_fit(fsdp, compiled(fsdp))
+            return fsdp
         demotions = {actor: tuple(_demotions(b)) for actor, b in _buckets(self, module).items()}
-        chosen = self._fewest(given, demotions, compiled)
-        made = compiled(chosen)
-        if not all(self._fits(made, rank) for rank in range(made.world)):
-            # Actors of one rank have each been judged beside what the others gave up meanwhile.
-            chosen = _demoted(given, demotions, {a: len(d) for a, d in demotions.items()})
-            made = compiled(chosen)
-        self._expect_fit(chosen, made)
+        chosen = self._fewest(fsdp, demotions, compiled)
+        scheduled = compiled(chosen)
+        if not all(self._fits(scheduled, rank) for rank in range(scheduled.world)):
+            # The bisections of actors on one rank have run side by side, so together they may
+            # have demoted too little.
+            chosen = _demoted(fsdp, demotions, {a: len(d) for a, d in demotions.items()})
+            scheduled = compiled(chosen)
+        self._expect_fit(chosen, scheduled)
         return chosen
 
     def _fewest(
         self,
-        given: Fsdp,
+        fsdp: Fsdp,
         demotions: Mapping[str, Sequence[tuple[str, str]]],
         compiled: Callable[[Fsdp], Module],
     ) -> Fsdp:
-        """The pass with as few demotions of each actor as its ranks need."""
-        low = dict.fromkeys(demotions, -1)  # too few, as far as is known
-        high = {actor: len(found) for actor, found in demotions.items()}
+        """The pass with the fewest demotions for each actor that let its ranks' programs fit."""
+        low = dict.fromkeys(demotions, -1)  # known to be too few
+        high = {actor: len(steps) for actor, steps in demotions.items()}
         trial = dict.fromkeys(demotions, 0)
         while any(high[actor] - low[actor] > 1 for actor in demotions):
-            made = compiled(_demoted(given, demotions, trial))
-            ranks = _ranks(made)
+            scheduled = compiled(_demoted(fsdp, demotions, trial))
+            ranks = _ranks(scheduled)
             for actor in demotions:
                 if high[actor] - low[actor] > 1:
-                    fits = all(self._fits(made, rank) for rank in ranks.get(actor, ()))
+                    fits = all(self._fits(scheduled, rank) for rank in ranks.get(actor, ()))
                     (high if fits else low)[actor] = trial[actor]
                 is_open = high[actor] - low[actor] > 1
                 trial[actor] = (high[actor] + low[actor]) // 2 if is_open else high[actor]
-        return _demoted(given, demotions, high)
+        return _demoted(fsdp, demotions, high)
 
     def _fits(self, module: Module, rank: int) -> bool:
         return self.memory is None or memory_plan(module, rank).peak <= self.memory
@@ -144,18 +147,18 @@ class Residency:
             least = (
                 " even where every bucket is gathered for each task" if self.keep == AUTO else ""
             )
-            other = "" if self.keep != STEP else "keep='auto', "
+            advice = "" if self.keep != STEP else "keep='auto', "
             raise ResidencyError(
                 f"fsdp= allows {self.memory} bytes, and the program of rank {worst} holds "
                 f"{peaks[worst]} at its peak{least}, as memory_analysis() counts",
-                f"give more memory, {other}smaller microbatches or buckets, a shorter prefetch, or "
-                "more ranks along the axis that store= cuts",
+                f"give more memory, {advice}smaller microbatches or buckets, a shorter prefetch, "
+                "or more ranks along the axis that store= cuts",
             )
 
 
 def _buckets(residency: Residency, module: Module) -> Mapping[str, Sequence[str]]:
-    """For each actor its buckets, in the order in which the step first uses them."""
-    found: dict[str, dict[str, None]] = {}
+    """The buckets of each actor, in the order in which the step first uses them."""
+    buckets_of: dict[str, dict[str, None]] = {}
     functions = module.functions
     for op in module.program.ops:
         if not isinstance(op, Call):
@@ -170,33 +173,39 @@ def _buckets(residency: Residency, module: Module) -> Mapping[str, Sequence[str]
                 function = functions[inner.fn.name]
                 if function.parameter is not None and function.effect is Effect.READ:
                     bucket = bucket_of(function.parameter, residency.bucket)
-                    found.setdefault(function.actor or "", {})[bucket] = None
-    return {actor: tuple(buckets) for actor, buckets in found.items()}
+                    buckets_of.setdefault(function.actor or "", {})[bucket] = None
+    return {actor: tuple(buckets) for actor, buckets in buckets_of.items()}
 
 
 def _demotions(buckets: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What is given up, one after the other: a field of the pass, and a bucket."""
+    """The demotions in order: pairs of a field of the pass, and a bucket to list in it."""
     for field in ("reduce", "regather"):
         for bucket in buckets:
             yield field, bucket
 
 
 def _demoted(
-    given: Fsdp, steps: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, int]
+    fsdp: Fsdp, steps: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, int]
 ) -> Fsdp:
-    """The pass, with the first demotions of each actor."""
+    """The pass with the first few demotions of each actor.
+
+    Args:
+        fsdp: the pass without demotions.
+        steps: the demotions of each actor, in order.
+        counts: how many of them to apply, for each actor.
+    """
     listed: dict[str, list[str]] = {"reduce": [], "regather": []}
-    for actor, found in steps.items():
-        for field, bucket in found[: counts[actor]]:
+    for actor, demotions in steps.items():
+        for field, bucket in demotions[: counts[actor]]:
             listed[field].append(f"{actor}/{bucket}")
-    return replace(given, reduce="+".join(listed["reduce"]), regather="+".join(listed["regather"]))
+    return replace(fsdp, reduce="+".join(listed["reduce"]), regather="+".join(listed["regather"]))
 
 
 def _ranks(module: Module) -> Mapping[str, Sequence[int]]:
     """The ranks of each actor of a scheduled module."""
-    found: dict[str, dict[int, None]] = {}
+    ranks_of: dict[str, dict[int, None]] = {}
     for program in module.programs:
         for op in program.ops:
             if isinstance(op, Call) and (actor := module.functions[op.fn.name].actor) is not None:
-                found.setdefault(actor, {})[program.rank or 0] = None
-    return {actor: tuple(ranks) for actor, ranks in found.items()}
+                ranks_of.setdefault(actor, {})[program.rank or 0] = None
+    return {actor: tuple(ranks) for actor, ranks in ranks_of.items()}

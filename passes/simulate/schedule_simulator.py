@@ -1,4 +1,4 @@
-"""Run a schedule on paper: what it takes, where it idles, and what it holds."""
+"""Run a schedule on paper: its time, its idle time and its memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Simulation:
     """The simulated run of an order of tasks.
 
     Attributes:
-        ranks: those that host a stage, in the order in which a microbatch first comes to them.
+        ranks: the ranks that host a stage, in the order in which a microbatch first comes to them.
         makespan: the longest time from a rank's first start to its last end, in milliseconds.
-        end: when the last task ends, in milliseconds after the first has started.
-        busy: for each of `ranks`, for how many milliseconds it works.
-        peak_activations: for each of `ranks`, of how many microbatches it holds the activations at
-            most, counted as in `Timeline.peak`.
-        timeline: when each task runs.
-        traffic: bytes that a rank receives for parameters that are stored in pieces, in units of
-            their bytes; 0 where none are.
+        end: the end of the last task, in milliseconds after the start of the first.
+        busy: for each of `ranks`, the milliseconds for which it works.
+        peak_activations: for each of `ranks`, the most microbatches whose activations it holds at
+            once, counted as in `Timeline.peak`.
+        timeline: the times of all tasks.
+        traffic: the bytes that a rank receives for its stored parameters, as a multiple of their
+            bytes; 0 without stored parameters.
     """
 
     ranks: tuple[int, ...]
@@ -37,7 +37,7 @@ class Simulation:
 
     @property
     def bubble_ratio(self) -> float:
-        """The share of the makespan for which a rank, on average, does not work."""
+        """The share of the makespan for which ranks do not work, on average."""
         if not self.makespan:
             return 0.0
         return 1.0 - sum(self.busy) / len(self.busy) / self.makespan
@@ -55,16 +55,16 @@ def simulate(
     The model is that of `ir/pipeline/timing.py`.
 
     Args:
-        order: for each rank its tasks, as a schedule makes and checks them.
+        order: the tasks of each rank, as a schedule makes and checks them.
         stage_ranks: the rank of each stage.
-        microbatches: how many there are.
-        costs: of each stage's tasks and of transfers; one unit for each task without them.
-        storing: how stages are stored, if groups of ranks have them in pieces. The first gather of
-            a rank and its last reduction count to its time.
+        microbatches: the number of microbatches.
+        costs: the costs of tasks and transfers; without them each task takes one unit.
+        storing: how stages are stored, if groups of ranks store them in pieces. The time of a rank
+            then includes its first gather and its last reduction.
 
     Raises:
         OrderDeadlock: the ranks come to wait for each other.
-        ValueError: the costs are not for so many stages.
+        ValueError: the costs are not for this number of stages.
     """
     costs = costs or Costs()
     gathers = None
@@ -90,7 +90,7 @@ def simulate(
 
 
 def _peak(timeline: Timeline, rank: int, costs: Costs) -> float:
-    """Of how many microbatches a rank holds the activations; a stage that recomputes holds less."""
+    """The most microbatches whose activations a rank holds; stages that recompute count less."""
     if not costs.remat:
         return timeline.peak(rank, costs.mw)
     counted = replace(costs, activation_bytes=None, weight_bytes=None)

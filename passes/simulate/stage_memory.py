@@ -15,14 +15,15 @@ from .memory_plan import brings
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What a step's stages hold, by stage.
+    """The memory of a step's stages.
 
     Attributes:
-        activations: bytes that a microbatch holds between F and B, the most of all microbatches.
-            What stages of one rank share counts for each; parameters of the step and what actors
-            hold do not.
-        weights: the same between B and W; 0 where the schedule does not split backwards.
-        actors: whose calls a stage is.
+        activations: for each stage the bytes that a microbatch holds between F and B, the most of
+            all microbatches. Storage that stages of one rank share counts for each of them;
+            parameters of the step and the state of actors do not count.
+        weights: for each stage the bytes that a microbatch holds between B and W; 0 if the schedule
+            does not split backwards.
+        actors: for each stage its actor.
     """
 
     activations: tuple[int, ...]
@@ -53,17 +54,17 @@ def stage_memory(module: Module) -> StageMemory:
 
 
 def recomputable(module: Module) -> frozenset[str]:
-    """The actors all of whose differentiated calls can be computed again in the backward.
+    """The actors whose differentiated calls can all be computed again in the backward.
 
-    A call that draws random numbers, or that changes its actor's state, cannot be.
+    This excludes calls that draw random numbers, or that change their actor's state.
     """
-    found: dict[str, bool] = {}
+    repeatable: dict[str, bool] = {}
     for vjp in module.vjps.values():
         forward = module.functions[vjp.forward]
         if forward.actor is not None:
             again = not forward.random and forward.effect in (Effect.PURE, Effect.READ)
-            found[forward.actor] = found.get(forward.actor, True) and again
-    return frozenset(actor for actor, again in found.items() if again)
+            repeatable[forward.actor] = repeatable.get(forward.actor, True) and again
+    return frozenset(actor for actor, again in repeatable.items() if again)
 
 
 _Place = tuple[int, int]
@@ -71,15 +72,15 @@ _Place = tuple[int, int]
 
 
 def _held(program: Program, module: Module) -> tuple[Mapping[_Place, int], Mapping[_Place, int]]:
-    """The bytes that are held between F and B, and between B and W."""
+    """The bytes that microbatches hold on stages between F and B, and between B and W."""
     storage = SharedStorage(program, module.functions, collectives=True)
     sizes: dict[Value, int] = {}
-    # The storage that F and B use, and of that what comes after them uses.
+    # The storage that each task uses; and the storage of F and of B that later tasks still use.
     used: dict[tuple[_Place, Action], set[Value]] = {}
     before: dict[_Place, set[Value]] = {}
     after: dict[_Place, set[Value]] = {}
     for op in program.ops:
-        # A message that B needs stays in its slot, which takes memory, too.
+        # A message that B needs stays in its slot, so it counts as well.
         is_message = isinstance(op, Recv) and not op.operands
         for value in op.results if is_message else brings(op, module.functions):
             group = storage.of(value)
@@ -99,4 +100,4 @@ def _held(program: Program, module: Module) -> tuple[Mapping[_Place, int], Mappi
 
 
 def _sums(held: Mapping[_Place, set[Value]], sizes: Mapping[Value, int]) -> Mapping[_Place, int]:
-    return {place: sum(sizes.get(each, 0) for each in groups) for place, groups in held.items()}
+    return {place: sum(sizes.get(group, 0) for group in groups) for place, groups in held.items()}

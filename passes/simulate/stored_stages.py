@@ -1,4 +1,4 @@
-"""Stages whose parameters are stored in pieces, on paper: gathers, reductions and their traffic."""
+"""Simulate stages with stored parameters: their gathers, their reductions and the traffic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ...ir.pipeline.timing import Timeline
 
 @dataclass(frozen=True)
 class Storing:
-    """Parameters in pieces, on groups of ranks in the place of the ranks of a pipeline.
+    """Stored parameters, where each rank of a pipeline is replaced by a group of ranks.
 
     Attributes:
-        members: ranks of a group.
-        keep: `step`: each stage is gathered once, and its gradients are reduced once, behind its
-            last backward. `task`: for each F and B, and after each B, or each W where there are
-            any.
+        members: the number of ranks of a group.
+        keep: with `step`, each stage is gathered once, and its gradients are reduced once, behind
+            its last backward. With `task`, it is gathered for each F and each B, and its gradients
+            are reduced after each B or, if there are W, after each W.
     """
 
     members: int = 1
@@ -25,19 +25,19 @@ class Storing:
 
     @property
     def share(self) -> float:
-        """The share of what is gathered that a rank receives of others."""
+        """The share of gathered parameters that a rank receives from others."""
         return (self.members - 1) / self.members
 
 
 @dataclass(slots=True)
 class _Queue:
-    """The gathers of one rank, one behind the other.
+    """The gathers of one rank, which run one behind the other.
 
     Attributes:
-        free: when the last one is over.
-        before: when the task before has started; the next gather is issued then.
+        free: the end of the last gather.
+        before: the start of the previous task, when the next gather is issued; None before tasks.
         gathered: the stages that have been gathered.
-        first: when the first one was issued.
+        first: the time at which the first gather was issued.
     """
 
     free: float = 0.0
@@ -49,7 +49,7 @@ class _Queue:
 class Gathers:
     """Puts off tasks until the parameters of their stage are gathered.
 
-    A gather is issued when the task before it starts, the first one just as early as it has to be.
+    A gather is issued when the task before it starts. The first one is issued as late as possible.
     """
 
     def __init__(self, storing: Storing, costs: Costs, stages: int, microbatches: int) -> None:
@@ -60,11 +60,11 @@ class Gathers:
         self._queues: dict[int, _Queue] = {}
 
     def hold(self, rank: int, number: int, start: float) -> float:
-        """When a task starts that could start then; as `Hold`."""
+        """The actual start of a task that could start at `start`, as in `Hold`."""
         queue = self._queues.setdefault(rank, _Queue())
         action, stage = divmod(number // self._microbatches, self._stages)
-        each = self._storing.keep == "task" and action < 2
-        if each or (action == 0 and stage not in queue.gathered):
+        is_per_task = self._storing.keep == "task" and action < 2
+        if is_per_task or (action == 0 and stage not in queue.gathered):
             queue.gathered.add(stage)
             time = self._costs.tgather
             issued = max(start - time, 0.0) if queue.before is None else queue.before
@@ -75,8 +75,8 @@ class Gathers:
         return start
 
     def spans(self, timeline: Timeline) -> dict[int, tuple[float, float]]:
-        """For each rank when its first gather is issued, and when its last reduction is over."""
-        found = {}
+        """For each rank the time of its first gather, and the end of its last task or reduction."""
+        spans = {}
         for rank, row in timeline.rows.items():
             if not row:
                 continue
@@ -89,15 +89,15 @@ class Gathers:
                     left[task.stage] -= 1
                     if self._storing.keep == "task" or not left[task.stage]:
                         free = max(free, end) + self._costs.treduce
-            found[rank] = (queue.first or 0.0, max(end, free))
-        return found
+            spans[rank] = (queue.first or 0.0, max(end, free))
+        return spans
 
 
 def traffic(storing: Storing, microbatches: int) -> float:
-    """The bytes that a rank receives for its parameters in a step, in units of their bytes.
+    """The bytes that a rank receives for its parameters in a step, as a multiple of their bytes.
 
-    2 (f - 1) / f with `step`, for a gather and a reduction; with `task` two gathers and a reduction
-    for each microbatch.
+    On f ranks, a gather or a reduction counts (f - 1) / f. There is one of each with `step`. With
+    `task` there are two gathers and a reduction for each microbatch.
     """
     times = 2 if storing.keep == "step" else 3 * microbatches
     return times * storing.share

@@ -12,7 +12,7 @@ from ....ir.pipeline.order import ACTIONS, Order, Row, numbers, splits_backward
 
 
 class ScheduleError(ValueError):
-    """An order is no schedule of a step, or its stages do not lie on ranks as a schedule wants."""
+    """An order is not a schedule of a pipeline, or the stages' ranks do not suit a schedule."""
 
     __module__ = "cg"  # the public name, which tracebacks show
 
@@ -26,7 +26,7 @@ class Pipeline:
 
     Attributes:
         stage_ranks: the rank of each stage.
-        microbatches: how many there are; any number, also fewer than there are stages.
+        microbatches: the number of microbatches, which may be less than the number of stages.
     """
 
     stage_ranks: tuple[int, ...]
@@ -51,10 +51,10 @@ class Pipeline:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """For each stage, how often the work changes ranks on its way there.
+        """For each stage, how often a microbatch changes ranks on its way there.
 
-        Neighbouring stages on one rank run back to back, as one; so this, and not the number of
-        the stage, says when a stage's turn comes.
+        Neighbouring stages on one rank run back to back, as one. So the depth, and not the number
+        of the stage, says when a stage's turn comes.
         """
         depth = 0
         depths = [0]
@@ -65,7 +65,7 @@ class Pipeline:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The stages, neighbours of one rank together: what runs back to back, as one."""
+        """The stages, with neighbours on one rank together, which run back to back as one."""
         runs = groupby(range(self.stages), key=self.stage_ranks.__getitem__)
         return tuple(tuple(run) for _, run in runs)
 
@@ -75,11 +75,11 @@ class Schedule:
     """A named rule that orders the tasks of any pipeline.
 
     Attributes:
-        name: what `by_name` finds it by, and what dumps and benchmark rows call it.
+        name: its name in `by_name`, in dumps and in rows of benchmarks.
         order: the rule, a pure function of a pipeline and the options.
-        options: keyword arguments of the rule.
+        options: the keyword arguments of the rule.
         splits: whether its orders may have tasks W. A step is then compiled with backwards in two
-            halves; where an order has none after all, each W follows its B.
+            halves; if an order has no W after all, each W follows its B.
     """
 
     name: str
@@ -94,9 +94,9 @@ class Schedule:
         """Order the tasks of `pipeline`, and check the result.
 
         Raises:
-            TypeError: what the rule gives is not of the form of an order.
-            ScheduleError: the rule does not apply to this pipeline, or its result is not a
-                schedule of it.
+            TypeError: the result of the rule does not have the form of an order.
+            ScheduleError: the rule does not apply to this pipeline, or its result is not a schedule
+                of the pipeline.
         """
         order = self.order(pipeline, **dict(self.options))
         _check_form(order, self.name)
@@ -112,12 +112,13 @@ class Schedule:
 def spell(pipeline: Pipeline, chunks: Sequence[Sequence[int]], word: Iterable[str]) -> Row:
     """The tasks of one rank, written as a word: `FFBFBB`, or `F0 F1 B1 B0` as a list.
 
-    A letter is an action and the chunk that it is for, the first one if none is named. It takes
-    the chunk's next microbatch, so each action goes through the microbatches in order; what comes
-    after the last one is left out. A chunk of several stages runs forwards down and backwards up.
+    A letter is an action and a chunk; without a number it is for the first chunk. Each letter takes
+    the chunk's next microbatch, so each action goes through the microbatches in order; letters
+    behind the last microbatch are left out. In a chunk of several stages, forwards run down the
+    stages and backwards up.
 
     Args:
-        pipeline: what the tasks are of.
+        pipeline: the pipeline of the tasks.
         chunks: the stages of each chunk that the rank hosts.
         word: the letters.
     """
@@ -143,14 +144,13 @@ def spell(pipeline: Pipeline, chunks: Sequence[Sequence[int]], word: Iterable[st
 def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[int]]) -> Order:
     """Give each rank its tasks by ascending clock.
 
-    Tasks of one rank and one clock run oldest microbatch first, backwards before forwards,
-    forwards down the pipeline and backwards up. If the clock of a task is never under that of a
-    task that it needs, and if equal clocks of dependent tasks stay on one rank, the orders of the
-    ranks cannot block each other: sorting all tasks by clock is a global order that they all
-    follow.
+    Tasks of one rank with equal clocks run oldest microbatch first, backwards before forwards,
+    forwards down the pipeline and backwards up. The orders of the ranks cannot block each other if
+    no task has a smaller clock than a task that it needs, and if dependent tasks with equal clocks
+    are on one rank: then all ranks follow the global order of tasks by clock.
 
     Args:
-        pipeline: what the tasks are of.
+        pipeline: the pipeline of the tasks.
         clock: for each action and stage, the clocks of the microbatches.
     """
 
@@ -168,14 +168,14 @@ def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[i
             keys += [time * count + mb for mb, time in enumerate(clock[action, stage])]
             first = (ACTIONS.index(action) * pipeline.stages + stage) * count
             tasks += range(first, first + count)
-        # The sort is stable: among equals, the order of the lanes stays.
+        # The sort is stable: among equal keys, the order of the lanes stays.
         by_key = sorted(range(len(keys)), key=keys.__getitem__)
         order[rank] = Row([tasks[index] for index in by_key], pipeline.stages, count)
     return order
 
 
 def _check_form(order: Any, name: str) -> None:
-    """Refuse what a rule of the user's gives, if it is nothing like an order."""
+    """Refuse the result of a user's rule if it does not have the form of an order."""
     form = "a rule gives a dict: for each rank the list of its tasks, as Task.parse('2F0') makes"
     if not isinstance(order, Mapping):
         raise TypeError(f"schedule '{name}' gives {_kind(order)}; {form}")
@@ -198,14 +198,14 @@ def _kind(value: Any) -> str:
 def validate(pipeline: Pipeline, order: Order, name: str) -> None:
     """Check that `order` is a schedule of `pipeline`.
 
-    Every rank runs the tasks of its own stages and no others; for each stage and microbatch it
-    runs F once, then B once; then W at most once, and where one W is, all are.
+    Each rank must run the tasks of its own stages and no others. For each stage and microbatch it
+    must run F once, then B once. If there is any W, each B must be followed by one W.
 
     Raises:
-        ScheduleError: it is not; the message names the schedule, the rank and the task.
+        ScheduleError: `order` breaks a rule; the message names the schedule, the rank and the task.
     """
     count, cells = pipeline.microbatches, pipeline.stages * pipeline.microbatches
-    done = bytearray(cells)  # how many of F, B and W a stage has run of a microbatch
+    done = bytearray(cells)  # for each stage and microbatch, how many of F, B and W have run
     for rank, tasks in order.items():
         _check_range(pipeline, rank, tasks, name)
         foreign = [home != rank for home in pipeline.stage_ranks]
@@ -238,7 +238,7 @@ def _check_range(pipeline: Pipeline, rank: int, tasks: Sequence[Task], name: str
 def _misplaced(
     pipeline: Pipeline, rank: int, number: int, done: Sequence[int], name: str
 ) -> ScheduleError:
-    """The error of a task that stands where it must not; `done` is what ran before it."""
+    """The error about a misplaced task; `done` counts the tasks that ran before it, by cell."""
     cells = pipeline.stages * pipeline.microbatches
     (task,) = Row((number,), pipeline.stages, pipeline.microbatches)
     action, cell = divmod(number, cells)

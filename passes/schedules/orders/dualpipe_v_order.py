@@ -10,8 +10,8 @@ from .layouts import vee
 def dualpipe_v_order(pipeline: Pipeline) -> Order:
     """Order the two chunks of each rank so that an F of one stands beside a B of the other.
 
-    Four ranks of two chunks, a line each, and eight microbatches; digits are F, small letters B,
-    capitals W::
+    With four ranks of two chunks, a line each, and eight microbatches (digits are F, small letters
+    B, capitals W)::
 
         rank 0  0123456          7   aA   bB   cC   dD  eE..fF.gGhH
                        0aA1bB2cC3 dD4  eE5  fF6  gG7  hH  ..  .
@@ -22,10 +22,10 @@ def dualpipe_v_order(pipeline: Pipeline) -> Order:
         rank 3  ...0 1 2 3 4   aA5   bB6   cC7   dD  eE  fF g h G H
                 ... 0 1 2 3 aA4   bB5   cC6   dD7  eE  fF  g h G H
 
-    In the steady state F of chunk 0 comes with B and W of chunk 1, and the other way round. Where
-    stages communicate inside themselves, as experts do, one of a pair can compute while the other
-    communicates; the order shows no gain from that, as it has one task at a time. A rank holds at
-    most p + 1/2 microbatches.
+    In the steady state, F of chunk 0 is paired with B and W of chunk 1, and the other way round. If
+    stages communicate within themselves, as experts do, one task of a pair can compute while the
+    other communicates. The order shows no gain from that, as it has one task at a time. A rank
+    holds at most p + 1/2 microbatches.
 
     Raises:
         ValueError: the stages do not lie as in 0,1,2,2,1,0.
@@ -35,7 +35,7 @@ def dualpipe_v_order(pipeline: Pipeline) -> Order:
     """
     chunks = vee(pipeline, "dualpipe-v")
     p = len(chunks)
-    # A shorter step is what is left of one in which every rank comes to its steady state.
+    # A shorter step is the beginning of a step in which every rank comes to its steady state.
     m = max(pipeline.microbatches, 2 * p)
     order: dict[int, Row] = {}
     for r, rank in enumerate(pipeline.ranks):

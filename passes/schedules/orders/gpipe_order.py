@@ -10,7 +10,7 @@ from .base import Pipeline, from_clock
 def gpipe_order(pipeline: Pipeline) -> Order:
     """Run the forwards of all microbatches, then their backwards, oldest microbatch first.
 
-    Four ranks, eight microbatches; digits are F, letters are B::
+    With four ranks and eight microbatches (digits are F, letters are B)::
 
         rank 0  01234567.........aabbccddeeffgghh
         rank 1  .01234567......aabbccddeeffgghh..

@@ -10,7 +10,8 @@ from .layouts import loop
 def interleaved_order(pipeline: Pipeline, chunks: int | None = None) -> Order:
     """Send groups of microbatches through one chunk after the other, with one B for each F.
 
-    Four ranks of two chunks, a line each, and eight microbatches; digits are F, letters are B::
+    With four ranks of two chunks, a line each, and eight microbatches (digits are F, letters are
+    B)::
 
         rank 0  0123    456...  7  .       aa bbcc.dd.  .  .  .  eeffgghh
                     0123   ...aa bb.4cc5dd6  7    .  .ee.ff.gg.hh
@@ -21,17 +22,18 @@ def interleaved_order(pipeline: Pipeline, chunks: int | None = None) -> Order:
         rank 3  ...0123            4aa5bb6cc7dd            eeffgghh......
                 ...    0aa1bb2cc3dd            4ee5ff6gg7hh        ......
 
-    With v chunks a rank the bubble is that of 1F1B over v, (p - 1) (tf + tb + tw) / v, for m >= p;
-    there are v times as many transfers, and more activations. Microbatches go in groups, so that a
-    rank can start on its next chunk as soon as the group is through the last rank. Megatron-LM
-    wants groups of exactly p; here they have at least p, so m need be no multiple of it.
+    With v chunks on each rank and m >= p, the bubble is that of 1F1B divided by v,
+    (p - 1) (tf + tb + tw) / v. There are v times as many transfers, and more activations.
+    Microbatches go in groups, so that a rank can start on its next chunk as soon as the group is
+    through the last rank. Megatron-LM wants groups of exactly p; here they have at least p, so m
+    need not be a multiple of p.
 
     Args:
-        pipeline: stages that go round the ranks, as in 0,1,2,0,1,2.
-        chunks: how often they do; None for any number.
+        pipeline: its stages go round the ranks, as in 0,1,2,0,1,2.
+        chunks: how often they go round; None: any number.
 
     Raises:
-        ValueError: the stages lie in another way.
+        ValueError: the stages lie on the ranks in another way.
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2.
     """
@@ -55,7 +57,7 @@ def interleaved_order(pipeline: Pipeline, chunks: int | None = None) -> Order:
 
 
 def _groups(microbatches: int, ranks: int) -> list[int]:
-    """Sizes of groups of at least `ranks`, as equal as they can be, larger ones first."""
+    """The sizes of groups of at least `ranks` microbatches, as equal as possible, largest first."""
     count = max(1, microbatches // ranks)
     size, more = divmod(microbatches, count)
     return [size + 1] * more + [size] * (count - more)

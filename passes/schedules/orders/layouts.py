@@ -1,4 +1,4 @@
-"""The ranks of stages, for schedules that want them in a certain way."""
+"""Check how stages lie on ranks, for schedules that need a certain arrangement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Chunks = list[tuple[int, ...]]
 
 
 def line(pipeline: Pipeline, name: str) -> list[tuple[int, ...]]:
-    """The stages of each rank, down the pipeline, where each rank hosts one part of it.
+    """The stages of each rank, down the pipeline, if each rank hosts neighbouring stages.
 
     Raises:
         ScheduleError: a rank hosts stages that are not neighbours.
@@ -24,23 +24,23 @@ def line(pipeline: Pipeline, name: str) -> list[tuple[int, ...]]:
 
 
 def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
-    """The chunks of each rank, where the pipeline goes round the ranks again and again.
+    """The chunks of each rank, if the pipeline goes round the ranks several times.
 
     Args:
-        pipeline: what goes round them.
-        chunks: how often; None for as often as it does.
-        name: the schedule, for messages.
+        pipeline: the pipeline.
+        chunks: how often it must go round; None: any number.
+        name: the name of the schedule, for errors.
 
     Raises:
-        ScheduleError: it does not go round all ranks in the same order, or not so often.
+        ScheduleError: it does not go round all ranks in the same order, or not `chunks` times.
     """
     ranks = pipeline.ranks
-    # With one rank there is no telling where a round ends, so each stage is one.
+    # With one rank the ends of rounds are not visible, so each stage counts as a round.
     parts = pipeline.parts if len(ranks) > 1 else tuple((s,) for s in range(pipeline.stages))
     rounds = len(parts) // len(ranks)
     homes = tuple(pipeline.stage_ranks[part[0]] for part in parts)
-    wanted = rounds if chunks is None else chunks
-    if homes != ranks * wanted:
+    count = rounds if chunks is None else chunks
+    if homes != ranks * count:
         many = "chunks" if chunks is None else f"{chunks} chunk{'s' * (chunks != 1)}"
         sum_ = "" if chunks is None else f", {chunks * len(ranks)} stages"
         raise ScheduleError(
@@ -51,10 +51,10 @@ def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
 
 
 def vee(pipeline: Pipeline, name: str) -> list[Chunks]:
-    """The two chunks of each rank, where the pipeline goes down the ranks and up again.
+    """The two chunks of each rank, if the pipeline goes down the ranks and up again.
 
     Raises:
-        ScheduleError: it does not.
+        ScheduleError: the pipeline does not.
     """
     ranks = pipeline.ranks
     if pipeline.stage_ranks != ranks + ranks[::-1]:

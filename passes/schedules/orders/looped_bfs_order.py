@@ -8,9 +8,10 @@ from .layouts import loop
 
 
 def looped_bfs_order(pipeline: Pipeline, chunks: int | None = None) -> Order:
-    """Run a chunk's forwards for all microbatches before those of the next; so the backwards.
+    """Run all forwards of a chunk before those of the next chunk, and likewise the backwards.
 
-    Four ranks of two chunks, a line each, and eight microbatches; digits are F, letters are B::
+    With four ranks of two chunks, a line each, and eight microbatches (digits are F, letters are
+    B)::
 
         rank 0  01234567        .........                aabbccddeeffgghh
                         01234567.........aabbccddeeffgghh
@@ -21,17 +22,17 @@ def looped_bfs_order(pipeline: Pipeline, chunks: int | None = None) -> Order:
         rank 3  ...01234567                        aabbccddeeffgghh......
                 ...        01234567aabbccddeeffgghh                ......
 
-    For m >= p the bubble is that of GPipe over v, (p - 1) (tf + tb + tw) / v, and all m
-    activations are held. All work on a chunk's weights is together, so sharded weights are
-    gathered once for each direction, and each gradient is complete, and can be reduced, as early
-    as can be.
+    With v chunks on each rank and m >= p, the bubble is that of GPipe divided by v,
+    (p - 1) (tf + tb + tw) / v, and all m activations are held. All work on a chunk's weights is
+    together. So sharded weights are gathered once for each direction, and each gradient is complete
+    as early as possible, and can be reduced.
 
     Args:
-        pipeline: stages that go round the ranks, as in 0,1,2,0,1,2.
-        chunks: how often they do; None for any number.
+        pipeline: its stages go round the ranks, as in 0,1,2,0,1,2.
+        chunks: how often they go round; None: any number.
 
     Raises:
-        ValueError: the stages lie in another way.
+        ValueError: the stages lie on the ranks in another way.
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv 2211.05953.
     """

@@ -1,4 +1,4 @@
-"""Schedules as text: one line for each rank, its tasks in order."""
+"""Read and write schedules as text: a line for each rank, with its tasks in order."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LABEL = re.compile(r"\s*(?:rank\s+)?(.*?)\s*[:|](.*)", re.S)
 def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
     """Read a table.
 
-    The lines are those of ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks
-    or commas part the tasks. What follows a `#`, and lines with nothing else, are comments.
+    The lines are for ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks or
+    commas separate tasks. A comment goes from a `#` to the end of its line.
 
-    A printed grid is a table, too: `rank 2 | . . 2F0 2B0`. Its dots, of idle time, say nothing.
-    Where it has W alone of a stage and a microbatch, no other stage waits for that backward, and
-    B comes right ahead of W.
+    A printed grid is a table, too: `rank 2 | . . 2F0 2B0`. Its dots, which stand for idle time, are
+    skipped. If a grid has only W for a stage and a microbatch, no other stage waits for that
+    backward; its B is added right ahead of W.
 
     Raises:
-        ValueError: a word is not a task, or a rank has two lines or none in its line; the message
+        ValueError: a word is not a task, a rank has two lines, or a line has no tasks; the message
             names `file` and the line.
     """
     order: dict[int, list[Task]] = {}
@@ -51,14 +51,14 @@ def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
 
 
 def _with_inputs(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks, and B right ahead of each W whose backward has none."""
-    given = set(tasks)
-    found: list[Task] = []
+    """The tasks, with B added right ahead of each W without a B."""
+    present = set(tasks)
+    completed: list[Task] = []
     for task in tasks:
-        if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in given:
-            found.append(task.beside(Action.BACKWARD))
-        found.append(task)
-    return found
+        if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in present:
+            completed.append(task.beside(Action.BACKWARD))
+        completed.append(task)
+    return completed
 
 
 def format_table(order: Order) -> str:
@@ -68,7 +68,7 @@ def format_table(order: Order) -> str:
 
 
 def table_pipeline(text: str, file: str = "table") -> Pipeline:
-    """The pipeline that a table is for: each stage is on the rank that runs it.
+    """The pipeline of a table, in which each stage is on the rank that runs it.
 
     Raises:
         ValueError: the text is not a table, or leaves out a stage or a microbatch.
@@ -76,14 +76,16 @@ def table_pipeline(text: str, file: str = "table") -> Pipeline:
     order = parse_table(text, file)
     homes = {task.stage: rank for rank, tasks in order.items() for task in tasks}
     microbatches = {task.microbatch for tasks in order.values() for task in tasks}
-    for what, found in (("stage", homes.keys()), ("microbatch", microbatches)):
-        # Tried up to how many there are, as one may have a number that is out of all bounds.
-        for number in range(len(found)):
-            if number not in found:
-                raise ValueError(f"{file}: no rank runs {what} {number}, but there is {max(found)}")
+    for noun, numbers in (("stage", homes.keys()), ("microbatch", microbatches)):
+        # Only numbers below the count are tried, as a number in the text may be huge.
+        for number in range(len(numbers)):
+            if number not in numbers:
+                raise ValueError(
+                    f"{file}: no rank runs {noun} {number}, but there is {max(numbers)}"
+                )
     return Pipeline(tuple(homes[stage] for stage in sorted(homes)), len(microbatches))
 
 
 def table_order(pipeline: Pipeline, text: str, file: str = "table") -> Order:
-    """The order that a table says, whatever the pipeline; `validate` holds it against that."""
+    """The order of a table; `validate` compares it with the pipeline."""
     return parse_table(text, file)

@@ -10,8 +10,8 @@ from .layouts import vee
 def zb_v_order(pipeline: Pipeline) -> Order:
     """Order the two chunks of each rank: 0 goes down the ranks, and 1 comes up again.
 
-    Four ranks of two chunks, a line each, and eight microbatches; digits are F, small letters B,
-    capitals W::
+    With four ranks of two chunks, a line each, and eight microbatches (digits are F, small letters
+    B, capitals W)::
 
         rank 0  0123456            7aA   bB   cC   dD   eEfFgGhH...
                        0aA1bB2cC3dD   4eE  5fF  6gG  7hH        ...
@@ -22,8 +22,8 @@ def zb_v_order(pipeline: Pipeline) -> Order:
         rank 3  ...0 1 2 3   4aA   5bB   6cC   7dD   e f g hE   FGH
                 ... 0 1 2 3aA   4bB   5cC   6dD   7eE f g h  FGH
 
-    The last stage is on the first rank, which so has B's to run as soon as microbatches are
-    through, and every rank holds at most p microbatches, as 1F1B does on its first. With equal
+    The last stage is on the first rank, which therefore has a B to run as soon as a microbatch is
+    through. Every rank holds at most p microbatches, as the first rank does in 1F1B. With equal
     times there is no bubble for m >= 2p - 1.
 
     Raises:
@@ -33,7 +33,7 @@ def zb_v_order(pipeline: Pipeline) -> Order:
     """
     chunks = vee(pipeline, "zb-v")
     p = len(chunks)
-    # A shorter step is what is left of one in which every rank comes to its steady state.
+    # A shorter step is the beginning of a step in which every rank comes to its steady state.
     m = max(pipeline.microbatches, 2 * p - 1)
     order: dict[int, Row] = {}
     for r, rank in enumerate(pipeline.ranks):

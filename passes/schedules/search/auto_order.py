@@ -28,15 +28,18 @@ def auto_order(
     Args:
         pipeline, max_activations, costs, max_bytes, seed, seconds, splits, remat: as in
             `auto_orders`.
-        choice: 0 for the best order, 1 for the next best, and so on; the last one if there are
+        choice: 0 for the best order, 1 for the second best, and so on; the last order if there are
             fewer.
-        measure: false; whoever compiles a step has measured its costs before.
+        measure: must be false; to compile a step, its costs have been measured before.
+
+    Raises:
+        ValueError: as `auto_orders`, or `measure` is given.
     """
     if measure:
         raise ValueError(
             "schedule 'auto': measure is for compile, which can run the step; on paper, give costs"
         )
-    found = auto_orders(
+    orders = auto_orders(
         pipeline,
         max_activations,
         costs,
@@ -46,7 +49,7 @@ def auto_order(
         splits=splits,
         remat=remat,
     )
-    return found[min(choice, len(found) - 1)].order
+    return orders[min(choice, len(orders) - 1)].order
 
 
 def auto_orders(
@@ -62,29 +65,32 @@ def auto_orders(
 ) -> tuple[Found, ...]:
     """The best orders of a search, best first, with a lower bound of the makespan.
 
-    The best is the one with the shortest makespan, then the one that ends first, then the one
-    that holds least. It is never worse than a known schedule that fits into the memory.
+    Orders are compared by makespan, then by the end of the last task, then by peak memory. The best
+    is never worse than a known schedule that fits into the memory.
 
     Args:
         pipeline: any stages on any ranks.
-        max_activations: of how many microbatches a rank may hold the activations at once, each of
-            its v stages counting 1/v; None for as many as there are ranks, as 1F1B holds.
-        costs: of tasks and transfers; all tasks the same, and transfers nothing, without.
-        max_bytes: how many bytes a rank may hold, or each rank in the order in which a microbatch
-            first comes to them; instead of `max_activations`, and with `costs.activation_bytes`.
-        seed: what the search draws its moves from.
-        seconds: for how long to search; None for a number of trials that depends on the size of
-            the pipeline alone, so that the result is the same on every machine.
+        max_activations: the most microbatches whose activations a rank may hold at once; each of
+            its v stages counts 1/v. None: as many as there are ranks, as 1F1B holds.
+        costs: the costs of tasks and transfers. None: all tasks take the same time, and transfers
+            take none.
+        max_bytes: instead of `max_activations`, the most bytes that a rank may hold: one number, or
+            one for each rank, in the order in which a microbatch first comes to them. It needs
+            `costs.activation_bytes`.
+        seed: the seed of the search's random moves.
+        seconds: the time of the search. None: a number of trials that depends only on the size of
+            the pipeline, so that the result is the same on every machine.
         splits: whether an order may have W.
-        remat: whether to choose stages that recompute, where memory is short; the costs must have
-            `mr`. `Found.remat` says which.
+        remat: whether to choose stages that recompute, if memory is short; the costs must have
+            `mr`. `Found.remat` lists them.
 
     Raises:
-        ValueError: `max_activations` is under 1, or so little that not one microbatch could pass.
+        ValueError: `max_activations` is under 1, not one microbatch fits into the memory, or the
+            arguments do not fit together.
 
-    Source: the search is ours; its parts are named where they are. Zero-bubble schedules with a
-    bound on memory, and W as what fills gaps, are from Qi et al., Zero Bubble Pipeline
-    Parallelism, arXiv 2401.10241, and Pipeline Parallelism with Controllable Memory, 2405.15362.
+    Source: the search is ours; its parts name their sources. Zero-bubble schedules with a bound on
+    memory, in which W fills gaps, are from Qi et al., Zero Bubble Pipeline Parallelism, arXiv
+    2401.10241, and Pipeline Parallelism with Controllable Memory, 2405.15362.
     """
     costs = costs or Costs()
     if max_bytes is not None:

@@ -1,14 +1,14 @@
-"""A lower bound of the makespan: no order of the tasks, however clever, is shorter.
+"""Compute a lower bound of the makespan, which no order of the tasks can beat.
 
-Time is that of each rank, which begins with its first task; so all ranks have the same window. The
-*head* of a task is the earliest time at which it can start: after the chain of tasks that it needs
-on other ranks, after what must run before on its own rank, and after memory is free for it. Its
-*tail* is the least time from its end to the end of the window, by the same rules backwards. For
-each rank, a preemptive schedule of its tasks with their heads and tails bounds the window.
+Each rank's time begins with its first task, so all ranks have the same window. The *head* of a task
+is the earliest time at which it can start: after the chain of tasks that it needs on other ranks,
+after the tasks that must run before it on its own rank, and after memory is free for it. Its *tail*
+is the least time from its end to the end of the window, by the same rules backwards. For each rank,
+a preemptive schedule of its tasks with their heads and tails bounds the window.
 
-Where a rank has several parts, memory does not say which W must run before an F, but how many of
-any part. So the bound is computed a second time with a rank's W taken in the order in which they
-run: the first few of these have long tails, whichever they are.
+If a rank has several parts, memory does not determine which W must run before an F, but how many W
+of any part. So the bound is computed a second time, with a rank's W taken in the order in which
+they run: the first few of them have long tails, whichever tasks they are.
 
 Sources: heads, tails and the preemptive bound of one machine are those of job-shop scheduling
 (Carlier 1982; Carlier and Pinson 1989); memory as a source of heads and tails is ours.
@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 from .problem import ROUNDING, Problem
 
 MOST_TASKS = 60_000
-"""Up to so many tasks each has its head and tail; beyond, only the first and the last B have."""
+"""The most tasks for which all heads and tails are computed; beyond, only the ends are bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,17 @@ class Windows:
 
 
 def lower_bound(problem: Problem, windows: Windows | None = None) -> float:
-    """The least makespan that any order can have that runs a stage's microbatches in order.
+    """A lower bound of the makespan of all orders that run each stage's microbatches in order.
+
+    If a microbatch comes to some rank for the first time after it has come to another rank twice,
+    the start of that rank is not a constant. Then the bound is just the work of the busiest rank.
 
     Args:
-        problem: what has to be ordered.
+        problem: the problem to order.
         windows: its heads and tails, if they are known.
 
-    Where a microbatch comes to a rank for the first time after it has come to another one twice,
-    the start of that rank is no constant, and the bound is the work of the busiest rank alone.
+    Returns:
+        The bound, in milliseconds.
     """
     work = max(problem.microbatches * problem.work(rank) for rank in range(problem.ranks))
     if not starts_are_constant(problem):
@@ -62,7 +65,7 @@ def lower_bound(problem: Problem, windows: Windows | None = None) -> float:
 
 
 def starts_are_constant(problem: Problem) -> bool:
-    """True if each rank starts with the first microbatch as soon as that can have come to it."""
+    """True if each rank can start as soon as the first microbatch comes down to it directly."""
     firsts = [parts[0] for parts in problem.hosted]
     return firsts == list(range(len(firsts)))
 
@@ -73,9 +76,11 @@ def find_windows(problem: Problem) -> Windows:
 
 
 def lags(problem: Problem) -> tuple[list[float], list[float]]:
-    """The time from the end of F on a part to its start on the next, each in its rank's time.
+    """The times between parts, where each rank's time begins with its first task.
 
-    The second list has that from the end of B on a part to its start on the one before.
+    Returns:
+        For each part the time from the end of its F to the start of F on the next part; and the
+        time from the end of its B to the start of B on the part before.
     """
     offsets, rank_of, transfers = problem.offsets, problem.rank_of, problem.transfers
     down, up = [], [0.0]
@@ -87,11 +92,11 @@ def lags(problem: Problem) -> tuple[list[float], list[float]]:
 
 
 def _unit_release(problem: Problem, k: int) -> float:
-    """The least time in which a part gives back the memory of one microbatch."""
+    """The least time in which a part frees the memory of one microbatch."""
     n = problem.parts
     tb, tw = problem.durations[n + k], problem.durations[2 * n + k]
-    kept = problem.kept[k]
-    return min(tb + tw, tb / (1.0 - kept) if kept < 1.0 else math.inf)
+    share = problem.kept[k]
+    return min(tb + tw, tb / (1.0 - share) if share < 1.0 else math.inf)
 
 
 def _heads(problem: Problem) -> list[list[float]]:
@@ -110,7 +115,7 @@ def _heads(problem: Problem) -> list[list[float]]:
             before = sum(tf[j] * (i + (j < k)) for j in upto)
             need = sum(sizes[j] for j in upto) * (i + 1) - problem.capacities[rank]
             if need > ROUNDING * max(1.0, problem.capacities[rank]):
-                # Of these parts, the last one is the first to give back.
+                # Of these parts, the last one is the first to free memory.
                 count = math.ceil(need / sum(sizes[j] for j in upto) - ROUNDING)
                 free = n + k if problem.kept[k] < 1.0 else 2 * n + k
                 if count:
@@ -140,7 +145,7 @@ def _tails(problem: Problem) -> list[list[float]]:
             parts = problem.hosted[problem.rank_of[k]]
             size = problem.grows[k]
             capacity = problem.capacities[problem.rank_of[k]]
-            # F of this microbatch has to wait for memory that B, or W, of microbatch i gives back.
+            # F of the microbatch `freed` waits for memory that B, or W, of microbatch i frees.
             freed = i + int(capacity / size * (1.0 + ROUNDING)) if size else m
             tail = tails[2 * n + k][i + 1] + tw[k] if i + 1 < m else 0.0
             if freed < m and problem.kept[k] >= 1.0:
@@ -177,11 +182,11 @@ def _times(problem: Problem) -> tuple[Sequence[float], Sequence[float], Sequence
 
 
 _Job = tuple[float, float, float]
-"""What a rank has to run: its head, its tail, and its time."""
+"""The head, the tail and the time of a task."""
 
 
 def _jobs(problem: Problem, windows: Windows, rank: int, actions: Sequence[int]) -> list[_Job]:
-    """The tasks of a rank with their heads and tails, of some of the actions 0, 1, 2: F, B, W."""
+    """The tasks of a rank with these actions, as jobs; 0, 1, 2 stand for F, B, W."""
     n = problem.parts
     return [
         (head, tail, problem.durations[lane])
@@ -192,37 +197,38 @@ def _jobs(problem: Problem, windows: Windows, rank: int, actions: Sequence[int])
 
 
 def _weights_in_turn(problem: Problem, windows: Windows, rank: int) -> list[_Job]:
-    """The W of a rank in the order in which they run, whatever part and microbatch each is of.
+    """The W of a rank as jobs, in the order in which they run, of whatever part and microbatch.
 
-    Say that W number w is the one with w others before it. What holds for it in every order:
+    Let W number w be the W that runs after w others on its rank. In every order:
 
-    - Among the first w + 1 to run, one has at least the head that is number w of all their heads,
-      ascending; so W number w has that head. Likewise for tails, descending, since what runs
-      later on the rank ends later.
-    - When F number j starts, of any part, the rank holds what the W that have ended leave of j + 1
-      microbatches' activations: of each at least the lesser of what it holds before and after B.
-      The sum of the j + 1 least of these, less what the rank may hold, is at most what the W that
-      have ended gave back; over the largest, that is how many have. And F number j, or one that
-      starts later, has at least the tail that is number j of all F, descending, counted from its
-      start. So the last W that must have ended has that tail.
-    - It takes at least as long as the shortest W of the rank. What others take longer is a job of
-      its own, with no tail.
+    - Of the first w + 1 W to run, at least one has a head no smaller than number w of all heads of
+      W, ascending. So W number w starts no earlier. The same holds for tails, descending, as a W
+      that runs later ends later.
+    - When F number j of the rank starts, of any part, the rank holds the activations of j + 1
+      microbatches, less the memory that finished W have freed. Each counts at least the smaller of
+      its sizes before and after B. So finished W have freed at least the sum of the j + 1 smallest
+      such sizes, less the capacity. Divided by the largest such size, this is the least number of
+      finished W. From the start of F number j to the end, there is at least number j of all tails
+      of F, descending, counted from their starts. So the last W that must be finished has that
+      tail.
+    - Each W takes at least as long as the shortest W of the rank. The rest of the longer W's times
+      is a job of its own, without a tail.
 
-    The heads and tails of a preemptive schedule may be those of each of these in turn; none if W
-    takes no time, or gives back nothing.
+    A preemptive schedule may use all of these heads and tails together. The result is empty if W
+    takes no time, or frees nothing.
     """
     n, m, parts = problem.parts, problem.microbatches, problem.hosted[rank]
     times = problem.durations
     shortest = min(times[2 * n + k] for k in parts)
-    kept = [problem.grows[k] + min(0.0, problem.grows[n + k]) for k in parts]
-    largest = max(kept)
+    activations = [problem.grows[k] + min(0.0, problem.grows[n + k]) for k in parts]
+    largest = max(activations)
     if not shortest or largest <= 0.0:
         return []
     heads = sorted(head for k in parts for head in windows.heads[2 * n + k])
     tails = sorted((tail for k in parts for tail in windows.tails[2 * n + k]), reverse=True)
     starts = sorted((times[k] + t for k in parts for t in windows.tails[k]), reverse=True)
     held = -problem.capacities[rank] * (1.0 + ROUNDING) - ROUNDING
-    sizes = sorted(size for size in kept for _ in range(m))
+    sizes = sorted(size for size in activations for _ in range(m))
     for size, tail in zip(sizes, starts, strict=True):
         held += size
         ended = math.ceil(held / largest - ROUNDING)
@@ -235,7 +241,7 @@ def _weights_in_turn(problem: Problem, windows: Windows, rank: int) -> list[_Job
 
 
 def _preemptive(jobs: Sequence[_Job]) -> float:
-    """The makespan of the best preemptive schedule of one rank's jobs: the longest tail first."""
+    """The makespan of the best preemptive schedule of a rank's jobs: longest tail first."""
     tasks = sorted((head, -tail, time) for head, tail, time in jobs if time)
     ready: list[tuple[float, float]] = []
     bound = clock = 0.0
@@ -258,10 +264,10 @@ def _preemptive(jobs: Sequence[_Job]) -> float:
 
 
 def _ends_bound(problem: Problem) -> float:
-    """What a rank cannot fill before its first B and after its last, beside its work.
+    """A bound from the idle time of each rank before its first B and after its last B.
 
-    Before the first B it can run forwards, as far as there is memory; after the last one, those W
-    that there was memory to put off.
+    Before the first B, a rank can only run the forwards that memory allows. After the last B, it
+    can only run the W that memory has allowed it to put off.
     """
     n, m = problem.parts, problem.microbatches
     tf, tb, tw = _times(problem)
@@ -282,8 +288,8 @@ def _ends_bound(problem: Problem) -> float:
     for rank, parts in enumerate(problem.hosted):
         capacity = problem.capacities[rank]
         ahead = _within(capacity, [tf[k] for k in parts], [problem.grows[k] for k in parts], m)
-        kept = [-problem.grows[2 * n + k] for k in parts]
-        put_off = _within(capacity, [tw[k] for k in parts], kept, m)
+        weight_sizes = [-problem.grows[2 * n + k] for k in parts]
+        put_off = _within(capacity, [tw[k] for k in parts], weight_sizes, m)
         idle = min(first[k] for k in parts) - ahead, min(last[k] for k in parts) - put_off
         bound = max(bound, m * problem.work(rank) + max(0.0, idle[0]) + max(0.0, idle[1]))
     return bound
@@ -292,7 +298,14 @@ def _ends_bound(problem: Problem) -> float:
 def _within(
     capacity: float, times: Sequence[float], sizes: Sequence[float], microbatches: int
 ) -> float:
-    """The most time of tasks of these times and sizes that memory allows."""
+    """The most time of tasks, of all microbatches, that fit into memory together.
+
+    Args:
+        capacity: the memory of the rank.
+        times: the time of the task on each part.
+        sizes: the memory that the task takes on each part.
+        microbatches: the number of microbatches.
+    """
     total = microbatches * sum(times)
     if not all(sizes):
         return total

@@ -1,4 +1,4 @@
-"""Find orders that are as short as memory allows, and a bound of how short that can be."""
+"""Find orders that are as short as memory allows, with a lower bound of the makespan."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .recompute import sets_to_try
 from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
 
 CHOICES = 4
-"""How many of the best orders are kept; more hardly ever bring anything."""
+"""The number of best orders that are kept; more hardly ever help."""
 _LARGE = 1_000_000
-"""Beyond so many tasks only some known orders are played, and no list schedule is made."""
+"""The most tasks for list schedules; beyond, only some known orders are played."""
 _NEAR = 0.002
-"""A gap of this share is good enough where a list schedule, or many of them, would take long."""
+"""The gap, as a share of the bound, that is good enough if further list schedules take long."""
 _LESS = {
     False: "auto(remat=True), or cg.remat(actor.method) in the step, keeps less of it",
     True: "even as stages recompute; smaller microbatches take less",
 }
-"""What to do where not one microbatch fits, by whether stages recompute."""
+"""The advice where not one microbatch fits, by whether stages recompute."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Found:
     Attributes:
         order: the tasks of each rank.
         makespan: the longest time from a rank's first start to its last end, in milliseconds.
-        end: when the last task ends.
-        peak: the most that a rank holds, as a share of what it may.
-        bound: what no order can be shorter than.
-        source: what the order comes from: a known schedule, or the search's own.
-        trials: how many orders were tried in all.
-        remat: the stages that recompute. The bound is that of orders in which these do.
+        end: the end of the last task, in milliseconds.
+        peak: the most memory that a rank holds, as a share of its capacity.
+        bound: a lower bound of the makespan of all orders, in milliseconds.
+        source: the name of a known schedule, or a word for the search's own orders.
+        trials: the number of orders that were tried in all.
+        remat: the stages that recompute. The bound is for orders in which these recompute.
     """
 
     order: Order
@@ -62,7 +62,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the makespan is above it."""
+        """How far the makespan is above the bound, as a share of the bound."""
         return self.makespan / self.bound - 1.0 if self.bound else 0.0
 
     def __str__(self) -> str:
@@ -92,21 +92,22 @@ def find_orders(
 ) -> tuple[Found, ...]:
     """The best orders that a search finds, best first: at least one, at most `CHOICES`.
 
-    Known schedules that fit into the memory, list schedules by many policies, and what hill
-    climbs make of the best of these. None is longer than a known schedule that fits. For many
-    microbatches the search is done with few, and a part of what it finds is repeated, or its
-    policies are used again. Without `seconds` the result depends on the arguments alone.
+    The search tries known schedules that fit into the memory, list schedules by many policies, and
+    hill climbs from the best of these. The best order is never longer than a known schedule that
+    fits. For many microbatches, the search runs with few, and then stretches the middle of the
+    orders that it finds, or uses their policies again. Without `seconds` the result depends on the
+    arguments alone.
 
     Args:
         pipeline: any stages on any ranks.
-        costs: of tasks, transfers and memory.
-        memory: what each rank may hold, as `Problem.of` takes it.
+        costs: the costs of tasks, transfers and memory.
+        memory: the memory of each rank, as in `Problem.of`.
         splits: whether W may be a task of its own.
-        seed: what the search draws its moves from.
-        seconds: for how long to search; as many trials as the size of the pipeline asks for,
-            without.
-        remat: whether to choose which stages recompute, too. The search is then done for some sets
-            of stages; without, those of `costs.remat` do.
+        seed: the seed of the search's random moves.
+        seconds: the time of the search; None: a number of trials that depends on the size of the
+            pipeline.
+        remat: whether to choose the stages that recompute, by a search for each of several sets of
+            stages. Without it, the stages in `costs.remat` recompute.
 
     Raises:
         ValueError: not one microbatch fits into the memory, or the costs are not for these stages,
@@ -121,7 +122,7 @@ _Given = PerStage | None
 _Fields = tuple[
     PerStage, PerStage, PerStage, PerStage, float, _Given, _Given, _Given, tuple[int, ...]
 ]
-"""What a search needs of costs; it can be hashed, and they cannot."""
+"""The fields of costs that a search needs, in a form that can be hashed, as `Costs` cannot."""
 
 
 @lru_cache(maxsize=16)
@@ -141,15 +142,15 @@ def _find(
     trials = 0
     for chosen in sets:
         paid = replace(costs, remat=chosen)
-        found = _Finder(pipeline, paid, memory, splits, seed, share).run()
-        trials += found[0].trials
-        if not best or found[0].makespan < best[0].makespan * (1.0 - ROUNDING):
-            best = found
-    return tuple(replace(one, trials=trials) for one in best)
+        orders = _Finder(pipeline, paid, memory, splits, seed, share).run()
+        trials += orders[0].trials
+        if not best or orders[0].makespan < best[0].makespan * (1.0 - ROUNDING):
+            best = orders
+    return tuple(replace(order, trials=trials) for order in best)
 
 
 class _Finder:
-    """One search: what it looks for, and the best that it has found so far."""
+    """One search: its problem, and the best orders so far."""
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class _Finder:
         )
 
     def _search(self, small: Problem, bound: float) -> None:
-        """List schedules of a problem with fewer microbatches, and what they give for all."""
+        """Search with list schedules, for fewer microbatches, and apply the result to all."""
         problem = self.problem
         is_whole = small.microbatches == problem.microbatches
         windows = find_windows(small)
@@ -207,7 +208,7 @@ class _Finder:
         self.trials += search.count
 
     def _stretch(self, small: Problem, trials: Sequence[Trial], bound: float) -> None:
-        """Stretch the best orders for fewer microbatches, and improve what comes of that."""
+        """Stretch the best orders for fewer microbatches, and improve the stretched orders."""
         problem = self.problem
         longer = small.with_microbatches(small.microbatches + STEP)
         ways: list[tuple[float, int, Policy, Listed, float]] = []
@@ -246,33 +247,35 @@ class _Finder:
     def _finish(
         self, search: Search, starts: Sequence[Start], trials: Sequence[Trial], more: int
     ) -> None:
-        """Climb again, from the best and policies that hardly any pipeline wants.
+        """Climb again, from the best trial and from policies that suit few pipelines.
 
         Args:
-            search, starts, trials: the climb before, what it began with, and what it has found.
-            more: how many policies to draw, if the best is not near the bound. Half as many moves
-                follow.
+            search: the search.
+            starts: the starts of the climb before.
+            trials: the trials of the climb before, best first.
+            more: how many policies to draw at random, unless the best is near the bound. Half as
+                many moves follow.
         """
         best = trials[0] if trials else None
         if best is not None and best.span <= search.bound * (1.0 + _NEAR):
             more = 0
         policies = _others(starts) + [drawn(self.random) for _ in range(more)]
         budget = self._budget(len(policies) + more // 2, 1.0)
-        found = search.run([(policy, None) for policy in policies], budget, best)
-        for trial in _distinct(sorted([*trials, *found], key=quality))[:CHOICES]:
+        climbed = search.run([(policy, None) for policy in policies], budget, best)
+        for trial in _distinct(sorted([*trials, *climbed], key=quality))[:CHOICES]:
             self._rate(self.problem.order(trial.listed.lanes), "a search")
 
     def _most(self, problem: Problem, share: float) -> int:
-        """How many trials a share of the search of a problem may be."""
+        """The number of trials for a share of the search of a problem."""
         size = max(1, problem.tasks)
         return max(8, min(500, int(share * 220_000 * (size / 800) ** 0.65 / size)))
 
     def _budget(self, most: int, share: float) -> Callable[[int], bool]:
-        """Says after a number of trials whether there is time for one more.
+        """A function that says, after a number of trials, whether to make one more.
 
         Args:
-            most: how many trials there may be.
-            share: instead, of the time that is left, where there is a budget of time.
+            most: the most trials, if the search has no limit of time.
+            share: the share of the remaining time, if it has one.
         """
         if self.until is None:
             return lambda count: count < most
@@ -294,9 +297,11 @@ class _Finder:
         if any(h > c * (1.0 + ROUNDING) + ROUNDING for h, c in zip(held, limits, strict=True)):
             return
         peak = max((h / c for h, c in zip(held, limits, strict=True) if c), default=0.0)
-        # Times are sums of the same numbers in other orders: what is equal may differ a little.
+        # Times are sums of the same numbers in different orders, so equal times may differ a bit.
         key = round(timeline.makespan, 9), round(timeline.end, 9), round(peak, 9)
-        if any(key == other and order == same for other, same, _ in self.best):
+        if any(
+            key == known_key and order == known_order for known_key, known_order, _ in self.best
+        ):
             return
         self.best.append((key, order, source))
         self.best.sort(key=lambda entry: entry[0])
@@ -316,7 +321,7 @@ class _Finder:
             )
 
     def _one_at_a_time(self) -> None:
-        """Each microbatch after the other: what fits wherever one microbatch does."""
+        """Rate the order that runs one microbatch after the other, which always fits."""
         problem = self.problem
         width = [
             [*parts, *(lane for k in reversed(parts) for lane in self._backward(k))]
@@ -330,25 +335,25 @@ class _Finder:
 
 
 def _others(starts: Sequence[Start]) -> list[Policy]:
-    """The policies of the zero-bubble heuristic that a climb did not begin with."""
+    """The policies of the zero-bubble heuristic that are not among the starts of a climb."""
     begun = {policy for policy, boosts in starts if boosts is None}
     return [policy for policy in BACKWARDS_FIRST if policy not in begun]
 
 
 def _distinct(trials: Sequence[Trial]) -> list[Trial]:
-    """One trial of each span, best first."""
-    found: dict[float, Trial] = {}
+    """The first trial of each span, in order."""
+    firsts: dict[float, Trial] = {}
     for trial in trials:
-        found.setdefault(round(trial.span, 9), trial)
-    return list(found.values())
+        firsts.setdefault(round(trial.span, 9), trial)
+    return list(firsts.values())
 
 
 def _urgency(problem: Problem, timeline: Timeline) -> Urgency:
-    """What makes list scheduling follow an order: whatever starts earlier is more urgent."""
+    """The urgency with which list scheduling follows an order: earlier tasks are more urgent."""
     n, m = problem.parts, problem.microbatches
     stages = problem.pipeline.stages
     urgency = [[0.0] * m for _ in range(3 * n)]
-    # The lane of each action and stage, where the stage is the first of its part to run.
+    # The lane in the problem, by lane in the timeline, of each stage that runs first in its part.
     firsts: dict[int, int] = {}
     for k, part in enumerate(problem.pipeline.parts):
         firsts[part[0]] = k

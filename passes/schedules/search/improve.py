@@ -1,4 +1,4 @@
-"""Improve a list schedule: vary its policy, and make urgent what would fill the idle time."""
+"""Improve a list schedule: vary its policy, and raise the urgency of tasks that fill idle time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .problem import ROUNDING, Problem
 
 Urgency = list[list[float]]
 Start = tuple[Policy, Urgency | None]
-"""What a search begins with: a policy, and what is added to its urgency."""
+"""The start of a search: a policy, and an urgency to add to that of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A list schedule and what it was made by.
+    """A list schedule, with its policy.
 
     Attributes:
         span: the longest span of a rank.
-        excess: by how much the spans of all ranks are over the bound, in sum.
-        policy: what the tasks' urgency comes from.
-        boosts: what has been added to it, by lane and microbatch.
+        excess: the sum over ranks of their spans in excess of the bound.
+        policy: the policy that gives tasks their urgency.
+        boosts: the urgency added to that of the policy, by lane and microbatch.
         listed: the schedule.
     """
 
@@ -36,7 +36,7 @@ class Trial:
     listed: Listed
 
     def beats(self, other: Trial) -> bool:
-        """True if this is shorter, or as short with less idle time."""
+        """True if this trial is shorter than another, or as short with no more excess."""
         slack = ROUNDING * (1.0 + other.span)
         if self.span < other.span - slack:
             return True
@@ -44,26 +44,26 @@ class Trial:
 
 
 def quality(trial: Trial) -> tuple[float, float]:
-    """What to sort trials by, best first."""
+    """The sort key of trials, best first."""
     return round(trial.span, 9), trial.excess
 
 
 def following(patience: float) -> Policy:
-    """A policy in which nothing counts but what is added to it."""
+    """A policy without urgency of its own, for following the urgency that is added."""
     return Policy(patience=(patience, patience, patience))
 
 
 class Search:
-    """Hill climbs, each from the best of some policies.
+    """Hill climbs, each from the best of several policies.
 
     Args:
-        problem: what has to be ordered.
-        windows: heads and tails of its tasks.
-        bound: a lower bound of the span; the search ends where that is reached.
-        random: what decides between moves.
+        problem: the problem to order.
+        windows: the heads and tails of its tasks.
+        bound: a lower bound of the span; a climb ends once it is reached.
+        random: the source of random moves.
 
     Attributes:
-        count: how many trials there were.
+        count: the number of trials so far.
     """
 
     def __init__(self, problem: Problem, windows: Windows, bound: float, random: Random) -> None:
@@ -76,37 +76,37 @@ class Search:
     def run(
         self, starts: Iterable[Start], goes_on: Callable[[int], bool], known: Trial | None = None
     ) -> list[Trial]:
-        """The best trials of a climb, best first; none if nothing to begin with gives an order.
+        """The trials of a climb, best first; none if no start gives an order.
 
         Args:
-            starts: what the climb begins with.
-            goes_on: whether there is time for another trial after so many.
-            known: what it begins with besides. A start that is sure to be longer than the best so
-                far is then given up, which takes a fraction of the time.
+            starts: the starts of the climb.
+            goes_on: says, after a number of trials, whether to make another.
+            known: a trial to begin with as well. A start that is sure to be longer than the best
+                trial so far is then given up early, which saves most of its time.
         """
         begun = self.count
-        found = [] if known is None else [known]
+        trials = [] if known is None else [known]
         for policy, boosts in starts:
-            if found and (self._is_best(found[-1]) or not goes_on(self.count - begun)):
+            if trials and (self._is_best(trials[-1]) or not goes_on(self.count - begun)):
                 break
             trial = self.attempt(policy, boosts, known)
             if trial is not None:
-                found.append(trial)
+                trials.append(trial)
                 known = None if known is None else trial
-        found.sort(key=quality)
-        tops = self._kinds(found)
+        trials.sort(key=quality)
+        tops = self._kinds(trials)
         while tops and goes_on(self.count - begun) and not self._is_best(tops[0]):
             at = 0 if self.random.random() < 0.7 else self.random.randrange(len(tops))
             moved = self._move(tops[at])
             if moved is not None and moved.beats(tops[at]):
                 tops[at] = moved
                 tops.sort(key=quality)
-        return sorted([*tops, *found], key=quality)
+        return sorted([*tops, *trials], key=quality)
 
     def attempt(
         self, policy: Policy, boosts: Urgency | None, known: Trial | None = None
     ) -> Trial | None:
-        """A list schedule; None if the policy gives no order, or one longer than a known one."""
+        """A trial of a policy; None if it gives no order, or a longer one than a known trial."""
         self.count += 1
         urgency = policy.urgency(self.problem, self.windows)
         if boosts is not None:
@@ -126,7 +126,7 @@ class Search:
         return trial.span <= self.bound * (1.0 + 1e-6)
 
     def _kinds(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The first trial of each kind: by tails, backwards first, and after a known order."""
+        """The first trial of each kind: by tails or not, and with boosts or without."""
         kinds: dict[tuple[bool, bool], Trial] = {}
         for trial in trials:
             kinds.setdefault((trial.policy.tails, trial.boosts is None), trial)
@@ -139,10 +139,10 @@ class Search:
         return None if boosts is None else self.attempt(trial.policy, boosts, trial)
 
     def _boosted(self, trial: Trial) -> Urgency | None:
-        """Make urgent a task that could have filled idle time, with all that it needs.
+        """Raise the urgency of a task that could have filled idle time, and of those it needs.
 
-        The idle time is that of a rank whose span is among the longest. What could have filled it
-        runs later on that rank, and its head is before the end of the idle time.
+        The idle time is that of a rank whose span is among the longest. A task could have filled it
+        if it runs later on that rank, and its head is before the end of the idle time.
         """
         problem, random = self.problem, self.random
         n, m = problem.parts, problem.microbatches
@@ -163,15 +163,15 @@ class Search:
         if not fillers:
             return None
         lane, first = fillers[int(random.random() ** 2 * len(fillers))]
-        unit = max(problem.work(each) for each in range(problem.ranks))
+        unit = max(problem.work(host) for host in range(problem.ranks))
         more = unit * random.choice((0.1, 0.3, 1.0, 3.0))
         upto = min(m, first + random.choice((1, 1, 2, 4, 8)))
-        boosts = [list(each) for each in trial.boosts or [[0.0] * m for _ in range(3 * n)]]
+        boosts = [list(row) for row in trial.boosts or [[0.0] * m for _ in range(3 * n)]]
         needed = list(range(lane + 1)) if lane < n else list(range(lane, 2 * n))
         if lane >= n and random.random() < 0.5:
             needed += range(n)
-        for each in needed:
-            boost = boosts[each]
+        for number in needed:
+            boost = boosts[number]
             for i in range(first, upto):
                 boost[i] += more
         return boosts
@@ -179,7 +179,17 @@ class Search:
     def _fillers(
         self, rank: int, lanes: Sequence[int], at: int, until: float
     ) -> list[tuple[int, int]]:
-        """Tasks of a rank after a place in its order, that could start before a time."""
+        """The tasks of a rank that run later in its order, and could start before a time.
+
+        Args:
+            rank: the rank.
+            lanes: the lanes that it runs, in order.
+            at: the place in the order behind which to look.
+            until: the time.
+
+        Returns:
+            Pairs of a lane and a microbatch.
+        """
         n = self.problem.parts
         counts = [0] * (3 * n)
         for lane in lanes[:at]:

@@ -1,4 +1,4 @@
-"""What a search begins with: the schedules that others have found, and one for a line of ranks."""
+"""The known schedules that a search begins with, and variants for a line of ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _KNOWN: dict[str, Callable[[Pipeline], Order]] = {
     "gpipe": gpipe_order,
 }
 _BEST = ("zb-h1", "zb-h2", "zb-v", "interleaved")
-"""Those that are tried where playing an order takes long: hardly ever is another one better."""
+"""The schedules that are tried if playing an order takes long; others are hardly ever better."""
 
 
 def known_orders(problem: Problem, few: bool = False) -> Iterator[tuple[str, Order]]:
-    """The known schedules that the stages' ranks allow, by name, whatever memory they take.
+    """The known schedules that the ranks of the stages allow, by name, whatever memory they take.
 
     Args:
-        problem: its pipeline, times and memory.
-        few: whether to leave out those that others here are hardly ever worse than.
+        problem: the pipeline, its times and its memory.
+        few: whether to leave out schedules that are hardly ever the best.
     """
     pipeline = problem.pipeline
     for name, rule in _KNOWN.items():
@@ -51,7 +51,7 @@ def known_orders(problem: Problem, few: bool = False) -> Iterator[tuple[str, Ord
     yield "filled warm-up", _filled(problem)
     if few:
         return
-    # 1F1B with split backwards, W at once or put off, with as few forwards ahead as fit.
+    # 1F1B with split backwards, W at once or put off, and as many forwards ahead as fit.
     room = int(min(memory_in_microbatches(problem), 2 * problem.parts))
     for put_off in (0, problem.parts):
         words = []
@@ -66,22 +66,22 @@ def _whole(name: str) -> bool:
 
 
 def memory_in_microbatches(problem: Problem) -> float:
-    """Of how many microbatches the rank with the least memory can hold all its parts."""
-    found = float(problem.microbatches)
+    """The number of microbatches that fit on all parts of every rank."""
+    count = float(problem.microbatches)
     for rank, parts in enumerate(problem.hosted):
         size = sum(problem.grows[k] for k in parts)
         if size:
             room = problem.capacities[rank] - problem.reserve(rank)
-            found = min(found, room / size * (1.0 + ROUNDING))
-    return found
+            count = min(count, room / size * (1.0 + ROUNDING))
+    return count
 
 
 def _filled(problem: Problem) -> Order:
     """Fill the time before the first B with forwards, and that after the last B with W.
 
-    It is ZB-H2 for any times and any memory: the forwards ahead are as many as fill the time
-    until the first B is back, the W put off as many as fill the time that is left after the last
-    B, and both as memory allows.
+    This is ZB-H2 for any times and any memory. The forwards ahead fill the time until the first B
+    is back, and the W that are put off fill the time that is left after the last B, both as far as
+    memory allows.
     """
     n, m = problem.parts, problem.microbatches
     times = problem.durations
@@ -102,12 +102,13 @@ def _filled(problem: Problem) -> Order:
     ahead = [1] * n
     for k in reversed(range(n)):
         tf = times[k]
-        wanted = max(back[k] / tf if tf else m, ahead[min(k + 1, n - 1)])
-        ahead[k] = max(1, int(min(rooms[k], m, wanted)))
+        filling = max(back[k] / tf if tf else m, ahead[min(k + 1, n - 1)])
+        ahead[k] = max(1, int(min(rooms[k], m, filling)))
     words = []
     for k in range(n):
         if k:
-            # One fewer from rank to rank, or a B would wait for an F that waits for that B's next.
+            # One fewer from rank to rank: otherwise a B would wait for an F that waits for the
+            # next B.
             ahead[k] = max(1, min(ahead[k], ahead[k - 1] - 1))
         tw = times[2 * n + k]
         lag = left[k] / tw if tw else 0.0
@@ -118,7 +119,7 @@ def _filled(problem: Problem) -> Order:
 
 
 def _lagging(problem: Problem, words: list[tuple[int, int]]) -> Order:
-    """Forwards ahead, and W behind B, for each part of a line."""
+    """The order of a line of parts, with a warm-up of forwards and a lag of W for each part."""
     pipeline = problem.pipeline
     order: dict[int, Row] = {}
     for part, (warm_up, lag) in zip(pipeline.parts, words, strict=True):

@@ -1,4 +1,4 @@
-"""List scheduling of a pipeline: whenever a rank is free, it runs the most urgent task it can."""
+"""List scheduling of a pipeline: a free rank runs the most urgent task that it can."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _NEVER = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a free rank chooses.
+    """The rule by which a free rank chooses a task.
 
     Attributes:
-        urgency: by lane and microbatch; among the tasks that can run, the largest runs.
-        patience: for F, B and W: the share of a task's time within which a more urgent one that
-            is known to come is waited for.
-        swing: what is added to the urgency of an F after a B.
+        urgency: the urgency of tasks, by lane and microbatch; of the tasks that can run, the one
+            with the largest urgency runs.
+        patience: for F, B and W, how long to wait for a more urgent task that is known to come, as
+            a share of the chosen task's time.
+        swing: the urgency added to an F after a B.
         ahead: for each part, how far its forwards may be ahead of its backwards.
     """
 
@@ -32,7 +33,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What each rank runs, as lanes, and when it starts each of them."""
+    """A list schedule: the lanes that each rank runs in order, with their starts."""
 
     lanes: list[list[int]]
     starts: list[list[float]]
@@ -47,21 +48,21 @@ class Listed:
 
 
 def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> Listed | None:
-    """Run all tasks in order of time, each rank the most urgent one that it can.
+    """Run all tasks in order of time, where each free rank runs the most urgent task that it can.
 
-    All times and all memory are known as in the real run, so the result never holds more than it
-    may. A part whose rank hosts later ones leaves room for a microbatch in each of these, so the
-    microbatch that has come furthest can always go on. An F that finds no room lends its urgency
-    to W, which makes room, and so does a B that needs some.
+    Times and memory are tracked as in the real run, so the result never exceeds the capacities. A
+    part leaves room for a microbatch in each later part of its rank, so the microbatch that has
+    come furthest can always go on. An F without room lends its urgency to W, which makes room; so
+    does a B that needs memory.
 
     Args:
-        problem: what has to be ordered.
-        rule: what a free rank runs.
+        problem: the problem to order.
+        rule: the rule by which a free rank chooses.
         longest: the longest span that is of use.
 
     Returns:
-        The lanes of all ranks; None if the ranks come to wait for memory for ever, or as soon as
-        what a rank has left to do is sure to make its span longer.
+        The list schedule. None if the ranks come to wait for memory for ever, or as soon as a
+        rank's remaining work is sure to make its span longer than `longest`.
 
     Source: list scheduling, Graham 1966; with tails as urgency it is the rule of Schrage, see
     Carlier, The one-machine sequencing problem, 1982.
@@ -73,7 +74,7 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
     patience = [rule.patience[lane // n] * durations[lane] for lane in range(3 * n)]
     ahead = rule.ahead or (_NEVER,) * n
     # The room that an F needs: its own, that of a microbatch in each later part of its rank, and
-    # what a B needs there, if any does.
+    # the memory that a B of the rank may need.
     rooms = [
         problem.reserve(rank_of[k])
         + sum(grows[later] for later in problem.hosted[rank_of[k]] if later >= k)
@@ -87,8 +88,8 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
     held = [0.0] * problem.ranks
     free = [0.0] * problem.ranks
     swings = [0.0] * problem.ranks
-    # What is looked at whenever a rank is free, in one place. Last part first: its tasks free
-    # memory soonest, so it comes first among equals.
+    # The data that a free rank looks at, in one place. The last part comes first: its tasks free
+    # memory soonest, so they win among equals.
     hosted = [
         [
             (k, backwards[k], urgency[n + k], needs[k], forwards[k], urgency[k], rooms[k], ahead[k])
@@ -178,7 +179,7 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
                 continue
             time = end + transfers[k]
             forwards[k + 1].append(time)
-            other = rank_of[k + 1]
+            consumer = rank_of[k + 1]
         elif chosen < 2 * n:
             swings[rank] = swing
             k = chosen - n
@@ -187,12 +188,12 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
                 continue
             time = end + transfers[k - 1]
             backwards[k - 1].append(time)
-            other = rank_of[k - 1]
+            consumer = rank_of[k - 1]
         else:
             w[chosen - 2 * n] += 1
             continue
-        if free[other] <= time:
-            heappush(events, (time, other))
+        if free[consumer] <= time:
+            heappush(events, (time, consumer))
     if sum(map(len, lanes)) < problem.tasks:
         return None
     return Listed(lanes, starts)

@@ -1,4 +1,4 @@
-"""Policies: what makes a task urgent, in a few numbers that a search can vary."""
+"""Policies: rules for the urgency of tasks, in a few numbers that a search can vary."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ Triple = tuple[float, float, float]
 
 _NONE: Triple = (0.0, 0.0, 0.0)
 _TIE = 1e-6
-"""What a later part's tasks are more urgent by, so that they come first among equals."""
+"""The urgency added for each later part, so that its tasks come first among equals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What makes a task urgent. The unit is the work of a microbatch on the busiest rank.
+    """A rule for the urgency of tasks, which is a sum of terms.
+
+    The unit is the work of a microbatch on the busiest rank.
 
     Attributes:
-        tails: whether a task's tail counts, the time that must pass from its end to that of all.
-        action: what counts for each F, B and W.
-        chunk: the same again for each earlier part of the same rank.
-        place: the same again for each earlier rank, over the number of ranks.
-        turn: the same, negative, for each earlier microbatch.
+        tails: whether a task's tail counts: the least time from its end to the end of the window.
+        action: the urgency of each F, B and W.
+        chunk: the urgency added for each earlier part of the same rank.
+        place: the urgency added for each earlier rank, divided by the number of ranks.
+        turn: the urgency subtracted for each earlier microbatch.
         patience: as in `Rule`.
         swing: as in `Rule`.
-        ahead: how many more forwards than it takes to fill the time until its first B a part may
-            be ahead; None for as many as memory allows.
+        ahead: how far the forwards of a part may be ahead of its backwards, beyond the forwards
+            that fill the time until its first B; None: as far as memory allows.
     """
 
     tails: bool = False
@@ -46,10 +48,10 @@ class Policy:
     ahead: int | None = None
 
     def urgency(self, problem: Problem, windows: Windows) -> list[list[float]]:
-        """By lane and microbatch."""
+        """The urgency of tasks, by lane and microbatch."""
         n, m = problem.parts, problem.microbatches
         unit = max(problem.work(rank) for rank in range(problem.ranks)) or 1.0
-        found = []
+        urgencies = []
         for action in range(3):
             for k in range(n):
                 rank = problem.rank_of[k]
@@ -60,15 +62,15 @@ class Policy:
                 base *= unit
                 if self.tails:
                     tails = windows.tails[action * n + k]
-                    found.append([base + slope * i + tail for i, tail in enumerate(tails)])
+                    urgencies.append([base + slope * i + tail for i, tail in enumerate(tails)])
                 elif slope:
-                    found.append([base + slope * i for i in range(m)])
+                    urgencies.append([base + slope * i for i in range(m)])
                 else:
-                    found.append([base] * m)
-        return found
+                    urgencies.append([base] * m)
+        return urgencies
 
     def rule(self, problem: Problem, urgency: Sequence[Sequence[float]]) -> Rule:
-        """This policy with an urgency that may have been adjusted."""
+        """The rule of this policy, with an urgency that may be adjusted."""
         unit = max(problem.work(rank) for rank in range(problem.ranks)) or 1.0
         return Rule(urgency, self.patience, self.swing * unit, self._limits(problem))
 
@@ -117,7 +119,7 @@ _COARSE = (0.1, 0.5, 2.0)
 
 
 def _shifted(values: Triple, random: Random, scales: Sequence[float]) -> Triple:
-    """One of three numbers differs."""
+    """The three numbers, with one of them changed at random."""
     changed = list(values)
     changed[random.randrange(3)] += random.gauss(0.0, random.choice(scales))
     f, b, w = changed
@@ -125,10 +127,10 @@ def _shifted(values: Triple, random: Random, scales: Sequence[float]) -> Triple:
 
 
 def drawn(random: Random) -> Policy:
-    """A policy that fills memory with forwards before anything else.
+    """A random policy that fills memory with forwards before anything else.
 
-    Which B comes next then decides how fast it is filled, and that depends on the chunks; so much
-    that only chance finds it.
+    The choice of the next B then decides how fast memory fills again. Good choices depend so much
+    on the chunks that only chance finds them.
     """
     draw = random.uniform
     return Policy(
@@ -142,7 +144,7 @@ def drawn(random: Random) -> Policy:
 _VARIED = ("action", "chunk", "place", "turn", "patience", "patience", "swing", "ahead")
 
 _BACKWARDS_FIRST: Triple = (0.0, 1.0, -1.0)
-"""B before F before W, as all known schedules have it."""
+"""B comes before F, and F before W, as in all known schedules."""
 
 
 def _tails(share: float) -> Policy:
@@ -150,7 +152,7 @@ def _tails(share: float) -> Policy:
 
 
 def _backwards(care: float, patience: float, alternates: bool, ahead: int | None = None) -> Policy:
-    """B first. F waits for B, and W for both; F comes first after a B if they alternate."""
+    """A policy with B first; F waits for B, and W for both. With `alternates`, F follows each B."""
     swing = 2.0 if alternates else 0.0
     return Policy(False, _BACKWARDS_FIRST, patience=(care, 0.0, patience), swing=swing, ahead=ahead)
 
@@ -173,7 +175,7 @@ SEEDS: tuple[Policy, ...] = (
     _backwards(0.0, 0.0, False, -1),
     _backwards(0.0, 0.5, True),
 )
-"""What a search begins with: of all combinations those that were ever the best, best first."""
+"""The policies that a search begins with: each was the best for some pipeline, best first."""
 
 BACKWARDS_FIRST: tuple[Policy, ...] = tuple(
     _backwards(care, patience, alternates, ahead)

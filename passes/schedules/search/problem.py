@@ -1,4 +1,4 @@
-"""A pipeline as the search for an order sees it: parts on ranks, times, and memory."""
+"""The problem of a search for an order: parts on ranks, times, and memory."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from ....ir.pipeline.order import Order, Row
 from ..orders.base import Pipeline
 
 ROUNDING = 1e-9
-"""Sums of times, and of shares of activations, are compared up to this much."""
+"""The tolerance, as a share, in comparisons of sums of times and of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What an order has to be found for.
+    """The problem of finding an order for a pipeline.
 
-    A *part* is neighbouring stages of one rank, which run back to back. Ranks are numbered in the
-    order in which a microbatch first comes to them. A *lane* is an action and a part, as number
-    `action * parts + part` with F, B, W as 0, 1, 2.
+    A *part* is a run of neighbouring stages on one rank, which run back to back. Ranks are numbered
+    in the order in which a microbatch first comes to them. A *lane* is an action and a part, with
+    the number `action * parts + part`, where F, B, W are 0, 1, 2.
 
     Attributes:
         pipeline: the stages on their ranks.
         split: whether W is a task of its own.
         rank_of: the rank of each part.
         hosted: the parts of each rank, ascending.
-        durations: by lane, in milliseconds; without a split B takes what W would, and W nothing.
-        transfers: time from a part to the next one, in both directions; 0 on one rank.
-        grows: by lane, the memory that a task takes, or gives back where negative.
-        needs: for each part, the memory that B needs beside what is held before, as it recomputes
-            or leaves more to W than F has taken; -inf where it needs none, and can always run.
+        durations: by lane, the time of a task in milliseconds; without a split, B includes W, and W
+            takes no time.
+        transfers: the time from each part to the next, in both directions; 0 on one rank.
+        grows: by lane, the memory that a task takes, negative if it frees memory.
+        needs: for each part, the memory that B needs in addition while it runs, as it recomputes or
+            leaves more to W than F has taken; -inf if it needs none, and can always run.
         capacities: the memory of each rank, in the unit of `grows`.
-        kept: for each part, the share of what F takes that is not given back before W.
-        offsets: when each rank starts, if nothing keeps the first microbatch waiting.
+        kept: for each part, the share of F's memory that is not freed before W.
+        offsets: the start of each rank, if the first microbatch never waits.
     """
 
     pipeline: Pipeline
@@ -54,13 +55,13 @@ class Problem:
     def of(
         pipeline: Pipeline, costs: Costs, memory: float | Sequence[float], split: bool = True
     ) -> Problem:
-        """Gather what the search needs.
+        """The problem of a pipeline with some costs and memory.
 
         Args:
             pipeline: any stages on any ranks.
-            costs: of tasks, transfers and memory.
-            memory: what each rank may hold, for all of them or in the order of `pipeline.ranks`;
-                in bytes if `costs.activation_bytes` is given, else in microbatches.
+            costs: the costs of tasks, transfers and memory.
+            memory: the memory of every rank, or of each in the order of `pipeline.ranks`; in bytes
+                if `costs.activation_bytes` is given, else in microbatches.
             split: whether W is a task of its own.
         """
         ranks, parts = pipeline.ranks, pipeline.parts
@@ -80,18 +81,18 @@ class Problem:
         transfers = (*(costs.between(stage) for stage in ends), 0.0)
         sizes = [_memory(costs, part, split) for part in parts]
         if isinstance(memory, Sequence):
-            capacities = tuple(float(each) for each in memory)
+            capacities = tuple(float(capacity) for capacity in memory)
         elif costs.activation_bytes is None:
-            counts = [sum(len(parts[k]) for k in each) for each in hosted]
+            counts = [sum(len(parts[k]) for k in rank_parts) for rank_parts in hosted]
             capacities = tuple(memory * count for count in counts)
         else:
             capacities = (float(memory),) * len(ranks)
-        # More than all microbatches take is of no use.
+        # More memory than all microbatches take is of no use.
         still = [max(size.before, size.after) for size in sizes]
         most = [
-            pipeline.microbatches * sum(still[k] for k in each)
-            + max(sizes[k].during - still[k] for k in each)
-            for each in hosted
+            pipeline.microbatches * sum(still[k] for k in rank_parts)
+            + max(sizes[k].during - still[k] for k in rank_parts)
+            for rank_parts in hosted
         ]
         capacities = tuple(map(min, capacities, most))
         starts: dict[int, float] = {}
@@ -134,24 +135,24 @@ class Problem:
 
     @property
     def tasks(self) -> int:
-        """How many tasks there are, parts counted as one stage."""
+        """The number of tasks, where each part counts as one stage."""
         return (3 if self.split else 2) * self.parts * self.microbatches
 
     def with_microbatches(self, count: int) -> Problem:
-        """The same with so many microbatches."""
+        """The same problem with another number of microbatches."""
         return replace(self, pipeline=Pipeline(self.pipeline.stage_ranks, count))
 
     def work(self, rank: int) -> float:
-        """What one microbatch takes on a rank, in milliseconds."""
+        """The time of one microbatch on a rank, in milliseconds."""
         lanes = (action * self.parts + k for action in range(3) for k in self.hosted[rank])
         return math.fsum(self.durations[lane] for lane in lanes)
 
     def reserve(self, rank: int) -> float:
-        """The memory that a rank keeps free for a B that needs some; 0 if none does."""
+        """The memory that a rank keeps free for B; 0 if no B needs any."""
         return max(0.0, *(self.needs[k] for k in self.hosted[rank]))
 
     def lacking(self) -> tuple[int, float] | None:
-        """A rank on which not one microbatch fits, and what that would take; None without one."""
+        """A rank without memory for one microbatch, and the memory needed; None if all have it."""
         for rank, parts in enumerate(self.hosted):
             needed = sum(self.grows[k] for k in parts) + self.reserve(rank)
             if needed > self.capacities[rank] * (1.0 + ROUNDING) + ROUNDING:
@@ -159,7 +160,7 @@ class Problem:
         return None
 
     def fits(self, lanes: Sequence[Sequence[int]]) -> bool:
-        """True if no rank holds more than it may, with its lanes in this order."""
+        """True if no rank exceeds its memory, if it runs its lanes in this order."""
         for word, capacity in zip(lanes, self.capacities, strict=True):
             held = 0.0
             limit = capacity * (1.0 + ROUNDING) + ROUNDING
@@ -173,7 +174,7 @@ class Problem:
         return True
 
     def order(self, lanes: Sequence[Sequence[int]]) -> Order:
-        """The tasks of each rank, from its lanes; each lane takes its microbatches in order."""
+        """The order of tasks from the lanes of each rank; lanes take microbatches in order."""
         pipeline = self.pipeline
         stages, count = pipeline.stages, pipeline.microbatches
         # A part's forwards run down its stages, and its backwards up.
@@ -197,10 +198,10 @@ class Problem:
 
 
 def _memory(costs: Costs, part: Sequence[int], split: bool) -> Memory:
-    """What a microbatch holds on a part, whose B runs its stages one after the other."""
-    each = [costs.memory(stage, split) for stage in part]
-    held = most = sum(memory.before for memory in each)
-    for memory in reversed(each):
+    """The memory of a microbatch on a part, whose B runs the part's stages one after the other."""
+    memories = [costs.memory(stage, split) for stage in part]
+    held = most = sum(memory.before for memory in memories)
+    for memory in reversed(memories):
         most = max(most, held + memory.during - memory.before)
         held += memory.after - memory.before
-    return Memory(sum(memory.before for memory in each), most, held)
+    return Memory(sum(memory.before for memory in memories), most, held)

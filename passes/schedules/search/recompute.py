@@ -1,4 +1,4 @@
-"""Choose the stages that recompute: whose B runs their forward again, where memory is short."""
+"""Choose the stages that recompute if memory is short: their B runs their forward again."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .problem import Problem
 from .stretch import fewer_microbatches
 
 SEARCHES = 3
-"""How many sets of stages a search tries, at most; one where there are more than `MOST_TASKS`."""
+"""The most sets of stages that a search tries; one if there are more than `MOST_TASKS` tasks."""
 _SPREAD = 8
-"""How many numbers of stages are looked at first."""
+"""The number of steps in which the count of stages that recompute is tried first."""
 _PIECES = 16
-"""In how many pieces, at most, it is tried what need not recompute."""
+"""The most pieces in which stages are tried that need not recompute."""
 _POLICIES = 4
-"""How many list schedules say what a set of stages promises."""
+"""The number of list schedules by which a set of stages is judged."""
 
 
 def sets_to_try(
     pipeline: Pipeline, costs: Costs, memory: float | tuple[float, ...], splits: bool
 ) -> list[tuple[int, ...]]:
-    """The sets of stages that promise the shortest orders; the best first.
+    """The sets of stages to recompute that promise the shortest orders, best first.
 
-    The earlier a stage, the longer its activations wait for their B. So the first stages of all
-    recompute, as many as is best, but for those that need not. What a set promises is the best of
-    a few list schedules of few microbatches.
+    The earlier a stage, the longer its activations wait for their B. So the first stages recompute,
+    as many as is best; then those that need not recompute are taken out. A set is judged by the
+    best of a few list schedules of few microbatches.
 
     Args:
         pipeline: any stages on any ranks.
-        costs: with `mr`; what they say of stages that recompute does not count.
-        memory, splits: as `find_orders` takes them.
+        costs: the costs, with `mr`; their `remat` is ignored.
+        memory, splits: as in `find_orders`.
 
     Returns:
-        At most `SEARCHES` sets, with which one microbatch fits; the largest, if there are none.
-        Stages that would hold no less are in none.
+        At most `SEARCHES` sets with which one microbatch fits; if there are none, the largest set.
+        Stages that would hold no less memory are in no set.
 
     Raises:
         ValueError: the costs have no `mr`.
@@ -79,9 +79,9 @@ def sets_to_try(
 
 
 def _gains(costs: Costs, part: Sequence[int]) -> bool:
-    """True if a part holds less before B for recomputing."""
-    each = [costs.memory(stage, False) for stage in part]
-    return any(memory.before < memory.during for memory in each)
+    """True if recomputing makes a part hold less memory before B."""
+    memories = [costs.memory(stage, False) for stage in part]
+    return any(memory.before < memory.during for memory in memories)
 
 
 def _shortest(problem: Problem) -> float:
@@ -97,7 +97,7 @@ def _shortest(problem: Problem) -> float:
 
 
 def _best_count(most: int, span: Callable[[int], float]) -> int:
-    """The number from 0 to `most` with the shortest span, as far as some of them tell."""
+    """The number from 0 to `most` with the shortest span, of those that the search tries."""
     counts = {round(most * share / _SPREAD) for share in range(_SPREAD + 1)}
     step = most // _SPREAD
     while True:

@@ -1,4 +1,4 @@
-"""An order for many microbatches, from one for few: in the middle it goes on at a steady rate."""
+"""Stretch an order for few microbatches to many: in the middle it goes on at a steady rate."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from .list_scheduling import Listed
 from .problem import Problem
 
 STEP = 12
-"""How many microbatches are put in to see how well an order can be stretched."""
+"""The number of microbatches that are inserted to see how well an order can be stretched."""
 CUTS = (0.3, 0.45, 0.6, 0.75)
-"""Where they may be put in, as shares of the time."""
+"""The times at which they may be inserted, as shares of the time in which all ranks work."""
 PATIENCES = (0.2, 0.1, 0.5)
 """The patience with which list scheduling follows a stretched order."""
 
 
 def fewer_microbatches(problem: Problem) -> int:
-    """For how many microbatches to search: enough to fill and to empty the pipeline."""
+    """The number of microbatches to search with: enough to fill and to empty the pipeline."""
     m = problem.microbatches
     least = 3 * problem.ranks + STEP
     return least if m > least + 2 * STEP else m
 
 
 def stretched(problem: Problem, listed: Listed, cut: float, more: int) -> list[list[float]]:
-    """The urgency by which list scheduling stretches an order.
+    """The urgency with which list scheduling stretches an order.
 
-    What has started at the cut keeps its time. Then each lane takes so many microbatches more, one
-    in the time that one takes on the busiest rank. What is after the cut follows, as much later.
-    The earlier, the more urgent; memory, and what tasks wait for, list scheduling sees to.
+    Tasks that start before the cut keep their times. Then each lane takes `more` further
+    microbatches, at the rate of the busiest rank. Tasks behind the cut follow, later by the same
+    time. Earlier tasks are more urgent; list scheduling takes care of memory and dependencies.
 
     Args:
-        problem: what the order is for.
-        listed: the order, with the times at which its tasks start.
-        cut: when, as a share of the time in which all ranks work.
-        more: how many microbatches to put in.
+        problem: the problem of the order.
+        listed: the order, with the starts of its tasks.
+        cut: the time of the cut, as a share of the time in which all ranks work.
+        more: the number of microbatches to insert.
 
     Returns:
-        By lane and microbatch, for as many microbatches more.
+        The urgency by lane and microbatch, for `more` more microbatches than in the problem.
     """
     n, m = problem.parts, problem.microbatches
     unit = max(problem.work(rank) for rank in range(problem.ranks))
@@ -44,13 +44,13 @@ def stretched(problem: Problem, listed: Listed, cut: float, more: int) -> list[l
         for lane, start in zip(lanes, starts, strict=True):
             times[lane].append(start)
     urgency = []
-    for each in times:
-        if not each:
+    for lane_starts in times:
+        if not lane_starts:
             urgency.append([0.0] * (m + more))
             continue
-        begun = sum(start < time for start in each)
-        upcoming = each[begun] if begun < m else each[-1] + unit
-        early = [-start for start in each[:begun]]
+        begun = sum(start < time for start in lane_starts)
+        upcoming = lane_starts[begun] if begun < m else lane_starts[-1] + unit
+        early = [-start for start in lane_starts[:begun]]
         middle = [-(upcoming + unit * i) for i in range(more)]
-        urgency.append(early + middle + [-(start + unit * more) for start in each[begun:]])
+        urgency.append(early + middle + [-(start + unit * more) for start in lane_starts[begun:]])
     return urgency
