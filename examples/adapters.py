@@ -56,7 +56,9 @@ def name_in_adapter(name: str) -> str | None:
 
 def settings_of(adapted: Any) -> str:
     """The configuration of adapters, as peft reads it."""
-    found = adapted.peft_config["default"].to_dict()
+    settings = adapted.peft_config["default"].to_dict()
     return json.dumps(
-        {k: sorted(v) if isinstance(v, set) else v for k, v in found.items()}, indent=1, default=str
+        {k: sorted(v) if isinstance(v, set) else v for k, v in settings.items()},
+        indent=1,
+        default=str,
     )

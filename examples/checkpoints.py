@@ -91,11 +91,11 @@ def _read(file: Path, read: Callable[[Path], Any]) -> Any:
         return read(file)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         first_line = str(error).partition("\n")[0]
-        others = sorted(path.name for path in file.parent.parent.glob("step-*"))
+        names = sorted(path.name for path in file.parent.parent.glob("step-*"))
         raise ValueError(
             f"{file} is damaged ({type(error).__name__}: {first_line}). To go on from another "
             f"checkpoint, write its name into {file.parent.parent / 'latest'}; there are "
-            f"{', '.join(others)}"
+            f"{', '.join(names)}"
         ) from error
 
 

@@ -205,15 +205,15 @@ def differences(shape: Shape, sizes: Sizes, size: int) -> list[float]:
     vision, text, head = plain = Vision(sizes, 0.0), Text(sizes, 0.0), Loss(0.0)
     make_step(actors, update=False)(images, words)
     head(vision(images), text(words)).backward()
-    found = []
+    ratios = []
     for actor, whole in zip(actors, plain, strict=True):
-        wanted = dict(whole.named_parameters())
+        references = dict(whole.named_parameters())
         for instance in actor.instances.values():
             for name, parameter in instance.named_parameters():
-                grad = wanted[name].grad
+                grad = references[name].grad
                 difference = parameter.grad.cpu() - grad  # an actor's gradients are on its device
-                found.append(float(difference.abs().max() / grad.abs().max()))
-    return found
+                ratios.append(float(difference.abs().max() / grad.abs().max()))
+    return ratios
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def train(shape: Shape, args: argparse.Namespace) -> Outcome:
     losses = [float(compiled(*batches[0]))]
     cg.barrier()
     before, began = compiled.statistics(), time.perf_counter()
-    losses += [float(compiled(*each)) for each in batches[1:]]
+    losses += [float(compiled(*pair)) for pair in batches[1:]]
     seconds, after = time.perf_counter() - began, compiled.statistics()
     waited = (after.blocked - before.blocked) / max(after.total - before.total, 1e-9)
     rate = args.batch * (args.steps - 1) / max(seconds, 1e-9)
@@ -278,19 +278,19 @@ def main() -> None:
     talks, ranks = cg.rank() == 0, cg.world_size()
     if args.check:
         sizes = Sizes(args.width, args.vision, args.text)
-        found = differences(Shape.of(args.shape, ranks), sizes, args.batch)
-        worst = max(cg.allgather(max(found, default=0.0)))
+        ratios = differences(Shape.of(args.shape, ranks), sizes, args.batch)
+        worst = max(cg.allgather(max(ratios, default=0.0)))
         if talks:
             print(f"{args.shape}: gradients differ from those of one process by {worst:.1e}")
         return
     if talks:
         print("shape   first loss   last loss   samples/s   busy share of each rank")
     for word in shapes(ranks) if args.table else [args.shape]:
-        made = train(Shape.of(word, ranks), args)
+        outcome = train(Shape.of(word, ranks), args)
         if talks:
-            busy = " ".join(f"{share:4.0%}" for share in made.busy)
-            first, last = made.losses[0], made.losses[-1]
-            print(f"{word:5} {first:12.3f} {last:11.3f} {made.rate:11.0f}   {busy}", flush=True)
+            busy = " ".join(f"{share:4.0%}" for share in outcome.busy)
+            first, last = outcome.losses[0], outcome.losses[-1]
+            print(f"{word:5} {first:12.3f} {last:11.3f} {outcome.rate:11.0f}   {busy}", flush=True)
     if talks and args.table:
         print(f"all: each of the {ranks} ranks has both towers, and a part of the batch")
 

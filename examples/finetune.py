@@ -57,9 +57,9 @@ class Stage(nn.Module):
 
     def logits(self, moving, ids: Tensor, at: Tensor, lent: dict[str, Tensor]) -> Tensor:
         """Of the token behind each row's position `at`, float32 [batch, vocabulary]."""
-        found = self.forward(moving, ids, lent).logits
+        logits = self.forward(moving, ids, lent).logits
         rows = torch.arange(len(ids), device=ids.device)
-        return found[rows, at].float()
+        return logits[rows, at].float()
 
     def loss(self, moving, ids: Tensor, lent: dict[str, Tensor]) -> Tensor:
         """Mean negative log likelihood of each token behind those before it, nats."""
@@ -147,13 +147,13 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
     """The training step, the evaluation step, and the forward used for sampling."""
 
     def lend() -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for stage, part in zip(stages, cuts, strict=True):
             if part.lent:
                 sizes = {name: len(cuts.model.get_parameter(name)) for name in part.lent}
                 rows = {name: torch.arange(size) for name, size in sizes.items()}
-                found |= stage.lend(rows if args.dp > 1 else None)
-        return found
+                weights |= stage.lend(rows if args.dp > 1 else None)
+        return weights
 
     def run(ids, lent, last):
         """The parts in order; `last` is the method of the last, and what it takes besides."""
@@ -169,7 +169,10 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
     def train(ids):
         lent = lend()  # once a step: a tied weight goes to who uses it, and its gradient comes back
         loss = cg.mean(
-            [run(mine, lent, ("loss",)) for mine in cg.microbatches(ids, args.microbatches)]
+            [
+                run(microbatch, lent, ("loss",))
+                for microbatch in cg.microbatches(ids, args.microbatches)
+            ]
         )
         cg.backward(loss)
         norm = cg.clip_grad_norm(stages, args.clip)
@@ -181,7 +184,10 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
     def evaluate(ids):
         lent = lend()
         return cg.mean(
-            [run(mine, lent, ("loss",)) for mine in cg.microbatches(ids, args.microbatches)]
+            [
+                run(microbatch, lent, ("loss",))
+                for microbatch in cg.microbatches(ids, args.microbatches)
+            ]
         )
 
     @cg.trace

@@ -54,13 +54,13 @@ def read_model(args: argparse.Namespace) -> Model:
         if args.lora:
             whole = adapters.add_adapters(whole, args.lora, args.model, args.seed)
             files = {"adapter_config.json": adapters.settings_of(whole)}
-            found = Model(whole, weights, adapters.name_in_adapter, "adapter_model", files, None)
+            model = Model(whole, weights, adapters.name_in_adapter, "adapter_model", files, None)
         else:
-            found = Model(whole, weights, str, "model", {}, args.model)
+            model = Model(whole, weights, str, "model", {}, args.model)
         weights.check(whole)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{args.model} cannot be fine-tuned: {error}") from error
-    return found
+    return model
 
 
 def _empty(folder: Path, attention: str) -> Any:
@@ -94,7 +94,7 @@ def _names_of_head(model: nn.Module) -> list[str]:
     """What folders may call the head, which are several names if it is tied to the embedding."""
     head = model.get_output_embeddings()
     named = model.named_parameters(remove_duplicate=False)
-    names = [name for name, each in named if head is not None and each is head.weight]
+    names = [name for name, parameter in named if head is not None and parameter is head.weight]
     return names + [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
 
 

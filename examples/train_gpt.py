@@ -338,11 +338,11 @@ def parse() -> argparse.Namespace:
         parser.error("--fsdp keeps weights in pieces on the ranks of --dp, which must be above 1")
     if args.resume and group > 1:
         parser.error("--resume needs checkpoints, and groups of ranks (--tp, --dp) write none")
-    groups, what = cg.world_size() // group, "ranks" if group == 1 else "groups of ranks"
+    groups, unit = cg.world_size() // group, "ranks" if group == 1 else "groups of ranks"
     count = len(homes(args.schedule, groups))
     if args.layers < count:
         parser.error(
-            f"'{args.schedule}' on {groups} {what} has {count} stages and needs at least "
+            f"'{args.schedule}' on {groups} {unit} has {count} stages and needs at least "
             f"as many --layers, not {args.layers}"
         )
     if args.batch % args.microbatches:
@@ -408,8 +408,8 @@ def report(args: argparse.Namespace, record: Record, unigram: float, generated: 
             f"a unigram model of the same bytes: {unigram:.3f}"
         )
     print(record.speed())
-    kept = "checkpoints, " if args.tp * args.dp == 1 else ""
-    print(f"{kept}loss.png and figures.json are in {args.out}")
+    saved = "checkpoints, " if args.tp * args.dp == 1 else ""
+    print(f"{saved}loss.png and figures.json are in {args.out}")
     if generated:
         print(f"--- sample ---\n{generated}\n--------------")
 

@@ -34,10 +34,10 @@ def refuse_quantized(folder: Path) -> None:
     Raises:
         ValueError: the configuration names a format, or a weight's element type is one of these.
     """
-    what = _named_format(folder) or _quantized_weight(folder)
-    if what:
+    evidence = _named_format(folder) or _quantized_weight(folder)
+    if evidence:
         raise ValueError(
-            f"the weights in {folder} are quantized: {what}. They are numbers only together with "
+            f"the weights in {folder} are quantized: {evidence}. They are numbers only together with "
             "their scales, which are not read here. Give a folder of the same model with weights "
             "in bfloat16, float16 or float32"
         )
@@ -52,8 +52,8 @@ def _named_format(folder: Path) -> str | None:
     settings = config.get("quantization_config")
     if not isinstance(settings, dict) or not settings:
         return None
-    words = (settings.get(each) for each in ("quant_method", "quant_algo", "format", "fmt"))
-    names = ", ".join(str(each) for each in words if each) or "that they are"
+    words = (settings.get(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
+    names = ", ".join(str(word) for word in words if word) or "that they are"
     return f"quantization_config in config.json says {names}"
 
 
@@ -85,8 +85,8 @@ def are_equal(folder: Path, names: Iterable[str]) -> bool:
     a few at a time, so that nothing large is held.
     """
     where = places(folder)
-    first, *others = [name for name in dict.fromkeys(names) if name in where] or [""]
-    return all(_same(folder, where, first, each) for each in others)
+    first, *rest = [name for name in dict.fromkeys(names) if name in where] or [""]
+    return all(_same(folder, where, first, name) for name in rest)
 
 
 def _same(folder: Path, where: Mapping[str, str], one: str, other: str) -> bool:

@@ -134,8 +134,8 @@ class MailPort:
         for value in values:
             if isinstance(value, _Failed):
                 raise Poison.from_bytes(value.content)
-        made = values[0] if self._combine is None else self._combined(values)
-        return made if self._into is None else self._into.copy_(made)
+        result = values[0] if self._combine is None else self._combined(values)
+        return result if self._into is None else self._into.copy_(result)
 
     def release(self) -> None:
         """Nothing: values are in memory of their own."""
@@ -150,8 +150,8 @@ class MailPort:
         exchange = self._combine.exchange
         if self._mailbox.rank not in exchange.receivers:
             return None
-        mine = exchange.members.index(self._mailbox.rank)
-        pieces = [collectives.cut(exchange, value, mine) for value in values]
+        position = exchange.members.index(self._mailbox.rank)
+        pieces = [collectives.cut(exchange, value, position) for value in values]
         return collectives.combine(exchange, pieces)
 
 

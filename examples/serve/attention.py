@@ -98,8 +98,8 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
     if pages.mask is None:
         mixed = torch.ops.cg_paged.attend(query[:, 0], pool, pages.tables, pages.positions, scale)
         return mixed.view(rows, 1, groups * shared * width)
-    held = pool.index_select(0, pages.tables).view(rows, -1, groups, 2, width)
-    key, value = held.transpose(1, 2).unbind(3)
+    cached = pool.index_select(0, pages.tables).view(rows, -1, groups, 2, width)
+    key, value = cached.transpose(1, 2).unbind(3)
     # Heads that share keys are rows of one product: [rows, groups, tokens * shared, width].
     query = query.transpose(1, 2).reshape(rows, groups, tokens * shared, width)
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=pages.mask, scale=scale)

@@ -95,7 +95,7 @@ class Blocks:
         Returns:
             the blocks in order, and the digest of the last (of none: where the chain begins).
         """
-        found: list[int] = []
+        matched: list[int] = []
         before = chain(salt)
         for start in range(0, (len(tokens) - 1) // self.size * self.size, self.size):
             part = _packed(tokens[start : start + self.size])
@@ -106,11 +106,11 @@ class Blocks:
             if entry.before != before or entry.tokens != part:
                 break
             before = entry.digest
-            found.append(block)
-        for block in found:
+            matched.append(block)
+        for block in matched:
             self._cached.pop(block, None)
             self.references[block] += 1
-        return found, before
+        return matched, before
 
     def count_match(self, tokens: int, found: int) -> None:
         """Count the tokens that were looked up for an admission, and those in the blocks found."""

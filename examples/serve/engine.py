@@ -314,8 +314,8 @@ def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto")
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def decode(batch: Tensor, how: int) -> Any:
-        given, slot = batch[:, TOKEN], batch[:, SLOT]
-        x = torch.where(given < 0, carried.get(slot), given)
+        tokens, slot = batch[:, TOKEN], batch[:, SLOT]
+        x = torch.where(tokens < 0, carried.get(slot), tokens)
         for stage in stages:
             x = cg.via(stage.decode(x, batch, how), via)
         carried.set(x[0] if how == How.SCORED else x, slot)
@@ -400,16 +400,16 @@ def _bucket(sizes: Sequence[int], needed: int) -> int:
     return sizes[index]
 
 
-def _within(what: str, numbers: Any, least: int, bound: int) -> None:
+def _within(name: str, numbers: Any, least: int, bound: int) -> None:
     """Refuse numbers that are not from `least` to below `bound`."""
     low, high = int(numbers.min()), int(numbers.max())
     if low < least or high >= bound:
-        _check(False, f"{what} is {low if low < least else high}, of {bound}")
+        _check(False, f"{name} is {low if low < least else high}, of {bound}")
 
 
-def _check(holds: bool, what: str) -> None:
+def _check(holds: bool, message: str) -> None:
     if not holds:
-        raise ValueError(f"outside of the engine's limits: {what}")
+        raise ValueError(f"outside of the engine's limits: {message}")
 
 
 def _has_events(device: torch.device) -> bool:

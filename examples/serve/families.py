@@ -125,13 +125,13 @@ class Drawn:
     scale: float
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for name, parameter in parameters.items():
             seed = zlib.crc32(f"{self.seed} {name}".encode())
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
             is_scale = parameter.ndim == 1 and name.endswith("weight")
-            found[name] = (noise * self.scale + is_scale).to(dtype)
-        return found
+            tensors[name] = (noise * self.scale + is_scale).to(dtype)
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,12 @@ class Stored:
     also: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file, names in self._files(parameters).items():
             with safe_open(self.folder / file, "pt") as stored:
                 for name, own in names.items():
-                    found[name] = stored.get_tensor(own).to(dtype)
-        return found
+                    tensors[name] = stored.get_tensor(own).to(dtype)
+        return tensors
 
     def _files(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """For each file the weights that are in it, and what it calls them."""
@@ -182,7 +182,7 @@ def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: to
         names: for each of the part's parameters its name in the whole model.
     """
     parameters = dict(part.named_parameters())
-    loaded = weights.load({names[name]: each for name, each in parameters.items()}, dtype)
+    loaded = weights.load({names[name]: parameter for name, parameter in parameters.items()}, dtype)
     for name, parameter in parameters.items():
         if loaded[names[name]].shape != parameter.shape:
             raise ValueError(
@@ -273,11 +273,16 @@ def _hugging_face(config: PretrainedConfig, weights: Weights, eos: int | list[in
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         tied = model.lm_head.weight is model.model.embed_tokens.weight
-        names = {id(each): name for name, each in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         part = DecoderPart(model, layers, config.num_hidden_layers)
         if tied and hasattr(part, "head"):
             names[id(part.head.weight)] = EMBEDDING
-        _fill(part, {n: names[id(each)] for n, each in part.named_parameters()}, weights, dtype)
+        _fill(
+            part,
+            {n: names[id(parameter)] for n, parameter in part.named_parameters()},
+            weights,
+            dtype,
+        )
         if tied and hasattr(part, "tokens") and hasattr(part, "head"):
             part.head.weight = part.tokens.weight
         # Frequencies are computed, not stored, so this module is made in memory.

@@ -48,7 +48,7 @@ class Features:
     changes: Counter[str] = field(default_factory=Counter, compare=False)  # by a switch's name
 
 
-DEFAULTS = {each.name: each.default for each in fields(Features) if each.name != "changes"}
+DEFAULTS = {switch.name: switch.default for switch in fields(Features) if switch.name != "changes"}
 
 
 def parse(text: str) -> Features:

@@ -98,7 +98,7 @@ class Group:
         """Those whose next token has no block, the oldest first."""
         at = self.rows[:, POSITION]
         short = self.members[(at >= self.room) & (at < self.ends)]
-        return sorted(short, key=lambda each: each.request.id) if len(short) else []
+        return sorted(short, key=lambda sequence: sequence.request.id) if len(short) else []
 
     def extend(self, slot: int, blocks: list[int]) -> None:
         """Write all blocks of a row."""

@@ -114,7 +114,7 @@ class EngineLoop:
     def _on_frame(self, link: Link, kind: Kind, payload: bytes) -> None:
         try:
             if kind is Kind.ADD:
-                self._commands.extend((kind, each) for each in wire.unpack_requests(payload))
+                self._commands.extend((kind, request) for request in wire.unpack_requests(payload))
             elif kind is Kind.CANCEL:
                 self._commands.extend((kind, id_) for id_ in wire.numbers(payload))
             else:
@@ -143,14 +143,14 @@ class EngineLoop:
         if taken and is_idle and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(BEAT, self._beat)
 
-    def _obey(self, kind: Kind, what: Request | int) -> None:
-        if isinstance(what, int):
-            self.scheduler.cancel(what)
+    def _obey(self, kind: Kind, command: Request | int) -> None:
+        if isinstance(command, int):
+            self.scheduler.cancel(command)
             return
         try:
-            self.scheduler.add(what)
+            self.scheduler.add(command)
         except ValueError as error:  # the front has checked it, so it is the front's mistake
-            self._unsent.ends.append(End(what.id, ERROR, 0, str(error)))
+            self._unsent.ends.append(End(command.id, ERROR, 0, str(error)))
 
     # -- work --------------------------------------------------------------------------------------
 

@@ -53,8 +53,8 @@ def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
         return [*(base + (stage < more) for stage in range(stages - 1)), last]
 
     def costs(last: int) -> list[float]:
-        *others, own = sizes(last)
-        return sorted([*others, own + head], reverse=True)
+        *rest, own = sizes(last)
+        return sorted([*rest, own + head], reverse=True)
 
     fewest = layers if stages == 1 else 1
     return sizes(min(range(fewest, layers - stages + 2), key=costs))
@@ -162,6 +162,6 @@ class Stage(nn.Module):
         return self.part.run(x, positions, pages)
 
 
-def _check(what: str, numbers: Tensor, bound: int) -> None:
+def _check(name: str, numbers: Tensor, bound: int) -> None:
     """Fail the execution unless all are from 0 to below a bound; on devices without waiting."""
-    torch._assert_async(((numbers >= 0) & (numbers < bound)).all(), f"{what} is out of bounds")
+    torch._assert_async(((numbers >= 0) & (numbers < bound)).all(), f"{name} is out of bounds")

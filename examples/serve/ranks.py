@@ -53,8 +53,8 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         chunks = sizes(CHUNKS, given.context)
     block_size = KV256 if features.kv256 else given.block_size
     blocks = -(-given.blocks * given.block_size // block_size)
-    held = (blocks - 1) * block_size  # the first is trash
-    if given.context is not None and given.context > held:
+    capacity = (blocks - 1) * block_size  # the first is trash
+    if given.context is not None and given.context > capacity:
         raise ValueError(
             f"{blocks - 1} blocks of {block_size} tokens hold no sequence of {given.context}: "
             "give more --blocks, or a shorter --context"
@@ -68,7 +68,7 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         widths=() if torch.accelerator.is_available() else None,
         blocks=blocks,
         block_size=block_size,
-        context=given.context or held,
+        context=given.context or capacity,
         in_flight=max(2, groups or cg.world_size() // given.tp),
         tp=given.tp,
         layers=tuple(given.layers) if given.layers else None,
@@ -111,15 +111,15 @@ def count(features: switches.Features, limits: Limits, given: argparse.Namespace
 
 def main() -> None:
     """Serve until the front has gone."""
-    given = parse()
+    arguments = parse()
     logging.basicConfig(format=f"%(asctime)s rank {cg.rank()} %(message)s", level=logging.WARNING)
     logging.getLogger("serve").setLevel(logging.INFO)
-    features = switches.parse(given.features)
-    with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
-        engine = start(source(given.model), options(given, features))
+    features = switches.parse(arguments.features)
+    with cg.profile(arguments.profile) if arguments.profile else contextlib.nullcontext():
+        engine = start(source(arguments.model), options(arguments, features))
         if engine is not None:  # the others have served until now
             with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
-                runner.run(serve(engine, features, given, given.socket))
+                runner.run(serve(engine, features, arguments, arguments.socket))
 
 
 async def serve(

@@ -43,10 +43,10 @@ class Tokens:
 
     def scores(self) -> list[Scores]:
         """Of each token, once the result is there; empty unless the work asked for some."""
-        _, *found = self._parts()
-        if not found:
+        _, *ranked = self._parts()
+        if not ranked:
             return []
-        values, tokens = (each[: self._count].tolist() for each in found)
+        values, tokens = (tensor[: self._count].tolist() for tensor in ranked)
         return [
             Scores(drawn, tuple(zip(row, rest, strict=True)))
             for (drawn, *rest), row in zip(values, tokens, strict=True)

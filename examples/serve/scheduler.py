@@ -279,7 +279,7 @@ class Scheduler:
         work = Prefill(tuple(chunks))
         self._chunks += 1
         self._first_tokens += work.draws
-        return Ticket(work, np.array([each.stay for each in sequences]), tuple(sequences))
+        return Ticket(work, np.array([member.stay for member in sequences]), tuple(sequences))
 
     def _chunk(self, sequence: Sequence) -> Chunk:
         """What is next of the first that is prefilled."""
@@ -299,23 +299,23 @@ class Scheduler:
         sequence = self.waiting[0]
         if len(self.active) == self.limits.groups * self.limits.slots:
             return False
-        found, digest = self._match(sequence)
-        needed = -(-len(sequence.tokens) // self.limits.block_size) - len(found)
+        matched, digest = self._match(sequence)
+        needed = -(-len(sequence.tokens) // self.limits.block_size) - len(matched)
         # One block for each that is active, if any is: else what is admitted now is preempted soon.
         spare = len(self.active)
         taken = self.blocks.take(needed) if needed + spare <= self.blocks.available else None
         if taken is None:
-            self.blocks.release(found)
+            self.blocks.release(matched)
             self._starved = True
             return False
-        self.blocks.count_match(len(sequence.tokens), len(found))
+        self.blocks.count_match(len(sequence.tokens), len(matched))
         self.waiting.popleft()
         if sequence.request.id > self._started:
             self._started = sequence.request.id
             self._events.started.append(sequence.request.id)
-        sequence.blocks = found + taken
-        sequence.published, sequence.digest = len(found), digest
-        sequence.written = len(found) * self.limits.block_size
+        sequence.blocks = matched + taken
+        sequence.published, sequence.digest = len(matched), digest
+        sequence.written = len(matched) * self.limits.block_size
         sequence.stay = next(self._stays)
         self.active[sequence.request.id] = sequence
         self._prefilling.append(sequence)
@@ -362,7 +362,7 @@ class Scheduler:
         if len(sequence.tokens) == len(request.prompt) + request.max_tokens:
             self._finish(sequence, "length")
         else:
-            min(self._groups, key=lambda each: each.count).sit(sequence)
+            min(self._groups, key=lambda group: group.count).sit(sequence)
 
     def _tell(self, ids: Any, tokens: Any) -> None:
         """Put tokens among the events."""
@@ -373,9 +373,9 @@ class Scheduler:
             self.features.changes["fast_cnt"] += len(ids)
 
     def _score(self, request: Request, scores: Scores) -> None:
-        wanted = request.sampling.logprobs
-        if wanted is not None:
-            scores = Scores(scores.drawn, scores.likeliest[:wanted])
+        limit = request.sampling.logprobs
+        if limit is not None:
+            scores = Scores(scores.drawn, scores.likeliest[:limit])
             self._events.scores.append((request.id, scores))
 
     def _finish(self, sequence: Sequence, reason: str = "", message: str = "") -> None:

@@ -61,8 +61,8 @@ class Feeder:
         self._thread.join()
 
     def _feed(self) -> None:
-        while (what := self._queue.get()) is not None:
-            payload = pickle.dumps(what)
+        while (item := self._queue.get()) is not None:
+            payload = pickle.dumps(item)
             self._loop.call_soon_threadsafe(self._link.send, Kind.PICKLED, payload)
 
 

@@ -34,12 +34,12 @@ def inheritors(variables: Mapping[str, str], root: Path = Path("/")) -> tuple[li
         The processes above this one that were started with the same variables, nearest first; and
         the process above those, 0 where it is not known.
     """
-    found: list[int] = []
+    between: list[int] = []
     for process in above(os.getpid(), root):
         if not _was_started_with(process, variables, root):
-            return found, process
-        found.append(process)
-    return found, 0
+            return between, process
+        between.append(process)
+    return between, 0
 
 
 def runs_python(process: int, root: Path = Path("/")) -> bool:

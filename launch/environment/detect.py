@@ -145,8 +145,8 @@ def _step_of_pmi(environ: Mapping[str, str]) -> str:
     Empty where they are Hydra's, which also tells each rank its place on its machine.
     """
     step = environ.get("PMI_JOBID", "")
-    theirs = "SLURM_JOB_ID" in environ and "MPI_LOCALRANKID" not in environ
-    return step if theirs and re.fullmatch(r"[0-9]+\.[0-9]+", step) else ""
+    by_slurm = "SLURM_JOB_ID" in environ and "MPI_LOCALRANKID" not in environ
+    return step if by_slurm and re.fullmatch(r"[0-9]+\.[0-9]+", step) else ""
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:

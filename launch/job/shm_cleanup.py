@@ -21,9 +21,9 @@ def remove_unused(since: float, root: Path = Path("/")) -> list[Path]:
         What was removed.
     """
     removed: list[Path] = []
-    made = [path for path in (root / "dev/shm").glob("mpich_shm_*") if _made_since(path, since)]
-    mapped = _mapped(root / "proc") if made else ""
-    for path in made:
+    segments = [path for path in (root / "dev/shm").glob("mpich_shm_*") if _made_since(path, since)]
+    mapped = _mapped(root / "proc") if segments else ""
+    for path in segments:
         if path.name not in mapped:
             path.unlink(missing_ok=True)
             removed.append(path)

@@ -45,5 +45,7 @@ def for_daemons(environ: Mapping[str, str]) -> dict[str, str]:
     """
     if "SLURM_STEP_ID" not in environ:
         return dict(environ)
-    kept = {name: value for name, value in environ.items() if not name.startswith("SLURM_CPU_BIND")}
-    return {"SLURM_OVERLAP": "1", **kept}
+    variables = {
+        name: value for name, value in environ.items() if not name.startswith("SLURM_CPU_BIND")
+    }
+    return {"SLURM_OVERLAP": "1", **variables}

@@ -63,7 +63,7 @@ def measured_costs(world: World, module: Module, recordings: Sequence[Recording]
 def _usual(recordings: Sequence[Recording]) -> list[Recording]:
     """The recordings without a quarter at each end, by makespan."""
     out = len(recordings) // 4
-    return sorted(recordings, key=lambda one: one.makespan)[out : len(recordings) - out]
+    return sorted(recordings, key=lambda recording: recording.makespan)[out : len(recordings) - out]
 
 
 def _calls(recordings: Sequence[Recording]) -> dict[Call, float]:
@@ -73,14 +73,14 @@ def _calls(recordings: Sequence[Recording]) -> dict[Call, float]:
         for span in recording.spans:
             if isinstance(span.op, Call):
                 times[span.op].append(span.end - span.start)
-    return {call: fmean(found) for call, found in times.items()}
+    return {call: fmean(durations) for call, durations in times.items()}
 
 
 def _of_functions(calls: Mapping[Call, float]) -> dict[str, float]:
     times: dict[str, list[float]] = defaultdict(list)
     for call, time in calls.items():
         times[call.fn.name].append(time)
-    return {name: fmean(found) for name, found in sorted(times.items())}
+    return {name: fmean(durations) for name, durations in sorted(times.items())}
 
 
 def _of_stages(module: Module, calls: Mapping[Call, float], action: Action) -> tuple[float, ...]:
@@ -95,7 +95,7 @@ def _of_stages(module: Module, calls: Mapping[Call, float], action: Action) -> t
     of_stages: list[list[float]] = [[] for _ in range(count)]
     for task, time in times.items():
         of_stages[task.stage].append(time)
-    return tuple(fmean(found) if found else 0.0 for found in of_stages)
+    return tuple(fmean(durations) if durations else 0.0 for durations in of_stages)
 
 
 def _overheads(module: Module, recordings: Sequence[Recording]) -> tuple[float, float]:
@@ -103,10 +103,10 @@ def _overheads(module: Module, recordings: Sequence[Recording]) -> tuple[float, 
     gaps: dict[Op, list[float]] = defaultdict(list)
     followers = _followers(module)
     for recording in recordings:
-        for one, other in pairwise(recording.spans):
-            if one.op in followers and followers[one.op][0] is other.op:
-                gaps[one.op].append(other.start - one.end)
-    times = [(fmean(found), followers[op][1]) for op, found in gaps.items()]
+        for span, following in pairwise(recording.spans):
+            if span.op in followers and followers[span.op][0] is following.op:
+                gaps[span.op].append(following.start - span.end)
+    times = [(fmean(op_gaps), followers[op][1]) for op, op_gaps in gaps.items()]
     without = [gap for gap, posts in times if not posts]
     overhead = fmean(without) if without else 0.0
     starting = [(gap - overhead) / posts for gap, posts in times if posts]
@@ -143,20 +143,20 @@ def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
     The time from a call to the one that it sends to has the sender's overheads in it.
     """
     edges: dict[tuple[int, int], Link] = {}
-    found: dict[int, Link] = {}
+    channel_links: dict[int, Link] = {}
     sizes = _largest_messages(module)
     channels = tuple(module.channels.values())
     for channel in channels:
         links = []
-        for one, other in _edges_of(channel):
-            edge = (min(one, other), max(one, other))
+        for rank, peer in _edges_of(channel):
+            edge = (min(rank, peer), max(rank, peer))
             if edge not in edges:
                 edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead, channels)
             links.append(edges[edge])
         link = _slowest(links)
         if link is not None:
-            found[channel.id] = link
-    return found
+            channel_links[channel.id] = link
+    return channel_links
 
 
 def _as_seen(
@@ -215,7 +215,7 @@ def _between_stages(
                 before = op.task.stage if forward else op.task.stage - 1
                 if before >= 0:
                     times[before].append(post + links[op.chan].time(_nbytes(op.operands[0])))
-    return tuple(fmean(found) if found else 0.0 for found in times)
+    return tuple(fmean(durations) if durations else 0.0 for durations in times)
 
 
 def _nbytes(value: Value) -> int:

@@ -73,27 +73,27 @@ def _one_way(
     module = _ping_pong(world, edge, nbytes)
     _set_background(module, channels)
     device = torch_device(world)
-    made = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
     think = partial(sleep, _PAUSE) if device is None else _product(device)
-    bodies: dict[str, Body] = {name: _answer(made, think) for name in module.functions}
+    bodies: dict[str, Body] = {name: _answer(message, think) for name in module.functions}
     program = module.program_of(edge[0])
     asks = [op for op in program.ops if isinstance(op, Call)]
     ways: list[float] = []
     for recording in record(world, LinkedModule(module, bodies, {}), [], list, 2)[1:]:
         spans = {span.op: span for span in recording.spans}
         answers = [span for span in recording.spans if span.rank == edge[1]]
-        for (one, following), answer in zip(pairwise(asks), answers, strict=True):
-            both = spans[following].start - spans[one].end - (answer.end - answer.start)
+        for (call, following), answer in zip(pairwise(asks), answers, strict=True):
+            both = spans[following].start - spans[call].end - (answer.end - answer.start)
             ways.append(max(0.0, both / 2))
     return median(ways)
 
 
-def _answer(made: Tensor, think: Callable[[], object]) -> Body:
+def _answer(message: Tensor, think: Callable[[], object]) -> Body:
     """Take whatever comes, think a little, and give `made`."""
 
     def run(*inputs: Tensor) -> Sequence[Tensor]:
         think()
-        return (made,)
+        return (message,)
 
     return run
 
@@ -111,10 +111,14 @@ def _set_background(module: Module, channels: Sequence[Channel]) -> None:
     those of the step, there is as much more of that.
     """
     for id_, channel in module.channels.items():
-        for one in channels:
-            if one.background is not None and one.slot_bytes and one.ranks == channel.ranks:
-                slot_bytes = max(one.slot_bytes, channel.slot_bytes or 0)
-                background = one.background.scaled(slot_bytes, one.slot_bytes)
+        for step_channel in channels:
+            if (
+                step_channel.background is not None
+                and step_channel.slot_bytes
+                and step_channel.ranks == channel.ranks
+            ):
+                slot_bytes = max(step_channel.slot_bytes, channel.slot_bytes or 0)
+                background = step_channel.background.scaled(slot_bytes, step_channel.slot_bytes)
                 module.channels[id_] = replace(
                     channel, background=background, slot_bytes=slot_bytes
                 )

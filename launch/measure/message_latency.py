@@ -53,11 +53,11 @@ def message_latencies(
     waiting = list(_waiting_calls(module, nodes))
     for recording in recordings:
         times = {id(span.op): span for span in recording.spans}
-        for each in waiting:
-            source, op = max(each.sends, key=lambda pair: times[id(pair[0])].end)
+        for waiting_call in waiting:
+            source, op = max(waiting_call.sends, key=lambda pair: times[id(pair[0])].end)
             sent = times[id(source)].end
-            if times[id(each.before)].end < sent:
-                yield MessageLatency(op, times[id(each.call)].start - sent)
+            if times[id(waiting_call.before)].end < sent:
+                yield MessageLatency(op, times[id(waiting_call.call)].start - sent)
 
 
 def _waiting_calls(module: Module, nodes: Sequence[int]) -> Iterator[_WaitingCall]:

@@ -62,12 +62,12 @@ def watch(world: World, module: Module, bound: Mapping[int, Sequence[Recordable]
     Returns:
         The entry of the step; the step can be recorded as long as the caller holds it.
     """
-    found = _watches.setdefault(world, _Watch())
-    watched = Watched(found.count, module, bound)
-    found.count += 1
-    found.steps.add(watched)
-    if found.profile is not None:
-        found.profile.include(watched)
+    world_watch = _watches.setdefault(world, _Watch())
+    watched = Watched(world_watch.count, module, bound)
+    world_watch.count += 1
+    world_watch.steps.add(watched)
+    if world_watch.profile is not None:
+        world_watch.profile.include(watched)
     return watched
 
 
@@ -92,16 +92,17 @@ class Profile:
         self._records: Records | None = None
 
     def __enter__(self) -> Self:
-        found = _watches.setdefault(self._world, _Watch())
-        if found.profile is not None:
+        world_watch = _watches.setdefault(self._world, _Watch())
+        if world_watch.profile is not None:
             raise RuntimeError(
-                f"a profile is being recorded already, to {found.profile.trace}: end that first"
+                f"a profile is being recorded already, to {world_watch.profile.trace}: "
+                "end that first"
             )
         self._first = compare_clocks(self._world)
         self._ranges = device_ranges()
         self._began = perf_counter()
-        found.profile = self
-        for watched in tuple(found.steps):
+        world_watch.profile = self
+        for watched in tuple(world_watch.steps):
             self.include(watched)
         return self
 
@@ -195,11 +196,11 @@ class Profile:
 
     def _step(self, records: Records, name: str | None) -> int:
         ran = sorted({record.step for record in records.programs if record.events})
-        found = [n for n in ran if name is None or records.modules[n].name == name]
-        if not found:
+        matches = [n for n in ran if name is None or records.modules[n].name == name]
+        if not matches:
             names = ", ".join(f"'{records.modules[n].name}'" for n in ran) or "nothing"
             raise ValueError(f"no step '{name or ''}' has run inside the profile; it saw {names}")
-        return found[-1]
+        return matches[-1]
 
     # -- files ------------------------------------------------------------------------------
 

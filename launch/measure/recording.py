@@ -165,16 +165,16 @@ def record(
     for rank, programs in runtime.bound.items():
         for program in programs:
             program.record(logs[rank])
-    found: list[tuple[float, dict[int, Stamps]]] = []
+    timings: list[tuple[float, dict[int, Stamps]]] = []
     try:
         for _ in range(executions):
             world.barrier()
             zero = clock.start()
             runtime.run(inputs)
-            found.append((zero, {rank: clock.read(logs[rank].marks) for rank in ranks}))
+            timings.append((zero, {rank: clock.read(logs[rank].marks) for rank in ranks}))
     finally:
         runtime.close()
-    everywhere = world.allgather(found)
+    everywhere = world.allgather(timings)
     peaks = [memory_plan(module, rank).peak for rank in range(module.world)]
     return [
         _recording(module, world.nodes, [of_rank[number] for of_rank in everywhere], peaks)

@@ -75,7 +75,7 @@ def main() -> None:
             details = check()
         except Exception as problem:  # whatever it is, it is what the table is to show
             error = f"{type(problem).__name__}: {problem}"
-        errors = [each for each in here.allgather(error) if each is not None]
+        errors = [message for message in here.allgather(error) if message is not None]
         if here.rank == 0:
             line = f"FAIL | {name} | {errors[0]}" if errors else f"pass | {name} | {details}"
             print(ROW + " ".join(line.split()), flush=True)
@@ -144,12 +144,12 @@ def _collectives(parts: Sequence[Any]) -> str:
             ReduceScatter(group=group),
             AllToAll(group=group),
         )
-        wanted = [*(outcomes(op.exchange, values) for op in ops), [values[0]] * size]
+        expected = [*(outcomes(op.exchange, values) for op in ops), [values[0]] * size]
         compiled = step.lower(x).compile()
         for _ in range(EXECUTIONS):
-            for found, right in zip(compiled(x), wanted, strict=True):
-                for one, other in zip(found, right, strict=True):
-                    torch.testing.assert_close(one.cpu(), other, rtol=1e-2, atol=1e-2)
+            for results, references in zip(compiled(x), expected, strict=True):
+                for actual, right in zip(results, references, strict=True):
+                    torch.testing.assert_close(actual.cpu(), right, rtol=1e-2, atol=1e-2)
         compiled.close()
     return f"8 collectives of {len(DTYPES)} types, {EXECUTIONS} executions each"
 
@@ -179,11 +179,13 @@ def _training(parts: Sequence[Any]) -> str:
         loss = torch.stack(losses).mean()
         torch.autograd.backward(loss)
         torch.testing.assert_close(compiled(x).cpu(), loss.detach(), rtol=1e-3, atol=1e-4)
-    for part, right in zip(parts, plain, strict=True):
+    for part, plain_part in zip(parts, plain, strict=True):
         if part.is_local:
-            for parameter, other in zip(part.local.parameters(), right.parameters(), strict=True):
-                found, expected = parameter.grad.cpu(), other.grad
-                torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+            for parameter, reference in zip(
+                part.local.parameters(), plain_part.parameters(), strict=True
+            ):
+                gradient, expected = parameter.grad.cpu(), reference.grad
+                torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-3)
     details = _captured(compiled)
     compiled.close()
     return f"losses and gradients of {EXECUTIONS} steps; {details}"
@@ -196,7 +198,7 @@ def _round_trip(parts: Sequence[Any]) -> str:
         back: Tensor = parts[0].give(via(parts[-1].give(there), "hccl"))
         return back
 
-    found = []
+    latencies = []
     for count in (2, 4 << 20):
         x = torch.ones(count)
         compiled = step.lower(x).compile()
@@ -205,9 +207,9 @@ def _round_trip(parts: Sequence[Any]) -> str:
             began = time.perf_counter()
             compiled(x).cpu()
             times.append(time.perf_counter() - began)
-        found.append(f"{4 * count} bytes {1e6 * sorted(times)[10]:.0f} us")
+        latencies.append(f"{4 * count} bytes {1e6 * sorted(times)[10]:.0f} us")
         compiled.close()
-    return ", ".join(found) + " (with the host's part; median of 20)"
+    return ", ".join(latencies) + " (with the host's part; median of 20)"
 
 
 def _captured(compiled: Compiled) -> str:
@@ -219,9 +221,11 @@ def _captured(compiled: Compiled) -> str:
     return f"{len(segments)} graphs replayed {replays} times" + "".join(f", {r}" for r in reasons)
 
 
-def _equal(found: Tensor, right: Tensor) -> None:
-    if not torch.equal(found, right):
-        raise AssertionError(f"{found.dtype}: got {found.flatten()[:4]}, not {right.flatten()[:4]}")
+def _equal(actual: Tensor, expected: Tensor) -> None:
+    if not torch.equal(actual, expected):
+        raise AssertionError(
+            f"{actual.dtype}: got {actual.flatten()[:4]}, not {expected.flatten()[:4]}"
+        )
 
 
 if __name__ == "__main__":

@@ -69,27 +69,30 @@ def readings(
         meetings: for each rank when it came to each meeting and when it left, by its own clock.
         nodes: for each rank the number of its machine.
     """
-    bounds = [_bounds(meetings[0], each) for each in meetings]
+    bounds = [_bounds(meetings[0], rank_times) for rank_times in meetings]
     shared = _of_machines(bounds, nodes)
     return [bound.reading(left[-1]) for bound, (_, left) in zip(shared, meetings, strict=True)]
 
 
-def _bounds(first: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> _Bounds:
-    (came0, left0), (came, left) = first, other
+def _bounds(
+    root_times: tuple[list[int], list[int]], rank_times: tuple[list[int], list[int]]
+) -> _Bounds:
+    (came0, left0), (came, left) = root_times, rank_times
     return _Bounds(
-        max(mine - theirs for mine, theirs in zip(came, left0, strict=True)),
-        min(mine - theirs for mine, theirs in zip(left, came0, strict=True)),
+        max(arrival - departure for arrival, departure in zip(came, left0, strict=True)),
+        min(departure - arrival for departure, arrival in zip(left, came0, strict=True)),
     )
 
 
 def _of_machines(bounds: Sequence[_Bounds], nodes: Sequence[int]) -> list[_Bounds]:
     """Bounds, narrowed by those of other ranks of the same machine if these fit together."""
-    found: dict[int, _Bounds] = {nodes[0]: _Bounds(0, 0)}
+    machine_bounds: dict[int, _Bounds] = {nodes[0]: _Bounds(0, 0)}
     for bound, node in zip(bounds, nodes, strict=True):
-        found[node] = found[node].both(bound) if node in found else bound
-    together = [found[node] for node in nodes]
+        machine_bounds[node] = machine_bounds[node].both(bound) if node in machine_bounds else bound
+    together = [machine_bounds[node] for node in nodes]
     return [
-        one if one.low <= one.high else alone for one, alone in zip(together, bounds, strict=True)
+        joint if joint.low <= joint.high else alone
+        for joint, alone in zip(together, bounds, strict=True)
     ]
 
 

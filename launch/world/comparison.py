@@ -102,18 +102,20 @@ class Comparison:
         names = [spec.names[index] for index in spec.tree.values]
         ranks = spec.place.ranks
         where = "" if loc is None else f", defined at {loc.file}:{loc.line}"
-        found = []
+        differences = []
         for index, name in enumerate(names):
             groups: dict[int, list[int]] = {}
             for rank in ranks:
                 groups.setdefault(everywhere[rank][0][index], []).append(rank)
             if len(groups) > 1:
-                one, *others = map(named, groups.values())
-                found.append(f"{name} (one value on {one}, another on {', on '.join(others)})")
-        several = len(found) > 1
+                first, *rest = map(named, groups.values())
+                differences.append(
+                    f"{name} (one value on {first}, another on {', on '.join(rest)})"
+                )
+        several = len(differences) > 1
         lines = dict.fromkeys(everywhere[rank][1] for rank in ranks)
         return InputError(
-            f"argument{'s' if several else ''} {', '.join(found)} of {spec.step}() differ"
+            f"argument{'s' if several else ''} {', '.join(differences)} of {spec.step}() differ"
             f"{'' if several else 's'} between ranks in the call at {', or at '.join(lines)}"
             f"{where}. Nothing of the call has run. Each rank would compute with its own, so all "
             f"must give the same. {self._skipped()}If each rank loads by itself, seed the sampler "

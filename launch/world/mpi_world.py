@@ -129,16 +129,16 @@ class MpiWorld:
 
     def allgather(self, value: T) -> list[T]:
         """The values of all ranks, pickled, by rank; raises as `broadcast` does."""
-        mine = bytearray(pickle.dumps(value, protocol=5))
+        pickled = bytearray(pickle.dumps(value, protocol=5))
         lengths = bytearray(8 * self.size)
-        length = bytearray(len(mine).to_bytes(8, "little"))
+        length = bytearray(len(pickled).to_bytes(8, "little"))
         byte = self._mpi.BYTE
         self._complete(self.comm.Iallgather([length, byte], [lengths, 8, byte]), "allgather")
         counts = [
             int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)
         ]
         everything = bytearray(sum(counts))
-        request = self.comm.Iallgatherv([mine, byte], [everything, counts, byte])
+        request = self.comm.Iallgatherv([pickled, byte], [everything, counts, byte])
         self._complete(request, "allgather")
         values: list[T] = []
         start = 0

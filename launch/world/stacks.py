@@ -123,19 +123,19 @@ class Stacks:
         """
         asked = {rank: self._others[rank] for rank in ranks if rank in self._others}
         began = {rank: number for rank, to in asked.items() if (number := _ask(to)) is not None}
-        found: dict[int, Sight] = {}
+        sights: dict[int, Sight] = {}
         deadline = monotonic() + seconds
-        while len(found) < len(began):
-            for rank in began.keys() - found.keys():
+        while len(sights) < len(began):
+            for rank in began.keys() - sights.keys():
                 number, text = _read_answer(asked[rank])
                 if number > began[rank]:
-                    found[rank] = Sight(text)
+                    sights[rank] = Sight(text)
             if monotonic() > deadline:
                 break
             sleep(_POLL)
-        silent = [rank for rank in began if rank not in found]
-        found.update(_dumps({rank: asked[rank] for rank in silent}, seconds))
-        return found
+        silent = [rank for rank in began if rank not in sights]
+        sights.update(_dumps({rank: asked[rank] for rank in silent}, seconds))
+        return sights
 
     def _serve(self) -> None:
         while os.read(self._reader, 4096):
@@ -189,12 +189,12 @@ def _process(pid: int) -> str:
 
 def _method(frames: Sequence[Frame]) -> str:
     """The user's function that cg has called, if a stack shows one."""
-    found = ""
+    method = ""
     for file, _, name in frames:
         if is_our_file(file):
-            return found
+            return method
         if is_user_file(file):
-            found = name
+            method = name
     return ""
 
 
@@ -205,12 +205,12 @@ def _open(pid: int, descriptor: tuple[int, int], flags: int) -> int | None:
     """Open another process's descriptor; None if it is closed, or not that process's."""
     number, inode = descriptor
     try:
-        found = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
-    if os.fstat(found).st_ino == inode:
-        return found
-    os.close(found)
+    if os.fstat(file).st_ino == inode:
+        return file
+    os.close(file)
     return None
 
 
@@ -252,7 +252,7 @@ def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
         size = _size(to)
         if to.has_handler and size is not None and _signal(to):
             began[rank] = size
-    found: dict[int, Sight] = {}
+    sights: dict[int, Sight] = {}
     for rank in silent:
         frames = _stack(silent[rank], began[rank]) if rank in began else []
         lines = [
@@ -261,8 +261,8 @@ def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
             *_python(frames),
             _process(silent[rank].pid),
         ]
-        found[rank] = Sight("\n".join(lines), _method(frames))
-    return found
+        sights[rank] = Sight("\n".join(lines), _method(frames))
+    return sights
 
 
 def _signal(to: Address) -> bool:

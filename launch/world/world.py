@@ -214,7 +214,7 @@ def check_process(launch: Launch, arguments: Sequence[str]) -> None:
     Raises:
         WorldError: it is such a worker.
     """
-    if any(each.startswith(_WORKERS) for each in arguments):
+    if any(argument.startswith(_WORKERS) for argument in arguments):
         raise WorldError(
             f"multiprocessing has started this process from rank {launch.rank} of a job of "
             f"{launch.launcher}, as a worker of a DataLoader for one. It runs the top level of the "

@@ -48,21 +48,21 @@ class Answers:
             self._job.cancel(reply)
 
     async def _whole(
-        self, request: web.Request, what: Completion, reply: Reply
+        self, request: web.Request, completion: Completion, reply: Reply
     ) -> web.StreamResponse:
-        choices = self._choices(what)
+        choices = self._choices(completion)
         texts = ["" for _ in choices]
         while any(choice.reason is None for choice in choices):
             await reply.changed()
             for index, text in self._read(reply, choices):
                 texts[index] += text
-        prompt = sum(map(len, what.prompts))
+        prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        shape = Shape(what, self._features)
+        shape = Shape(completion, self._features)
         return web.json_response(shape.answer(texts, choices, prompt))
 
     async def _stream(
-        self, request: web.Request, what: Completion, reply: Reply
+        self, request: web.Request, completion: Completion, reply: Reply
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -73,7 +73,7 @@ class Answers:
         stream = Stream(response, request.transport, self._waits)
         try:
             try:
-                await self._pump(stream, what, reply)
+                await self._pump(stream, completion, reply)
             except ApiError as error:
                 await stream.write(_event(error))
             except ConnectionError:
@@ -87,10 +87,10 @@ class Answers:
             self._metrics.ends["abort"] += 1
         return response
 
-    async def _pump(self, stream: Stream, what: Completion, reply: Reply) -> None:
+    async def _pump(self, stream: Stream, completion: Completion, reply: Reply) -> None:
         """Write chunks as tokens come, all that there is at a time."""
-        shape = Shape(what, self._features)
-        choices = self._choices(what)
+        shape = Shape(completion, self._features)
+        choices = self._choices(completion)
         is_first = [True for _ in choices]
         failures: list[Exception] = []
 
@@ -126,14 +126,18 @@ class Answers:
                         reply.write = write_at_once
         finally:
             reply.write = None  # nothing comes behind an error; and it refers to the reply
-        prompt = sum(map(len, what.prompts))
+        prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        if what.include_usage:
-            await stream.write(shape.usage_chunk(prompt, sum(each.count for each in choices)))
+        if completion.include_usage:
+            await stream.write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
 
-    def _choices(self, what: Completion) -> list[Choice]:
-        prompts = [() if what.is_chat else each for each in what.prompts for _ in range(what.n)]
-        return [Choice(self._text, what.stop, prompt) for prompt in prompts]
+    def _choices(self, completion: Completion) -> list[Choice]:
+        prompts = [
+            () if completion.is_chat else prompt
+            for prompt in completion.prompts
+            for _ in range(completion.n)
+        ]
+        return [Choice(self._text, completion.stop, prompt) for prompt in prompts]
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
         """Take all that has come: for each choice with news, its text. Raises ApiError.

@@ -147,7 +147,7 @@ class Waits:
         while True:
             await asyncio.sleep(min(1.0, self._stall / 4))
             oldest = monotonic() - self._stall
-            for transport in [each for each, began in self._since.items() if began < oldest]:
+            for transport in [stalled for stalled, began in self._since.items() if began < oldest]:
                 log.warning("a client has not read for %g s, and is cut off", self._stall)
                 transport.abort()
 

@@ -136,9 +136,9 @@ class EngineJob:
         gone = [id_ for id_ in ids if self._replies.pop(id_, None) is not None]
         if not gone:
             return
-        unsent = {each.id for each in self._outbox}.intersection(gone)
+        unsent = {request.id for request in self._outbox}.intersection(gone)
         if unsent:
-            self._outbox = [each for each in self._outbox if each.id not in unsent]
+            self._outbox = [request for request in self._outbox if request.id not in unsent]
         told = [id_ for id_ in gone if id_ not in unsent]
         if told and self._link is not None:
             self._link.send(Kind.CANCEL, wire.pack_ids(told))
@@ -182,8 +182,8 @@ class EngineJob:
         if self.features.shm_ring:
             self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
         if self._process is not None:
-            for each in of_job(self._process.pid, rank):
-                self._processes.add(each)
+            for process in of_job(self._process.pid, rank):
+                self._processes.add(process)
         log.info(
             "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
             monotonic() - self._began,
@@ -197,9 +197,9 @@ class EngineJob:
                 self._metrics.count_start(self._replies[id_][0])
         changed: dict[Reply, int] = {}
         for place in range(0, len(events.pairs), 2):
-            found = self._replies.get(events.pairs[place])
-            if found is not None:
-                reply, index = found
+            entry = self._replies.get(events.pairs[place])
+            if entry is not None:
+                reply, index = entry
                 reply.tokens[index].append(events.pairs[place + 1])
                 changed[reply] = changed.get(reply, 0) + 1
         for id_, scores in events.scores:
@@ -207,9 +207,9 @@ class EngineJob:
                 reply, index = self._replies[id_]
                 reply.scores[index].append(scores)
         for end in events.ends:
-            found = self._replies.pop(end.id, None)
-            if found is not None:
-                reply, index = found
+            entry = self._replies.pop(end.id, None)
+            if entry is not None:
+                reply, index = entry
                 reply.ends[index] = end
                 changed.setdefault(reply, 0)
         for reply, number in changed.items():

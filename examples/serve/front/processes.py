@@ -105,4 +105,4 @@ def of_job(first: int, rank: int) -> list[int]:
         above.insert(0, process)
     if process != first or not above:  # a daemon has started the rank, or it is the first itself
         return [first, rank]
-    return [*above, *(each for each, parent in parents.items() if parent == above[-1])]
+    return [*above, *(sibling for sibling, parent in parents.items() if parent == above[-1])]

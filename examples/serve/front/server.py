@@ -100,8 +100,8 @@ class Front:
     async def serve(self, listener: socket.socket) -> int:
         """Serve until SIGTERM or SIGINT, then drain; returns the exit code."""
         loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(each, self.stop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
         await self.runner.setup()
         limit_waits(listener, self.bounds.stall)
         assert self.runner.server is not None
@@ -167,14 +167,14 @@ class Front:
                 protocol.parse(payload), is_chat, self.name, self.text, limits
             )
 
-        what = await self._in_thread(check, payload)
-        if not self.admission.enter(what.choices, what.tokens):
+        completion = await self._in_thread(check, payload)
+        if not self.admission.enter(completion.choices, completion.tokens):
             raise ApiError(429, "too many requests; try again later", code="rate_limit_exceeded")
         try:
             self._check_open()
-            return await self.answers.answer(request, what)
+            return await self.answers.answer(request, completion)
         finally:
-            self.admission.leave(what.choices, what.tokens)
+            self.admission.leave(completion.choices, completion.tokens)
 
     # -- other endpoints ---------------------------------------------------------------------------
 
@@ -231,17 +231,17 @@ class Front:
                 raise ApiError(400, "prompt must be a string", "prompt", "invalid_value")
             return self.text.encode(body["prompt"])
 
-        found = await self._in_thread(work, payload)
+        tokens = await self._in_thread(work, payload)
         return web.json_response(
-            {"tokens": found, "count": len(found), "max_model_len": limits.context}
+            {"tokens": tokens, "count": len(tokens), "max_model_len": limits.context}
         )
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         body = protocol.parse(await self._body(request))
         limits = self._check_open()
         protocol.check_model(body, self.name)
-        found = protocol.token_ids(body.get("tokens"), "tokens", limits)
-        return web.json_response({"prompt": self.text.decode(found)})
+        tokens = protocol.token_ids(body.get("tokens"), "tokens", limits)
+        return web.json_response({"prompt": self.text.decode(tokens)})
 
     # -- what all of them need ---------------------------------------------------------------------
 
@@ -277,8 +277,8 @@ class Front:
     def _check_key(self, request: web.Request) -> None:
         if self._key is None or not request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
             return
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        shown = given.strip().encode("utf-8", "surrogateescape")
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        shown = key.strip().encode("utf-8", "surrogateescape")
         if kind.lower() != "bearer" or not hmac.compare_digest(shown, self._key):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 

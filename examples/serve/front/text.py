@@ -51,7 +51,7 @@ class Bytes:
         return list(text.encode())
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        return self.encode("\n".join(each["content"] for each in messages))
+        return self.encode("\n".join(message["content"] for message in messages))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token & 255 for token in tokens).decode(errors="replace")
@@ -97,9 +97,9 @@ class HuggingFace:
         self._plain = copy.deepcopy(self._tokenizer)
         self._plain.encode_special_tokens = True
         self._specials = [
-            each.content
-            for each in self._tokenizer.get_added_tokens_decoder().values()
-            if each.special and each.content
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special and token.content
         ]
         self._has_bytes = '"ByteLevel"' in json.dumps(_read(file).get("decoder"))
         if self._files.chat_template is None:
@@ -149,7 +149,7 @@ class HuggingFace:
                     content = content.replace(special, f"<{mark}{number}>")
             marked.append({**message, "content": content})
         if self._files.chat_template is None:
-            return self.encode("\n".join(each["content"] for each in messages))
+            return self.encode("\n".join(message["content"] for message in messages))
         try:
             rendered = self._files.apply_chat_template(
                 marked, add_generation_prompt=True, tokenize=False
@@ -179,8 +179,8 @@ class HuggingFace:
             return b""
         if name in self._specials:
             return name.encode()
-        if self._has_bytes and all(each in _BYTES for each in name):
-            return bytes(_BYTES[each] for each in name)
+        if self._has_bytes and all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
         if len(name) == 6 and name.startswith("<0x"):  # a byte that no other token has
             return bytes.fromhex(name[3:5])
         return name.replace("\u2581", " ").encode()  # how SentencePiece writes a space
@@ -196,9 +196,9 @@ def _byte_names() -> dict[str, int]:
     (A. Radford and others, "Language models are unsupervised multitask learners", 2019).
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
+        chr(256 + place): byte for place, byte in enumerate(rest)
     }
 
 
@@ -228,8 +228,8 @@ class _HuggingFaceDecoder:
         return str(text)
 
     def rest(self) -> str:
-        held, self._held = self._held, []
-        return self._decode(held) if held else ""
+        tokens, self._held = self._held, []
+        return self._decode(tokens) if tokens else ""
 
     def _behind(self, tokens: Sequence[int]) -> DecodeStream:
         """Decodes what follows on these: tokenizers of SentencePiece's kind drop a first space.
@@ -262,13 +262,13 @@ class Stops:
         if not self._strings or self.is_hit:
             return "" if self.is_hit else text
         text = self._held + text
-        found = [at for at in (text.find(each) for each in self._strings) if at >= 0]
-        if found:
+        hits = [at for at in (text.find(string) for string in self._strings) if at >= 0]
+        if hits:
             self.is_hit, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(hits)]
         longest = max(map(len, self._strings)) - 1
         for start in range(max(0, len(text) - longest), len(text)):
-            if any(each.startswith(text[start:]) for each in self._strings):
+            if any(string.startswith(text[start:]) for string in self._strings):
                 self._held = text[start:]
                 return text[:start]
         self._held = ""
@@ -276,8 +276,8 @@ class Stops:
 
     def rest(self) -> str:
         """What was held back for nothing, at the end."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held = self._held, ""
+        return text
 
 
 def load(model: str) -> Text:
