@@ -34,10 +34,10 @@ def refuse_quantized(folder: Path) -> None:
     Raises:
         ValueError: the configuration names a format, or a weight's element type is one of these.
     """
-    evidence = _named_format(folder) or _quantized_weight(folder)
-    if evidence:
+    reason = _named_format(folder) or _quantized_weight(folder)
+    if reason:
         raise ValueError(
-            f"the weights in {folder} are quantized: {evidence}. They are numbers only together with "
+            f"the weights in {folder} are quantized: {reason}. They are numbers only together with "
             "their scales, which are not read here. Give a folder of the same model with weights "
             "in bfloat16, float16 or float32"
         )

@@ -23,8 +23,8 @@ def above(process: int, root: Path = Path("/")) -> Iterator[int]:
 def inheritors(variables: Mapping[str, str], root: Path = Path("/")) -> tuple[list[int], int]:
     """Find the processes that handed these variables on to this one, and the one that set them.
 
-    A launcher does not have the variables that it gives to a process. What that process starts has
-    them, with the same values.
+    A launcher does not have the variables that it gives to a process. The processes that this
+    process starts inherit them, with the same values.
 
     Args:
         variables: names and values, as this process has them.

@@ -17,7 +17,7 @@ GRACE = 3.0
 """Seconds from the request to end the job to its end by force."""
 POLL = 0.05
 KILLS = 40
-"""Looks for a process that is still there, at most; one stuck in the kernel cannot be ended."""
+"""The most attempts to kill processes; one that is stuck in the kernel cannot be ended."""
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -122,7 +122,7 @@ def _reap() -> None:
 
 @contextlib.contextmanager
 def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle signals, less those that this process was started to ignore, as nohup asks."""
+    """Handle signals, except those that this process was started to ignore, as by nohup."""
     handled = [n for n in (*ENDING, *FORWARDED) if signal.getsignal(n) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in handled}
     try:

@@ -122,8 +122,8 @@ def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[st
         file: lists them, in the launcher's own format.
 
     Raises:
-        LaunchError: both are given, or something in them is no host, or it is not known what the
-            launcher calls them.
+        LaunchError: both are given, or something in them is no host, or the launcher's option for
+            them is not known.
     """
     if hosts is None and file is None:
         return []

@@ -1,7 +1,7 @@
 """The program of each rank of HCCL's self-test, `cg.backends.hccl.selftest`.
 
-Steps over actors on NPUs are compared with plain PyTorch on the CPU. The executions are enough for
-what can be captured to be captured and replayed.
+It compares steps over actors on NPUs with plain PyTorch on the CPU. Each step runs often enough to
+be captured and replayed where that is possible.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Part(nn.Module):
         self.scale = seed + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 16] to the same."""
+        """Map [n, 16] to [n, 16]."""
         return self.linear(x).tanh()  # type: ignore[no-any-return]
 
     def give(self, x: Tensor) -> Tensor:
-        """Another value on each rank."""
+        """Multiply by a factor that differs between ranks."""
         return x * self.scale
 
 
@@ -73,7 +73,7 @@ def main() -> None:
         error, details = None, ""
         try:
             details = check()
-        except Exception as problem:  # whatever it is, it is what the table is to show
+        except Exception as problem:  # the table shows any failure
             error = f"{type(problem).__name__}: {problem}"
         errors = [message for message in here.allgather(error) if message is not None]
         if here.rank == 0:
@@ -81,13 +81,13 @@ def main() -> None:
             print(ROW + " ".join(line.split()), flush=True)
         if errors:
             failed = True
-            break  # what has gone wrong between devices stays wrong
+            break  # devices do not recover from a failed exchange
     if failed:
         raise SystemExit(1)
 
 
 def _messages(parts: Sequence[Any]) -> str:
-    """A value of each type goes once around all ranks."""
+    """Send a value of each type once around all ranks."""
 
     @trace
     def step(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _messages(parts: Sequence[Any]) -> str:
 
 
 def parts_product(size: int) -> int:
-    """The factor by which each rank multiplies a value on its way around."""
+    """The product of the factors by which ranks multiply a value on its way around."""
     product = 1
     for rank in range(size):
         product *= rank + 1
@@ -213,7 +213,7 @@ def _round_trip(parts: Sequence[Any]) -> str:
 
 
 def _captured(compiled: Compiled) -> str:
-    """The part of this rank's program that is replayed."""
+    """Say in words how much of this rank's program is replayed."""
     executables = [e for r in compiled._runtimes if r is not None for e in r.bound[world().rank]]
     segments = [s for e in executables if isinstance(e, DeviceExecutable) for s in e.segments]
     reasons = sorted({segment.reason for segment in segments if segment.reason})

@@ -1,4 +1,4 @@
-"""`cg-sim`: a pipeline schedule on paper. Needs neither torch nor MPI."""
+"""`cg-sim`: simulate a pipeline schedule on paper. It needs neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpip
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A pipeline and its schedule, to be simulated; what a search says of it, if there was one."""
+    """A pipeline and its schedule, which are to be simulated.
+
+    Attributes:
+        search: the results of the search of `auto`; empty for other schedules.
+        remat: the stages that recompute.
+    """
 
     pipeline: Pipeline
     order: Order
@@ -114,13 +119,13 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def _bytes(text: str) -> float | tuple[float, ...]:
-    """What every rank may hold, or each of them."""
+    """The bytes that every rank may hold, or those of each rank."""
     limits = tuple(map(float, text.split(",")))
     return limits if len(limits) > 1 else limits[0]
 
 
 def _simulate(options: argparse.Namespace) -> str:
-    """The JSON object as text."""
+    """The JSON object that is printed, as text."""
     costs = _costs(options)
     problem = _from_table(options) if options.table else _from_name(options, costs)
     pipeline = problem.pipeline
@@ -187,7 +192,7 @@ def _draw(options: argparse.Namespace, problem: _Problem, simulation: Simulation
 
 
 def _number(value: float) -> float:
-    """A float without the noise of its sums; a whole number as one."""
+    """Round off the noise of sums; a whole number becomes an int."""
     value = round(value, 9)
     return int(value) if value == int(value) else value
 
@@ -199,7 +204,11 @@ def _costs(options: argparse.Namespace) -> Costs:
 
 
 def _of_stages(costs: Costs, pipeline: Pipeline) -> Costs:
-    """The costs of each stage, which must be as many as there are."""
+    """The costs of each stage.
+
+    Raises:
+        ValueError: costs are given for another number of stages.
+    """
     for name in ("tf", "tb", "tw", "tcomm"):
         value = getattr(costs, name)
         needed = pipeline.stages - (name == "tcomm")

@@ -40,7 +40,7 @@ def check_transports(program: Program) -> None:
     A virtual world needs none of them, but checks, too: a wrong name is wrong everywhere.
 
     Raises:
-        IRError: one is not.
+        IRError: a transport is not known.
     """
     asked = [op for op in program.ops if isinstance(op, Transfer | Collective) and op.via]
     if not asked:
@@ -63,7 +63,7 @@ class Connected:
 
     Attributes:
         communicators: each once.
-        serving: the same by channel id.
+        serving: the communicator of each channel, by channel id.
     """
 
     communicators: tuple[Communicator, ...]
@@ -71,7 +71,7 @@ class Connected:
 
     @property
     def streams(self) -> tuple[StreamCommunicator, ...]:
-        """Those of the communicators that put messages on streams of devices."""
+        """The communicators that put messages on streams of devices."""
         return tuple(
             communicator
             for communicator in self.communicators
@@ -89,8 +89,8 @@ def connect_channels(
     """Make the communicators that channels need, in one order on all ranks; collective.
 
     Args:
-        transport: of hosts.
-        step: whose channels they are, for messages.
+        transport: makes the communicator of the channels of hosts.
+        step: the name of the step that has the channels, for messages.
         host: the communicator of the channels of hosts. If None, one is made, even if there are
             no such channels.
 

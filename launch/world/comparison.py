@@ -43,10 +43,10 @@ class CallFacts:
 
 
 class Comparison:
-    """Compares the arguments of some of a step's executions, before anything of them runs.
+    """Compares the arguments of some executions of a step, each before it runs.
 
-    If `check_inputs` is not given, these are the ones that `until_next` says. Ranks count alike, so
-    all compare the same ones.
+    Without `check_inputs`, `until_next` chooses the executions. Ranks count them alike, so all
+    ranks compare the same ones.
 
     Args:
         world: all ranks.
@@ -73,7 +73,7 @@ class Comparison:
         self._gives = world.rank in call.spec.place.ranks
 
     def plan_next(self) -> int:
-        """Count on; after how many executions to compare again."""
+        """Count on, and return after how many executions to compare again."""
         step = self._call.every or until_next(self._number)
         self._number += step
         self._unseen += self._left_out
@@ -81,12 +81,13 @@ class Comparison:
         return step
 
     def compare(self, values: Sequence[Any]) -> None:
-        """Return if all ranks have given the same to this execution.
+        """Return if all ranks have given the same arguments to this execution; collective.
 
-        All ranks call it. `values` are those of the program's parameters.
+        Args:
+            values: of the program's parameters.
 
         Raises:
-            InputError: ranks have given different ones; on all ranks.
+            InputError: ranks have given different arguments; on all ranks.
             RemoteError, StepTimeout, TransportError, PlanMismatch: another rank does not come.
         """
         digests = [digest(value) for value in values] if self._gives else []
@@ -127,7 +128,7 @@ class Comparison:
         )
 
     def _skipped(self) -> str:
-        """Say how ranks get to different batches that had the same ones before."""
+        """Say why ranks may have different batches, if they had the same ones before."""
         if not self._was_equal:
             return ""
         since = ""

@@ -29,7 +29,7 @@ class Accelerators(Protocol):
 
 
 def bind(accelerators: Accelerators, local_rank: int) -> int | None:
-    """Select the device of `local_rank`, for what the program itself does with torch.
+    """Select the device of `local_rank`, for the program's own calls of torch.
 
     If a launcher shows each rank one device alone, index 0 is right for all. If ranks outnumber
     devices, their programs share the devices in turn. Actors never share one: `for_rank` says on
@@ -77,7 +77,7 @@ def look(
 ) -> VisibleDevices:
     """Find the accelerators of this process; a rank that stays on the host finds none.
 
-    A fake one is there wherever it is asked for.
+    A fake accelerator exists wherever a rank asks for it.
     """
     if wanted == find.FAKE:
         return VisibleDevices(wanted, wanted, (name(wanted, 0),))
@@ -100,7 +100,7 @@ def for_rank(
     all ranks of the machine stay on the host, since ranks that share one cannot send by it.
 
     Args:
-        local_rank: whose device.
+        local_rank: the rank, by its index on its machine.
         sights: of all ranks of the machine, by local rank.
         make: makes the device of a kind and an index.
 
@@ -164,7 +164,7 @@ def declined(machines: Iterable[Sequence[VisibleDevices]]) -> str | None:
 
 
 def _own(local_rank: int, sights: Sequence[VisibleDevices]) -> int | None:
-    """The index of a device that no other rank takes; None, for all ranks, if there is no such.
+    """The index of a device that no other rank takes; None for all ranks if two would share one.
 
     All ranks of a machine see the same sights and come to the same choice.
     """

@@ -197,8 +197,8 @@ class MpiWorld:
         if self._closed or self._mpi.Is_finalized():
             return
         self._refuse_if_broken()
-        meeting = _Wait(self._side.Ibarrier(), self._sequence, "")
-        if not wait_until(meeting.request.Test, self._timeout, partial(self._tell, meeting)):
+        wait = _Wait(self._side.Ibarrier(), self._sequence, "")
+        if not wait_until(wait.request.Test, self._timeout, partial(self._tell, wait)):
             raise TimeoutError(
                 f"the program of rank {self.rank} ended {self._timeout:g} s ago, but another "
                 f"rank's still runs. {SAME_CALLS}; CG_TIMEOUT sets the limit"
@@ -300,7 +300,7 @@ class MpiWorld:
         )
 
     def _silent(self, sequence: int, left: bool = False) -> list[int]:
-        """The ranks that have not told of this call, or that they have left."""
+        """The ranks that have not told of this call or, with `left`, that they have ended."""
         latest = {} if self._notices is None else self._notices.latest
         heard = {r for r, n in latest.items() if n.sequence >= sequence and (n.left or not left)}
         return [rank for rank in range(self.size) if rank not in heard | {self.rank}]

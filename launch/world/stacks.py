@@ -42,8 +42,8 @@ _STEADY: Final = 20
 """Polls without news after which a dump is taken to be whole."""
 
 _HEAD = struct.Struct("<QQQ")
-"""Of an answer: its number, its bytes, and their checksum: it may be overwritten while it is read.
-"""
+"""The head of an answer: its number, its length and its checksum, since the answer may be
+overwritten while it is read."""
 
 _BACKENDS: Final = f"{os.sep}backends{os.sep}"
 
@@ -58,8 +58,8 @@ class Address:
     Attributes:
         pid, thread: its number, and that of the thread that answers.
         main: the identity of its main thread, as faulthandler prints it.
-        pipe, answer, dump: its descriptors, each with its inode. In a PID namespace of its own a
-            process finds another one under that number, and the inode tells.
+        pipe, answer, dump: its descriptors, each with its inode. In another PID namespace that
+            number may belong to another process, which the inode shows.
         has_handler: True if `SIGNAL` makes it write a dump.
     """
 
@@ -109,7 +109,7 @@ class Stacks:
     def answer_by(self, teller: Callable[[], Activity | None]) -> None:
         """Let `teller` say what this process does; another thread calls it.
 
-        The last teller that was given is asked first; None means that it does not know.
+        The latest teller is asked first. A teller that returns None does not know.
         """
         self._tellers.insert(0, teller)
 
@@ -118,7 +118,7 @@ class Stacks:
 
         Args:
             ranks: to ask; the result leaves out those that cannot be asked.
-            seconds: how long to wait for answers. A dump of one that gives none takes up to
+            seconds: how long to wait for answers. The dump of a rank that gives none takes up to
                 `DUMP_SECONDS` more.
         """
         asked = {rank: self._others[rank] for rank in ranks if rank in self._others}
@@ -169,7 +169,7 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
 def _python(frames: Sequence[Frame]) -> list[str]:
     """Describe a stack, innermost frame first: the user's line, and the function that it calls.
 
-    Nothing if cg itself waits, since the flight record says what for.
+    Empty if cg itself waits, since the flight record says what for.
     """
     users = next((at for at, (file, *_) in enumerate(frames) if is_user_file(file)), None)
     if users is None or (is_our_file(frames[0][0]) and _BACKENDS in frames[0][0]):
@@ -222,7 +222,7 @@ def _ask(to: Address) -> int | None:
         return None
     try:
         os.write(pipe, b"?")
-    except OSError:  # full of questions that it has not come to
+    except OSError:  # full of questions that the process has not read
         pass
     finally:
         os.close(pipe)
@@ -230,7 +230,7 @@ def _ask(to: Address) -> int | None:
 
 
 def _read_answer(to: Address) -> tuple[int, str]:
-    """The last answer of a process and its number; that is 0 before the first, and -1 if gone."""
+    """The last answer of a process and its number: 0 before the first, -1 if it cannot be read."""
     file = _open(to.pid, to.answer, os.O_RDONLY)
     if file is None:
         return -1, ""
@@ -284,7 +284,7 @@ def _size(to: Address) -> int | None:
 
 
 def _stack(to: Address, begin: int) -> list[Frame]:
-    """The main thread's frames in a dump that begins there, innermost first."""
+    """The main thread's frames in the dump from byte `begin` on, innermost first."""
     file = _open(to.pid, to.dump, os.O_RDONLY)
     if file is None:
         return []

@@ -139,7 +139,7 @@ def start(settings: Config) -> World:
 
 
 def _take_device(started: MpiWorld, settings: Config, guard: failure.ExitHooks) -> None:
-    """Give this rank its device; all ranks together, whatever the settings of each."""
+    """Give this rank its device; collective, whatever the settings of each rank."""
     sight = devices.VisibleDevices(devices.HOST)
     if settings.bind_devices:
         devices.bind(torch.accelerator, started.local_rank)
@@ -293,7 +293,7 @@ def check_late_ranks(size: int, asked: int | None) -> None:
     """Refuse a CG_RANKS that was set after the world had begun, and asks for another size.
 
     Raises:
-        WorldError: it was.
+        WorldError: the world has another size.
     """
     if asked is not None and asked != size:
         raise WorldError(
@@ -309,7 +309,7 @@ def check_late_settings(settings: Config) -> None:
     """Refuse settings of devices that have changed since the ranks have taken theirs.
 
     Raises:
-        WorldError: they have.
+        WorldError: they have changed.
     """
     if _began is None or _current is not _began[0] or _current.is_virtual:
         return
@@ -327,8 +327,8 @@ def check_alone(settings: Config) -> None:
     """Refuse a world of its own to one of several processes that do not know each other.
 
     A launcher without MPI, such as torchrun, has started them; each would run the whole program.
-    CG_RANKS says that this is meant. A program that such a process starts inherits its variables;
-    it is taken to be alone on purpose, with a warning.
+    CG_RANKS says that the user wants this. A program that such a process starts inherits its
+    variables; it is taken to be alone on purpose, with a warning.
 
     Raises:
         WorldError: the launcher has started this process among others.
