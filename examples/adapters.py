@@ -16,7 +16,8 @@ PREFIX = "base_model.model."
 def add_adapters(model: nn.Module, rank: int, folder: Path, seed: int) -> Any:
     """Give each linear layer inside of a model's layers an adapter; all else is frozen.
 
-    The adapters hold numbers, though the model is on the meta device: the same on all ranks.
+    The adapters are in memory, though the model is on the meta device. They are the same on all
+    ranks.
 
     Raises:
         SystemExit: peft is not installed.

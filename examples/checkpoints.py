@@ -1,9 +1,9 @@
 """Checkpoints of actors that do not depend on how the model was cut.
 
-One folder a checkpoint, one file an actor in it, a manifest written last. A parameter's name is its
-name in the whole model, so any number of ranks can pick up what any other number has written. A
-checkpoint appears under its final name only when it is complete: the folder is written beside it
-and renamed, and `latest` is replaced in one step.
+A checkpoint is a folder with a file for each actor, and a manifest that is written last. A
+parameter's name is its name in the whole model, so any number of ranks can load a checkpoint of any
+other number. A checkpoint appears under its final name only when it is complete: the folder is
+written beside it and renamed, and `latest` is replaced in one step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def save(
 ) -> None:
     """Write the actors' parameters and optimizer states as `folder/step-N`.
 
-    With them goes what the random numbers of the compiled step depend on. Collective: every rank
-    calls it; each writes the actors that it holds.
+    The manifest has the state of the compiled step's random numbers. Collective: every rank calls
+    it, and writes the actors that it holds.
     """
     name = f"step-{step:06d}"
     partial = folder / f".{name}.partial"
@@ -100,7 +100,7 @@ def _read(file: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def _load_tensors(file: Path) -> dict[str, Any]:
-    # Mapped, for a rank needs a part of each file at most; on the host, for the rank that has
+    # Mapped, since a rank needs a part of each file at most. On the host, since the rank that has
     # written it may have had a device that this one does not see.
     return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 

@@ -29,7 +29,7 @@ PATCH, WORDS, LENGTH = 8, 32, 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of both towers."""
+    """The sizes of both towers."""
 
     width: int = 96
     vision: int = 6
@@ -122,7 +122,7 @@ class Loss(Trained):
         self.train_by(rate)
 
     def forward(self, v: Tensor, t: Tensor) -> Tensor:
-        """Of images v and captions t, unit vectors [batch, features]; row i of both is a pair."""
+        """The loss of images v and captions t, unit vectors [batch, features]; rows are pairs."""
         logits = self.logit_scale.exp() * v @ t.T
         pairs = torch.arange(len(logits), device=logits.device)
         return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
@@ -138,7 +138,7 @@ class Shape:
 
     @staticmethod
     def of(word: str, ranks: int) -> Shape:
-        """`3+1`; or `all`: every rank has both towers, and a part of the batch.
+        """Read `3+1`, or `all`: then every rank has both towers, and a part of the batch.
 
         Raises:
             ValueError: the word says something else, or there are fewer ranks.
@@ -196,9 +196,10 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def differences(shape: Shape, sizes: Sizes, size: int) -> list[float]:
-    """Of each gradient of the first step from that of one process, relative to its largest entry.
+    """The differences of the first step's gradients from those of one process.
 
-    Of the ranks that this process plays.
+    Each is relative to the gradient's largest entry. They are those of the ranks that this process
+    plays.
     """
     images, words = batch(size, seed=0)
     actors = shape.actors(sizes, rate=0.0)
@@ -218,9 +219,11 @@ def differences(shape: Shape, sizes: Sizes, size: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of some steps: their losses, and what they took.
+    """The outcome of some steps.
 
     Attributes:
+        losses: of each step.
+        rate: pairs a second.
         busy: for each rank, the share of the time in which it did not wait for others.
     """
 
@@ -268,7 +271,7 @@ def parse() -> argparse.Namespace:
 
 
 def shapes(ranks: int) -> list[str]:
-    """For the table: every way to share out the ranks, one rank for each tower, and `all`."""
+    """The shapes of the table: every way to share out the ranks, one rank a tower, and `all`."""
     uneven = [f"{ranks - text}+{text}" for text in range(1, ranks // 2 + 1)]
     return list(dict.fromkeys([*uneven, *(["1+1"] if ranks > 1 else []), "all"]))
 

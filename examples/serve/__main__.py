@@ -73,7 +73,7 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
 
 def in_process(given: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:
     """The engine in this process, for an ablation; one process plays all ranks."""
-    from .ranks import serve_here  # which imports torch, as the front does not otherwise
+    from .ranks import serve_here  # which imports torch, unlike the front
 
     given.model = model
     return lambda path: serve_here(given, path)

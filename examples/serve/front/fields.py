@@ -1,7 +1,7 @@
 """Fields of bodies: which there are, and how each is read.
 
 Nothing is ignored in silence: a field is served, or changes no token of an answer, or is refused by
-its name. A field that is null is as if it were not there.
+its name. A field that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORED = {
     *("user", "metadata", "safety_identifier", "service_tier", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
 }
-"""Fields that are about whoever asks, or the price; they change no answer."""
+"""Fields about the user or the price; they change no answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "frequency_penalty": (0, 0.0),
@@ -42,12 +42,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-"""Values of fields that are refused otherwise: those that ask for nothing."""
+"""Values that ask for nothing, of fields that are refused otherwise."""
 _OF_STREAMS = {"include_usage"}
 
 
 def refuse_others(body: Body, api: str) -> None:
-    """Refuse what would change the answer, and is not done.
+    """Refuse fields that would change the answer, but are not served.
 
     Raises:
         ApiError: 400 with the field's name.

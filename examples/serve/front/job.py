@@ -57,7 +57,7 @@ class EngineJob:
             in this process.
         folder: of mode 0700, for the socket.
         most: requests at once, which bounds threads.
-        metrics: what the engine says is counted there.
+        metrics: counts what the engine reports.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EngineJob:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it is ready and beats, or has nothing to do; so is one that starts at first."""
+        """True if it is ready, and beats or has nothing to do; or if this is its first start."""
         if self.state is State.READY:
             return not self._replies or monotonic() - self._beat < STALE
         return self.state is State.STARTING and self.starts <= 1
@@ -131,7 +131,7 @@ class EngineJob:
         return reply
 
     def cancel(self, reply: Reply, index: int | None = None) -> None:
-        """Drop a choice, or all; those that have ended are past."""
+        """Drop a choice, or all; choices that have ended stay as they are."""
         ids = reply.ids if index is None else [reply.ids[index]]
         gone = [id_ for id_ in ids if self._replies.pop(id_, None) is not None]
         if not gone:
@@ -253,7 +253,7 @@ class EngineJob:
                 self.state = State.STARTING
 
     async def _run_once(self) -> bool:
-        """Start the job and wait for its end; whether it was ready in between."""
+        """Start the job and wait for its end; returns whether it was ready in between."""
         self._ended.clear()
         self._link = None
         self.starts += 1
@@ -276,7 +276,7 @@ class EngineJob:
         return self.state is State.READY
 
     async def _end_processes(self, grace: float) -> None:
-        """Close the socket, at which the ranks end, and see to it that they have ended."""
+        """Close the socket, so that the ranks end, and make sure that they have ended."""
         if self._link is not None:
             self._link.close()
         await self._processes.end(grace)

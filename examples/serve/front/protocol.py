@@ -47,7 +47,7 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """The most that all choices can be long; a log-probability beside a token counts as one."""
+        """The most tokens of all choices; a log-probability beside a token counts as one."""
         drawn = self.max_tokens * (1 + (self.sampling.logprobs or 0))
         return sum(len(prompt) + drawn for prompt in self.prompts) * self.n
 
@@ -117,7 +117,11 @@ def completion(body: Body, is_chat: bool, model: str, text: Text, limits: Limits
 
 
 def check_model(body: Body, model: str) -> None:
-    """Raises ApiError 404 if the body names another model; none is ours."""
+    """Refuse a body that names another model; without a name it means ours.
+
+    Raises:
+        ApiError: 404 for another model.
+    """
     name = fields.string(body, "model", model)
     if name != model:
         message = f"the model '{name[:100]}' does not exist; this server has '{model}'"
@@ -139,12 +143,12 @@ def token_ids(found: object, param: str, limits: Limits) -> tuple[int, ...]:
 
 
 def _shown(token: object) -> str:
-    """What stands for a token id, cut short."""
+    """Describe something that stands for a token id, cut short."""
     return f"the token id {token}"[:60] if type(token) is int else "something that is no token id"
 
 
 def messages(body: Body) -> list[dict[str, str]]:
-    """Messages with `role` and `content`, whose parts are joined."""
+    """Read the messages, each with `role` and `content`; parts of a content are joined."""
     entries = body.get("messages")
     if not isinstance(entries, list) or not 0 < len(entries) <= MESSAGES:
         bad(f"messages must be a list of 1 to {MESSAGES} messages", "messages")

@@ -34,7 +34,7 @@ log = logging.getLogger("serve")
 
 PAGE = Path(__file__).with_name("page.html")
 LARGE = 1 << 14
-"""Bytes of a body that is read and tokenized in a thread, for it takes long."""
+"""Bytes of a body that is read and tokenized in a thread, since it takes long."""
 
 
 class Front:
@@ -45,7 +45,7 @@ class Front:
         text: its tokenizer.
         command: starts the engine; see `EngineJob`.
         folder: for its socket, of mode 0700.
-        key: what clients have to show, if anything.
+        key: the API key that clients have to send; None if they need none.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Front:
         except TimeoutError:
             log.warning("%d requests have not ended", self.admission.requests)
         self.job.end_all("the server is shutting down")
-        for _ in range(100):  # what their clients are told still has to leave
+        for _ in range(100):  # their last answers still have to leave
             if not self.admission.requests:
                 break
             await asyncio.sleep(0.02)
@@ -251,7 +251,7 @@ class Front:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Check the key, and make errors of OpenAI's shape of all that is raised."""
+        """Check the key, and turn exceptions into errors of OpenAI's shape."""
         headers: dict[str, str] = {}
         try:
             self._check_key(request)
@@ -303,7 +303,7 @@ class Front:
             raise ApiError(400, f"the body cannot be read: {error}"[:300]) from None
 
     async def _in_thread(self, work: Callable[[], Any], payload: bytes) -> Any:
-        """Do it here, or in the one thread for it if the body is large."""
+        """Do work here, or in the thread for tokenizing if the body is large."""
         if len(payload) < LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

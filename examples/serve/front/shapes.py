@@ -22,7 +22,7 @@ class Choice:
     """The text of one choice, as its tokens come.
 
     Args:
-        prompt: the tokens whose text it goes on with; that of a chat begins anew.
+        prompt: the tokens whose text the choice continues; empty for a chat.
     """
 
     def __init__(self, text: Text, stop: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
@@ -33,7 +33,7 @@ class Choice:
         self.reason: str | None = None
 
     def feed(self, tokens: list[int], end: End | None, scores: Sequence[Scores] = ()) -> str:
-        """What can be shown of these tokens; sets `reason` at the end, or at a stop string.
+        """Take tokens, and return text that can be shown; set `reason` at an end or stop string.
 
         Args:
             scores: of each of the tokens, if they are wanted.
@@ -103,7 +103,7 @@ def _chat_token(piece: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _name(piece: bytes) -> str:
-    """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+    """A token's text; for a part of a character its bytes, as OpenAI writes them."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
