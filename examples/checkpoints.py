@@ -59,7 +59,7 @@ def save(
 def load(
     folder: Path, actors: list[cg.ActorHandle], compiled: cg.Compiled
 ) -> tuple[int, dict[str, Any]]:
-    """Fill the actors from the newest checkpoint; returns its step and what was saved as extra.
+    """Fill the actors from the newest checkpoint; returns its step and the `extra` of `save`.
 
     The compiled step goes on with the random numbers that it would have drawn next. Collective.
 

@@ -1,4 +1,4 @@
-"""Folders of transformers: the model that one describes, what it trains, and its tokenizer."""
+"""Folders of transformers: the model, its adapters if they are trained, and its tokenizer."""
 
 from __future__ import annotations
 

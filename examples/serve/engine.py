@@ -128,7 +128,7 @@ class CgEngine:
         return self._decode(work) if isinstance(work, Decode) else self._prefill(work)
 
     def close(self) -> None:
-        """End what is in flight, then the ranks; idempotent."""
+        """End the executions in flight, then the ranks; idempotent."""
         for graph in (*self.decode, self.prefill):
             graph.close()
 
@@ -211,7 +211,7 @@ class CgEngine:
             blocks[:needed] = table
 
     def _lengths(self, how: How) -> tuple[int, ...]:
-        """The lengths of tables of these variants, ascending."""
+        """The lengths of block tables for which variants are compiled, ascending."""
         return self._widths[-1:] if how is How.SCORED else self._widths
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True)
 class Features:
-    """A field for each switch; the comment says what its counter counts off its default.
+    """A field for each switch, whose comment says what its counter counts.
 
     The counter of a switch at its default may stand still.
     """

@@ -28,10 +28,10 @@ class Sequence:
         written: positions whose keys and values have been submitted; while it decodes, its group
             counts them.
         published: blocks that are in the prefix cache, or could be.
-        digest: of the last of these.
+        digest: of the last of these blocks.
         seat: the group and the slot, while it decodes.
-        stay: a number while it holds blocks, else 0. By this number results of an earlier stay are
-            recognized and dropped: the same tokens are drawn again.
+        stay: a number while it holds blocks, else 0. It tells results of an earlier stay apart,
+            which are dropped: the same tokens are drawn again.
     """
 
     request: Request

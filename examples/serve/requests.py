@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 LOGPROBS = 20
-"""The most of the likeliest tokens of which the engine gives log-probabilities."""
+"""The largest number of likeliest tokens whose log-probabilities the engine gives."""
 ERROR = "error"
 """The reason of an end that comes with a message."""
 

@@ -44,7 +44,7 @@ _EVENTS = struct.Struct("<II")
 
 
 class WireError(ValueError):
-    """A frame that the other side cannot have meant."""
+    """A frame that is not valid."""
 
 
 class Link(asyncio.Protocol):
@@ -53,7 +53,7 @@ class Link(asyncio.Protocol):
     Args:
         on_frame: called with the kind and the bytes of each frame.
         on_end: called once, when the other side has gone.
-        on_room: called when what was sent has left, after `is_full`.
+        on_room: called when there is room for more frames again, after `is_full`.
     """
 
     def __init__(

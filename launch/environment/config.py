@@ -87,7 +87,7 @@ class Config:
         """Read `environ`. An empty variable counts as not set.
 
         Raises:
-            ConfigError: a value is not what its variable takes.
+            ConfigError: a variable has a value that it does not take.
         """
         fields: dict[str, Any] = {}
         for variable in VARIABLES:
@@ -119,7 +119,7 @@ class Variable:
         """The field's value.
 
         Raises:
-            ConfigError: `text` is not what the variable takes.
+            ConfigError: the variable does not take `text`.
         """
         try:
             return self.parse(text)
@@ -132,7 +132,7 @@ def config() -> Config:
     """Read the settings that this process's environment asks for now.
 
     Raises:
-        ConfigError: a variable's value is not what it takes.
+        ConfigError: a variable has a value that it does not take.
     """
     return Config.from_environ(os.environ)
 
@@ -141,7 +141,7 @@ def ranks_asked() -> int | None:
     """Read `CG_RANKS` alone, which is cheap; None if it is not set.
 
     Raises:
-        ConfigError: its value is not what it takes.
+        ConfigError: it has a value that it does not take.
     """
     text = os.environ.get(_RANKS.name, "").strip()
     return None if not text else int(str(_RANKS.value(text)))

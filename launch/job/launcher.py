@@ -147,7 +147,7 @@ def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[st
 def _check_host_file(path: Path) -> None:
     """Refuse a file with a line that names no host: a launcher waits for ever, or passes it to ssh.
 
-    Behind the host stand the launcher's own words, such as `slots=2`.
+    The launcher's own words follow the host, such as `slots=2`.
 
     Raises:
         LaunchError: it has such a line, or no host at all, or cannot be read.

@@ -86,7 +86,7 @@ def manifest(
 
     Args:
         world: all ranks.
-        trace: the file beside which the manifest stands.
+        trace: the trace file, beside the manifest.
         steps: the steps that have run.
         processes: those that were recorded, by rank.
         clocks: readings of all ranks' clocks, from before and after.

@@ -26,7 +26,7 @@ class MessageLatency:
 
 @dataclass(frozen=True, slots=True)
 class _WaitingCall:
-    """A call, the one before it on its rank, and the messages it may wait for in between.
+    """A call, the call before it on its rank, and the messages that it may wait for in between.
 
     Attributes:
         sends: for each message, the call before its send, and the send.

@@ -312,7 +312,7 @@ def _layout(options: argparse.Namespace, chunks: int) -> tuple[int, ...]:
 
 
 def _from_table(options: argparse.Namespace) -> _Problem:
-    """A table says itself what its pipeline is: each stage is on the rank that runs it."""
+    """The problem of a table, whose stages are each on the rank that runs them."""
     for name in ("chunks", "layout", *_OF_SEARCH):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not for a --table, which has its own")

@@ -24,8 +24,8 @@ class CallFacts:
         spec: its arguments.
         loc: its first line.
         words: the step and its arguments, in words.
-        every: compare every n-th execution, from the first; 0: none; None: those that `Comparison`
-            names.
+        every: compare every n-th execution, from the first; 0: none; None: the executions that
+            `Comparison` chooses.
     """
 
     spec: InputSpec

@@ -176,7 +176,7 @@ class MpiWorld:
             self._stacks.answer_by(teller)
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """Ask other ranks of this machine what they do, and wait so long for answers."""
+        """Ask other ranks of this machine what they do, and wait `seconds` for answers."""
         return {} if self._stacks is None else self._stacks.look(ranks, seconds)
 
     def observe(self, observer: Observer) -> None:

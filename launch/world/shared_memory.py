@@ -24,7 +24,7 @@ _OF_MEMORY = {"all", "shm", "sm", "mm", "posix"}
 
 
 def bytes_needed(ranks: int, environ: Mapping[str, str]) -> int:
-    """Bytes that so many ranks of MPICH need on one machine.
+    """The bytes that the ranks of MPICH need on one machine.
 
     Args:
         ranks: of the machine.

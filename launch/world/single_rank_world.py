@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class SingleRankWorld:
-    """A world of one rank, whose programs run on its device as those of any rank under MPI do.
+    """A world of one rank, whose programs run on its device as they would under MPI.
 
     The virtual world plays ranks on the host, one after the other, and knows no devices. This one
     is for a program on one accelerator, which is started by plain `python`.

@@ -73,7 +73,7 @@ class Address:
 
 
 class Stacks:
-    """This process's answers, and its questions to the others of the machine."""
+    """Answers questions of the machine's other processes about this one, and asks them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -117,7 +117,7 @@ class Stacks:
         """Ask other ranks of this machine what they do.
 
         Args:
-            ranks: to ask; the result leaves out those that cannot be asked.
+            ranks: to ask; the result leaves out ranks that cannot be asked.
             seconds: how long to wait for answers. The dump of a rank that gives none takes up to
                 `DUMP_SECONDS` more.
         """
@@ -183,7 +183,7 @@ def _python(frames: Sequence[Frame]) -> list[str]:
 
 
 def _process(pid: int) -> str:
-    """Name a process of this machine, for those who look into it by a debugger."""
+    """Name a process of this machine, for users who attach a debugger."""
     return f"    it is process {pid} on {socket.gethostname()}"
 
 
@@ -246,7 +246,7 @@ def _read_answer(to: Address) -> tuple[int, str]:
 
 
 def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
-    """Have processes that gave no answer in so many seconds write their stacks by the signal."""
+    """Have processes that were silent for `seconds` write their stacks, by the signal."""
     began: dict[int, int] = {}
     for rank, to in silent.items():
         size = _size(to)

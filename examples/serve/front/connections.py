@@ -34,7 +34,7 @@ class Gate:
         files = most_files()
         self._server = server
         self._most = min(most, max(1, files - SPARE_FILES))
-        # Refusals that linger have what is left, but for what the process itself needs.
+        # Refusals that linger may have the remaining files, except those for the process itself.
         self._lingering: set[Refusal] = set()
         self._most_lingering = files - self._most - SPARE_FILES // 2
         self._arriving = 0
@@ -57,7 +57,7 @@ class Refusal(asyncio.Protocol):
     """Answers a connection beyond the bound, and closes it once the client has, or after a moment.
 
     A connection that is closed while bytes of its client are unread is reset, and the reset may
-    overtake the answer. So what comes is read, and dropped.
+    overtake the answer. So the client's bytes are read, and dropped.
 
     Args:
         lingering: the refusals that wait for their clients.

@@ -55,7 +55,7 @@ class Processes:
         self._on_death()
 
     def tell(self, number: signal.Signals) -> None:
-        """Send a signal to the first that is left, which has started the others."""
+        """Send a signal to the first process that is left, which has started the others."""
         for file in list(self._files.values())[:1]:
             _send(file, number)
 

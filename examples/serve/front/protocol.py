@@ -22,7 +22,7 @@ MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and what templates call them."""
 DEFAULT_TOKENS = {False: 16, True: None}
-"""`max_tokens` of completions is 16, as OpenAI says; that of chats is what the context leaves."""
+"""`max_tokens` of completions is 16, as OpenAI says; that of chats is the rest of the context."""
 
 
 @dataclass(frozen=True)

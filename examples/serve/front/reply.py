@@ -1,4 +1,4 @@
-"""A reply: the one buffer of a request, between what the engine says and what a client reads.
+"""A reply: the only buffer of a request, between the engine's events and the client.
 
 Events are merged into it, and its reader takes all that is there. So a slow reader gets larger
 pieces, and no queue grows.

@@ -1,7 +1,7 @@
 """The front: OpenAI's endpoints over HTTP, in a process of its own.
 
-Everything that a client controls is bounded: bodies, headers, waits, requests and their tokens. A
-client that goes away frees what it held.
+Everything that a client controls is bounded: bodies, headers, waits, requests and their tokens. If
+a client goes away, its requests end.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Decoder(Protocol):
         """The characters that are whole with this token; empty if there are none."""
 
     def rest(self) -> str:
-        """What is left at the end: U+FFFD for a character that is not whole."""
+        """The rest of the text, at the end: U+FFFD for a character that is not whole."""
 
 
 class Text(Protocol):
