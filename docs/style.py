@@ -84,7 +84,10 @@ def prose(page: Path) -> str:
 
 
 def docstrings(file: Path) -> str:
-    """The docstrings of a module, each on the lines on which it stands; nothing between them."""
+    """The docstrings of a module, each on the lines on which it stands; nothing between them.
+
+    Indented lines of the module's own docstring are commands, and are left out.
+    """
     source = file.read_text(encoding="utf-8")
     lines = [""] * (source.count("\n") + 2)
     for node in ast.walk(ast.parse(source)):
@@ -93,7 +96,8 @@ def docstrings(file: Path) -> str:
         text = ast.get_docstring(node)
         if text is not None:
             for number, line in enumerate(text.splitlines(), node.body[0].lineno - 1):
-                lines[number] = _ARGUMENT.sub("", line)
+                is_command = isinstance(node, ast.Module) and line.startswith("    ")
+                lines[number] = "" if is_command else _ARGUMENT.sub("", line)
     return "\n".join(lines)
 
 

@@ -16,7 +16,8 @@ PREFIX = "base_model.model."
 def add_adapters(model: nn.Module, rank: int, folder: Path, seed: int) -> Any:
     """Give each linear layer inside of a model's layers an adapter; all else is frozen.
 
-    The adapters hold numbers, though the model is on the meta device: the same on all ranks.
+    The adapters are in memory, though the model is on the meta device. They are the same on all
+    ranks.
 
     Raises:
         SystemExit: peft is not installed.
@@ -56,7 +57,9 @@ def name_in_adapter(name: str) -> str | None:
 
 def settings_of(adapted: Any) -> str:
     """The configuration of adapters, as peft reads it."""
-    found = adapted.peft_config["default"].to_dict()
+    settings = adapted.peft_config["default"].to_dict()
     return json.dumps(
-        {k: sorted(v) if isinstance(v, set) else v for k, v in found.items()}, indent=1, default=str
+        {k: sorted(v) if isinstance(v, set) else v for k, v in settings.items()},
+        indent=1,
+        default=str,
     )

@@ -1,9 +1,9 @@
 """Checkpoints of actors that do not depend on how the model was cut.
 
-One folder a checkpoint, one file an actor in it, a manifest written last. A parameter's name is its
-name in the whole model, so any number of ranks can pick up what any other number has written. A
-checkpoint appears under its final name only when it is complete: the folder is written beside it
-and renamed, and `latest` is replaced in one step.
+A checkpoint is a folder with a file for each actor, and a manifest that is written last. A
+parameter's name is its name in the whole model, so any number of ranks can load a checkpoint of any
+other number. A checkpoint appears under its final name only when it is complete: the folder is
+written beside it and renamed, and `latest` is replaced in one step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def save(
 ) -> None:
     """Write the actors' parameters and optimizer states as `folder/step-N`.
 
-    With them goes what the random numbers of the compiled step depend on. Collective: every rank
-    calls it; each writes the actors that it holds.
+    The manifest has the state of the compiled step's random numbers. Collective: every rank calls
+    it, and writes the actors that it holds.
     """
     name = f"step-{step:06d}"
     partial = folder / f".{name}.partial"
@@ -59,7 +59,7 @@ def save(
 def load(
     folder: Path, actors: list[cg.ActorHandle], compiled: cg.Compiled
 ) -> tuple[int, dict[str, Any]]:
-    """Fill the actors from the newest checkpoint; returns its step and what was saved as extra.
+    """Fill the actors from the newest checkpoint; returns its step and the `extra` of `save`.
 
     The compiled step goes on with the random numbers that it would have drawn next. Collective.
 
@@ -91,16 +91,16 @@ def _read(file: Path, read: Callable[[Path], Any]) -> Any:
         return read(file)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         first_line = str(error).partition("\n")[0]
-        others = sorted(path.name for path in file.parent.parent.glob("step-*"))
+        names = sorted(path.name for path in file.parent.parent.glob("step-*"))
         raise ValueError(
             f"{file} is damaged ({type(error).__name__}: {first_line}). To go on from another "
             f"checkpoint, write its name into {file.parent.parent / 'latest'}; there are "
-            f"{', '.join(others)}"
+            f"{', '.join(names)}"
         ) from error
 
 
 def _load_tensors(file: Path) -> dict[str, Any]:
-    # Mapped, for a rank needs a part of each file at most; on the host, for the rank that has
+    # Mapped, since a rank needs a part of each file at most. On the host, since the rank that has
     # written it may have had a device that this one does not see.
     return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 

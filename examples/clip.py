@@ -29,7 +29,7 @@ PATCH, WORDS, LENGTH = 8, 32, 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of both towers."""
+    """The sizes of both towers."""
 
     width: int = 96
     vision: int = 6
@@ -122,7 +122,7 @@ class Loss(Trained):
         self.train_by(rate)
 
     def forward(self, v: Tensor, t: Tensor) -> Tensor:
-        """Of images v and captions t, unit vectors [batch, features]; row i of both is a pair."""
+        """The loss of images v and captions t, unit vectors [batch, features]; rows are pairs."""
         logits = self.logit_scale.exp() * v @ t.T
         pairs = torch.arange(len(logits), device=logits.device)
         return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
@@ -138,7 +138,7 @@ class Shape:
 
     @staticmethod
     def of(word: str, ranks: int) -> Shape:
-        """`3+1`; or `all`: every rank has both towers, and a part of the batch.
+        """Read `3+1`, or `all`: then every rank has both towers, and a part of the batch.
 
         Raises:
             ValueError: the word says something else, or there are fewer ranks.
@@ -196,31 +196,34 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def differences(shape: Shape, sizes: Sizes, size: int) -> list[float]:
-    """Of each gradient of the first step from that of one process, relative to its largest entry.
+    """The differences of the first step's gradients from those of one process.
 
-    Of the ranks that this process plays.
+    Each is relative to the gradient's largest entry. They are those of the ranks that this process
+    plays.
     """
     images, words = batch(size, seed=0)
     actors = shape.actors(sizes, rate=0.0)
     vision, text, head = plain = Vision(sizes, 0.0), Text(sizes, 0.0), Loss(0.0)
     make_step(actors, update=False)(images, words)
     head(vision(images), text(words)).backward()
-    found = []
+    ratios = []
     for actor, whole in zip(actors, plain, strict=True):
-        wanted = dict(whole.named_parameters())
+        references = dict(whole.named_parameters())
         for instance in actor.instances.values():
             for name, parameter in instance.named_parameters():
-                grad = wanted[name].grad
+                grad = references[name].grad
                 difference = parameter.grad.cpu() - grad  # an actor's gradients are on its device
-                found.append(float(difference.abs().max() / grad.abs().max()))
-    return found
+                ratios.append(float(difference.abs().max() / grad.abs().max()))
+    return ratios
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of some steps: their losses, and what they took.
+    """The outcome of some steps.
 
     Attributes:
+        losses: of each step.
+        rate: pairs a second.
         busy: for each rank, the share of the time in which it did not wait for others.
     """
 
@@ -237,7 +240,7 @@ def train(shape: Shape, args: argparse.Namespace) -> Outcome:
     losses = [float(compiled(*batches[0]))]
     cg.barrier()
     before, began = compiled.statistics(), time.perf_counter()
-    losses += [float(compiled(*each)) for each in batches[1:]]
+    losses += [float(compiled(*pair)) for pair in batches[1:]]
     seconds, after = time.perf_counter() - began, compiled.statistics()
     waited = (after.blocked - before.blocked) / max(after.total - before.total, 1e-9)
     rate = args.batch * (args.steps - 1) / max(seconds, 1e-9)
@@ -268,7 +271,7 @@ def parse() -> argparse.Namespace:
 
 
 def shapes(ranks: int) -> list[str]:
-    """For the table: every way to share out the ranks, one rank for each tower, and `all`."""
+    """The shapes of the table: every way to share out the ranks, one rank a tower, and `all`."""
     uneven = [f"{ranks - text}+{text}" for text in range(1, ranks // 2 + 1)]
     return list(dict.fromkeys([*uneven, *(["1+1"] if ranks > 1 else []), "all"]))
 
@@ -278,19 +281,19 @@ def main() -> None:
     talks, ranks = cg.rank() == 0, cg.world_size()
     if args.check:
         sizes = Sizes(args.width, args.vision, args.text)
-        found = differences(Shape.of(args.shape, ranks), sizes, args.batch)
-        worst = max(cg.allgather(max(found, default=0.0)))
+        ratios = differences(Shape.of(args.shape, ranks), sizes, args.batch)
+        worst = max(cg.allgather(max(ratios, default=0.0)))
         if talks:
             print(f"{args.shape}: gradients differ from those of one process by {worst:.1e}")
         return
     if talks:
         print("shape   first loss   last loss   samples/s   busy share of each rank")
     for word in shapes(ranks) if args.table else [args.shape]:
-        made = train(Shape.of(word, ranks), args)
+        outcome = train(Shape.of(word, ranks), args)
         if talks:
-            busy = " ".join(f"{share:4.0%}" for share in made.busy)
-            first, last = made.losses[0], made.losses[-1]
-            print(f"{word:5} {first:12.3f} {last:11.3f} {made.rate:11.0f}   {busy}", flush=True)
+            busy = " ".join(f"{share:4.0%}" for share in outcome.busy)
+            first, last = outcome.losses[0], outcome.losses[-1]
+            print(f"{word:5} {first:12.3f} {last:11.3f} {outcome.rate:11.0f}   {busy}", flush=True)
     if talks and args.table:
         print(f"all: each of the {ranks} ranks has both towers, and a part of the batch")
 

@@ -17,8 +17,8 @@ def plot(
     Args:
         losses: of each step.
         validation: steps, and the losses after them.
-        unigram: what a model without context has, if that is known.
-        unit: of which the losses are.
+        unigram: the loss of a model without context, if it is known.
+        unit: of the losses, such as a byte or a token.
     """
     import matplotlib
 

@@ -48,12 +48,12 @@ def write(folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     options = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     transformers.AutoTokenizer.from_pretrained(**options).save_pretrained(partial)
-    found = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
-    config = found.config
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
+    config = loaded.config
     if hasattr(config, "quantization_config"):  # its tensors are not quantized any more
         del config.quantization_config
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(found.state_dict())
+    model.load_state_dict(loaded.state_dict())
     model.save_pretrained(partial)
     os.replace(partial, folder)
 

@@ -7,8 +7,8 @@
     CG_RANKS=2 python examples/finetune.py --model DIR --pp 2     # one process plays the ranks
 
 DIR is a folder as `save_pretrained` writes it. Each checkpoint under --out is one as well, or with
---lora a folder of adapters that peft opens. Beside the weights it has what training goes on from,
-on any shape of ranks.
+--lora a folder of adapters that peft opens. Beside the weights it has the state from which training
+goes on, on any shape of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import cg
 
 @cg.actor
 class Stage(nn.Module):
-    """A part of the model, and what trains it. Weights are float32, whatever it computes in."""
+    """A part of the model, with its optimizer. Weights are float32, whatever it computes in."""
 
     def __init__(self, cuts: Any, index: int, args: argparse.Namespace) -> None:
         super().__init__()
@@ -47,24 +47,24 @@ class Stage(nn.Module):
         self.optimizer, self.scheduler = trainers(trained, args.rate, args.decay, args.steps)
 
     def lend(self, rows: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Weights that later parts use as well: of tied embeddings."""
+        """The weights that later parts use as well, such as those of tied embeddings."""
         return self.part.lend(rows)
 
     def forward(self, moving, ids: Tensor, lent: dict[str, Tensor]):
-        """Take what the part before gives, and tokens [batch, time]; give what the next takes."""
+        """Compute the next part's input from this part's input and tokens [batch, time]."""
         with torch.autocast(ids.device.type, torch.bfloat16, self.bf16):
             return self.part(moving, input_ids=ids, use_cache=False, lent=lent)
 
     def logits(self, moving, ids: Tensor, at: Tensor, lent: dict[str, Tensor]) -> Tensor:
-        """Of the token behind each row's position `at`, float32 [batch, vocabulary]."""
-        found = self.forward(moving, ids, lent).logits
+        """The logits of the token behind each row's position `at`, float32 [batch, vocabulary]."""
+        logits = self.forward(moving, ids, lent).logits
         rows = torch.arange(len(ids), device=ids.device)
-        return found[rows, at].float()
+        return logits[rows, at].float()
 
     def loss(self, moving, ids: Tensor, lent: dict[str, Tensor]) -> Tensor:
         """Mean negative log likelihood of each token behind those before it, nats."""
         logits = self.forward(moving, ids, lent).logits.float()
-        labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # what is padded is small, unlike logits
+        labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # labels are smaller than logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
     def update(self) -> None:
@@ -75,7 +75,7 @@ class Stage(nn.Module):
 
 
 IGNORED = -100
-"""The label of a token behind which nothing is known."""
+"""The label of a token whose successor is not known."""
 
 ROWS = (
     "forward(moving)|forward(ids)|logits(moving)|logits(ids)|logits(at)|loss(moving)|loss(ids)"
@@ -85,7 +85,7 @@ ROWS = (
 
 
 def trainers(parameters, rate: float, decay: float, steps: int):
-    """The optimizer, and what sets its learning rate."""
+    """The optimizer, and the scheduler of its learning rate."""
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: learning_rate(s, steps))
     return optimizer, schedule
@@ -101,7 +101,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def homes(schedule: str, groups: int) -> list[int]:
-    """The group of each stage: round the groups twice, or down and up again, if that is wanted."""
+    """The group of each stage; some schedules go round the groups twice, or down and up again."""
     line = list(range(groups))
     if schedule in ("interleaved", "looped-bfs"):
         return line + line
@@ -147,16 +147,16 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
     """The training step, the evaluation step, and the forward used for sampling."""
 
     def lend() -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for stage, part in zip(stages, cuts, strict=True):
             if part.lent:
                 sizes = {name: len(cuts.model.get_parameter(name)) for name in part.lent}
                 rows = {name: torch.arange(size) for name, size in sizes.items()}
-                found |= stage.lend(rows if args.dp > 1 else None)
-        return found
+                weights |= stage.lend(rows if args.dp > 1 else None)
+        return weights
 
     def run(ids, lent, last):
-        """The parts in order; `last` is the method of the last, and what it takes besides."""
+        """Run the parts in order; `last` has the method of the last one and its other arguments."""
         moving = None
         for stage, part in zip(stages, cuts, strict=True):
             own = {name: lent[name] for name in part.borrowed}
@@ -167,9 +167,12 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
 
     @cg.trace
     def train(ids):
-        lent = lend()  # once a step: a tied weight goes to who uses it, and its gradient comes back
+        lent = lend()  # once a step: a tied weight goes to its users, and its gradient comes back
         loss = cg.mean(
-            [run(mine, lent, ("loss",)) for mine in cg.microbatches(ids, args.microbatches)]
+            [
+                run(microbatch, lent, ("loss",))
+                for microbatch in cg.microbatches(ids, args.microbatches)
+            ]
         )
         cg.backward(loss)
         norm = cg.clip_grad_norm(stages, args.clip)
@@ -181,7 +184,10 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
     def evaluate(ids):
         lent = lend()
         return cg.mean(
-            [run(mine, lent, ("loss",)) for mine in cg.microbatches(ids, args.microbatches)]
+            [
+                run(microbatch, lent, ("loss",))
+                for microbatch in cg.microbatches(ids, args.microbatches)
+            ]
         )
 
     @cg.trace
@@ -196,7 +202,7 @@ def sample(predict: Any, tokenizer: Any, args: argparse.Namespace) -> str:
     ids = tokenizer(args.prompt)["input_ids"]
     start = len(ids)
     room = min(args.length, start + args.sample)
-    window = torch.zeros(args.dp, args.length, dtype=torch.int64)  # what is behind has no effect
+    window = torch.zeros(args.dp, args.length, dtype=torch.int64)  # later tokens have no effect
     for at in range(start, room):
         window[:, :at] = torch.tensor(ids)
         positions = torch.full((args.dp,), at - 1)
@@ -220,7 +226,7 @@ class Record:
 
 @dataclass
 class Run:
-    """A fine-tuning that is set up."""
+    """A run of fine-tuning that is ready to start."""
 
     args: argparse.Namespace
     model: Model
@@ -239,7 +245,7 @@ class Run:
         """Train to the last step, evaluate and save as often as is wanted."""
         args, seconds, began_at = self.args, 0.0, self.record.done
         if began_at < args.steps:
-            self.save(dry_run=True)  # what cannot be saved is refused before the first step
+            self.save(dry_run=True)  # if it cannot be saved, this fails before the first step
         bar = progress(range(began_at, args.steps), self.talks)
         for step in bar:
             ids = self.texts.batch(step, args.batch, args.seed)

@@ -1,4 +1,4 @@
-"""Folders of transformers: the model that one describes, what it trains, and its tokenizer."""
+"""Folders of transformers: the model, its adapters if they are trained, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Model:
     """A model without its weights, and where they are.
 
     Attributes:
-        whole: on the meta device; adapters are not.
+        whole: the model, on the meta device; its adapters are not.
         weights: its folder of weights.
-        saved: what checkpoints call its tensors.
-        stem: of the names of files with weights in checkpoints.
-        files: that belong into checkpoints, with their text.
-        like: the folder whose other files belong into checkpoints.
+        saved: gives the name of a tensor in checkpoints; None if they leave the tensor out.
+        stem: the beginning of the names of weight files in checkpoints.
+        files: further files of checkpoints: their text, by name.
+        like: the folder whose other files belong into checkpoints; None if there is none.
     """
 
     whole: Any
@@ -54,20 +54,20 @@ def read_model(args: argparse.Namespace) -> Model:
         if args.lora:
             whole = adapters.add_adapters(whole, args.lora, args.model, args.seed)
             files = {"adapter_config.json": adapters.settings_of(whole)}
-            found = Model(whole, weights, adapters.name_in_adapter, "adapter_model", files, None)
+            model = Model(whole, weights, adapters.name_in_adapter, "adapter_model", files, None)
         else:
-            found = Model(whole, weights, str, "model", {}, args.model)
+            model = Model(whole, weights, str, "model", {}, args.model)
         weights.check(whole)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{args.model} cannot be fine-tuned: {error}") from error
-    return found
+    return model
 
 
 def _empty(folder: Path, attention: str) -> Any:
-    """The model without its weights, whose head is tied to its embedding if the files say so, too.
+    """The model without its weights, with its head tied to its embedding if the files have it so.
 
-    As transformers does it (`tie_weights`): ones that are stored with different numbers are not
-    tied, whatever the configuration says.
+    transformers does the same (`tie_weights`): a head and an embedding that are stored with
+    different numbers are not tied, whatever the configuration says.
     """
     import transformers
 
@@ -91,10 +91,10 @@ def _empty(folder: Path, attention: str) -> Any:
 
 
 def _names_of_head(model: nn.Module) -> list[str]:
-    """What folders may call the head, which are several names if it is tied to the embedding."""
+    """The names that folders may have for the head: several if it is tied to the embedding."""
     head = model.get_output_embeddings()
     named = model.named_parameters(remove_duplicate=False)
-    names = [name for name, each in named if head is not None and each is head.weight]
+    names = [name for name, parameter in named if head is not None and parameter is head.weight]
     return names + [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
 
 

@@ -1,6 +1,6 @@
 """Refuse ids and lengths for which a model's tables have no row, before anything is compiled.
 
-On a host torch raises in the middle of a step. On a GPU a kernel asserts, which ends the job.
+On the host, torch raises in the middle of a step. On a GPU, a kernel asserts, which ends the job.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ def check_ids(
 ) -> None:
     """Refuse tokens that the model's embedding has no row for.
 
-    What counts is what is looked up. A tokenizer may have more tokens than the embedding has rows,
-    as where those of images were added for another model: they do no harm as long as no text has
-    them. The ends of text that are put between documents are in the texts, a template's tokens,
-    too, and nothing is padded.
+    Only tokens that are looked up count. A tokenizer may have more tokens than the embedding has
+    rows, such as tokens of images for another model. They do no harm as long as no text has them.
+    The texts include the ends of text between documents and the tokens of templates, and nothing
+    is padded.
 
     Args:
         used: the ids that are looked up, by where they come from, in words.
         folder: of the model.
 
     Raises:
-        ValueError: one is beyond the embedding.
+        ValueError: a token is beyond the embedding.
     """
     rows = len(model.get_input_embeddings().weight)
     for source, ids in used.items():
@@ -57,8 +57,8 @@ def check_length(length: int, model: nn.Module, folder: Path) -> str | None:
     """Refuse windows that are longer than a table of positions.
 
     Returns:
-        A note where positions are computed, as rotary ones are: any number of them can be, and
-        transformers goes on, too. None if the model was made for such windows.
+        A note where positions are computed, as rotary ones are: then any length works, as it does
+        in transformers. None if the model was made for such windows.
 
     Raises:
         ValueError: a table of positions is shorter.
@@ -81,7 +81,7 @@ def check_length(length: int, model: nn.Module, folder: Path) -> str | None:
 def _table_of(positions: int, model: nn.Module) -> str | None:
     """The name of a table with a row for each position, learned or not; None without one.
 
-    Some models leave rows ahead of the first position, as OPT does: at most as many as here.
+    Some models leave rows ahead of the first position, as OPT does: at most `SPARE`.
     """
     tokens = model.get_input_embeddings()
     sizes = range(positions, positions + SPARE + 1)
@@ -99,4 +99,4 @@ def _table_of(positions: int, model: nn.Module) -> str | None:
 
 
 SPARE = 2
-"""Rows of a table of positions that no position has."""
+"""The most rows of a table of positions that belong to no position."""

@@ -39,8 +39,10 @@ def documents(files: Sequence[Path]) -> Iterator[str | list[Any]]:
 
 
 def _encode(text: str | list[Any], tokenizer: Any) -> list[int]:
-    """The ids of a document. A template has written the beginning and the ends of a conversation,
-    so the tokenizer adds none there."""
+    """The ids of a document.
+
+    A template writes the beginning and the ends of a conversation, so the tokenizer adds none.
+    """
     if isinstance(text, str):
         return tokenizer(text)["input_ids"]
     return tokenizer.apply_chat_template(text, return_dict=True)["input_ids"]
@@ -61,7 +63,7 @@ class Texts:
     """Windows of tokens, int64 [windows, length]: one stream of all documents, cut.
 
     Attributes:
-        train, validation: the windows to learn from, and the last of them to be judged on.
+        train, validation: the windows to learn from, and the last windows, to be judged on.
     """
 
     train: Tensor
@@ -72,7 +74,7 @@ class Texts:
         """Tokenize and pack documents, an end of text between them.
 
         Args:
-            most: windows to be made.
+            most: the most windows to make.
 
         Raises:
             ValueError: there are too few tokens.
@@ -103,7 +105,7 @@ class Texts:
     def batch(self, step: int, size: int, seed: int) -> Tensor:
         """The windows of a step, [size, length].
 
-        They follow from the numbers alone: no rank can have others, and a run that is resumed goes
+        They follow from the arguments alone: all ranks have the same ones, and a resumed run goes
         on in its data where it was. Each pass over the windows has an order of its own.
         """
         count = len(self.train)
@@ -114,7 +116,7 @@ class Texts:
         return self.train[chosen]
 
     def validation_batches(self, size: int, most: int) -> Iterator[Tensor]:
-        """Batches to be judged on; the last windows come again where they do not fill one."""
+        """Batches to be judged on; the first windows come again to fill the last batch."""
         count = len(self.validation)
         for start in range(0, min(count, most * size), size):
             yield self.validation[[(start + i) % count for i in range(size)]]

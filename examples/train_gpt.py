@@ -9,11 +9,11 @@
     python examples/train_gpt.py                      # one rank, without MPI
 
 Each rank holds one stage, or two where --schedule wants that. With --tp and --dp a group of ranks
-holds it: tp of them share its weights, dp such sets the batch. With --fsdp each of these sets keeps
-a piece of the weights, and gathers the others for their use. The step below is plain Python over
-the stages; cg derives the backward, inserts the sends and receives, and runs one static schedule on
-each rank. At the end the same stages generate text, and rank 0 has written a checkpoint, a loss
-curve and the figures to --out.
+holds a stage: tp ranks share its weights, and dp such sets share the batch. With --fsdp each set
+keeps a piece of the weights, and gathers the other pieces to use them. The step below is plain
+Python over the stages; cg derives the backward, inserts the sends and receives, and runs one static
+schedule on each rank. At the end the same stages generate text, and rank 0 has written a
+checkpoint, a loss curve and the figures to --out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 @cg.actor
 class Stage(nn.Module):
-    """Blocks `layers` of the model, the embedding if it is the first, the head if the last.
+    """The blocks `layers` of the model; the first stage has the embedding, the last the head.
 
     Parameters are named by their place in the whole model, so that a checkpoint does not depend on
     how the model was cut.
@@ -103,7 +103,7 @@ class Stage(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [batch, time] or activations [batch, time, width] in; the last stage: logits."""
+        """Map tokens [batch, time] or activations [batch, time, width] to activations or logits."""
         if self.is_first:
             x = self.tokens(x) + self.positions.weight[: x.shape[1]]
         for block in self.blocks.values():
@@ -131,7 +131,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def homes(schedule: str, ranks: int) -> list[int]:
-    """The rank of each stage: round the ranks twice, or down and up again, if that is wanted."""
+    """The rank of each stage; some schedules go round the ranks twice, or down and up again."""
     line = list(range(ranks))
     if schedule in ("interleaved", "looped-bfs"):
         return line + line
@@ -146,13 +146,13 @@ PLAN = cg.plan(
         "*.up.weight|*.up.bias": cg.cut(0, "tp"),
     }
 )
-"""The plan of a stage's group: rows of the batch along dp, heads and hidden along tp."""
+"""The plan of a stage's group: rows of the batch along dp, heads and hidden units along tp."""
 
 
 def place(home: int, data: int, tensor: int, stored: bool = False) -> Any:
-    """The maker of stages at a home: on one rank, or on a group of data x tensor ranks.
+    """A function that makes stages at a home: on one rank, or on a group of data x tensor ranks.
 
-    With `stored` the sets of ranks along dp keep a piece of each weight.
+    With `stored`, each set of ranks along dp keeps a piece of each weight.
     """
     size = data * tensor
     if size == 1:
@@ -214,7 +214,7 @@ class Record:
 def make_steps(stages, microbatches: int, backend: str = "auto"):
     """The training step, the validation step and the forward used for sampling.
 
-    What a stage returns travels to the next one, and its gradient back, by `backend`.
+    The results of a stage travel to the next one, and their gradients back, by `backend`.
     """
 
     @cg.trace
@@ -338,11 +338,11 @@ def parse() -> argparse.Namespace:
         parser.error("--fsdp keeps weights in pieces on the ranks of --dp, which must be above 1")
     if args.resume and group > 1:
         parser.error("--resume needs checkpoints, and groups of ranks (--tp, --dp) write none")
-    groups, what = cg.world_size() // group, "ranks" if group == 1 else "groups of ranks"
+    groups, unit = cg.world_size() // group, "ranks" if group == 1 else "groups of ranks"
     count = len(homes(args.schedule, groups))
     if args.layers < count:
         parser.error(
-            f"'{args.schedule}' on {groups} {what} has {count} stages and needs at least "
+            f"'{args.schedule}' on {groups} {unit} has {count} stages and needs at least "
             f"as many --layers, not {args.layers}"
         )
     if args.batch % args.microbatches:
@@ -408,8 +408,8 @@ def report(args: argparse.Namespace, record: Record, unigram: float, generated: 
             f"a unigram model of the same bytes: {unigram:.3f}"
         )
     print(record.speed())
-    kept = "checkpoints, " if args.tp * args.dp == 1 else ""
-    print(f"{kept}loss.png and figures.json are in {args.out}")
+    saved = "checkpoints, " if args.tp * args.dp == 1 else ""
+    print(f"{saved}loss.png and figures.json are in {args.out}")
     if generated:
         print(f"--- sample ---\n{generated}\n--------------")
 

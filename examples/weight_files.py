@@ -1,6 +1,6 @@
-"""What a folder of `save_pretrained` says of its weights, before any of them is loaded.
+"""Read about the weights in a folder of `save_pretrained`, before any of them is loaded.
 
-Its imports leave torch alone, for the front of the server does without.
+The module does not import torch, since the front of the server runs without it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def places(folder: Path) -> dict[str, str]:
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Refuse weights that are numbers only together with scales, which nobody here would read.
+    """Refuse quantized weights: they are numbers only together with scales, which are not read.
 
-    Damaged files, or none, are left to whoever loads them.
+    Missing and damaged files are left to the code that loads weights.
 
     Raises:
-        ValueError: the configuration names a format, or a weight's element type is one of these.
+        ValueError: the configuration names a format, or a weight has the element type of one.
     """
-    what = _named_format(folder) or _quantized_weight(folder)
-    if what:
+    reason = _named_format(folder) or _quantized_weight(folder)
+    if reason:
         raise ValueError(
-            f"the weights in {folder} are quantized: {what}. They are numbers only together with "
+            f"the weights in {folder} are quantized: {reason}. They are numbers only together with "
             "their scales, which are not read here. Give a folder of the same model with weights "
             "in bfloat16, float16 or float32"
         )
@@ -52,15 +52,16 @@ def _named_format(folder: Path) -> str | None:
     settings = config.get("quantization_config")
     if not isinstance(settings, dict) or not settings:
         return None
-    words = (settings.get(each) for each in ("quant_method", "quant_algo", "format", "fmt"))
-    names = ", ".join(str(each) for each in words if each) or "that they are"
+    words = (settings.get(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
+    names = ", ".join(str(word) for word in words if word) or "that they are"
     return f"quantization_config in config.json says {names}"
 
 
 def _quantized_weight(folder: Path) -> str | None:
-    """A tensor whose type says that it has been quantized; None if there is none.
+    """A tensor whose element type shows that it is quantized; None if there is none.
 
-    Of integers weights count alone: other tensors, as masks and positions, may be such.
+    Integers count in weights alone, since other tensors, such as masks and positions, may be
+    integers.
     """
     files: dict[str, list[str]] = {}
     try:
@@ -79,14 +80,14 @@ def _quantized_weight(folder: Path) -> str | None:
 
 
 def are_equal(folder: Path, names: Iterable[str]) -> bool:
-    """Whether those of some tensors that a folder has are the same numbers.
+    """True if the tensors with these names that the folder has are equal.
 
-    transformers ties no others (`tie_weights`), whatever a configuration says. Rows are compared
-    a few at a time, so that nothing large is held.
+    transformers ties only equal tensors (`tie_weights`), whatever a configuration says. Rows are
+    compared a few at a time, which takes little memory.
     """
     where = places(folder)
-    first, *others = [name for name in dict.fromkeys(names) if name in where] or [""]
-    return all(_same(folder, where, first, each) for each in others)
+    first, *rest = [name for name in dict.fromkeys(names) if name in where] or [""]
+    return all(_same(folder, where, first, name) for name in rest)
 
 
 def _same(folder: Path, where: Mapping[str, str], one: str, other: str) -> bool:

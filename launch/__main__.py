@@ -172,10 +172,10 @@ def _variables(options: argparse.Namespace, inherited: Mapping[str, str]) -> dic
     """The variables that the options stand for."""
     chosen: dict[str, str] = {}
     for item in options.env:
-        name, given, value = item.partition("=")
-        if not name or not (given or name in inherited):
+        name, equals, value = item.partition("=")
+        if not name or not (equals or name in inherited):
             raise LaunchError(f"-x {item}: {name or 'the name'} is not set; use -x NAME=VALUE")
-        chosen[name] = value if given else inherited[name]
+        chosen[name] = value if equals else inherited[name]
     for name, value in (
         ("CG_TIMEOUT", options.timeout),
         ("CG_DUMP", options.dump and str(Path(options.dump).absolute())),

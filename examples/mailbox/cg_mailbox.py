@@ -1,8 +1,8 @@
 """A communicator for cg that moves values through files, as an example of one that is not cg's own.
 
 After `pip install examples/mailbox` a step may say `cg.via(value, "mailbox")`; cg finds the package
-by its entry point of group `cg.communicators`. Files are slow, but whoever wants to know what
-travels can look at them. Ranks on several machines need a folder that all of them see.
+by its entry point of group `cg.communicators`. Files are slow, but they show what travels. Ranks on
+several machines need a folder that all of them see.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Mailbox:
         return MailPort(self, channel, to, reads, combine=op)
 
     def post(self, channel: Channel, target: int, content: bytes) -> None:
-        """Put a message down. Its name appears when it is whole."""
+        """Write a message to a file, which gets its name when it is complete."""
         line = f"{channel.id}-{self.rank}-{target}"
         file = self.folder / f"{line}-{self._sent[line]}"
         self._sent[line] += 1
@@ -77,22 +77,22 @@ class Mailbox:
         return self.folder / f"{line}-{self._taken[line] - 1}"
 
     def progress(self) -> None:
-        """Nothing: files move on by themselves."""
+        """Do nothing, since files move on by themselves."""
 
     def reset(self) -> None:
-        """Throw away what is under way after a failure; cg calls it on all ranks together."""
+        """Delete the messages under way after a failure; cg calls it on all ranks together."""
         for file in self.folder.glob(f"*-*-{self.rank}-*"):
             file.unlink()
         self._sent.clear()
         self._taken.clear()
 
     def close(self) -> None:
-        """Throw the folder away; the first rank to close does it."""
+        """Delete the folder; the first rank that closes does it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class MailPort:
-    """One op: it sends its operand `to` some ranks, and its value is made of what it `reads`."""
+    """The port of one op: it sends an operand `to` ranks, and makes a value of what it `reads`."""
 
     needs_release = False
 
@@ -126,7 +126,7 @@ class MailPort:
         return all(file.exists() for file in self._expected)
 
     def take(self) -> Any:
-        """The value that the op makes; an error that came in its place is raised."""
+        """The value of the op; an error that came in its place is raised."""
         values = []
         for file in self._expected:
             values.append(torch.load(file, weights_only=False))
@@ -134,11 +134,11 @@ class MailPort:
         for value in values:
             if isinstance(value, _Failed):
                 raise Poison.from_bytes(value.content)
-        made = values[0] if self._combine is None else self._combined(values)
-        return made if self._into is None else self._into.copy_(made)
+        result = values[0] if self._combine is None else self._combined(values)
+        return result if self._into is None else self._into.copy_(result)
 
     def release(self) -> None:
-        """Nothing: values are in memory of their own."""
+        """Do nothing, since values are in memory of their own."""
 
     def _issue(self, content: bytes) -> None:
         for rank in self._to:
@@ -150,15 +150,15 @@ class MailPort:
         exchange = self._combine.exchange
         if self._mailbox.rank not in exchange.receivers:
             return None
-        mine = exchange.members.index(self._mailbox.rank)
-        pieces = [collectives.cut(exchange, value, mine) for value in values]
+        position = exchange.members.index(self._mailbox.rank)
+        pieces = [collectives.cut(exchange, value, position) for value in values]
         return collectives.combine(exchange, pieces)
 
 
 def _packed(value: Any) -> bytes:
     """A tensor, or any object, as bytes."""
     if isinstance(value, torch.Tensor):
-        value = value.clone()  # else all that it is a part of is saved, too
+        value = value.clone()  # else the whole storage of a view is saved
     content = io.BytesIO()
     torch.save(value, content)
     return content.getvalue()

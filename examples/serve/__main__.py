@@ -25,29 +25,29 @@ BAD_USAGE = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns its exit code."""
-    given = _parse(arguments)
+    options = _parse(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     log = logging.getLogger("serve")
     try:
-        features = switches.parse(given.features)
+        features = switches.parse(options.features)
         new_loop = loop_factory(features)
-        listener = listen(given.host, given.port)
-        model, note = resolve(given.model)
+        listener = listen(options.host, options.port)
+        model, note = resolve(options.model)
         text = load(model)
         folder = tempfile.TemporaryDirectory(prefix="cg-serve-")  # of mode 0700
     except (OSError, OverflowError, ValueError) as error:
         print(f"examples.serve: {error}", file=sys.stderr)
         return BAD_USAGE
     host, port = listener.getsockname()[:2]
-    name = given.name or Path(model).name
+    name = options.name or Path(model).name
     log.info("serving %s as '%s' at http://%s:%d/", note, name, host, port)
     with folder, listener:
-        bounds = Bounds(requests=given.requests, tokens=given.tokens, drain=given.drain)
-        command = in_process(given, model) if features.inproc else job(given, model, features)
+        bounds = Bounds(requests=options.requests, tokens=options.tokens, drain=options.drain)
+        command = in_process(options, model) if features.inproc else job(options, model, features)
 
         async def serve() -> int:
             path = Path(folder.name)
-            front = Front(name, text, command, path, bounds, features, given.api_key)
+            front = Front(name, text, command, path, bounds, features, options.api_key)
             return await front.serve(listener)
 
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -73,7 +73,7 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
 
 def in_process(given: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:
     """The engine in this process, for an ablation; one process plays all ranks."""
-    from .ranks import serve_here  # which imports torch, as the front does not otherwise
+    from .ranks import serve_here  # which imports torch, unlike the front
 
     given.model = model
     return lambda path: serve_here(given, path)

@@ -23,12 +23,12 @@ class Pages:
         size: entries of a block.
         first: the number of the stage's first layer in the model.
         entries: int64 [rows * tokens], the entry of each new token, counted through all blocks.
-        tables: int64 [rows * blocks of a row]; empty where all rows begin a sequence, so that
-            nothing is in the pools that they see.
-        mask: [rows, 1, tokens, entries of a row], 0 where a token sees an entry, else -inf; the
-            tokens are there once for each of the heads that share keys. None where kernels read
-            the blocks as they lie, of one token a row, on a device that has them; and where
-            sequences begin, whose tokens see those before them.
+        tables: int64 [rows * blocks of a row]; empty where all rows begin a sequence, which see
+            nothing in the pools.
+        mask: [rows, 1, tokens, entries of a row], 0 where a token sees an entry, else -inf. Each
+            token is repeated for the heads that share keys. None where a device's kernels read the
+            blocks in place, for one token a row; and where sequences begin, since their tokens see
+            those before them.
         positions: int64 [rows * tokens].
     """
 
@@ -50,7 +50,7 @@ def locate(
     tables: Tensor,
     shared: int,
 ) -> Pages:
-    """Find what each new token sees.
+    """Locate the tokens of a batch, and the entries that each of them sees.
 
     Args:
         pools, size, first: as in `Pages`.
@@ -98,12 +98,12 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
     if pages.mask is None:
         mixed = torch.ops.cg_paged.attend(query[:, 0], pool, pages.tables, pages.positions, scale)
         return mixed.view(rows, 1, groups * shared * width)
-    held = pool.index_select(0, pages.tables).view(rows, -1, groups, 2, width)
-    key, value = held.transpose(1, 2).unbind(3)
+    cached = pool.index_select(0, pages.tables).view(rows, -1, groups, 2, width)
+    key, value = cached.transpose(1, 2).unbind(3)
     # Heads that share keys are rows of one product: [rows, groups, tokens * shared, width].
     query = query.transpose(1, 2).reshape(rows, groups, tokens * shared, width)
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=pages.mask, scale=scale)
     mixed = mixed.view(rows, groups, tokens, shared, width).transpose(1, 2)
-    # In two steps, since matrix products copy where a stride does not fit, even that of one token.
+    # Two reshapes, since matrix products copy where a stride does not fit, even that of one token.
     flat = mixed.reshape(rows * tokens, groups * shared * width)
     return flat.view(rows, tokens, groups * shared * width)

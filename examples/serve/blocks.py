@@ -1,6 +1,6 @@
 """Blocks of the KV pools: who holds them, and which of them keep a known prefix.
 
-Only numbers are here; the pools themselves lie on the ranks. Block 0 is trash and is never given.
+Only numbers are here; the pools themselves lie on the ranks. Block 0 is trash and never handed out.
 A block is free (nobody holds it and its content is worthless), cached (nobody holds it, but it
 keeps a published prefix, and is taken back when no free block is left), or held by one or several
 requests.
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 Tokens = Sequence[int] | NDArray[np.uint32]
 ROOT = b"cg"
-"""What the digest of a sequence's first block continues."""
+"""The key of the digest with which each chain begins."""
 
 
 def digest(before: bytes, tokens: bytes) -> bytes:
-    """Name a full block by all tokens up to its end: 16 bytes that continue those before."""
+    """Digest a full block and all tokens before it: 16 bytes, keyed by the digest before."""
     return blake2b(tokens, digest_size=16, key=before).digest()
 
 
@@ -32,9 +32,9 @@ def _packed(tokens: Tokens) -> bytes:
 
 @dataclass
 class Entry:
-    """A published block: its digest, what it continues, and its own tokens.
+    """A published block: its digest, the digest before it, and its own tokens.
 
-    Tokens are compared besides digests, so that a collision is a miss and never another's text.
+    Tokens are compared besides digests, so a collision is a miss, and never another client's text.
     """
 
     digest: bytes
@@ -63,16 +63,16 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give, those of the cache included."""
+        """The number of blocks that `take` can give, those of the cache included."""
         return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
-        """Blocks that somebody holds."""
+        """The number of blocks that somebody holds."""
         return self.count - 1 - self.available
 
     def take(self, number: int) -> list[int] | None:
-        """Take so many blocks with one reference each; None, and nothing, if there are fewer."""
+        """Take so many blocks, with one reference each; None, and no block, if there are fewer."""
         if number > self.available:
             return None
         taken = []
@@ -93,9 +93,9 @@ class Blocks:
         draw the next.
 
         Returns:
-            the blocks in order, and the digest of the last (of none: where the chain begins).
+            The blocks in order, and the digest of the last one; without blocks, that of `chain`.
         """
-        found: list[int] = []
+        matched: list[int] = []
         before = chain(salt)
         for start in range(0, (len(tokens) - 1) // self.size * self.size, self.size):
             part = _packed(tokens[start : start + self.size])
@@ -106,11 +106,11 @@ class Blocks:
             if entry.before != before or entry.tokens != part:
                 break
             before = entry.digest
-            found.append(block)
-        for block in found:
+            matched.append(block)
+        for block in matched:
             self._cached.pop(block, None)
             self.references[block] += 1
-        return found, before
+        return matched, before
 
     def count_match(self, tokens: int, found: int) -> None:
         """Count the tokens that were looked up for an admission, and those in the blocks found."""
@@ -120,7 +120,7 @@ class Blocks:
     def publish(self, block: int, before: bytes, tokens: Tokens) -> bytes:
         """Let others share a block that is full and written; return its digest.
 
-        Where the same content is published already, the block stays its holder's alone.
+        If a block with the same content is published already, this one is not shared.
         """
         part = _packed(tokens)
         name = digest(before, part)
@@ -130,9 +130,9 @@ class Blocks:
         return name
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each; the last holder's blocks are free, or cached if published.
+        """Drop one reference to each block; blocks without any are free, or cached if published.
 
-        The end of a sequence is taken back before its beginning, for more can share that.
+        The end of a sequence is evicted before its beginning, which more requests can share.
         """
         for block in reversed(list(blocks)):
             if self.references[block] < 1:
@@ -146,7 +146,7 @@ class Blocks:
                 self._free.append(block)
 
     def is_published(self, block: int) -> bool:
-        """Whether others may share the block."""
+        """True if others may share the block."""
         return block in self._entries
 
     def _forget(self, block: int) -> None:
@@ -154,5 +154,5 @@ class Blocks:
 
 
 def chain(salt: bytes) -> bytes:
-    """Where a chain of digests begins: requests of different salts share nothing."""
+    """The digest with which a chain begins; requests of different salts share nothing."""
     return blake2b(salt, digest_size=16, key=ROOT).digest()

@@ -1,9 +1,9 @@
 """The engine: stages of a model on all ranks, driven by rank 0 through graphs that cg has compiled.
 
 A decode batch is an execution of the graph of its group, a prefill chunk one of the prefill graph.
-Each graph has a variant for each bucket, all of which have run before the engine is ready. The
-tokens of a batch go from the last stage to the first by the group's carry, and to the driver beside
-it, so the next batch of the group may be submitted before the results of this one are known.
+Each graph has a variant for each bucket, and all variants have run before the engine is ready. The
+group's carry takes the tokens of a batch from the last stage to the first; the driver gets them as
+well. So the driver may submit the next batch of a group before it knows the tokens of this one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .work import ENTRY, POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, R
 log = logging.getLogger("serve")
 
 PROMPTS = (1, 4, 16, 64, 256, 1024)
-"""Prompts of a prefill that are compiled for, below the most."""
+"""Numbers of prompts that a prefill is compiled for, below the largest."""
 WARM_UPS = 3
-"""Executions of each variant in each context; the third records it where devices can."""
+"""Executions of each variant in each context; the third one is recorded, on devices that can."""
 WITHOUT_DRAWS = "a temperature or log-probabilities, without `draws`"
 STARTS = {"cpu": 16 << 20, "accelerator": 192 << 20}
 """Bytes that a device reads in the time that a layer takes besides reading its weights.
@@ -55,7 +55,8 @@ class Options:
         groups: decode batches at a time; one for each rank if None.
         batches: the sizes of decode batches that are compiled, ascending.
         chunks: the lengths of prefill chunks that are compiled, ascending.
-        prompt_tokens: of all prompts that one prefill takes, padding included; one prompt if None.
+        prompt_tokens: the most tokens of all prompts of one prefill, with padding; one prompt if
+            None.
         blocks: of each pool, the trash included.
         block_size: tokens in a block.
         context: the longest sequence; that of the model if None.
@@ -69,12 +70,12 @@ class Options:
         warm: whether all variants run before the engine is ready.
         clamp: whether the graph clamps ids to the vocabulary, beside the checks of the driver.
         debug_bounds: whether it checks ids, positions and blocks; an execution fails otherwise.
-        via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
+        via: the transport of activations and tokens from stage to stage, as `cg.via` takes it.
         draws: whether decode batches with a temperature are taken; without, half as many variants
             are compiled.
         tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
             the vocabulary.
-        layers: how many each stage has; as `cut` balances them if None.
+        layers: how many each stage has; if None, `cut` balances them.
     """
 
     groups: int | None = None
@@ -119,7 +120,7 @@ class CgEngine:
         self._counting = np.arange(max(limits.slots, *self._widths))
 
     def submit(self, work: Decode | Prefill) -> Tokens:
-        """Start a piece of work; waits if `Options.in_flight` are under way in its graph.
+        """Start work; waits while `Options.in_flight` executions of its graph are under way.
 
         Raises:
             ValueError: it is outside of the limits; nothing was started.
@@ -127,12 +128,12 @@ class CgEngine:
         return self._decode(work) if isinstance(work, Decode) else self._prefill(work)
 
     def close(self) -> None:
-        """End what is in flight, then the ranks; idempotent."""
+        """End the executions in flight, then the ranks; idempotent."""
         for graph in (*self.decode, self.prefill):
             graph.close()
 
     def warm(self) -> None:
-        """Run each variant in each of its contexts, on trash."""
+        """Run each variant in each of its contexts, on padding."""
         decodes = list(decode_variants(self.limits, self.options))
         work = [(graph, example) for graph in self.decode for example in decodes]
         chunks = prefill_variants(self.limits, self.options)
@@ -186,7 +187,7 @@ class CgEngine:
         length = _bucket(chunks, max(lengths))
         rows = _bucket(prompt_rows(limits), len(lengths))
         numbers = _padding(rows, PROMPT + 2 * length + width, LENGTH, 1)
-        # Those that draw a token come first, and these tokens are the result.
+        # Chunks that draw a token come first, since the result has the tokens of the first rows.
         ordered = sorted(work.chunks, key=lambda chunk: not chunk.last)
         for row, chunk in zip(numbers, ordered, strict=False):
             self._write(row, chunk, length, width)
@@ -194,7 +195,7 @@ class CgEngine:
         return Tokens(future, work.draws, self._copies)
 
     def _write(self, row: Rows, chunk: Chunk, length: int, width: int) -> None:
-        """Write a chunk into a row of a prefill of so many tokens, and blocks in tables."""
+        """Write a chunk into a row with room for `length` tokens and `width` blocks."""
         limits, size, count = self.limits, self.limits.block_size, len(chunk.tokens)
         at = np.arange(chunk.start, chunk.start + count)
         _within("a token", np.asarray(chunk.tokens), 0, limits.vocabulary)
@@ -210,7 +211,7 @@ class CgEngine:
             blocks[:needed] = table
 
     def _lengths(self, how: How) -> tuple[int, ...]:
-        """The lengths of tables of these variants, ascending."""
+        """The lengths of block tables for which variants are compiled, ascending."""
         return self._widths[-1:] if how is How.SCORED else self._widths
 
 
@@ -252,7 +253,7 @@ def start(
         eos=model.eos,
         prompts=min(prompts, groups * slots),
     )
-    # Of rank 0: another rank may have an accelerator where this one has none.
+    # Rank 0 decides: another rank may have an accelerator where this one has none.
     parts = cg.allgather(cut(model, count, options))[0]
     pool = Pool(limits.blocks, limits.block_size)
     stages = [make_stage(model, layers, pool, options, stage) for stage, layers in enumerate(parts)]
@@ -277,10 +278,10 @@ def start(
 
 
 def cut(model: Model, stages: int, options: Options) -> list[range]:
-    """The layers of each stage: `Options.layers`, or those with which decode steps are balanced.
+    """The layers of each stage: `Options.layers`, or a cut that balances decode steps.
 
     A step reads all weights, so a layer takes the time to read its own and that to start its
-    operators; the last stage reads the head as well, which may be as large as many layers.
+    operators. The last stage reads the head as well, which may be as large as many layers.
     """
     _check(model.layers >= stages, f"{model.layers} layers in {stages} stages")
     size = options.dtype.itemsize
@@ -314,8 +315,8 @@ def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto")
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def decode(batch: Tensor, how: int) -> Any:
-        given, slot = batch[:, TOKEN], batch[:, SLOT]
-        x = torch.where(given < 0, carried.get(slot), given)
+        tokens, slot = batch[:, TOKEN], batch[:, SLOT]
+        x = torch.where(tokens < 0, carried.get(slot), tokens)
         for stage in stages:
             x = cg.via(stage.decode(x, batch, how), via)
         carried.set(x[0] if how == How.SCORED else x, slot)
@@ -347,8 +348,8 @@ def widths(limits: Limits, options: Options) -> tuple[int, ...]:
 def decode_variants(limits: Limits, options: Options) -> Iterator[tuple[Tensor, int]]:
     """Arguments of each variant of a decode step: padding alone, which is written to the trash.
 
-    One gives log-probabilities, of the largest batch: they are asked for rarely, and each variant
-    takes time to compile and to warm.
+    Only one variant, of the largest batch, gives log-probabilities. Clients rarely ask for them,
+    and each variant takes time to compile and to warm.
     """
     for width in widths(limits, options):
         for count in options.batches:
@@ -367,8 +368,8 @@ def prompt_rows(limits: Limits) -> tuple[int, ...]:
 def prefill_variants(limits: Limits, options: Options) -> Iterator[tuple[Tensor, int, int]]:
     """Arguments of each variant of the prefill step: prompts that begin, and one that goes on.
 
-    Tables are empty where prompts begin. One that goes on draws, with any sampling; and one of the
-    longest gives log-probabilities.
+    Tables are empty where prompts begin. Variants that go on with a prompt draw, with any sampling.
+    One variant, the longest, gives log-probabilities.
     """
     hows, lengths = (How.GREEDY, How.DRAWN)[: 1 + options.draws], widths(limits, options)
     for count in options.chunks:
@@ -387,7 +388,7 @@ def _prompts(rows: int, count: int, width: int, how: How) -> tuple[Tensor, int, 
 
 
 def _padding(rows: int, columns: int, column: int, number: int) -> Rows:
-    """Rows that nobody waits for, with a number in a column of theirs; they go to the trash."""
+    """Rows of padding, which go to the trash, with a number in one column."""
     numbers = np.zeros((rows, columns), np.int64)
     numbers[:, column] = number
     return numbers
@@ -400,16 +401,16 @@ def _bucket(sizes: Sequence[int], needed: int) -> int:
     return sizes[index]
 
 
-def _within(what: str, numbers: Any, least: int, bound: int) -> None:
+def _within(name: str, numbers: Any, least: int, bound: int) -> None:
     """Refuse numbers that are not from `least` to below `bound`."""
     low, high = int(numbers.min()), int(numbers.max())
     if low < least or high >= bound:
-        _check(False, f"{what} is {low if low < least else high}, of {bound}")
+        _check(False, f"{name} is {low if low < least else high}, of {bound}")
 
 
-def _check(holds: bool, what: str) -> None:
+def _check(holds: bool, message: str) -> None:
     if not holds:
-        raise ValueError(f"outside of the engine's limits: {what}")
+        raise ValueError(f"outside of the engine's limits: {message}")
 
 
 def _has_events(device: torch.device) -> bool:

@@ -33,7 +33,7 @@ class Part(Protocol):
     """Some layers of a model, as a module."""
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer takes, [rows, tokens, width], of ids [rows, tokens]."""
+        """Map ids [rows, tokens] to the input of the first layer, [rows, tokens, width]."""
         ...
 
     def run(self, hidden: Tensor, positions: Tensor, pages: Pages) -> Tensor:
@@ -41,7 +41,7 @@ class Part(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits, [rows, vocabulary], of what the last layer gives for some tokens."""
+        """Map outputs of the last layer for some tokens to logits, [rows, vocabulary]."""
         ...
 
 
@@ -51,9 +51,9 @@ class Model:
 
     Attributes:
         layers: how many.
-        heads, groups: of queries, and of keys and values.
+        heads, groups: how many heads of queries there are, and of keys and values.
         width: of a head.
-        hidden: of what layers give.
+        hidden: the width of a layer's output.
         context: the longest sequence.
         vocabulary: the number of tokens.
         layer: numbers in the weights of one layer.
@@ -119,19 +119,19 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random weights, each of a generator of its own, so that a cut does not change them."""
+    """Random weights, each from a generator of its own, so that a cut does not change them."""
 
     seed: int
     scale: float
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for name, parameter in parameters.items():
             seed = zlib.crc32(f"{self.seed} {name}".encode())
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
             is_scale = parameter.ndim == 1 and name.endswith("weight")
-            found[name] = (noise * self.scale + is_scale).to(dtype)
-        return found
+            tensors[name] = (noise * self.scale + is_scale).to(dtype)
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,22 @@ class Stored:
     """A folder of safetensors files.
 
     Attributes:
-        also: a second name of a tensor, by its first, under which the folder may have it.
+        also: a second name that the folder may have for a tensor, by the first.
     """
 
     folder: Path
     also: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file, names in self._files(parameters).items():
             with safe_open(self.folder / file, "pt") as stored:
                 for name, own in names.items():
-                    found[name] = stored.get_tensor(own).to(dtype)
-        return found
+                    tensors[name] = stored.get_tensor(own).to(dtype)
+        return tensors
 
     def _files(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """For each file the weights that are in it, and what it calls them."""
+        """The weights in each file: the names in the file, by the names in the model."""
         where = places(self.folder)
         files: dict[str, dict[str, str]] = {}
         for name in names:
@@ -176,20 +176,20 @@ class Held:
 
 
 def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: torch.dtype) -> None:
-    """Replace a part's parameters, which are of the meta device, by weights.
+    """Replace a part's parameters, which are on the meta device, by weights.
 
     Args:
-        names: for each of the part's parameters its name in the whole model.
+        names: the name of each of the part's parameters in the whole model.
     """
     parameters = dict(part.named_parameters())
-    loaded = weights.load({names[name]: each for name, each in parameters.items()}, dtype)
+    loaded = weights.load({names[name]: parameter for name, parameter in parameters.items()}, dtype)
     for name, parameter in parameters.items():
         if loaded[names[name]].shape != parameter.shape:
             raise ValueError(
                 f"the weight {names[name]} is {tuple(loaded[names[name]].shape)}, and the model's "
                 f"configuration says {tuple(parameter.shape)}"
             )
-    # Not strict: of a tied weight, which has two names, one is given.
+    # Not strict, since a tied weight has two names and is loaded under one.
     part.load_state_dict(
         {name: loaded[names[name]] for name in parameters}, strict=False, assign=True
     )
@@ -216,7 +216,7 @@ class DecoderPart(nn.Module):
         return self.tokens(ids)
 
     def serve(self, turns: Tensor) -> None:
-        """Prepare for `run`, once weights are there: `turns` are those of all positions."""
+        """Prepare for `run`, once weights are loaded; `turns` are those of all positions."""
         self.register_buffer("turns", turns)
         for layer in self.layers:
             merge(layer)
@@ -238,10 +238,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _tied_as_stored(config: PretrainedConfig, folder: Path) -> Stored:
-    """The weights of a folder; sets `tie_word_embeddings` of its configuration to what they say.
+    """The weights of a folder; unties the configuration's embedding if the stored head differs.
 
-    As transformers does it (`tie_weights`): a head and an embedding that differ are not tied, and
-    of tied ones either name is enough.
+    transformers does the same (`tie_weights`). A tied head and embedding may be stored under
+    either name.
     """
     if not config.tie_word_embeddings:
         return Stored(folder)
@@ -260,7 +260,7 @@ def _tied_as_stored(config: PretrainedConfig, folder: Path) -> Stored:
 def _eos(folder: Path) -> int | list[int] | None:
     """The tokens that end a text, as `generate` of transformers has them.
 
-    Those of generation_config.json are all; without this file they are those of config.json.
+    They are those of generation_config.json; without this file, those of config.json.
     """
     try:
         return GenerationConfig.from_pretrained(folder).eos_token_id
@@ -273,11 +273,16 @@ def _hugging_face(config: PretrainedConfig, weights: Weights, eos: int | list[in
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         tied = model.lm_head.weight is model.model.embed_tokens.weight
-        names = {id(each): name for name, each in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         part = DecoderPart(model, layers, config.num_hidden_layers)
         if tied and hasattr(part, "head"):
             names[id(part.head.weight)] = EMBEDDING
-        _fill(part, {n: names[id(each)] for n, each in part.named_parameters()}, weights, dtype)
+        _fill(
+            part,
+            {n: names[id(parameter)] for n, parameter in part.named_parameters()},
+            weights,
+            dtype,
+        )
         if tied and hasattr(part, "tokens") and hasattr(part, "head"):
             part.head.weight = part.tokens.weight
         # Frequencies are computed, not stored, so this module is made in memory.
@@ -420,12 +425,12 @@ def _gpt(config: GptConfig, weights: Weights) -> Model:
 
 
 def _read_checkpoint(folder: Path) -> tuple[GptConfig, Weights]:
-    """The newest checkpoint in a folder; its tensors say what shape the model has."""
+    """Read the newest checkpoint in a folder; its tensors give the shape of the model."""
     path = folder / (folder / "latest").read_text()
     manifest = json.loads((path / "manifest.json").read_text())
     tensors: dict[str, Tensor] = {}
     for name in manifest["actors"]:
-        # Mapped: a rank reads the pages of its own layers only. On the host, whoever trained it.
+        # Mapped: a rank reads the pages of its own layers only. On the host, wherever it was made.
         file = path / f"{name}.pt"
         tensors |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)["model"]
     vocabulary, width = tensors["tokens.weight"].shape

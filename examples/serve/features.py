@@ -1,7 +1,8 @@
 """Switches of the server, for ablations: each is on or off, and counts what it has changed.
 
-`-name` switches off what is on by default, `+name` on what is off. A run that switches something
-and in which its counter did not move has measured nothing, so `benchmarks/serving` refuses it.
+`-name` switches off a feature that is on by default, and `+name` switches one on that is off. If
+the counter of a switch does not move, a run has measured nothing, and `benchmarks/serving` refuses
+it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True)
 class Features:
-    """One field a switch; the comment says what its counter counts while it is not at its default.
+    """A field for each switch, whose comment says what its counter counts.
 
-    With a switch at its default its counter may stand still.
+    The counter of a switch at its default may stand still.
     """
 
     thr_cap: bool = True  # threads beyond the share of a rank's cores
@@ -48,7 +49,7 @@ class Features:
     changes: Counter[str] = field(default_factory=Counter, compare=False)  # by a switch's name
 
 
-DEFAULTS = {each.name: each.default for each in fields(Features) if each.name != "changes"}
+DEFAULTS = {switch.name: switch.default for switch in fields(Features) if switch.name != "changes"}
 
 
 def parse(text: str) -> Features:

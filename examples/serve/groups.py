@@ -1,7 +1,7 @@
 """Requests on their way, and groups of them that decode together.
 
 A group is a few arrays with a row for each slot. A decode step changes them in place and copies the
-rows that take part, so what it costs does not grow with what a request is in Python.
+rows that take part, so it does not touch the Python object of each request.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ class Sequence:
     """A request on its way.
 
     Attributes:
-        tokens: the prompt, and what has been drawn and is known; while it decodes, its group has
+        tokens: the prompt and the drawn tokens that are known; while it decodes, its group has
             them.
-        written: positions whose keys and values have been asked for; the group, while it decodes.
+        written: positions whose keys and values have been submitted; while it decodes, its group
+            counts them.
         published: blocks that are in the prefix cache, or could be.
-        digest: of the last of these.
+        digest: of the last of these blocks.
         seat: the group and the slot, while it decodes.
-        stay: a number for as long as it holds blocks, else 0. Results of an earlier stay are known
-            by it, and dropped: the same tokens are drawn again.
+        stay: a number while it holds blocks, else 0. It tells results of an earlier stay apart,
+            which are dropped: the same tokens are drawn again.
     """
 
     request: Request
@@ -47,12 +48,12 @@ class Group:
     """The requests of one decode group, by slots.
 
     Attributes:
-        rows: as `Decode` has them; entries are the engine's.
-        tokens: those that are known of each sequence, as many as `known` says.
-        ends: the position of each one's last token; 0 where nobody sits.
+        rows: as `Decode` has them; the engine writes the entries.
+        tokens: the known tokens of each sequence; `known` has their numbers.
+        ends: the position of each sequence's last token; 0 in a free slot.
         room: positions in the blocks of each row.
         ids: of requests.
-        stays: those of the sequences; 0 where nobody sits.
+        stays: of the sequences; 0 in a free slot.
         members: the sequences.
         hows: how many need each `How`.
     """
@@ -69,11 +70,11 @@ class Group:
 
     @property
     def count(self) -> int:
-        """How many sit."""
+        """The number of sequences."""
         return sum(self.hows)
 
     def sit(self, sequence: Sequence) -> None:
-        """Take a free slot; the sequence's last token is the next to be written."""
+        """Give a sequence a free slot; its last token is the next to be written."""
         slot = int(np.flatnonzero(self.stays == 0)[0])
         request, known, row = sequence.request, len(sequence.tokens), self.rows[slot]
         row[TOKEN], row[POSITION] = sequence.tokens[-1], sequence.written
@@ -87,7 +88,7 @@ class Group:
         self.extend(slot, sequence.blocks)
 
     def leave(self, slot: int) -> None:
-        """Give a slot back; the sequence has its tokens again."""
+        """Free a slot, and give its sequence the known tokens."""
         sequence = self.members[slot]
         sequence.tokens = self.tokens[slot, : self.known[slot]].copy()
         sequence.seat, self.members[slot] = None, None
@@ -95,10 +96,10 @@ class Group:
         self.hows[sequence.request.sampling.how] -= 1
 
     def short(self) -> list[Sequence]:
-        """Those whose next token has no block, the oldest first."""
+        """The sequences whose next token has no block, the oldest first."""
         at = self.rows[:, POSITION]
         short = self.members[(at >= self.room) & (at < self.ends)]
-        return sorted(short, key=lambda each: each.request.id) if len(short) else []
+        return sorted(short, key=lambda sequence: sequence.request.id) if len(short) else []
 
     def extend(self, slot: int, blocks: list[int]) -> None:
         """Write all blocks of a row."""
@@ -106,9 +107,9 @@ class Group:
         self.room[slot] = len(blocks) * self._size
 
     def decode(self) -> tuple[Decode, Numbers] | None:
-        """The next step of all that want more tokens, with their stays; None if nobody does.
+        """The next step of all sequences that want more tokens, with their stays; None without.
 
-        Their rows are those of the step behind it then, which takes its tokens from the carry.
+        Afterwards their rows are those of the following step, which takes tokens from the carry.
         """
         slots = (self.rows[:, POSITION] < self.ends).nonzero()[0]
         if not len(slots):

@@ -1,8 +1,8 @@
-"""What layers of transformers' decoders are made of here: merged products and a paged cache.
+"""Modules for layers of transformers' decoders, with merged products and a paged cache.
 
 A layer keeps its own code. Its norms, its attention and its MLP are replaced by modules that
-compute the same with fewer operators: on CPUs, and for few rows on devices, a decode step is bound
-by these.
+compute the same with fewer operators: on CPUs, and for few rows on devices, their number bounds
+the speed of a decode step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def merge(layer: nn.Module) -> None:
 
 
 class RmsNorm(nn.Module):
-    """transformers' norm by the root of the mean of squares, with one reduction."""
+    """The norm of transformers by the root of the mean of squares, with one reduction."""
 
     def __init__(self, old: Any) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A gated MLP, with one product for the gate and what passes it."""
+    """A gated MLP, with one product for the gate and the values that it gates."""
 
     def __init__(self, old: Any) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Mlp(nn.Module):
 
 
 def _merged(parts: Sequence[nn.Linear], sizes: Sequence[int]) -> nn.Linear:
-    """One linear layer for several of one input; so many rows of each take turns in it."""
+    """Merge linear layers of one input, with `sizes` rows of each layer in turn."""
 
     def merged(tensors: Sequence[Tensor]) -> nn.Parameter:
         blocks = [t.unflatten(0, (-1, size)) for t, size in zip(tensors, sizes, strict=True)]

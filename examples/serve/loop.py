@@ -57,8 +57,8 @@ class EngineLoop:
         self.engine, self.features = engine, features or Features()
         self.scheduler = Scheduler(engine.limits, self.features)
         self._commands: deque[tuple[Kind, Any]] = deque()
-        lanes = engine.limits.groups + 1
-        self._lanes: list[deque[tuple[Ticket, Result, float]]] = [deque() for _ in range(lanes)]
+        queues = engine.limits.groups + 1
+        self._lanes: list[deque[tuple[Ticket, Result, float]]] = [deque() for _ in range(queues)]
         self._unsent = Events()
         self._wake = asyncio.Event()
         self._patience, self._usual_chunk = patience, usual_chunk
@@ -75,7 +75,7 @@ class EngineLoop:
 
         Raises:
             TimeoutError: an execution has not ended for `patience` seconds.
-            WireError: the front has sent what is no command.
+            WireError: the front has sent a frame that is no command.
         """
         await asyncio.get_running_loop().create_unix_connection(lambda: self.link, str(path))
         if self.features.queue_ipc:
@@ -98,7 +98,7 @@ class EngineLoop:
             if not self.features.gc_freeze:
                 self.features.changes["gc_freeze"] = gc.get_stats()[2]["collections"] - collections
             if self._commands or self._wake.is_set():
-                await asyncio.sleep(0)  # others have a turn, which the event would not give them
+                await asyncio.sleep(0)  # gives other tasks a turn, as the set event would not
             else:
                 await self._wake.wait()
         if self._timer is not None:
@@ -114,7 +114,7 @@ class EngineLoop:
     def _on_frame(self, link: Link, kind: Kind, payload: bytes) -> None:
         try:
             if kind is Kind.ADD:
-                self._commands.extend((kind, each) for each in wire.unpack_requests(payload))
+                self._commands.extend((kind, request) for request in wire.unpack_requests(payload))
             elif kind is Kind.CANCEL:
                 self._commands.extend((kind, id_) for id_ in wire.numbers(payload))
             else:
@@ -127,7 +127,7 @@ class EngineLoop:
         self._wake.set()
 
     def _take_commands(self) -> None:
-        """A step's share of the commands; all of them while there is nothing else to do."""
+        """Take a step's share of the commands; all of them while there is nothing else to do."""
         is_idle = self.scheduler.is_idle
         taken = 0
         while self._commands:
@@ -143,14 +143,14 @@ class EngineLoop:
         if taken and is_idle and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(BEAT, self._beat)
 
-    def _obey(self, kind: Kind, what: Request | int) -> None:
-        if isinstance(what, int):
-            self.scheduler.cancel(what)
+    def _obey(self, kind: Kind, command: Request | int) -> None:
+        if isinstance(command, int):
+            self.scheduler.cancel(command)
             return
         try:
-            self.scheduler.add(what)
+            self.scheduler.add(command)
         except ValueError as error:  # the front has checked it, so it is the front's mistake
-            self._unsent.ends.append(End(what.id, ERROR, 0, str(error)))
+            self._unsent.ends.append(End(command.id, ERROR, 0, str(error)))
 
     # -- work --------------------------------------------------------------------------------------
 
@@ -161,18 +161,18 @@ class EngineLoop:
         except Exception as error:
             self._fail(ticket, error)
             return
-        lane = ticket.work.group if isinstance(ticket.work, Decode) else -1
+        index = ticket.work.group if isinstance(ticket.work, Decode) else -1
         now = monotonic()
         if not any(self._lanes):
             self._since = now
-        self._lanes[lane].append((ticket, result, now))
+        self._lanes[index].append((ticket, result, now))
         result.when_done(self._wake.set)
 
     def _collect(self) -> None:
         was_busy = any(self._lanes)
-        for lane in self._lanes:
-            while lane and lane[0][1].done():
-                ticket, result, _ = lane.popleft()
+        for queue in self._lanes:
+            while queue and queue[0][1].done():
+                ticket, result, _ = queue.popleft()
                 try:
                     drawn, scores = result.result(), result.scores()
                 except Exception as error:
@@ -188,7 +188,7 @@ class EngineLoop:
         self._wake.set()
 
     def _count(self, ticket: Ticket) -> None:
-        """What the engine's switches change: rows of padding, tokens of long chunks, checks."""
+        """Count what the engine's switches change: padding, tokens of long chunks, checks."""
         work, limits = ticket.work, self.engine.limits
         is_decode = isinstance(work, Decode)
         lengths = [] if is_decode else [len(chunk.tokens) for chunk in work.chunks]
@@ -206,7 +206,7 @@ class EngineLoop:
     # -- events ------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Send what has happened in one frame; keep it, merged, while the front does not read."""
+        """Send new events in one frame; keep and merge them while the front does not read."""
         new = self.scheduler.take_events()
         self._unsent.started += new.started
         self._unsent.pairs += new.pairs
@@ -237,10 +237,10 @@ class EngineLoop:
             self.link.send(Kind.RING, where)
 
     def _beat(self) -> None:
-        """Send counts while there is work, and see whether it moves."""
+        """Send counts while there is work, and check that it moves on."""
         self._timer = None
         now = monotonic()
-        oldest = min((lane[0][2] for lane in self._lanes if lane), default=now)
+        oldest = min((queue[0][2] for queue in self._lanes if queue), default=now)
         if now - oldest > self._patience:
             self._fault = TimeoutError(f"an execution has not ended for {now - oldest:.0f} s")
             self._wake.set()

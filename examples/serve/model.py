@@ -33,19 +33,19 @@ class Pool:
 
 @dataclass(frozen=True)
 class Guards:
-    """What a stage does about indices, which the driver has checked before; see `Options`."""
+    """Checks of indices by a stage, beside those of the driver; see `Options`."""
 
     clamp: bool = False
     debug_bounds: bool = False
 
 
 def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
-    """Numbers of layers of the stages, of which the dearest is as cheap as can be.
+    """The number of layers of each stage, with the most expensive stage as cheap as possible.
 
     Args:
         layers: at least as many as stages.
         stages: how many.
-        head: what the last stage does besides its layers, in layers.
+        head: the cost of the last stage's work besides its layers, in layers.
     """
 
     def sizes(last: int) -> list[int]:
@@ -53,8 +53,8 @@ def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
         return [*(base + (stage < more) for stage in range(stages - 1)), last]
 
     def costs(last: int) -> list[float]:
-        *others, own = sizes(last)
-        return sorted([*others, own + head], reverse=True)
+        *rest, own = sizes(last)
+        return sorted([*rest, own + head], reverse=True)
 
     fewest = layers if stages == 1 else 1
     return sizes(min(range(fewest, layers - stages + 2), key=costs))
@@ -62,9 +62,9 @@ def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
 
 @cg.actor
 class Stage(nn.Module):
-    """Some layers of a model, [rows, tokens] ids or [rows, tokens, hidden] to the same.
+    """Some layers of a model, which map [rows, tokens, hidden] to the same.
 
-    The first stage takes ids, and the last gives a token for each row, int64 [rows].
+    The first stage takes ids [rows, tokens], and the last gives a token for each row, int64 [rows].
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Stage(nn.Module):
         if packs:
             project(self.part)
         self.size = pool.size
-        # By entries, as they are written: TorchInductor before 2.13 would copy a tensor of which
-        # a view is written to.
+        # By entries, as they are written: TorchInductor before 2.13 would copy a tensor if a view
+        # of it is written to.
         shape = (pool.blocks * pool.size, model.groups, 2, model.width)
         self.count = len(layers)
         for index in range(self.count):
             self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
 
     def decode(self, x: Tensor, batch: Tensor, how: int) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The next token of each row; with `How.SCORED` that, and what `score` gives.
+        """The next token of each row; with `How.SCORED` also the results of `score`.
 
         Args:
             x: ids int64 [rows] on the first stage, else [rows, 1, hidden].
@@ -133,7 +133,7 @@ class Stage(nn.Module):
     def _tokens(
         self, hidden: Tensor, positions: Tensor, sampling: Tensor, how: int
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The tokens at some positions; sampling as columns of a batch, `Sampling.numbers`."""
+        """The tokens at some positions; `sampling` has the columns of `Sampling.numbers`."""
         # Of the whole vocabulary; on a mesh each rank has computed a part.
         logits = cg.layout(self.part.logits(hidden), cg.whole)
         if how == How.GREEDY:
@@ -162,6 +162,6 @@ class Stage(nn.Module):
         return self.part.run(x, positions, pages)
 
 
-def _check(what: str, numbers: Tensor, bound: int) -> None:
-    """Fail the execution unless all are from 0 to below a bound; on devices without waiting."""
-    torch._assert_async(((numbers >= 0) & (numbers < bound)).all(), f"{what} is out of bounds")
+def _check(name: str, numbers: Tensor, bound: int) -> None:
+    """Fail the execution unless all numbers are from 0 to below a bound, without waiting."""
+    torch._assert_async(((numbers >= 0) & (numbers < bound)).all(), f"{name} is out of bounds")

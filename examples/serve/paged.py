@@ -22,9 +22,9 @@ except ImportError:  # torch for CPUs comes without it
 PART = 256
 """Entries that one program reads."""
 STEP = 64
-"""Of these, as many as it reads at once."""
+"""Entries that it reads at once."""
 LEAST = 16
-"""Rows, and columns, of the smallest product of Triton's."""
+"""Rows and columns of Triton's smallest product."""
 
 _LIBRARY = torch.library.Library("cg_paged", "DEF")
 _LIBRARY.define(
@@ -35,7 +35,7 @@ cg.layout_rule(torch.ops.cg_paged.attend.default, "rgsw,begkw,t,r->rgsw", cut="g
 
 
 def is_served(device: torch.device) -> bool:
-    """Whether the kernels run on a device."""
+    """True if the kernels run on a device."""
     return triton is not None and device.type == "cuda"
 
 
@@ -46,7 +46,7 @@ def _shape_of(
 
 
 def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Attend to what the rows' blocks hold, up to each row's position.
+    """Attend to the tokens in the rows' blocks, up to each row's position.
 
     Args:
         query: [rows, kv heads, heads that share one, width].
@@ -57,7 +57,7 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
         scale: of the products.
 
     Returns:
-        As `query`.
+        A tensor of the shape and dtype of `query`.
     """
     query, tables, positions = query.contiguous(), tables.contiguous(), positions.contiguous()
     rows, groups, shared, width = query.shape

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 8
-"""Of the products that weights are laid out for; other numbers take them as well."""
+"""Rows of the products that weights are laid out for; products of other sizes work as well."""
 
 SMALL = 2**18
 """Elements of the smallest weight that oneDNN takes, by measurement of 8 rows on AVX2."""
@@ -38,8 +38,8 @@ _LIBRARY.impl("linear", _shape_of, "Meta")
 class Projection(nn.Module):
     """`nn.Linear` for inference.
 
-    Its weight is a stand-in, one element in memory that is no number. The packed weight is an
-    attribute of it, so whatever takes the one has the other.
+    Its weight is a stand-in, which is a single NaN in memory. The packed weight is an attribute of
+    the stand-in, so code that gets the one has the other.
     """
 
     def __init__(self, old: nn.Linear) -> None:
@@ -54,9 +54,9 @@ class Projection(nn.Module):
 
 
 def project(module: nn.Module) -> None:
-    """Replace the linear layers of a module, where products are those of CPUs, in float32.
+    """Replace the float32 linear layers of a module, if it runs on CPUs.
 
-    Small ones stay, and their weights are laid out anew.
+    Small layers stay, but their weights are laid out anew.
     """
     if torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
         return

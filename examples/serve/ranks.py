@@ -35,7 +35,7 @@ KV256 = 256
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the job; those of the front that it passes on are the same."""
+    """Parse the options of the job, which the front passes on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=False)
     add_arguments(parser)
     parser.add_argument("socket", type=Path)
@@ -43,7 +43,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(given: argparse.Namespace, features: switches.Features) -> Options:
-    """What the engine is to be like."""
+    """The options of the engine, from those of the job and the switches.
+
+    Raises:
+        ValueError: the options contradict one another.
+    """
     batches = sizes(BATCHES if given.batches is None else given.batches, given.batch)
     chunks = sizes(CHUNKS if given.chunks is None else given.chunks, given.chunk)
     groups = given.groups if features.groups else 1
@@ -53,8 +57,8 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         chunks = sizes(CHUNKS, given.context)
     block_size = KV256 if features.kv256 else given.block_size
     blocks = -(-given.blocks * given.block_size // block_size)
-    held = (blocks - 1) * block_size  # the first is trash
-    if given.context is not None and given.context > held:
+    capacity = (blocks - 1) * block_size  # the first is trash
+    if given.context is not None and given.context > capacity:
         raise ValueError(
             f"{blocks - 1} blocks of {block_size} tokens hold no sequence of {given.context}: "
             "give more --blocks, or a shorter --context"
@@ -68,7 +72,7 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         widths=() if torch.accelerator.is_available() else None,
         blocks=blocks,
         block_size=block_size,
-        context=given.context or held,
+        context=given.context or capacity,
         in_flight=max(2, groups or cg.world_size() // given.tp),
         tp=given.tp,
         layers=tuple(given.layers) if given.layers else None,
@@ -85,12 +89,12 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
 
 
 def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
-    """The buckets below the largest, and that."""
+    """The usual buckets below the largest one, and the largest."""
     return (*sorted({size for size in usual if 0 < size < most}), most)
 
 
 def count(features: switches.Features, limits: Limits, given: argparse.Namespace) -> None:
-    """What switches that act on ranks have changed.
+    """Count the changes of switches that act on ranks.
 
     Args:
         given: the options of the job.
@@ -111,15 +115,15 @@ def count(features: switches.Features, limits: Limits, given: argparse.Namespace
 
 def main() -> None:
     """Serve until the front has gone."""
-    given = parse()
+    arguments = parse()
     logging.basicConfig(format=f"%(asctime)s rank {cg.rank()} %(message)s", level=logging.WARNING)
     logging.getLogger("serve").setLevel(logging.INFO)
-    features = switches.parse(given.features)
-    with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
-        engine = start(source(given.model), options(given, features))
+    features = switches.parse(arguments.features)
+    with cg.profile(arguments.profile) if arguments.profile else contextlib.nullcontext():
+        engine = start(source(arguments.model), options(arguments, features))
         if engine is not None:  # the others have served until now
             with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
-                runner.run(serve(engine, features, given, given.socket))
+                runner.run(serve(engine, features, arguments, arguments.socket))
 
 
 async def serve(
@@ -134,7 +138,7 @@ async def serve(
 
 
 async def serve_here(given: argparse.Namespace, path: Path) -> None:
-    """The same in the front's process, which plays all ranks."""
+    """Serve in the front's process, which plays all ranks."""
     features = switches.parse(given.features)
     engine = start(source(given.model), options(given, features))
     assert engine is not None

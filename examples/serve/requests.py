@@ -1,4 +1,4 @@
-"""What clients want of the engine, what it can do, and what they are told: numbers and text."""
+"""Requests of clients, the limits of the engine, and events for clients: numbers and text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 LOGPROBS = 20
-"""Of how many of the likeliest tokens the engine gives log-probabilities, at most."""
+"""The largest number of likeliest tokens whose log-probabilities the engine gives."""
 ERROR = "error"
 """The reason of an end that comes with a message."""
 
@@ -27,7 +27,7 @@ class Limits:
 
 
 class How(IntEnum):
-    """What the engine does for a token; each does what those before it do."""
+    """The work of the engine for a token; each value includes the work of those before it."""
 
     GREEDY = 0  # takes the likeliest
     DRAWN = 1  # draws it
@@ -38,8 +38,9 @@ class How(IntEnum):
 class Sampling:
     """How a token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 are off.
 
-    logprobs: of how many of the likeliest tokens log-probabilities are wanted, beside that of the
-    drawn one. None: of none at all, which costs nothing.
+    Attributes:
+        logprobs: the number of the likeliest tokens whose log-probabilities are wanted, beside that
+            of the drawn one. None: no log-probabilities at all, which costs nothing.
     """
 
     temperature: float = 0.0
@@ -56,7 +57,7 @@ class Sampling:
 
     @property
     def how(self) -> How:
-        """What the engine does at least."""
+        """The least work that the engine does for a token."""
         if self.logprobs is not None:
             return How.SCORED
         return How.DRAWN if self.temperature else How.GREEDY
@@ -64,9 +65,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities, natural ones, of a drawn token and of the likeliest ones, in order.
+    """Natural log-probabilities of a drawn token and of the likeliest ones, in order.
 
-    They are the model's own: what temperature, top_k and top_p begin with.
+    They are the model's own, before temperature, top_k and top_p change them.
     """
 
     drawn: float
@@ -78,7 +79,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Request:
-    """What a client wants: `max_tokens` more tokens behind `prompt`."""
+    """A request of a client for `max_tokens` more tokens behind `prompt`."""
 
     id: int
     prompt: tuple[int, ...]
@@ -100,7 +101,7 @@ class End:
 
 @dataclass
 class Events:
-    """What has happened since the last look: numbers, which cross processes as they are."""
+    """The events since the last look, as numbers, which cross processes without conversion."""
 
     started: array[int] = field(default_factory=lambda: array("I"))  # ids, at their first admission
     pairs: array[int] = field(default_factory=lambda: array("I"))  # id, token, id, token, …

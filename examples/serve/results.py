@@ -1,4 +1,4 @@
-"""Results of the engine's work: tokens on the host, sooner or later."""
+"""Results of the engine's work: tokens that come to the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .requests import Scores
 class Tokens:
     """The result of a piece of work: tokens, and log-probabilities if its variant gives some.
 
-    On a device an execution has ended when its work is on streams. Its tokens are copied to the
-    host behind it, on a stream of their own: on the caller's, the next execution would come behind
-    them, and whoever asks for them would wait for that as well.
+    On a device an execution has ended when its work is on streams. A stream of their own then
+    copies its tokens to the host. On the caller's stream the next execution would follow the copy,
+    and a wait for the tokens would include a wait for that execution.
 
     Args:
-        count: how many of the tokens somebody has asked for.
+        count: the number of tokens that were asked for; the others are padding.
         copies: the stream of a device that copies tokens; None where they are on the host.
     """
 
@@ -42,11 +42,11 @@ class Tokens:
         return self._parts(timeout)[0][: self._count].tolist()
 
     def scores(self) -> list[Scores]:
-        """Of each token, once the result is there; empty unless the work asked for some."""
-        _, *found = self._parts()
-        if not found:
+        """The scores of each token, once the result is there; empty unless work asks for some."""
+        _, *ranked = self._parts()
+        if not ranked:
             return []
-        values, tokens = (each[: self._count].tolist() for each in found)
+        values, tokens = (tensor[: self._count].tolist() for tensor in ranked)
         return [
             Scores(drawn, tuple(zip(row, rest, strict=True)))
             for (drawn, *rest), row in zip(values, tokens, strict=True)
@@ -57,13 +57,13 @@ class Tokens:
         self._future.add_done_callback(lambda _: call())
 
     def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """Tokens, and with log-probabilities what `sampling.score` gives."""
+        """The tokens; with log-probabilities also the results of `sampling.score`."""
         if self._copies is None or self._future.exception(timeout) is not None:
             return _tuple(self._future.result(timeout))
         if self._copied is None:
             self._copy(self._future)
         assert self._copied is not None, "the work has ended well"
-        self._copied.synchronize()  # the host alone: no stream waits for what it has by now
+        self._copied.synchronize()  # makes the host wait, and no stream
         return self._host
 
     def _copy(self, future: cg.Future) -> None:

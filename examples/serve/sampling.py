@@ -1,4 +1,4 @@
-"""Draws tokens inside of the graph: greedy, temperature, top-k, top-p, with noise by hash.
+"""Draw tokens inside of the graph: greedy, temperature, top-k, top-p, with noise by hash.
 
 A token is drawn by the Gumbel-max trick: the largest of logits / temperature + noise, where the
 noise of each token of the vocabulary is a hash of the request's seed, the position and the token.
@@ -34,8 +34,8 @@ def draw(
         positions: int64 [rows], of the token that is drawn in its sequence.
         seeds: int64 [rows].
         temperatures: float32 [rows]; where it is 0, the likeliest token is taken.
-        top_k: int64 [rows]; only so many of the likeliest tokens are drawn, all if it is 0.
-        top_p: float32 [rows]; of these the fewest whose probabilities add up to that.
+        top_k: int64 [rows]; the number of the likeliest tokens that may be drawn, all if it is 0.
+        top_p: float32 [rows]; of these tokens, only the fewest whose probabilities add up to it.
 
     Returns:
         int64 [rows].

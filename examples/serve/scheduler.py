@@ -1,8 +1,8 @@
-"""What runs next: continuous batching, chunked prefill, a prefix cache, preemption, cancellation.
+"""Choose what runs next: continuous batching, chunked prefill, prefix cache, preemption.
 
-Numbers alone: no tensors, no clock, no sockets. A caller alternates `schedule`, whose
-work it submits, and `complete` or `fail`, in the order of submission within each lane (a group's
-decodes; the prefill chunks).
+The scheduler works on numbers, without tensors, clocks or sockets. A caller alternates `schedule`,
+whose work it submits, and `complete` or `fail`. These take work in the order of submission within
+each queue: the decodes of a group, or the prefill chunks.
 
 Requests are admitted in the order of their arrival and the youngest is preempted first, so those
 that hold blocks are always the oldest ones, and the oldest is never preempted: nobody starves.
@@ -32,8 +32,8 @@ class Ticket:
     """Work in flight.
 
     Attributes:
-        stays: of the sequences of its rows, or chunks.
-        sequences: those of its chunks.
+        stays: of the sequences of its rows or chunks.
+        sequences: the sequences of its chunks; none for a decode.
     """
 
     work: Decode | Prefill
@@ -107,14 +107,14 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, id_: int) -> None:
-        """Forget a request, wherever it is, and its tokens in flight; unknown ids are past."""
+        """Forget a request, wherever it is, and its tokens in flight; unknown ids have ended."""
         sequence = self._all.get(id_)
         if sequence is not None:
             self._finish(sequence)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for anything."""
+        """True if there are no requests."""
         return not self._all
 
     @property
@@ -123,7 +123,7 @@ class Scheduler:
         return len(self.active)
 
     def take_events(self) -> Events:
-        """What has happened since this was called last."""
+        """The events since the last call."""
         events, self._events = self._events, Events()
         return events
 
@@ -139,7 +139,7 @@ class Scheduler:
                 self._decodes[number] += 1
                 self._held[number] = False
                 yield ticket
-        # One for each stage; beside decodes no more, for they would wait for these.
+        # One chunk for each stage; no more beside decodes, which would wait for them.
         ahead = 2 if self.features.async_sched and not any(self._decodes) else 1
         while self._chunks < max(ahead, self.limits.groups):
             ticket = self._prefill()
@@ -173,7 +173,7 @@ class Scheduler:
             self._finish(sequence, ERROR, message)
 
     def sequences(self, ticket: Ticket) -> list[Sequence]:
-        """Those of a ticket that still have what its work is written to."""
+        """The sequences of a ticket that still have the blocks that its work writes."""
         if isinstance(ticket.work, Decode):
             group, slots = self._groups[ticket.work.group], ticket.work.rows[:, SLOT]
             return list(group.members[slots[group.stays[slots] == ticket.stays]])
@@ -191,7 +191,7 @@ class Scheduler:
         return 1
 
     def _holds(self, group: int) -> bool:
-        """Whether a group with nothing in flight waits, once, for a first token that is."""
+        """True if a group with nothing in flight waits, once, for a first token in flight."""
         if self._decodes[group] or not self._first_tokens or self._held[group]:
             return False
         if self._groups[group].count in (0, self.limits.slots):
@@ -216,7 +216,7 @@ class Scheduler:
         return Ticket(work, stays)
 
     def _decoded(self, ticket: Ticket, drawn: list[int], scores: Iterable[Scores]) -> None:
-        """Take the tokens of a step, of those whose sequences are still there."""
+        """Take the tokens of a step, for the sequences that are still there."""
         assert isinstance(ticket.work, Decode)
         group, rows = self._groups[ticket.work.group], ticket.work.rows
         slots, places, tokens = rows[:, SLOT], rows[:, POSITION] + 1, np.array(drawn, np.uint32)
@@ -243,7 +243,7 @@ class Scheduler:
             self._finish(members[at], "stop" if stops[at] else "length")
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Get a block for the next position, from the youngest if need be, which may be itself."""
+        """Take a block for the next position; without one, preempt the youngest, even itself."""
         while sequence.seat is not None:
             taken = self.blocks.take(1)
             if taken is not None:
@@ -262,7 +262,7 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prefill(self) -> Ticket | None:
-        """A chunk for each of the next prompts, if all of them begin there; else one chunk."""
+        """A chunk for each of the next prompts, if each chunk begins its prompt; else one chunk."""
         sequences: list[Sequence] = []
         chunks: list[Chunk] = []
         while len(chunks) < self.limits.prompts and (self._prefilling or self._admit()):
@@ -279,10 +279,10 @@ class Scheduler:
         work = Prefill(tuple(chunks))
         self._chunks += 1
         self._first_tokens += work.draws
-        return Ticket(work, np.array([each.stay for each in sequences]), tuple(sequences))
+        return Ticket(work, np.array([member.stay for member in sequences]), tuple(sequences))
 
     def _chunk(self, sequence: Sequence) -> Chunk:
-        """What is next of the first that is prefilled."""
+        """The next chunk of a sequence, which is the first of those that are prefilled."""
         start, whole = sequence.written, len(sequence.tokens)
         end = sequence.written = min(start + self.limits.chunk, whole)
         if end == whole:
@@ -293,29 +293,29 @@ class Scheduler:
         return Chunk(tokens, start, blocks, end == whole, sequence.request.sampling)
 
     def _admit(self) -> bool:
-        """Give the first that waits all blocks of its tokens, if there are enough and a seat."""
+        """Admit the first request that waits, if there are a slot and blocks for its tokens."""
         if not self.waiting or self._starved:
             return False
         sequence = self.waiting[0]
         if len(self.active) == self.limits.groups * self.limits.slots:
             return False
-        found, digest = self._match(sequence)
-        needed = -(-len(sequence.tokens) // self.limits.block_size) - len(found)
-        # One block for each that is active, if any is: else what is admitted now is preempted soon.
+        matched, digest = self._match(sequence)
+        needed = -(-len(sequence.tokens) // self.limits.block_size) - len(matched)
+        # Leave a block for each active sequence: else the new one would soon be preempted.
         spare = len(self.active)
         taken = self.blocks.take(needed) if needed + spare <= self.blocks.available else None
         if taken is None:
-            self.blocks.release(found)
+            self.blocks.release(matched)
             self._starved = True
             return False
-        self.blocks.count_match(len(sequence.tokens), len(found))
+        self.blocks.count_match(len(sequence.tokens), len(matched))
         self.waiting.popleft()
         if sequence.request.id > self._started:
             self._started = sequence.request.id
             self._events.started.append(sequence.request.id)
-        sequence.blocks = found + taken
-        sequence.published, sequence.digest = len(found), digest
-        sequence.written = len(found) * self.limits.block_size
+        sequence.blocks = matched + taken
+        sequence.published, sequence.digest = len(matched), digest
+        sequence.written = len(matched) * self.limits.block_size
         sequence.stay = next(self._stays)
         self.active[sequence.request.id] = sequence
         self._prefilling.append(sequence)
@@ -348,7 +348,7 @@ class Scheduler:
     def _begin(self, sequence: Sequence, token: int, scores: Iterable[Scores]) -> None:
         """Take the first token, and join the group with the fewest members.
 
-        There is a slot, as admission counts seats.
+        There is a free slot, since admission counts slots.
         """
         request = sequence.request
         sequence.tokens = np.append(sequence.tokens, np.uint32(token))
@@ -362,10 +362,10 @@ class Scheduler:
         if len(sequence.tokens) == len(request.prompt) + request.max_tokens:
             self._finish(sequence, "length")
         else:
-            min(self._groups, key=lambda each: each.count).sit(sequence)
+            min(self._groups, key=lambda group: group.count).sit(sequence)
 
     def _tell(self, ids: Any, tokens: Any) -> None:
-        """Put tokens among the events."""
+        """Add tokens to the events."""
         pairs = np.empty((len(ids), 2), np.uint32)
         pairs[:, 0], pairs[:, 1] = ids, tokens
         self._events.pairs.frombytes(pairs.tobytes())
@@ -373,9 +373,9 @@ class Scheduler:
             self.features.changes["fast_cnt"] += len(ids)
 
     def _score(self, request: Request, scores: Scores) -> None:
-        wanted = request.sampling.logprobs
-        if wanted is not None:
-            scores = Scores(scores.drawn, scores.likeliest[:wanted])
+        limit = request.sampling.logprobs
+        if limit is not None:
+            scores = Scores(scores.drawn, scores.likeliest[:limit])
             self._events.scores.append((request.id, scores))
 
     def _finish(self, sequence: Sequence, reason: str = "", message: str = "") -> None:
@@ -392,7 +392,7 @@ class Scheduler:
             self._events.ends.append(End(request.id, reason, drawn, message))
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Give back what an active sequence holds."""
+        """Take the blocks and the slot of an active sequence back."""
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.written = sequence.published = sequence.stay = 0

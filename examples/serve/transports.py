@@ -28,7 +28,7 @@ _PLACE = struct.Struct("<QII")
 
 
 def loop_factory(features: Features) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop, for `asyncio.Runner`; None is asyncio's own.
+    """The function that makes the event loop, for `asyncio.Runner`; None is asyncio's own.
 
     Raises:
         ValueError: uvloop is wanted, and not installed.
@@ -36,7 +36,7 @@ def loop_factory(features: Features) -> Callable[[], asyncio.AbstractEventLoop] 
     if not features.uvloop:
         return None
     try:
-        import uvloop  # which few want
+        import uvloop  # optional
     except ImportError:
         raise ValueError("+uvloop needs uvloop: pip install uvloop") from None
     features.changes["uvloop"] += 1
@@ -61,8 +61,8 @@ class Feeder:
         self._thread.join()
 
     def _feed(self) -> None:
-        while (what := self._queue.get()) is not None:
-            payload = pickle.dumps(what)
+        while (item := self._queue.get()) is not None:
+            payload = pickle.dumps(item)
             self._loop.call_soon_threadsafe(self._link.send, Kind.PICKLED, payload)
 
 
@@ -91,7 +91,7 @@ class Ring:
         self._head = 0
 
     def put(self, kind: Kind, payload: bytes) -> bytes | None:
-        """Where the payload lies now, for `take`; None if there is no room."""
+        """Write a payload, and return its place for `take`; None if there is no room."""
         (taken,) = _TAIL.unpack_from(self._memory)
         place = self._head % RING
         start = self._head if place + len(payload) <= RING else self._head + RING - place
@@ -103,7 +103,7 @@ class Ring:
         return _PLACE.pack(start, len(payload), kind)
 
     def take(self, where: bytes) -> tuple[Kind, bytes]:
-        """The kind and the bytes of a frame, whose room is free afterwards."""
+        """Read the kind and the bytes of a frame, and free its room."""
         start, length, kind = _PLACE.unpack(where)
         at = _TAIL.size + start % RING
         payload = bytes(self._memory[at : at + length])

@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
 
 MOST = 1 << 26
-"""Bytes of a frame; a sender makes several of more than `CUT`."""
+"""The most bytes of a frame; a sender splits more than `CUT` bytes into several frames."""
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
@@ -44,7 +44,7 @@ _EVENTS = struct.Struct("<II")
 
 
 class WireError(ValueError):
-    """A frame that the other side cannot have meant."""
+    """A frame that is not valid."""
 
 
 class Link(asyncio.Protocol):
@@ -53,7 +53,7 @@ class Link(asyncio.Protocol):
     Args:
         on_frame: called with the kind and the bytes of each frame.
         on_end: called once, when the other side has gone.
-        on_room: called when what was sent has left, after `is_full`.
+        on_room: called when there is room for more frames again, after `is_full`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Link(asyncio.Protocol):
         self._transport.write(_HEAD.pack(len(payload), kind) + payload)
 
     def pause(self, paused: bool) -> None:
-        """Read no more, or again: the other side's `is_full` follows."""
+        """Stop reading, or start again; the other side's `is_full` follows."""
         if self._transport is None or self.is_closed:
             return
         if paused:
@@ -134,22 +134,22 @@ def pack_hello(limits: Limits) -> bytes:
 
 def unpack_hello(payload: bytes) -> tuple[Limits, int]:
     """The engine's limits, and the number of rank 0's process."""
-    found, process = json.loads(payload)
-    return Limits(**{**found, "eos": tuple(found["eos"])}), process
+    limits, process = json.loads(payload)
+    return Limits(**{**limits, "eos": tuple(limits["eos"])}), process
 
 
 def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
-    """As few frames as there can be of `CUT` bytes, but for one request that is longer."""
+    """The contents of frames; a frame ends with the request that brings it to `CUT` bytes."""
     parts: list[bytes] = []
     size = 0
-    for each in requests:
-        how = each.sampling
+    for request in requests:
+        how = request.sampling
         head = _REQUEST.pack(
-            *(each.id, each.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
-            *(-1 if how.logprobs is None else how.logprobs, each.ignore_eos),
-            *(len(each.salt), len(each.prompt)),
+            *(request.id, request.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
+            *(-1 if how.logprobs is None else how.logprobs, request.ignore_eos),
+            *(len(request.salt), len(request.prompt)),
         )
-        parts.append(head + each.salt + array("I", each.prompt).tobytes())
+        parts.append(head + request.salt + array("I", request.prompt).tobytes())
         size += len(parts[-1])
         if size >= CUT:
             yield b"".join(parts)
@@ -159,8 +159,12 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
 
 
 def unpack_requests(payload: bytes) -> list[Request]:
-    """Raises WireError for bytes that are no requests."""
-    found, at = [], 0
+    """Read the requests of a frame.
+
+    Raises:
+        WireError: the bytes are no requests.
+    """
+    requests, at = [], 0
     try:
         while at < len(payload):
             id_, most, temperature, top_k, top_p, seed, ranked, ignores, salted, length = (
@@ -171,21 +175,21 @@ def unpack_requests(payload: bytes) -> list[Request]:
             prompt, at = numbers(payload[at : at + 4 * length]), at + 4 * length
             logprobs = None if ranked < 0 else ranked
             sampling = Sampling(temperature, top_k, top_p, seed, logprobs)
-            found.append(Request(id_, tuple(prompt), most, sampling, ignores, salt))
+            requests.append(Request(id_, tuple(prompt), most, sampling, ignores, salt))
             if len(prompt) != length or len(salt) != salted:
                 raise WireError("a request is cut off")
     except (struct.error, ValueError) as error:
         raise WireError(f"no requests: {error}") from None
-    return found
+    return requests
 
 
 def pack_events(events: Events, is_flat: bool = True) -> bytes:
-    """Arrays of numbers, and what is rare as JSON; for an ablation an object for each token."""
+    """Events as arrays of numbers, rare ones as JSON; for an ablation an object for each token."""
     rest = _rare(events)
     if not is_flat:
         pairs = zip(events.pairs[::2], events.pairs[1::2], strict=True)
-        each = [{"id": id_, "token": token} for id_, token in pairs]
-        return json.dumps([list(events.started), each, *rest]).encode()
+        objects = [{"id": id_, "token": token} for id_, token in pairs]
+        return json.dumps([list(events.started), objects, *rest]).encode()
     tail = json.dumps(rest).encode() if any(rest) else b""
     head = _EVENTS.pack(len(events.started), len(events.pairs))
     return head + events.started.tobytes() + events.pairs.tobytes() + tail
@@ -193,8 +197,8 @@ def pack_events(events: Events, is_flat: bool = True) -> bytes:
 
 def unpack_events(kind: Kind, payload: bytes) -> Events:
     if kind is Kind.OBJECTS:
-        started_ids, each, *rest = json.loads(payload)
-        return events_of(started_ids, [n for one in each for n in one.values()], *rest)
+        started_ids, objects, *rest = json.loads(payload)
+        return events_of(started_ids, [n for event in objects for n in event.values()], *rest)
     started, length = _EVENTS.unpack_from(payload)
     middle = _EVENTS.size + 4 * started
     end = middle + 4 * length
@@ -210,7 +214,7 @@ def plain(events: Events) -> list[list[Any]]:
 def _rare(events: Events) -> list[list[Any]]:
     return [
         [[end.id, end.reason, end.count, end.message] for end in events.ends],
-        [[id_, each.drawn, each.likeliest] for id_, each in events.scores],
+        [[id_, scores.drawn, scores.likeliest] for id_, scores in events.scores],
     ]
 
 
@@ -220,15 +224,15 @@ def events_of(
     return Events(
         array("I", started),
         array("I", pairs),
-        [End(*each) for each in ends],
+        [End(*end) for end in ends],
         [(id_, Scores(drawn, tuple(map(tuple, top)))) for id_, drawn, top in scores],
     )
 
 
 def numbers(payload: bytes) -> array[int]:
-    found = array("I")
-    found.frombytes(payload)
-    return found
+    values = array("I")
+    values.frombytes(payload)
+    return values
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -236,12 +240,12 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def send_requests(link: Link, requests: Sequence[Request], features: Features) -> None:
-    """One frame for all that came in one turn; for an ablation, one for each."""
+    """Send requests in as few frames as possible; for an ablation, in a frame for each."""
     if features.batch_send:
         for payload in pack_requests(requests):
             link.send(Kind.ADD, payload)
         return
     features.changes["batch_send"] += len(requests) - 1
-    for each in requests:
-        for payload in pack_requests([each]):
+    for request in requests:
+        for payload in pack_requests([request]):
             link.send(Kind.ADD, payload)

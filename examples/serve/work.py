@@ -26,7 +26,7 @@ class Decode:
 
     Attributes:
         group: 0 <= group < Limits.groups.
-        rows: as the columns say.
+        rows: int64 [rows, TABLE + blocks of a row], with the columns above.
         how: the most that any of its rows needs.
     """
 
@@ -47,7 +47,7 @@ class Chunk:
 
     @property
     def how(self) -> How:
-        """What the engine does at least: a chunk before the last draws nothing."""
+        """The least work that the engine does: a chunk before the last draws nothing."""
         return self.sampling.how if self.last else How.GREEDY
 
 
@@ -67,7 +67,7 @@ class Prefill:
 
     @property
     def draws(self) -> int:
-        """How many tokens come of it."""
+        """The number of tokens that it draws."""
         return sum(chunk.last for chunk in self.chunks)
 
 
@@ -77,7 +77,7 @@ class Result(Protocol):
     def done(self) -> bool: ...
     def result(self, timeout: float | None = None) -> list[int]: ...
     def scores(self) -> list[Scores]:
-        """Of each token, once the result is there; empty unless the work asks for some."""
+        """The scores of each token, once the result is there; empty unless work asks for some."""
 
     def when_done(self, call: Callable[[], None]) -> None: ...
 

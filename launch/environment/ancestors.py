@@ -23,8 +23,8 @@ def above(process: int, root: Path = Path("/")) -> Iterator[int]:
 def inheritors(variables: Mapping[str, str], root: Path = Path("/")) -> tuple[list[int], int]:
     """Find the processes that handed these variables on to this one, and the one that set them.
 
-    A launcher does not have the variables that it gives to a process. What that process starts has
-    them, with the same values.
+    A launcher does not have the variables that it gives to a process. The processes that this
+    process starts inherit them, with the same values.
 
     Args:
         variables: names and values, as this process has them.
@@ -34,12 +34,12 @@ def inheritors(variables: Mapping[str, str], root: Path = Path("/")) -> tuple[li
         The processes above this one that were started with the same variables, nearest first; and
         the process above those, 0 where it is not known.
     """
-    found: list[int] = []
+    between: list[int] = []
     for process in above(os.getpid(), root):
         if not _was_started_with(process, variables, root):
-            return found, process
-        found.append(process)
-    return found, 0
+            return between, process
+        between.append(process)
+    return between, 0
 
 
 def runs_python(process: int, root: Path = Path("/")) -> bool:

@@ -39,7 +39,7 @@ class Config:
     ranks: int | None = None
     """Ranks of the virtual world; None: not said."""
     dump: Path | None = None
-    """The folder to which compilation writes its passes; None: none."""
+    """The folder to which passes write the program; None: they write nothing."""
     dump_passes: re.Pattern[str] | None = None
     """A pattern in the names of the passes that write; None: all that changed something."""
     dump_ranks: frozenset[int] | None = frozenset({0})
@@ -67,13 +67,13 @@ class Config:
     rank_registry: Path | None = None
     """The folder of the rank registry (`job/rank_registry.py`); None: there is none."""
     launch: Launch | None = None
-    """The facts by which an MPI launcher started this process; None: it did not."""
+    """The launch of this process by an MPI launcher; None: there was none."""
     foreign: Foreign | None = None
-    """The facts by which a launcher without MPI started this process; None: it did not."""
+    """The launch of this process by a launcher without MPI; None: there was none."""
     preset_threads: frozenset[str] = frozenset()
     """Those of `THREAD_VARIABLES` that are set already."""
     preset_malloc: bool = False
-    """Whether one of `MALLOC_VARIABLES` is set: then the heap is left as it says."""
+    """True if one of `MALLOC_VARIABLES` is set, which then decides about the heap."""
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields whose variables are set."""
 
@@ -84,10 +84,10 @@ class Config:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
-        """Read `environ`. A variable that is set to nothing counts as not set.
+        """Read `environ`. An empty variable counts as not set.
 
         Raises:
-            ConfigError: a value is not what its variable takes.
+            ConfigError: a variable has a value that it does not take.
         """
         fields: dict[str, Any] = {}
         for variable in VARIABLES:
@@ -119,7 +119,7 @@ class Variable:
         """The field's value.
 
         Raises:
-            ConfigError: `text` is not what the variable takes.
+            ConfigError: the variable does not take `text`.
         """
         try:
             return self.parse(text)
@@ -132,7 +132,7 @@ def config() -> Config:
     """Read the settings that this process's environment asks for now.
 
     Raises:
-        ConfigError: a variable's value is not what it takes.
+        ConfigError: a variable has a value that it does not take.
     """
     return Config.from_environ(os.environ)
 
@@ -141,7 +141,7 @@ def ranks_asked() -> int | None:
     """Read `CG_RANKS` alone, which is cheap; None if it is not set.
 
     Raises:
-        ConfigError: its value is not what it takes.
+        ConfigError: it has a value that it does not take.
     """
     text = os.environ.get(_RANKS.name, "").strip()
     return None if not text else int(str(_RANKS.value(text)))

@@ -18,7 +18,7 @@ SLURM = "Slurm"
 
 @dataclass(frozen=True)
 class Launch:
-    """The facts that an MPI launcher told this process; a field is None if it did not say it."""
+    """The facts that an MPI launcher told this process; None in a field that it did not tell."""
 
     launcher: str
     """The kind of launcher, for messages."""
@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Source:
-    """The variables of one kind of launcher; one of the names in each is set."""
+    """The names of the variables of one kind of launcher; empty where it sets none."""
 
     launcher: str
     rank: str
@@ -74,7 +74,7 @@ def detect(environ: Mapping[str, str], typed: bool = False) -> Launch | None:
 
     Args:
         environ: the variables of this process.
-        typed: what `is_typed` says of it.
+        typed: the result of `is_typed`.
 
     Raises:
         ValueError: a launcher's variable does not hold a whole number.
@@ -103,10 +103,12 @@ def detect(environ: Mapping[str, str], typed: bool = False) -> Launch | None:
 def is_typed(environ: Mapping[str, str]) -> bool:
     """True if this process was typed into a shell that is a task of Slurm: `srun --pty bash`.
 
-    It has the shell's variables, which name a rank, but it is no rank: of several tasks only the
-    first has a terminal, and the shells of the others have ended. A shell with a terminal gives
-    each command a process group of its own and the terminal to that; what Slurm starts, and
-    what a script that is the task starts, leave the terminal to the task.
+    Such a process has the shell's variables, which name a rank, but it is no rank. Only the first
+    of several tasks has a terminal, and the shells of the others have ended.
+
+    A shell with a terminal gives each command a process group of its own, which gets the terminal.
+    Processes that Slurm starts, or that a script starts which is the task, leave the terminal to
+    the task.
     """
     task = environ.get("SLURM_TASK_PID", "")
     if not re.fullmatch(r"[0-9]+", task):
@@ -145,8 +147,8 @@ def _step_of_pmi(environ: Mapping[str, str]) -> str:
     Empty where they are Hydra's, which also tells each rank its place on its machine.
     """
     step = environ.get("PMI_JOBID", "")
-    theirs = "SLURM_JOB_ID" in environ and "MPI_LOCALRANKID" not in environ
-    return step if theirs and re.fullmatch(r"[0-9]+\.[0-9]+", step) else ""
+    by_slurm = "SLURM_JOB_ID" in environ and "MPI_LOCALRANKID" not in environ
+    return step if by_slurm and re.fullmatch(r"[0-9]+\.[0-9]+", step) else ""
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:

@@ -31,8 +31,8 @@ class _Source:
     """The variables of one kind of launcher.
 
     Attributes:
-        rank: the first of these that is set is the number of the process.
-        sign: how the name of a variable begins that no other launcher sets; "" for any.
+        rank: names of variables; the first that is set holds the number of the process.
+        sign: the beginning of names of variables that no other launcher sets; "" fits any.
     """
 
     launcher: str
@@ -56,9 +56,9 @@ _TELLING = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> Foreign | None:
-    """Read what a launcher without MPI said in `environ`; None if none did, or for one process.
+    """Read the variables of a launcher without MPI; None without one, or if it started one process.
 
-    Values that are not the number of one process among several are not taken for a launcher's.
+    Values that cannot number one process among several are not taken for a launcher's.
     """
     for source in _SOURCES:
         if source.sign and not any(name.startswith(source.sign) for name in environ):
@@ -101,7 +101,7 @@ def command(foreign: Foreign, program: Sequence[str]) -> str:
     """Write the command line that starts the same ranks by MPI.
 
     Args:
-        foreign: what the launcher did.
+        foreign: the launch without MPI.
         program: the program and its arguments, as `sys.argv` has them.
     """
     script = list(program) if program and program[0] not in ("", "-c", "-m") else ["train.py"]

@@ -1,4 +1,4 @@
-"""Start a job, follow it, end it: `python -m cg.launch`, and what ranks do about their launcher.
+"""Start, follow and end a job: `python -m cg.launch`, and the part of the ranks in it.
 
 In: a command line, or a launcher's variables. Out: processes that end together.
 """

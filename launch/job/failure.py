@@ -83,7 +83,7 @@ _guard: ExitHooks | None = None
 
 
 def say(text: str) -> None:
-    """Write to standard error as `Guard.say` does, if this process is a rank."""
+    """Write to standard error as `ExitHooks.say` does, if this process is a rank."""
     if _guard is not None and _guard.active:
         _guard.say(text)
 
@@ -190,7 +190,7 @@ def _exit_function(guard: ExitHooks, previous: Callable[..., NoReturn]) -> Calla
     def exit(status: Any = None, /) -> NoReturn:
         """Exit the interpreter by raising SystemExit(status); see `sys.exit`."""
         if threading.current_thread() is not threading.main_thread():
-            previous(status)  # there, it ends the thread alone
+            previous(status)  # which ends that thread alone
         error = JobExit() if status is None else JobExit(status)
         error.guard = guard
         raise error

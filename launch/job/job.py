@@ -17,7 +17,7 @@ GRACE = 3.0
 """Seconds from the request to end the job to its end by force."""
 POLL = 0.05
 KILLS = 40
-"""Looks for a process that is still there, at most; one stuck in the kernel cannot be ended."""
+"""The most attempts to kill processes; one that is stuck in the kernel cannot be ended."""
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -105,12 +105,12 @@ def descendants(ancestor: int, root: Path = Path("/")) -> list[int]:
             continue
         if fields[0] != "Z":
             children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found: list[int] = []
+    processes: list[int] = []
     generation = [ancestor]
     while generation:
         generation = [child for parent in generation for child in children.get(parent, ())]
-        found += generation
-    return found
+        processes += generation
+    return processes
 
 
 def _reap() -> None:
@@ -122,9 +122,9 @@ def _reap() -> None:
 
 @contextlib.contextmanager
 def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle signals, less those that this process was started to ignore, as nohup asks."""
-    wanted = [n for n in (*ENDING, *FORWARDED) if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, handler) for number in wanted}
+    """Handle signals, except those that this process was started to ignore, as by nohup."""
+    handled = [n for n in (*ENDING, *FORWARDED) if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

@@ -77,14 +77,14 @@ def find(explicit: str | None, beside: Sequence[Path], search_path: str) -> Laun
         LaunchError: there is none, or it does not run.
     """
     if explicit is not None:
-        found = shutil.which(explicit, path=search_path)
-        if found is None:
+        path = shutil.which(explicit, path=search_path)
+        if path is None:
             raise LaunchError(f"--mpirun {explicit}: no such program")
-        return identify(Path(found))
+        return identify(Path(path))
     for directory in [*map(str, beside), search_path]:
         for name in NAMES:
-            if found := shutil.which(name, path=directory):
-                return identify(Path(found))
+            if path := shutil.which(name, path=directory):
+                return identify(Path(path))
     raise LaunchError(
         "no mpirun beside this Python nor on PATH. Install an MPI (pip install mpi4py mpich), say "
         "where it is (--mpirun PATH), or let one process play all ranks (--virtual)"
@@ -109,7 +109,7 @@ def identify(path: Path) -> Launcher:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version does not work: {error}") from error
     text = (done.stdout + done.stderr).strip()
-    flavour = next((one for one, sign in _SIGNS if re.search(sign, text)), Flavour.OTHER)
+    flavour = next((family for family, sign in _SIGNS if re.search(sign, text)), Flavour.OTHER)
     return Launcher(path, flavour, text.partition("\n")[0].strip())
 
 
@@ -122,8 +122,8 @@ def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[st
         file: lists them, in the launcher's own format.
 
     Raises:
-        LaunchError: both are given, or something in them is no host, or it is not known what the
-            launcher calls them.
+        LaunchError: both are given, or something in them is no host, or the launcher's option for
+            them is not known.
     """
     if hosts is None and file is None:
         return []
@@ -147,7 +147,7 @@ def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[st
 def _check_host_file(path: Path) -> None:
     """Refuse a file with a line that names no host: a launcher waits for ever, or passes it to ssh.
 
-    Behind the host stand the launcher's own words, such as `slots=2`.
+    The launcher's own words follow the host, such as `slots=2`.
 
     Raises:
         LaunchError: it has such a line, or no host at all, or cannot be read.

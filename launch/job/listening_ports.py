@@ -20,7 +20,7 @@ _RETURN = 0x06
 
 
 class _Instruction(ctypes.Structure):
-    """One of the classic Berkeley packet filter (linux/filter.h)."""
+    """An instruction of the classic Berkeley packet filter (linux/filter.h)."""
 
     _fields_ = (
         ("code", ctypes.c_ushort),
@@ -36,7 +36,7 @@ def is_on_one_machine(launch: Launch) -> bool:
 
 
 def without_network(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for ranks of one machine, by which MPI does not listen for others.
+    """Variables for ranks of one machine, which keep MPI from listening for other machines.
 
     They are those of MPICH, whose UCX would listen on each network, and of Open MPI. Transports
     that the user has chosen stay.
@@ -50,11 +50,11 @@ def without_network(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def close_control_port(manager: int) -> None:
-    """Let the port take no more connections at which Hydra waits for its process managers.
+    """Close the port at which Hydra waits for its process managers to new connections.
 
     Hydra's `mpiexec` takes connections from everywhere, and no option changes that. A connection
     that sends half a word stops it. On one machine the only process manager has connected when a
-    rank starts. Ranks inherit the socket, so they can set a filter to it that drops every packet.
+    rank starts. Ranks inherit the socket, so they can give it a filter that drops every packet.
     Connections that it has taken stay as they are.
 
     Args:

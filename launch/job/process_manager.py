@@ -18,8 +18,9 @@ def find(launch: Launch) -> int | None:
     """Find the process of `hydra_pmi_proxy`, `prterun`, `slurmstepd` or the like above this rank.
 
     Returns:
-        None if that process cannot be seen, or has ended, so that another one is the parent; and
-        in a process that a rank's Python program has started, which inherits its variables.
+        Its number; None if it cannot be seen, or has ended, so that another process is the parent.
+        None also in a process that a rank's Python program has started: it inherits the rank's
+        variables.
     """
     between, manager = inheritors({launch.variable: environment()[launch.variable]})
     return None if manager <= 1 or any(map(runs_python, between)) else manager

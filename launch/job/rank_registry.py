@@ -14,20 +14,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class RankRegistry:
-    """The ranks in a job, as files in a folder; other machines do not have it, and say nothing."""
+    """The ranks in a job, as files in a folder; ranks on machines without it record nothing."""
 
     folder: Path
 
     def join(self, rank: int) -> None:
-        """The rank has come."""
+        """Record that the rank has joined the job."""
         with contextlib.suppress(OSError):
             (self.folder / str(rank)).touch(mode=0o600)
 
     def leave(self, rank: int) -> None:
-        """The rank has met the others at its program's end."""
+        """Record that the rank has met the others at its program's end."""
         with contextlib.suppress(OSError):
             (self.folder / str(rank)).unlink(missing_ok=True)
 
     def present(self) -> list[int]:
-        """The ranks that have come and not left."""
+        """The ranks that have joined and not left."""
         return sorted(int(path.name) for path in self.folder.iterdir())

@@ -1,6 +1,6 @@
 """Remove the shared memory that MPICH leaves behind when ranks die before MPI has started.
 
-Once MPI has started, ranks unlink it themselves (`world.py`).
+Once MPI has started, ranks unlink it themselves (`launch/world/world.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def remove_unused(since: float, root: Path = Path("/")) -> list[Path]:
         root: the directory that holds `dev/shm` and `proc`.
 
     Returns:
-        What was removed.
+        The files that were removed.
     """
     removed: list[Path] = []
-    made = [path for path in (root / "dev/shm").glob("mpich_shm_*") if _made_since(path, since)]
-    mapped = _mapped(root / "proc") if made else ""
-    for path in made:
+    segments = [path for path in (root / "dev/shm").glob("mpich_shm_*") if _made_since(path, since)]
+    mapped = _mapped(root / "proc") if segments else ""
+    for path in segments:
         if path.name not in mapped:
             path.unlink(missing_ok=True)
             removed.append(path)

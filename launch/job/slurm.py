@@ -40,10 +40,13 @@ def check_srun(environ: Mapping[str, str]) -> None:
 def for_daemons(environ: Mapping[str, str]) -> dict[str, str]:
     """Make the environment of the launcher from that of this process.
 
-    In the shell of a step (`srun --pty bash`), srun would wait for the cores that the shell's own
-    step has, for ever, and bind the daemons, with all ranks, to the core of the shell's task.
+    In the shell of a step (`srun --pty bash`), srun would wait for ever for the cores of the
+    shell's own step. It would also bind the daemons, and so all ranks, to the core of the shell's
+    task.
     """
     if "SLURM_STEP_ID" not in environ:
         return dict(environ)
-    kept = {name: value for name, value in environ.items() if not name.startswith("SLURM_CPU_BIND")}
-    return {"SLURM_OVERLAP": "1", **kept}
+    variables = {
+        name: value for name, value in environ.items() if not name.startswith("SLURM_CPU_BIND")
+    }
+    return {"SLURM_OVERLAP": "1", **variables}

@@ -21,13 +21,16 @@ from .recording import Recording
 def measured_costs(world: World, module: Module, recordings: Sequence[Recording]) -> Costs:
     """The costs of a scheduled module, from recordings of it; collective.
 
-    A cost that is measured several times is the mean: the times of a rank add up, and so do means,
-    but not medians. Recordings that took unusually long or short are left out before. Each function
-    costs the mean over its calls, a stage's F, B and W that over the microbatches of what their
-    calls cost. Overheads are means over what lies between two calls with nothing to wait for. Each
-    channel costs what messages between its ranks take: as when they go back and forth and nothing
-    else happens, plus what it took longer on average in the step itself, where ranks have other
-    things to do. A collective, and `link`, cost what the slowest edge does.
+    A cost that is measured several times is the mean. The times of a rank add up, and so do means,
+    but not medians. Recordings that took unusually long or short are left out first.
+
+    - A function costs the mean over its calls. F, B and W of a stage cost the mean over
+      microbatches of the sum over their calls.
+    - An overhead is the mean of the gaps between two calls of a rank with nothing to wait for.
+    - A channel costs the time of messages that go back and forth between its ranks while nothing
+      else happens. Messages of the step itself take longer, since ranks have other things to do:
+      the mean of that is added.
+    - A collective, and `link`, cost as much as the slowest edge.
 
     Args:
         world: all ranks.
@@ -61,30 +64,30 @@ def measured_costs(world: World, module: Module, recordings: Sequence[Recording]
 
 
 def _usual(recordings: Sequence[Recording]) -> list[Recording]:
-    """The recordings without a quarter at each end, by makespan."""
+    """The recordings without the fastest and the slowest quarter, by makespan."""
     out = len(recordings) // 4
-    return sorted(recordings, key=lambda one: one.makespan)[out : len(recordings) - out]
+    return sorted(recordings, key=lambda recording: recording.makespan)[out : len(recordings) - out]
 
 
 def _calls(recordings: Sequence[Recording]) -> dict[Call, float]:
-    """For each call its mean time."""
+    """The mean time of each call, in milliseconds."""
     times: dict[Call, list[float]] = defaultdict(list)
     for recording in recordings:
         for span in recording.spans:
             if isinstance(span.op, Call):
                 times[span.op].append(span.end - span.start)
-    return {call: fmean(found) for call, found in times.items()}
+    return {call: fmean(durations) for call, durations in times.items()}
 
 
 def _of_functions(calls: Mapping[Call, float]) -> dict[str, float]:
     times: dict[str, list[float]] = defaultdict(list)
     for call, time in calls.items():
         times[call.fn.name].append(time)
-    return {name: fmean(found) for name, found in sorted(times.items())}
+    return {name: fmean(durations) for name, durations in sorted(times.items())}
 
 
 def _of_stages(module: Module, calls: Mapping[Call, float], action: Action) -> tuple[float, ...]:
-    """For each stage the mean time of its tasks of one action; 0 where it has none."""
+    """The mean time of each stage's tasks of one action; 0 for a stage without such tasks."""
     times: dict[Task, float] = defaultdict(float)
     count = 1
     for call, time in calls.items():
@@ -95,18 +98,18 @@ def _of_stages(module: Module, calls: Mapping[Call, float], action: Action) -> t
     of_stages: list[list[float]] = [[] for _ in range(count)]
     for task, time in times.items():
         of_stages[task.stage].append(time)
-    return tuple(fmean(found) if found else 0.0 for found in of_stages)
+    return tuple(fmean(durations) if durations else 0.0 for durations in of_stages)
 
 
 def _overheads(module: Module, recordings: Sequence[Recording]) -> tuple[float, float]:
-    """Of a call, and of starting a message, in milliseconds."""
+    """The overhead of a call, and that of starting a message, in milliseconds."""
     gaps: dict[Op, list[float]] = defaultdict(list)
     followers = _followers(module)
     for recording in recordings:
-        for one, other in pairwise(recording.spans):
-            if one.op in followers and followers[one.op][0] is other.op:
-                gaps[one.op].append(other.start - one.end)
-    times = [(fmean(found), followers[op][1]) for op, found in gaps.items()]
+        for span, following in pairwise(recording.spans):
+            if span.op in followers and followers[span.op][0] is following.op:
+                gaps[span.op].append(following.start - span.end)
+    times = [(fmean(op_gaps), followers[op][1]) for op, op_gaps in gaps.items()]
     without = [gap for gap, posts in times if not posts]
     overhead = fmean(without) if without else 0.0
     starting = [(gap - overhead) / posts for gap, posts in times if posts]
@@ -114,9 +117,9 @@ def _overheads(module: Module, recordings: Sequence[Recording]) -> tuple[float, 
 
 
 def _followers(module: Module) -> dict[Op, tuple[Op, int]]:
-    """For each call the one that its rank runs next, and how many messages it starts in between.
+    """The call that follows each call on its rank, and the number of messages started in between.
 
-    Those calls are left out between which a rank may wait for a message.
+    Calls are left out if the rank may wait for a message before the next call.
     """
     followers: dict[Op, tuple[Op, int]] = {}
     for program in module.programs:
@@ -138,36 +141,37 @@ def _followers(module: Module) -> dict[Op, tuple[Op, int]]:
 
 
 def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
-    """Measure the messages of each channel; every edge is tried once, in both directions.
+    """Measure the link of each channel. Every edge is measured once, in both directions.
 
-    The time from a call to the one that it sends to has the sender's overheads in it.
+    Args:
+        overhead: milliseconds of the sender, to subtract from the time between two calls.
     """
     edges: dict[tuple[int, int], Link] = {}
-    found: dict[int, Link] = {}
+    channel_links: dict[int, Link] = {}
     sizes = _largest_messages(module)
     channels = tuple(module.channels.values())
     for channel in channels:
         links = []
-        for one, other in _edges_of(channel):
-            edge = (min(one, other), max(one, other))
+        for rank, peer in _edges_of(channel):
+            edge = (min(rank, peer), max(rank, peer))
             if edge not in edges:
                 edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead, channels)
             links.append(edges[edge])
         link = _slowest(links)
         if link is not None:
-            found[channel.id] = link
-    return found
+            channel_links[channel.id] = link
+    return channel_links
 
 
 def _as_seen(
     links: Mapping[int, Link], seen: Sequence[MessageLatency], before: float
 ) -> dict[int, Link]:
-    """The links, with the latency that makes them right on average for messages of the step.
+    """Correct the latency of links, so that they are right on average for messages of the step.
 
     Args:
         links: by channel.
-        seen: messages that a rank has waited for.
-        before: milliseconds of each that its sender spends before the message leaves.
+        seen: the latencies of messages that a rank has waited for.
+        before: milliseconds that a sender spends before the message leaves.
     """
     more = [
         message.time - before - links[message.op.chan].time(_nbytes(message.op.operands[0]))
@@ -182,17 +186,17 @@ def _as_seen(
 
 
 def _edges_of(channel: Channel) -> list[tuple[int, int]]:
-    """Its edge, or, of a group, those between neighbours."""
+    """The edges between neighbouring ranks of a channel: one if it joins two ranks."""
     return list(pairwise(channel.ranks))
 
 
 def _slowest(links: Iterable[Link]) -> Link | None:
-    """The link that takes longest for a megabyte."""
+    """The link that takes longest for a megabyte; None without links."""
     return max(links, key=lambda link: link.time(1 << 20), default=None)
 
 
 def _largest_messages(module: Module) -> dict[tuple[int, int], int]:
-    """For each edge (lower rank first) the bytes of its largest tensor."""
+    """The bytes of the largest tensor on each edge; an edge names its lower rank first."""
     sizes: dict[tuple[int, int], int] = defaultdict(int)
     for program in module.programs:
         for op in program.ops:
@@ -206,7 +210,7 @@ def _largest_messages(module: Module) -> dict[tuple[int, int], int]:
 def _between_stages(
     module: Module, links: Mapping[int, Link], stages: int, post: float
 ) -> tuple[float, ...]:
-    """For each stage the mean time of what travels between it and the next, in both directions."""
+    """The mean time of messages between each stage and the next, in both directions."""
     times: list[list[float]] = [[] for _ in range(stages)]
     for program in module.programs:
         for op in program.ops:
@@ -215,7 +219,7 @@ def _between_stages(
                 before = op.task.stage if forward else op.task.stage - 1
                 if before >= 0:
                     times[before].append(post + links[op.chan].time(_nbytes(op.operands[0])))
-    return tuple(fmean(found) if found else 0.0 for found in times)
+    return tuple(fmean(durations) if durations else 0.0 for durations in times)
 
 
 def _nbytes(value: Value) -> int:

@@ -29,13 +29,14 @@ from .recording import record
 _MESSAGES = 12
 """The number of messages of one size that go over an edge, back and forth."""
 _PAUSE = 1e-3
-"""Seconds between a message and its answer. The receiver has gone to sleep by then, as it has in a
-step where it waits, so that its waking up is part of the latency."""
+"""Seconds between a message and its answer. By then the receiver sleeps, as it does in a step where
+it waits, so the latency includes its waking up."""
 SIDE = 2048
-"""Rows of the matrix that a device squares meanwhile, which takes one about as long."""
+"""Rows of the matrix that a device squares instead of the pause, which takes about as long."""
 _SMALL = 64
 _LARGE = 1 << 18
-"""Bytes of the messages, if the step has no larger ones: bandwidth needs some difference."""
+"""Bytes of small and of large messages, unless the step has larger ones. The difference of their
+times gives the bandwidth."""
 
 
 def try_edge(
@@ -45,14 +46,14 @@ def try_edge(
     overhead: float,
     channels: Sequence[Channel] = (),
 ) -> Link:
-    """Latency and bandwidth between two ranks; collective, the other ranks look on.
+    """Measure latency and bandwidth between two ranks; collective, though others send nothing.
 
     Args:
         world: all ranks.
-        edge: the two.
+        edge: the two ranks.
         largest: bytes of the largest message that will matter.
         overhead: milliseconds to leave out, which a sender spends before a message leaves.
-        channels: of the step. What a device sends in the background moves as slowly here.
+        channels: of the step. Messages that a device sends in the background are as slow here.
     """
     large = max(largest, _LARGE)
     time = _one_way(world, edge, _SMALL, channels)
@@ -65,63 +66,67 @@ def try_edge(
 def _one_way(
     world: World, edge: tuple[int, int], nbytes: int, channels: Sequence[Channel]
 ) -> float:
-    """Milliseconds from the end of a call to the start of the one that it sends a tensor to.
+    """Milliseconds from the end of a call to the start of the call that gets its tensor.
 
-    Times of one rank are compared with one another only, so that clocks need not agree: from a
-    call's end to the next one's start on the same rank, less the call on the other rank between.
+    Clocks of ranks need not agree: a round trip is the time between two calls of one rank, less the
+    duration of the call on the other rank in between. Half of it is one way.
     """
     module = _ping_pong(world, edge, nbytes)
     _set_background(module, channels)
     device = torch_device(world)
-    made = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
     think = partial(sleep, _PAUSE) if device is None else _product(device)
-    bodies: dict[str, Body] = {name: _answer(made, think) for name in module.functions}
+    bodies: dict[str, Body] = {name: _answer(message, think) for name in module.functions}
     program = module.program_of(edge[0])
     asks = [op for op in program.ops if isinstance(op, Call)]
     ways: list[float] = []
     for recording in record(world, LinkedModule(module, bodies, {}), [], list, 2)[1:]:
         spans = {span.op: span for span in recording.spans}
         answers = [span for span in recording.spans if span.rank == edge[1]]
-        for (one, following), answer in zip(pairwise(asks), answers, strict=True):
-            both = spans[following].start - spans[one].end - (answer.end - answer.start)
+        for (call, following), answer in zip(pairwise(asks), answers, strict=True):
+            both = spans[following].start - spans[call].end - (answer.end - answer.start)
             ways.append(max(0.0, both / 2))
     return median(ways)
 
 
-def _answer(made: Tensor, think: Callable[[], object]) -> Body:
-    """Take whatever comes, think a little, and give `made`."""
+def _answer(message: Tensor, think: Callable[[], object]) -> Body:
+    """A body that takes any tensors, calls `think`, and returns `message`."""
 
     def run(*inputs: Tensor) -> Sequence[Tensor]:
         think()
-        return (made,)
+        return (message,)
 
     return run
 
 
 def _product(device: torch.device) -> Callable[[], object]:
-    """Keeps a device busy for long enough that its host has put the next message on a stream."""
+    """A product that keeps a device busy until its host has put the next message on a stream."""
     matrix = torch.zeros(SIDE, SIDE, device=device)
     return partial(torch.mm, matrix, matrix)
 
 
 def _set_background(module: Module, channels: Sequence[Channel]) -> None:
-    """Give messages the multiprocessors that those of the step have, and so its communicators.
+    """Give channels the background of the step's channels between the same ranks.
 
-    How many follows from bytes and from what is computed meanwhile; where messages are larger than
-    those of the step, there is as much more of that.
+    So messages use as many multiprocessors, and the same communicators. Where messages are larger
+    than those of the step, the background is scaled by their bytes.
     """
     for id_, channel in module.channels.items():
-        for one in channels:
-            if one.background is not None and one.slot_bytes and one.ranks == channel.ranks:
-                slot_bytes = max(one.slot_bytes, channel.slot_bytes or 0)
-                background = one.background.scaled(slot_bytes, one.slot_bytes)
+        for step_channel in channels:
+            if (
+                step_channel.background is not None
+                and step_channel.slot_bytes
+                and step_channel.ranks == channel.ranks
+            ):
+                slot_bytes = max(step_channel.slot_bytes, channel.slot_bytes or 0)
+                background = step_channel.background.scaled(slot_bytes, step_channel.slot_bytes)
                 module.channels[id_] = replace(
                     channel, background=background, slot_bytes=slot_bytes
                 )
 
 
 def _ping_pong(world: World, edge: tuple[int, int], nbytes: int) -> Module:
-    """A tensor goes back and forth between two ranks; compiled."""
+    """A compiled module in which a tensor goes back and forth between two ranks."""
     module = Module("edge", Phase.TRACED, world.size)
     type_ = TensorType(DType.U8, (nbytes,))
     ops: list[Op] = []

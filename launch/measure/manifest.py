@@ -44,7 +44,7 @@ class ProcessFacts:
     """A process, which plays one rank, or in a virtual world all of them.
 
     Attributes:
-        host, pid: which.
+        host, pid: the machine and the number of the process.
         cores: that it may use.
         threads: of torch.
         device: name of the current accelerator; None without one.
@@ -62,7 +62,7 @@ class ProcessFacts:
 
 
 def facts_of_process(recorded: int, left_out: int) -> ProcessFacts:
-    """Of this process."""
+    """The facts of this process."""
     return ProcessFacts(
         platform.node(),
         os.getpid(),
@@ -82,15 +82,15 @@ def manifest(
     clocks: tuple[Sequence[Reading], Sequence[Reading]],
     seconds: float,
 ) -> dict[str, Any]:
-    """The manifest as JSON has it.
+    """The manifest of a profile, as an object of JSON.
 
     Args:
         world: all ranks.
-        trace: the file beside which the manifest stands.
-        steps: what has run.
+        trace: the trace file, beside the manifest.
+        steps: the steps that have run.
         processes: those that were recorded, by rank.
         clocks: readings of all ranks' clocks, from before and after.
-        seconds: for how long the profile lasted.
+        seconds: the duration of the profile.
     """
     return {
         "trace": trace.name,

@@ -12,10 +12,10 @@ from .recording import Recording
 
 @dataclass(frozen=True, slots=True)
 class MessageLatency:
-    """The time that a message took for which a rank has waited.
+    """The latency of a message that a rank has waited for.
 
     Attributes:
-        op: its send.
+        op: the message's send.
         time: milliseconds from the end of the call before the send to the start of the call that
             waited.
     """
@@ -26,10 +26,10 @@ class MessageLatency:
 
 @dataclass(frozen=True, slots=True)
 class _WaitingCall:
-    """A call, the one before it on its rank, and the messages it may wait for in between.
+    """A call, the call before it on its rank, and the messages that it may wait for in between.
 
     Attributes:
-        sends: for each message the call after which it is sent, and its send.
+        sends: for each message, the call before its send, and the send.
     """
 
     call: Call
@@ -42,8 +42,8 @@ def message_latencies(
 ) -> Iterator[MessageLatency]:
     """The messages that recordings show a rank to have waited for.
 
-    That is so where the call that uses a message is preceded on its rank by one that ended before
-    the message was sent. Only ranks of one machine have one clock; others are left out.
+    A rank has waited for a message if the call before the one that uses it ended before the message
+    was sent. Messages between machines are left out, since their clocks differ.
 
     Args:
         module: scheduled.
@@ -53,11 +53,11 @@ def message_latencies(
     waiting = list(_waiting_calls(module, nodes))
     for recording in recordings:
         times = {id(span.op): span for span in recording.spans}
-        for each in waiting:
-            source, op = max(each.sends, key=lambda pair: times[id(pair[0])].end)
+        for waiting_call in waiting:
+            source, op = max(waiting_call.sends, key=lambda pair: times[id(pair[0])].end)
             sent = times[id(source)].end
-            if times[id(each.before)].end < sent:
-                yield MessageLatency(op, times[id(each.call)].start - sent)
+            if times[id(waiting_call.before)].end < sent:
+                yield MessageLatency(op, times[id(waiting_call.call)].start - sent)
 
 
 def _waiting_calls(module: Module, nodes: Sequence[int]) -> Iterator[_WaitingCall]:
@@ -84,7 +84,7 @@ def _waiting_calls(module: Module, nodes: Sequence[int]) -> Iterator[_WaitingCal
 
 
 def _sends(program: Program) -> Iterator[tuple[tuple[int, int], tuple[Call, Send]]]:
-    """By channel and number: each send that is the first message after a call, with that call."""
+    """Each send that is the first message after a call, with that call, by channel and number."""
     last: Op | None = None
     for op in program.ops:
         if isinstance(op, Send) and isinstance(last, Call):

@@ -26,12 +26,12 @@ from ..world.world import world
 from .manifest import ProcessFacts, StepFacts, facts_of_process, manifest
 
 LIMIT = 2_000_000
-"""Instructions that a process records at most; some 70 bytes each, and 200 in the file."""
+"""The most instructions that a process records; each takes 70 bytes, and 200 in the file."""
 
 
 @dataclass(eq=False)
 class Watched:
-    """The programs that this process runs of one compiled step.
+    """The programs of one compiled step that this process runs.
 
     Attributes:
         number: of the step among all that were compiled, the same on all ranks.
@@ -62,12 +62,12 @@ def watch(world: World, module: Module, bound: Mapping[int, Sequence[Recordable]
     Returns:
         The entry of the step; the step can be recorded as long as the caller holds it.
     """
-    found = _watches.setdefault(world, _Watch())
-    watched = Watched(found.count, module, bound)
-    found.count += 1
-    found.steps.add(watched)
-    if found.profile is not None:
-        found.profile.include(watched)
+    world_watch = _watches.setdefault(world, _Watch())
+    watched = Watched(world_watch.count, module, bound)
+    world_watch.count += 1
+    world_watch.steps.add(watched)
+    if world_watch.profile is not None:
+        world_watch.profile.include(watched)
     return watched
 
 
@@ -92,16 +92,17 @@ class Profile:
         self._records: Records | None = None
 
     def __enter__(self) -> Self:
-        found = _watches.setdefault(self._world, _Watch())
-        if found.profile is not None:
+        world_watch = _watches.setdefault(self._world, _Watch())
+        if world_watch.profile is not None:
             raise RuntimeError(
-                f"a profile is being recorded already, to {found.profile.trace}: end that first"
+                f"a profile is being recorded already, to {world_watch.profile.trace}: "
+                "end that first"
             )
         self._first = compare_clocks(self._world)
         self._ranges = device_ranges()
         self._began = perf_counter()
-        found.profile = self
-        for watched in tuple(found.steps):
+        world_watch.profile = self
+        for watched in tuple(world_watch.steps):
             self.include(watched)
         return self
 
@@ -137,7 +138,7 @@ class Profile:
         """One execution as a timeline; on rank 0, after the block.
 
         Args:
-            step: name of the step; the one that was compiled last, of those that ran, if None.
+            step: name of the step; if None, the one that was compiled last of those that ran.
             execution: its number, as in the trace; negative ones count from the last.
 
         Raises:
@@ -164,14 +165,14 @@ class Profile:
         execution: int = -1,
         predicted: ProgramTimes | None = None,
     ) -> None:
-        """Draw one execution as a timeline, under what was predicted of it if that is given.
+        """Draw one execution as a timeline, below its prediction if one is given.
 
-        Does nothing on other ranks than 0.
+        It does nothing on ranks other than 0.
 
         Args:
             path: ends in `.svg` or `.html`, or in `.json` for a trace.
             step, execution: as in `picture`.
-            predicted: what `compiled.simulate` has returned for that step.
+            predicted: the result of `compiled.simulate` for that step.
 
         Raises:
             ValueError: nothing like that was recorded, or the path ends in something else.
@@ -195,16 +196,16 @@ class Profile:
 
     def _step(self, records: Records, name: str | None) -> int:
         ran = sorted({record.step for record in records.programs if record.events})
-        found = [n for n in ran if name is None or records.modules[n].name == name]
-        if not found:
+        matches = [n for n in ran if name is None or records.modules[n].name == name]
+        if not matches:
             names = ", ".join(f"'{records.modules[n].name}'" for n in ran) or "nothing"
             raise ValueError(f"no step '{name or ''}' has run inside the profile; it saw {names}")
-        return found[-1]
+        return matches[-1]
 
     # -- files ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Bring everything to rank 0, and write it there; collective."""
+        """Send all records to rank 0, which writes them; collective."""
         seconds = perf_counter() - self._began
         last = compare_clocks(self._world)
         count = 1 if self._world.is_virtual else self._world.size
@@ -218,7 +219,7 @@ class Profile:
             self._write(programs, processes, last, seconds)
 
     def _keep_own(self) -> None:
-        """Write what this rank has, by itself: after an exception ranks may not meet."""
+        """Write this rank's own records: after an exception, ranks may not meet again."""
         rank = self._world.rank
         if rank:
             self.trace = self.trace.with_name(f"{self.trace.stem}.rank{rank}.json")
@@ -270,23 +271,23 @@ def profile(path: Path | str, *, limit: int = LIMIT) -> Profile:
 
     Every instruction of every execution of compiled steps and graphs is recorded: when it began and
     ended, on which stream, of which op and which source line. At the end rank 0 writes one trace
-    that https://ui.perfetto.dev and chrome://tracing open, a process for each rank and a thread
-    for each stream, with the ranks' clocks brought together; and a manifest that says what was
-    run. Outside of the block nothing is recorded, and costs nothing. Where CUDA is available,
+    for https://ui.perfetto.dev and chrome://tracing. It has a process for each rank and a thread
+    for each stream, all on one clock. Beside it rank 0 writes a manifest that says what was run.
+    Outside of the block nothing is recorded, and recording costs nothing. Where CUDA is available,
     instructions are NVTX ranges as well.
 
     Ranks that serve a graph enter the block before they serve, and leave it after. If the block
-    ends with an exception, each rank writes what it has recorded by itself, with clocks as they
-    were at the start: other ranks than 0 to `trace.rank1.json` and so on.
+    ends with an exception, each rank writes its own records, with clocks as they were at the start.
+    Ranks other than 0 write to `trace.rank1.json` and so on.
 
     Args:
         path: a file that ends in `.json`, or a folder, for `trace.json` and `manifest.json` in it.
             They are made if they do not exist.
-        limit: how many instructions a process records; what comes after is counted only, and the
-            manifest says how many that were.
+        limit: the most instructions that a process records. Later ones are only counted, and the
+            manifest has their number.
 
     Returns:
-        What to enter by `with`; it draws timelines once the block has ended.
+        The recording, to be entered by `with`; it draws timelines once the block has ended.
 
     Raises:
         RuntimeError: a profile is being recorded already.

@@ -81,10 +81,10 @@ class CallLog:
     """Times the calls of a program in its last execution; a `Log`.
 
     Args:
-        clock: what they are timed by.
+        clock: times them.
 
     Attributes:
-        marks: by place in the program.
+        marks: the start and end of each call, by place in the program.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -114,8 +114,8 @@ class CallLog:
 class Recording(ProgramTimes):
     """The times of a step's programs when they ran; `spans` are those of calls.
 
-    It is not known which messages a rank waited for, so `exposed` is NaN. Each machine's clock
-    begins when its first rank left a barrier just before.
+    `exposed` is NaN, since the recording does not show which messages a rank waited for. Each
+    machine's clock begins when its first rank left a barrier just before.
     """
 
 
@@ -129,16 +129,16 @@ def record(
     *,
     timeout: float | None = None,
 ) -> list[Recording]:
-    """Run a module some times, and say when each call of each rank ran; collective.
+    """Run a module several times, and record when each call of each rank ran; collective.
 
-    A call is timed around its function: where the rank has a device by its clock, from when the
-    compute stream comes to the call until it is done; else on the host. Nothing is captured.
+    A rank with a device times a call by the device's clock, from its start to its end on the
+    compute stream. Other ranks time it on the host. Nothing is captured.
 
     Args:
         world: all ranks.
         linked, parameters, timeout: as `make_runtime` takes them.
         inputs: gives the values of the step's parameters.
-        executions: how often.
+        executions: how often to run it.
         call: as `make_runtime` takes it; None if this is no step.
 
     Returns:
@@ -152,7 +152,7 @@ def record(
     clock = Clock() if world.device is None else DeviceClock(world.device)
     plain = clone(module)
     for op in (op for program in plain.programs for op in program.ops):
-        op.graph = None  # what is replayed is not called
+        op.graph = None  # a call that is replayed cannot be timed
     runtime = make_runtime(
         world,
         replace(linked, module=plain, fallbacks=None),
@@ -165,16 +165,16 @@ def record(
     for rank, programs in runtime.bound.items():
         for program in programs:
             program.record(logs[rank])
-    found: list[tuple[float, dict[int, Stamps]]] = []
+    timings: list[tuple[float, dict[int, Stamps]]] = []
     try:
         for _ in range(executions):
             world.barrier()
             zero = clock.start()
             runtime.run(inputs)
-            found.append((zero, {rank: clock.read(logs[rank].marks) for rank in ranks}))
+            timings.append((zero, {rank: clock.read(logs[rank].marks) for rank in ranks}))
     finally:
         runtime.close()
-    everywhere = world.allgather(found)
+    everywhere = world.allgather(timings)
     peaks = [memory_plan(module, rank).peak for rank in range(module.world)]
     return [
         _recording(module, world.nodes, [of_rank[number] for of_rank in everywhere], peaks)
@@ -188,7 +188,7 @@ def _recording(
     everywhere: Sequence[tuple[float, dict[int, Stamps]]],
     peaks: Sequence[int],
 ) -> Recording:
-    """One execution, from what each process has noted of it."""
+    """The recording of one execution, from the stamps of each process."""
     zeros: dict[int, float] = {}
     for node, (zero, _) in zip(nodes, everywhere, strict=True):
         zeros[node] = min(zero, zeros.get(node, math.inf))

@@ -1,7 +1,7 @@
 """The program of each rank of HCCL's self-test, `cg.backends.hccl.selftest`.
 
-Steps over actors on NPUs are compared with plain PyTorch on the CPU. The executions are enough for
-what can be captured to be captured and replayed.
+It compares steps over actors on NPUs with plain PyTorch on the CPU. Each step runs often enough to
+be captured and replayed where that is possible.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Part(nn.Module):
         self.scale = seed + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 16] to the same."""
+        """Map [n, 16] to [n, 16]."""
         return self.linear(x).tanh()  # type: ignore[no-any-return]
 
     def give(self, x: Tensor) -> Tensor:
-        """Another value on each rank."""
+        """Multiply by a factor that differs between ranks."""
         return x * self.scale
 
 
@@ -73,21 +73,21 @@ def main() -> None:
         error, details = None, ""
         try:
             details = check()
-        except Exception as problem:  # whatever it is, it is what the table is to show
+        except Exception as problem:  # the table shows any failure
             error = f"{type(problem).__name__}: {problem}"
-        errors = [each for each in here.allgather(error) if each is not None]
+        errors = [message for message in here.allgather(error) if message is not None]
         if here.rank == 0:
             line = f"FAIL | {name} | {errors[0]}" if errors else f"pass | {name} | {details}"
             print(ROW + " ".join(line.split()), flush=True)
         if errors:
             failed = True
-            break  # what has gone wrong between devices stays wrong
+            break  # devices do not recover from a failed exchange
     if failed:
         raise SystemExit(1)
 
 
 def _messages(parts: Sequence[Any]) -> str:
-    """A value of each type goes once around all ranks."""
+    """Send a value of each type once around all ranks."""
 
     @trace
     def step(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _messages(parts: Sequence[Any]) -> str:
 
 
 def parts_product(size: int) -> int:
-    """The factor by which each rank multiplies a value on its way around."""
+    """The product of the factors by which ranks multiply a value on its way around."""
     product = 1
     for rank in range(size):
         product *= rank + 1
@@ -144,12 +144,12 @@ def _collectives(parts: Sequence[Any]) -> str:
             ReduceScatter(group=group),
             AllToAll(group=group),
         )
-        wanted = [*(outcomes(op.exchange, values) for op in ops), [values[0]] * size]
+        expected = [*(outcomes(op.exchange, values) for op in ops), [values[0]] * size]
         compiled = step.lower(x).compile()
         for _ in range(EXECUTIONS):
-            for found, right in zip(compiled(x), wanted, strict=True):
-                for one, other in zip(found, right, strict=True):
-                    torch.testing.assert_close(one.cpu(), other, rtol=1e-2, atol=1e-2)
+            for results, references in zip(compiled(x), expected, strict=True):
+                for actual, right in zip(results, references, strict=True):
+                    torch.testing.assert_close(actual.cpu(), right, rtol=1e-2, atol=1e-2)
         compiled.close()
     return f"8 collectives of {len(DTYPES)} types, {EXECUTIONS} executions each"
 
@@ -179,11 +179,13 @@ def _training(parts: Sequence[Any]) -> str:
         loss = torch.stack(losses).mean()
         torch.autograd.backward(loss)
         torch.testing.assert_close(compiled(x).cpu(), loss.detach(), rtol=1e-3, atol=1e-4)
-    for part, right in zip(parts, plain, strict=True):
+    for part, plain_part in zip(parts, plain, strict=True):
         if part.is_local:
-            for parameter, other in zip(part.local.parameters(), right.parameters(), strict=True):
-                found, expected = parameter.grad.cpu(), other.grad
-                torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+            for parameter, reference in zip(
+                part.local.parameters(), plain_part.parameters(), strict=True
+            ):
+                gradient, expected = parameter.grad.cpu(), reference.grad
+                torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-3)
     details = _captured(compiled)
     compiled.close()
     return f"losses and gradients of {EXECUTIONS} steps; {details}"
@@ -196,7 +198,7 @@ def _round_trip(parts: Sequence[Any]) -> str:
         back: Tensor = parts[0].give(via(parts[-1].give(there), "hccl"))
         return back
 
-    found = []
+    latencies = []
     for count in (2, 4 << 20):
         x = torch.ones(count)
         compiled = step.lower(x).compile()
@@ -205,13 +207,13 @@ def _round_trip(parts: Sequence[Any]) -> str:
             began = time.perf_counter()
             compiled(x).cpu()
             times.append(time.perf_counter() - began)
-        found.append(f"{4 * count} bytes {1e6 * sorted(times)[10]:.0f} us")
+        latencies.append(f"{4 * count} bytes {1e6 * sorted(times)[10]:.0f} us")
         compiled.close()
-    return ", ".join(found) + " (with the host's part; median of 20)"
+    return ", ".join(latencies) + " (with the host's part; median of 20)"
 
 
 def _captured(compiled: Compiled) -> str:
-    """The part of this rank's program that is replayed."""
+    """Say in words how much of this rank's program is replayed."""
     executables = [e for r in compiled._runtimes if r is not None for e in r.bound[world().rank]]
     segments = [s for e in executables if isinstance(e, DeviceExecutable) for s in e.segments]
     reasons = sorted({segment.reason for segment in segments if segment.reason})
@@ -219,9 +221,11 @@ def _captured(compiled: Compiled) -> str:
     return f"{len(segments)} graphs replayed {replays} times" + "".join(f", {r}" for r in reasons)
 
 
-def _equal(found: Tensor, right: Tensor) -> None:
-    if not torch.equal(found, right):
-        raise AssertionError(f"{found.dtype}: got {found.flatten()[:4]}, not {right.flatten()[:4]}")
+def _equal(actual: Tensor, expected: Tensor) -> None:
+    if not torch.equal(actual, expected):
+        raise AssertionError(
+            f"{actual.dtype}: got {actual.flatten()[:4]}, not {expected.flatten()[:4]}"
+        )
 
 
 if __name__ == "__main__":

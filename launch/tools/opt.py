@@ -1,4 +1,4 @@
-"""`cg-opt`: IR in, passes over it, IR out. Needs neither torch nor MPI."""
+"""`cg-opt`: read IR, run passes over it, and write IR. It needs neither torch nor MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cg-sim`: a pipeline schedule on paper. Needs neither torch nor MPI."""
+"""`cg-sim`: simulate a pipeline schedule on paper. It needs neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpip
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A pipeline and its schedule, to be simulated; what a search says of it, if there was one."""
+    """A pipeline and its schedule, which are to be simulated.
+
+    Attributes:
+        search: the results of the search of `auto`; empty for other schedules.
+        remat: the stages that recompute.
+    """
 
     pipeline: Pipeline
     order: Order
@@ -76,9 +81,11 @@ def _arguments() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--schedule", default="1f1b", choices=schedules.names(), help="default: 1f1b")
-    what.add_argument("--table", metavar="FILE", help="a schedule of your own, a line a rank")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--schedule", default="1f1b", choices=schedules.names(), help="default: 1f1b"
+    )
+    choice.add_argument("--table", metavar="FILE", help="a schedule of your own, a line a rank")
     add("--stages", type=int, metavar="P", help="how many ranks the pipeline has")
     add("--microbatches", type=int, metavar="M")
     add("--chunks", type=int, metavar="V", help="chunks of a rank (interleaved, looped-bfs, auto)")
@@ -112,13 +119,13 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def _bytes(text: str) -> float | tuple[float, ...]:
-    """What every rank may hold, or each of them."""
-    found = tuple(map(float, text.split(",")))
-    return found if len(found) > 1 else found[0]
+    """The bytes that every rank may hold, or those of each rank."""
+    limits = tuple(map(float, text.split(",")))
+    return limits if len(limits) > 1 else limits[0]
 
 
 def _simulate(options: argparse.Namespace) -> str:
-    """The JSON object as text."""
+    """The JSON object that is printed, as text."""
     costs = _costs(options)
     problem = _from_table(options) if options.table else _from_name(options, costs)
     pipeline = problem.pipeline
@@ -126,24 +133,26 @@ def _simulate(options: argparse.Namespace) -> str:
     if problem.remat:
         costs = replace(costs, remat=problem.remat)
     storing = _storing(options)
-    found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs, storing)
-    if not math.isfinite(found.makespan):
+    simulation = simulate(
+        problem.order, pipeline.stage_ranks, pipeline.microbatches, costs, storing
+    )
+    if not math.isfinite(simulation.makespan):
         raise ValueError("the makespan is too large for a number: choose smaller costs")
     result: dict[str, object] = {
-        "makespan_ms": round(found.makespan, 6),
-        "bubble_ratio": round(found.bubble_ratio, 9),
-        "peak_activations": [_number(peak) for peak in found.peak_activations],
+        "makespan_ms": round(simulation.makespan, 6),
+        "bubble_ratio": round(simulation.bubble_ratio, 9),
+        "peak_activations": [_number(peak) for peak in simulation.peak_activations],
     }
     if costs.activation_bytes is not None:
-        held = (found.timeline.held(rank, costs) for rank in found.ranks)
-        result["peak_bytes"] = [_number(peak) for peak in held]
+        peaks = (simulation.timeline.held(rank, costs) for rank in simulation.ranks)
+        result["peak_bytes"] = [_number(peak) for peak in peaks]
     result |= problem.search
     if storing is not None:
-        result["parameter_traffic"] = _number(found.traffic)
+        result["parameter_traffic"] = _number(simulation.traffic)
     if options.grid:
-        result["grid"] = grid(found.timeline)
+        result["grid"] = grid(simulation.timeline)
         sys.stderr.write(str(result["grid"]))
-    _draw(options, problem, found)
+    _draw(options, problem, simulation)
     return json.dumps(result) + "\n"
 
 
@@ -153,15 +162,15 @@ def _storing(options: argparse.Namespace) -> Storing | None:
     if members < 1:
         raise ValueError(f"--group-size {members}: a group has at least 1 rank")
     if options.group_size is None:
-        given = [("--keep", options.keep), ("--tgather", options.tgather)]
-        for name, value in [*given, ("--treduce", options.treduce)]:
+        storage_options = [("--keep", options.keep), ("--tgather", options.tgather)]
+        for name, value in [*storage_options, ("--treduce", options.treduce)]:
             if value is not None:
                 raise ValueError(f"{name} is for stages that are stored in pieces: --group-size F")
         return None
     return Storing(members, options.keep or "step")
 
 
-def _draw(options: argparse.Namespace, problem: _Problem, found: Simulation) -> None:
+def _draw(options: argparse.Namespace, problem: _Problem, simulation: Simulation) -> None:
     """Write the files that were asked for."""
     files: dict[str, Path | None] = {
         ".svg": options.svg,
@@ -173,9 +182,9 @@ def _draw(options: argparse.Namespace, problem: _Problem, found: Simulation) -> 
     name = Path(options.table).name if options.table else options.schedule
     pipeline = problem.pipeline
     picture = picture_of_schedule(
-        found.timeline,
+        simulation.timeline,
         f"{name}: {len(pipeline.ranks)} ranks, {pipeline.microbatches} microbatches",
-        f"on paper: {found.makespan:.6g} ms, bubble {found.bubble_ratio:.2%}",
+        f"on paper: {simulation.makespan:.6g} ms, bubble {simulation.bubble_ratio:.2%}",
     )
     for suffix, path in files.items():
         if path is not None:
@@ -183,19 +192,23 @@ def _draw(options: argparse.Namespace, problem: _Problem, found: Simulation) -> 
 
 
 def _number(value: float) -> float:
-    """A float without the noise of its sums; a whole number as one."""
+    """Round off the noise of sums; a whole number becomes an int."""
     value = round(value, 9)
     return int(value) if value == int(value) else value
 
 
 def _costs(options: argparse.Namespace) -> Costs:
-    given = {name: getattr(options, name) for name in _TIMES}
+    overrides = {name: getattr(options, name) for name in _TIMES}
     costs = Costs.load(options.costs) if options.costs else Costs()
-    return replace(costs, **{name: value for name, value in given.items() if value is not None})
+    return replace(costs, **{name: value for name, value in overrides.items() if value is not None})
 
 
 def _of_stages(costs: Costs, pipeline: Pipeline) -> Costs:
-    """The costs of each stage, which must be as many as there are."""
+    """The costs of each stage.
+
+    Raises:
+        ValueError: costs are given for another number of stages.
+    """
     for name in ("tf", "tb", "tw", "tcomm"):
         value = getattr(costs, name)
         needed = pipeline.stages - (name == "tcomm")
@@ -299,7 +312,7 @@ def _layout(options: argparse.Namespace, chunks: int) -> tuple[int, ...]:
 
 
 def _from_table(options: argparse.Namespace) -> _Problem:
-    """A table says itself what its pipeline is: each stage is on the rank that runs it."""
+    """The problem of a table, whose stages are each on the rank that runs them."""
     for name in ("chunks", "layout", *_OF_SEARCH):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not for a --table, which has its own")
@@ -309,8 +322,8 @@ def _from_table(options: argparse.Namespace) -> _Problem:
     sizes = {"stages": len(pipeline.ranks), "microbatches": pipeline.microbatches}
     for name, size in sizes.items():
         if getattr(options, name) not in (None, size):
-            given = getattr(options, name)
-            raise ValueError(f"--{name} {given}: the table {options.table} has {size}")
+            requested = getattr(options, name)
+            raise ValueError(f"--{name} {requested}: the table {options.table} has {size}")
     return _Problem(pipeline, schedules.table(text, options.table)(pipeline), {})
 
 

@@ -15,7 +15,7 @@ _LARGEST = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Keep what this process frees from now on, up to 32 MiB a block; whether its libc can."""
+    """Keep memory that this process frees, up to 32 MiB a block; returns whether its libc can."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt

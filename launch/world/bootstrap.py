@@ -26,7 +26,7 @@ def prepare() -> Config:
     torch nor MPI, and talks to no other rank.
 
     Raises:
-        ConfigError: an environment variable's value is not what it takes.
+        ConfigError: an environment variable has a value that it does not take.
     """
     settings = config()
     for name in unknown_variables(environment()):
@@ -51,8 +51,8 @@ def prepare() -> Config:
 def write_whole_lines(stream: TextIO | None) -> None:
     """Write each line at once and in one piece, since other ranks write to the same terminal.
 
-    A pipe to the launcher would keep lines until the end. `python -u` writes every argument of a
-    `print` by itself; whoever asks for that gets it.
+    A pipe to the launcher would keep lines until the end. Under `python -u` the stream stays as it
+    is: the user has asked for every argument of a `print` to be written by itself.
     """
     if isinstance(stream, io.TextIOWrapper) and not stream.write_through:
         stream.reconfigure(line_buffering=True)

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 from ...backends.base import World
 
 ROUNDS = 24
-"""Rounds of a comparison: each narrows the bounds; so many reach a few message times."""
+"""Rounds of a comparison. Each narrows the bounds, in the end to a few message times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Reading:
     """A clock beside that of rank 0, in nanoseconds.
 
     Attributes:
-        at: when, by the clock itself.
+        at: the time of the reading, by the clock itself.
         offset: its time less that of rank 0's clock.
         uncertainty: the offset is wrong by no more than this.
     """
@@ -45,10 +45,10 @@ class _Bounds:
 def compare_clocks(world: World, rounds: int = ROUNDS) -> list[Reading]:
     """A reading for each rank, the same on all ranks; collective.
 
-    Every rank comes to a meeting before any rank leaves it. So what rank 0's clock showed when it
-    came is earlier than what another clock shows when that rank leaves, and the other way round:
-    each meeting bounds the offset from both sides, and no assumption about how long messages take
-    is needed. Ranks of one machine read one clock, as far as the bounds allow.
+    Every rank comes to a barrier before any rank leaves it. So rank 0 comes before another rank
+    leaves, and the other rank comes before rank 0 leaves. Each barrier bounds the offset of the two
+    clocks from both sides, however long messages take. Ranks of one machine read one clock, as far
+    as the bounds allow.
     """
     if world.is_virtual:
         return [Reading(perf_counter_ns(), 0, 0)] * world.size
@@ -63,33 +63,36 @@ def compare_clocks(world: World, rounds: int = ROUNDS) -> list[Reading]:
 def readings(
     meetings: Sequence[tuple[list[int], list[int]]], nodes: Sequence[int]
 ) -> list[Reading]:
-    """Derive the offsets of clocks from meetings of the ranks.
+    """Derive the offsets of clocks from barriers of the ranks.
 
     Args:
-        meetings: for each rank when it came to each meeting and when it left, by its own clock.
+        meetings: for each rank, when it came to each barrier and when it left, by its own clock.
         nodes: for each rank the number of its machine.
     """
-    bounds = [_bounds(meetings[0], each) for each in meetings]
+    bounds = [_bounds(meetings[0], rank_times) for rank_times in meetings]
     shared = _of_machines(bounds, nodes)
     return [bound.reading(left[-1]) for bound, (_, left) in zip(shared, meetings, strict=True)]
 
 
-def _bounds(first: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> _Bounds:
-    (came0, left0), (came, left) = first, other
+def _bounds(
+    root_times: tuple[list[int], list[int]], rank_times: tuple[list[int], list[int]]
+) -> _Bounds:
+    (came0, left0), (came, left) = root_times, rank_times
     return _Bounds(
-        max(mine - theirs for mine, theirs in zip(came, left0, strict=True)),
-        min(mine - theirs for mine, theirs in zip(left, came0, strict=True)),
+        max(arrival - departure for arrival, departure in zip(came, left0, strict=True)),
+        min(departure - arrival for departure, arrival in zip(left, came0, strict=True)),
     )
 
 
 def _of_machines(bounds: Sequence[_Bounds], nodes: Sequence[int]) -> list[_Bounds]:
     """Bounds, narrowed by those of other ranks of the same machine if these fit together."""
-    found: dict[int, _Bounds] = {nodes[0]: _Bounds(0, 0)}
+    machine_bounds: dict[int, _Bounds] = {nodes[0]: _Bounds(0, 0)}
     for bound, node in zip(bounds, nodes, strict=True):
-        found[node] = found[node].both(bound) if node in found else bound
-    together = [found[node] for node in nodes]
+        machine_bounds[node] = machine_bounds[node].both(bound) if node in machine_bounds else bound
+    together = [machine_bounds[node] for node in nodes]
     return [
-        one if one.low <= one.high else alone for one, alone in zip(together, bounds, strict=True)
+        joint if joint.low <= joint.high else alone
+        for joint, alone in zip(together, bounds, strict=True)
     ]
 
 

@@ -40,7 +40,7 @@ def check_transports(program: Program) -> None:
     A virtual world needs none of them, but checks, too: a wrong name is wrong everywhere.
 
     Raises:
-        IRError: one is not.
+        IRError: a transport is not known.
     """
     asked = [op for op in program.ops if isinstance(op, Transfer | Collective) and op.via]
     if not asked:
@@ -63,7 +63,7 @@ class Connected:
 
     Attributes:
         communicators: each once.
-        serving: the same by channel id.
+        serving: the communicator of each channel, by channel id.
     """
 
     communicators: tuple[Communicator, ...]
@@ -71,8 +71,12 @@ class Connected:
 
     @property
     def streams(self) -> tuple[StreamCommunicator, ...]:
-        """Those of the communicators that put messages on streams of devices."""
-        return tuple(each for each in self.communicators if isinstance(each, StreamCommunicator))
+        """The communicators that put messages on streams of devices."""
+        return tuple(
+            communicator
+            for communicator in self.communicators
+            if isinstance(communicator, StreamCommunicator)
+        )
 
 
 def connect_channels(
@@ -85,8 +89,8 @@ def connect_channels(
     """Make the communicators that channels need, in one order on all ranks; collective.
 
     Args:
-        transport: of hosts.
-        step: whose channels they are, for messages.
+        transport: makes the communicator of the channels of hosts.
+        step: the name of the step that has the channels, for messages.
         host: the communicator of the channels of hosts. If None, one is made, even if there are
             no such channels.
 
@@ -98,7 +102,7 @@ def connect_channels(
     for channel in channels:
         name = str(channel.via) if is_by_stream(channel) else HOST
         by_name.setdefault(name, []).append(channel)
-    made: list[Communicator] = []
+    communicators: list[Communicator] = []
     serving: dict[int, Communicator] = {}
     for name in sorted(by_name):
         served = by_name[name]
@@ -110,16 +114,16 @@ def connect_channels(
             communicator = transport.communicator(world, served)
         else:
             communicator = host
-        made.append(communicator)
+        communicators.append(communicator)
         serving.update(dict.fromkeys((channel.id for channel in served), communicator))
-    return Connected(tuple(made), serving)
+    return Connected(tuple(communicators), serving)
 
 
 def logs_of(communicators: Iterable[StreamCommunicator]) -> list[str]:
     """The names of the logs of transports between devices, each once, for messages."""
-    return list(dict.fromkeys(each.logs for each in communicators))
+    return list(dict.fromkeys(communicator.logs for communicator in communicators))
 
 
 def faults_of(communicators: Iterable[StreamCommunicator]) -> list[str]:
     """The failures that transports between devices report, in words."""
-    return [fault for each in communicators for fault in each.faults()]
+    return [fault for communicator in communicators for fault in communicator.faults()]

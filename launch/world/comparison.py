@@ -24,8 +24,8 @@ class CallFacts:
         spec: its arguments.
         loc: its first line.
         words: the step and its arguments, in words.
-        every: compare every n-th execution, from the first; 0: none; None: those that `Comparison`
-            names.
+        every: compare every n-th execution, from the first; 0: none; None: the executions that
+            `Comparison` chooses.
     """
 
     spec: InputSpec
@@ -43,10 +43,10 @@ class CallFacts:
 
 
 class Comparison:
-    """Compares the arguments of some of a step's executions, before anything of them runs.
+    """Compares the arguments of some executions of a step, each before it runs.
 
-    If `check_inputs` is not given, these are the ones that `until_next` says. Ranks count alike, so
-    all compare the same ones.
+    Without `check_inputs`, `until_next` chooses the executions. Ranks count them alike, so all
+    ranks compare the same ones.
 
     Args:
         world: all ranks.
@@ -73,7 +73,7 @@ class Comparison:
         self._gives = world.rank in call.spec.place.ranks
 
     def plan_next(self) -> int:
-        """Count on; after how many executions to compare again."""
+        """Count on, and return after how many executions to compare again."""
         step = self._call.every or until_next(self._number)
         self._number += step
         self._unseen += self._left_out
@@ -81,12 +81,13 @@ class Comparison:
         return step
 
     def compare(self, values: Sequence[Any]) -> None:
-        """Return if all ranks have given the same to this execution.
+        """Return if all ranks have given the same arguments to this execution; collective.
 
-        All ranks call it. `values` are those of the program's parameters.
+        Args:
+            values: of the program's parameters.
 
         Raises:
-            InputError: ranks have given different ones; on all ranks.
+            InputError: ranks have given different arguments; on all ranks.
             RemoteError, StepTimeout, TransportError, PlanMismatch: another rank does not come.
         """
         digests = [digest(value) for value in values] if self._gives else []
@@ -102,18 +103,20 @@ class Comparison:
         names = [spec.names[index] for index in spec.tree.values]
         ranks = spec.place.ranks
         where = "" if loc is None else f", defined at {loc.file}:{loc.line}"
-        found = []
+        differences = []
         for index, name in enumerate(names):
             groups: dict[int, list[int]] = {}
             for rank in ranks:
                 groups.setdefault(everywhere[rank][0][index], []).append(rank)
             if len(groups) > 1:
-                one, *others = map(named, groups.values())
-                found.append(f"{name} (one value on {one}, another on {', on '.join(others)})")
-        several = len(found) > 1
+                first, *rest = map(named, groups.values())
+                differences.append(
+                    f"{name} (one value on {first}, another on {', on '.join(rest)})"
+                )
+        several = len(differences) > 1
         lines = dict.fromkeys(everywhere[rank][1] for rank in ranks)
         return InputError(
-            f"argument{'s' if several else ''} {', '.join(found)} of {spec.step}() differ"
+            f"argument{'s' if several else ''} {', '.join(differences)} of {spec.step}() differ"
             f"{'' if several else 's'} between ranks in the call at {', or at '.join(lines)}"
             f"{where}. Nothing of the call has run. Each rank would compute with its own, so all "
             f"must give the same. {self._skipped()}If each rank loads by itself, seed the sampler "
@@ -125,7 +128,7 @@ class Comparison:
         )
 
     def _skipped(self) -> str:
-        """Say how ranks get to different batches that had the same ones before."""
+        """Say why ranks may have different batches, if they had the same ones before."""
         if not self._was_equal:
             return ""
         since = ""

@@ -60,15 +60,15 @@ def read_cores(allowed: Iterable[int], root: Path = Path("/")) -> tuple[Core, ..
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The CPUs' worth of time the control group of this process may use; None: no limit.
+    """The time that the control group of this process may use, in CPUs; None: no limit.
 
-    Reads `cpu.max` (version 2 of control groups) of this process's group and of all groups around
-    it; the least counts.
+    It is the least `cpu.max` (version 2 of control groups) of this process's group and of all
+    groups around it.
     """
     limits: list[float] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # those of version 1 have some
+        if not controllers:  # groups of version 1 name some
             group = Path(path.lstrip("/"))
             for directory in (group, *group.parents):
                 limits += _limit(root / "sys/fs/cgroup" / directory)
@@ -99,7 +99,7 @@ def core_count(cores: Iterable[Core], quota: float | None) -> int:
 
 
 def share(cores: Sequence[Core], local_rank: int, local_size: int) -> tuple[Core, ...]:
-    """The cores of one rank, of an even division among the ranks of a machine.
+    """The cores of one rank, if the ranks of a machine share them evenly.
 
     Shares are contiguous, so that a rank stays within a NUMA node where the numbers allow it.
     Cores of different kinds are divided kind by kind: ranks wait for each other, so a rank with
@@ -130,7 +130,7 @@ def parent_cpus() -> frozenset[int] | None:
     """The CPUs of this process's parent; None where they cannot be read.
 
     If they differ from ours, the launcher has bound us: it binds each rank, and leaves its own
-    daemon, our parent, free. What a control group or `taskset` allows, both have inherited.
+    daemon, our parent, free. Both have inherited the limits of a control group or of `taskset`.
     """
     try:
         return frozenset(os.sched_getaffinity(os.getppid()))
@@ -185,7 +185,7 @@ def _node_of(directory: Path) -> dict[int, int]:
 
 
 def _kind_of(devices: Path, cpus: Path, usable: set[int]) -> dict[int, int]:
-    """Kinds of cores: x86 lists them by kind of its counters, Arm gives each CPU a capacity."""
+    """The kind of each CPU: x86 lists CPUs by their counters, and Arm gives each a capacity."""
     kinds: dict[int, int] = {}
     for kind, name in enumerate(("cpu_core/cpus", "cpu_atom/cpus")):
         kinds.update(dict.fromkeys(parse_list(_read(devices / name)), kind))

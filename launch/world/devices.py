@@ -29,7 +29,7 @@ class Accelerators(Protocol):
 
 
 def bind(accelerators: Accelerators, local_rank: int) -> int | None:
-    """Select the device of `local_rank`, for what the program itself does with torch.
+    """Select the device of `local_rank`, for the program's own calls of torch.
 
     If a launcher shows each rank one device alone, index 0 is right for all. If ranks outnumber
     devices, their programs share the devices in turn. Actors never share one: `for_rank` says on
@@ -77,7 +77,7 @@ def look(
 ) -> VisibleDevices:
     """Find the accelerators of this process; a rank that stays on the host finds none.
 
-    A fake one is there wherever it is asked for.
+    A fake accelerator exists wherever a rank asks for it.
     """
     if wanted == find.FAKE:
         return VisibleDevices(wanted, wanted, (name(wanted, 0),))
@@ -100,7 +100,7 @@ def for_rank(
     all ranks of the machine stay on the host, since ranks that share one cannot send by it.
 
     Args:
-        local_rank: whose device.
+        local_rank: the rank, by its index on its machine.
         sights: of all ranks of the machine, by local rank.
         make: makes the device of a kind and an index.
 
@@ -110,21 +110,21 @@ def for_rank(
     Raises:
         DeviceError: a kind is asked for that the rank does not see, or not often enough.
     """
-    mine = sights[local_rank]
-    if mine.wanted not in (AUTO, HOST, mine.kind):
-        count = len(mine.devices)
-        have = f"it has {count} of kind '{mine.kind}'" if mine.kind else "it has none"
+    sight = sights[local_rank]
+    if sight.wanted not in (AUTO, HOST, sight.kind):
+        count = len(sight.devices)
+        have = f"it has {count} of kind '{sight.kind}'" if sight.kind else "it has none"
         raise DeviceError(
-            f"CG_DEVICE={mine.wanted} asks for an accelerator that this machine lacks: {have} that "
-            f"cg drives. Kinds that it drives are {', '.join(find.kinds())}; CG_DEVICE=cpu needs "
-            "none"
+            f"CG_DEVICE={sight.wanted} asks for an accelerator that this machine lacks: {have} "
+            f"that cg drives. Kinds that it drives are {', '.join(find.kinds())}; CG_DEVICE=cpu "
+            "needs none"
         )
-    if mine.kind is None or not mine.devices:
+    if sight.kind is None or not sight.devices:
         return None
     index = _own(local_rank, sights)
-    if index is None and mine.wanted != AUTO:
-        raise DeviceError(f"CG_DEVICE={mine.wanted}: {_shared(sights)}")
-    return None if index is None else make(mine.kind, index)
+    if index is None and sight.wanted != AUTO:
+        raise DeviceError(f"CG_DEVICE={sight.wanted}: {_shared(sights)}")
+    return None if index is None else make(sight.kind, index)
 
 
 def for_process(
@@ -156,7 +156,7 @@ def declined(machines: Iterable[Sequence[VisibleDevices]]) -> str | None:
         machines: for each the sights of its ranks, by local rank.
     """
     for sights in machines:
-        seeing = [rank for rank, each in enumerate(sights) if each.devices]
+        seeing = [rank for rank, sight in enumerate(sights) if sight.devices]
         is_auto = any(sights[rank].wanted == AUTO for rank in seeing)
         if is_auto and _own(seeing[0], sights) is None:
             return f"CG_DEVICE=auto leaves actors on the host: {_shared(sights)}"
@@ -164,11 +164,11 @@ def declined(machines: Iterable[Sequence[VisibleDevices]]) -> str | None:
 
 
 def _own(local_rank: int, sights: Sequence[VisibleDevices]) -> int | None:
-    """The index of a device that no other rank takes; None, for all ranks, if there is no such.
+    """The index of a device that no other rank takes; None for all ranks if two would share one.
 
     All ranks of a machine see the same sights and come to the same choice.
     """
-    seeing = {rank: each.devices for rank, each in enumerate(sights) if each.devices}
+    seeing = {rank: sight.devices for rank, sight in enumerate(sights) if sight.devices}
     for indices in ({rank: rank for rank in seeing}, dict.fromkeys(seeing, 0)):
         taken = [seen[indices[rank]] for rank, seen in seeing.items() if indices[rank] < len(seen)]
         if len(set(taken)) == len(seeing):
@@ -178,8 +178,8 @@ def _own(local_rank: int, sights: Sequence[VisibleDevices]) -> int | None:
 
 def _shared(sights: Sequence[VisibleDevices]) -> str:
     """Say that ranks of a machine would share devices, and what to do."""
-    seeing = [each for each in sights if each.devices]
-    names = sorted({name for each in seeing for name in each.devices})
+    seeing = [sight for sight in sights if sight.devices]
+    names = sorted({name for sight in seeing for name in sight.devices})
     return (
         f"{len(seeing)} ranks of one machine would share accelerators. They see {len(names)} in "
         f"all ({', '.join(names)}), of which a rank takes that of its local rank, or else the "
@@ -206,17 +206,17 @@ def fabrics_of(world: World) -> Fabrics | None:
 
 def _gather(world: World) -> Fabrics | None:
     device = world.device
-    mine = None
+    own_fabric = None
     if device is not None:
-        fabric = device.fabric
-        mine = fabric or Fabric("?", frozenset())
-    everyone = world.allgather(mine)
+        device_fabric = device.fabric
+        own_fabric = device_fabric or Fabric("?", frozenset())
+    everyone = world.allgather(own_fabric)
     if not any(everyone):
         return None
-    found = [each for each in everyone if each is not None]
-    reduces = frozenset.intersection(*(each.reduces for each in found))
-    ranks = [each.name if each is not None else "-" for each in everyone]
-    rendezvous = {each.name for each in found if each.rendezvous}
+    fabrics = [fabric for fabric in everyone if fabric is not None]
+    reduces = frozenset.intersection(*(fabric.reduces for fabric in fabrics))
+    ranks = [fabric.name if fabric is not None else "-" for fabric in everyone]
+    rendezvous = {fabric.name for fabric in fabrics if fabric.rendezvous}
     return Fabrics("+".join(ranks), _joined(map(str, reduces)), _joined(rendezvous))
 
 

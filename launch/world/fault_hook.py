@@ -1,4 +1,4 @@
-"""Say once, and in words, that a device has failed, where a program would end by its raw error.
+"""Describe the failure of a device once, in words, instead of the raw error that ends a program.
 
 The host learns of the failure where it next asks the device for something: mostly where the program
 reads a number that a step returned. The traceback to that line says nothing of the cause.
@@ -21,7 +21,7 @@ def say_faults(end_job: Callable[[str], None]) -> None:
     """Let an uncaught error of a failed device end the job by its description; once for a process.
 
     Args:
-        end_job: of the world.
+        end_job: the world's method.
     """
     global _is_installed
     if not _is_installed:

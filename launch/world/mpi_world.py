@@ -129,16 +129,16 @@ class MpiWorld:
 
     def allgather(self, value: T) -> list[T]:
         """The values of all ranks, pickled, by rank; raises as `broadcast` does."""
-        mine = bytearray(pickle.dumps(value, protocol=5))
+        pickled = bytearray(pickle.dumps(value, protocol=5))
         lengths = bytearray(8 * self.size)
-        length = bytearray(len(mine).to_bytes(8, "little"))
+        length = bytearray(len(pickled).to_bytes(8, "little"))
         byte = self._mpi.BYTE
         self._complete(self.comm.Iallgather([length, byte], [lengths, 8, byte]), "allgather")
         counts = [
             int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)
         ]
         everything = bytearray(sum(counts))
-        request = self.comm.Iallgatherv([mine, byte], [everything, counts, byte])
+        request = self.comm.Iallgatherv([pickled, byte], [everything, counts, byte])
         self._complete(request, "allgather")
         values: list[T] = []
         start = 0
@@ -176,7 +176,7 @@ class MpiWorld:
             self._stacks.answer_by(teller)
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """Ask other ranks of this machine what they do, and wait so long for answers."""
+        """Ask other ranks of this machine what they do, and wait `seconds` for answers."""
         return {} if self._stacks is None else self._stacks.look(ranks, seconds)
 
     def observe(self, observer: Observer) -> None:
@@ -197,8 +197,8 @@ class MpiWorld:
         if self._closed or self._mpi.Is_finalized():
             return
         self._refuse_if_broken()
-        meeting = _Wait(self._side.Ibarrier(), self._sequence, "")
-        if not wait_until(meeting.request.Test, self._timeout, partial(self._tell, meeting)):
+        wait = _Wait(self._side.Ibarrier(), self._sequence, "")
+        if not wait_until(wait.request.Test, self._timeout, partial(self._tell, wait)):
             raise TimeoutError(
                 f"the program of rank {self.rank} ended {self._timeout:g} s ago, but another "
                 f"rank's still runs. {SAME_CALLS}; CG_TIMEOUT sets the limit"
@@ -300,7 +300,7 @@ class MpiWorld:
         )
 
     def _silent(self, sequence: int, left: bool = False) -> list[int]:
-        """The ranks that have not told of this call, or that they have left."""
+        """The ranks that have not told of this call or, with `left`, that they have ended."""
         latest = {} if self._notices is None else self._notices.latest
         heard = {r for r, n in latest.items() if n.sequence >= sequence and (n.left or not left)}
         return [rank for rank in range(self.size) if rank not in heard | {self.rank}]

@@ -1,7 +1,7 @@
 """Check, before MPI is initialised, that /dev/shm has room for MPI's segments.
 
-MPICH and its UCX do not: where it is too small, they end in a segmentation fault or a bus error.
-cg's own queues are in anonymous memory files, and take nothing of it.
+MPICH and its UCX do not check it: if there is too little room, they end in a segmentation fault or
+a bus error. cg's own queues are in anonymous memory files, and take no room there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_MEMORY = {"all", "shm", "sm", "mm", "posix"}
 
 
 def bytes_needed(ranks: int, environ: Mapping[str, str]) -> int:
-    """Bytes that so many ranks of MPICH need on one machine.
+    """The bytes that the ranks of MPICH need on one machine.
 
     Args:
         ranks: of the machine.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class SingleRankWorld:
-    """A world of one rank, whose programs run on its device as those of any rank under MPI do.
+    """A world of one rank, whose programs run on its device as they would under MPI.
 
     The virtual world plays ranks on the host, one after the other, and knows no devices. This one
     is for a program on one accelerator, which is started by plain `python`.
@@ -56,7 +56,7 @@ class SingleRankWorld:
         return [value]
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return at once, since there is nobody to wait for."""
 
     def end_job(self, message: str) -> None:
         """End this process at once, from any thread: its own may wait for the device for ever.
@@ -70,14 +70,14 @@ class SingleRankWorld:
         os._exit(1)
 
     def observe(self, observer: Observer) -> None:
-        """No call waits, so there is nothing to hear of."""
+        """Do nothing, since no call waits."""
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
-        """Nobody is told of the end."""
+        """Do nothing, since no rank waits for the end."""
 
     def answer_by(self, teller: Callable[[], Activity | None]) -> None:
-        """Nobody asks."""
+        """Do nothing, since nobody asks."""
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """There are no other ranks."""
+        """Return nothing, since there are no other ranks."""
         return {}

@@ -42,8 +42,8 @@ _STEADY: Final = 20
 """Polls without news after which a dump is taken to be whole."""
 
 _HEAD = struct.Struct("<QQQ")
-"""Of an answer: its number, its bytes, and their checksum: it may be overwritten while it is read.
-"""
+"""The head of an answer: its number, its length and its checksum, since the answer may be
+overwritten while it is read."""
 
 _BACKENDS: Final = f"{os.sep}backends{os.sep}"
 
@@ -58,8 +58,8 @@ class Address:
     Attributes:
         pid, thread: its number, and that of the thread that answers.
         main: the identity of its main thread, as faulthandler prints it.
-        pipe, answer, dump: its descriptors, each with its inode. In a PID namespace of its own a
-            process finds another one under that number, and the inode tells.
+        pipe, answer, dump: its descriptors, each with its inode. In another PID namespace that
+            number may belong to another process, which the inode shows.
         has_handler: True if `SIGNAL` makes it write a dump.
     """
 
@@ -73,7 +73,7 @@ class Address:
 
 
 class Stacks:
-    """This process's answers, and its questions to the others of the machine."""
+    """Answers questions of the machine's other processes about this one, and asks them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -109,7 +109,7 @@ class Stacks:
     def answer_by(self, teller: Callable[[], Activity | None]) -> None:
         """Let `teller` say what this process does; another thread calls it.
 
-        The last teller that was given is asked first; None means that it does not know.
+        The latest teller is asked first. A teller that returns None does not know.
         """
         self._tellers.insert(0, teller)
 
@@ -117,25 +117,25 @@ class Stacks:
         """Ask other ranks of this machine what they do.
 
         Args:
-            ranks: to ask; the result leaves out those that cannot be asked.
-            seconds: how long to wait for answers. A dump of one that gives none takes up to
+            ranks: to ask; the result leaves out ranks that cannot be asked.
+            seconds: how long to wait for answers. The dump of a rank that gives none takes up to
                 `DUMP_SECONDS` more.
         """
         asked = {rank: self._others[rank] for rank in ranks if rank in self._others}
         began = {rank: number for rank, to in asked.items() if (number := _ask(to)) is not None}
-        found: dict[int, Sight] = {}
+        sights: dict[int, Sight] = {}
         deadline = monotonic() + seconds
-        while len(found) < len(began):
-            for rank in began.keys() - found.keys():
+        while len(sights) < len(began):
+            for rank in began.keys() - sights.keys():
                 number, text = _read_answer(asked[rank])
                 if number > began[rank]:
-                    found[rank] = Sight(text)
+                    sights[rank] = Sight(text)
             if monotonic() > deadline:
                 break
             sleep(_POLL)
-        silent = [rank for rank in began if rank not in found]
-        found.update(_dumps({rank: asked[rank] for rank in silent}, seconds))
-        return found
+        silent = [rank for rank in began if rank not in sights]
+        sights.update(_dumps({rank: asked[rank] for rank in silent}, seconds))
+        return sights
 
     def _serve(self) -> None:
         while os.read(self._reader, 4096):
@@ -169,7 +169,7 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
 def _python(frames: Sequence[Frame]) -> list[str]:
     """Describe a stack, innermost frame first: the user's line, and the function that it calls.
 
-    Nothing if cg itself waits, since the flight record says what for.
+    Empty if cg itself waits, since the flight record says what for.
     """
     users = next((at for at, (file, *_) in enumerate(frames) if is_user_file(file)), None)
     if users is None or (is_our_file(frames[0][0]) and _BACKENDS in frames[0][0]):
@@ -183,18 +183,18 @@ def _python(frames: Sequence[Frame]) -> list[str]:
 
 
 def _process(pid: int) -> str:
-    """Name a process of this machine, for those who look into it by a debugger."""
+    """Name a process of this machine, for users who attach a debugger."""
     return f"    it is process {pid} on {socket.gethostname()}"
 
 
 def _method(frames: Sequence[Frame]) -> str:
     """The user's function that cg has called, if a stack shows one."""
-    found = ""
+    method = ""
     for file, _, name in frames:
         if is_our_file(file):
-            return found
+            return method
         if is_user_file(file):
-            found = name
+            method = name
     return ""
 
 
@@ -205,12 +205,12 @@ def _open(pid: int, descriptor: tuple[int, int], flags: int) -> int | None:
     """Open another process's descriptor; None if it is closed, or not that process's."""
     number, inode = descriptor
     try:
-        found = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
-    if os.fstat(found).st_ino == inode:
-        return found
-    os.close(found)
+    if os.fstat(file).st_ino == inode:
+        return file
+    os.close(file)
     return None
 
 
@@ -222,7 +222,7 @@ def _ask(to: Address) -> int | None:
         return None
     try:
         os.write(pipe, b"?")
-    except OSError:  # full of questions that it has not come to
+    except OSError:  # full of questions that the process has not read
         pass
     finally:
         os.close(pipe)
@@ -230,7 +230,7 @@ def _ask(to: Address) -> int | None:
 
 
 def _read_answer(to: Address) -> tuple[int, str]:
-    """The last answer of a process and its number; that is 0 before the first, and -1 if gone."""
+    """The last answer of a process and its number: 0 before the first, -1 if it cannot be read."""
     file = _open(to.pid, to.answer, os.O_RDONLY)
     if file is None:
         return -1, ""
@@ -246,13 +246,13 @@ def _read_answer(to: Address) -> tuple[int, str]:
 
 
 def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
-    """Have processes that gave no answer in so many seconds write their stacks by the signal."""
+    """Have processes that were silent for `seconds` write their stacks, by the signal."""
     began: dict[int, int] = {}
     for rank, to in silent.items():
         size = _size(to)
         if to.has_handler and size is not None and _signal(to):
             began[rank] = size
-    found: dict[int, Sight] = {}
+    sights: dict[int, Sight] = {}
     for rank in silent:
         frames = _stack(silent[rank], began[rank]) if rank in began else []
         lines = [
@@ -261,8 +261,8 @@ def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
             *_python(frames),
             _process(silent[rank].pid),
         ]
-        found[rank] = Sight("\n".join(lines), _method(frames))
-    return found
+        sights[rank] = Sight("\n".join(lines), _method(frames))
+    return sights
 
 
 def _signal(to: Address) -> bool:
@@ -284,7 +284,7 @@ def _size(to: Address) -> int | None:
 
 
 def _stack(to: Address, begin: int) -> list[Frame]:
-    """The main thread's frames in a dump that begins there, innermost first."""
+    """The main thread's frames in the dump from byte `begin` on, innermost first."""
     file = _open(to.pid, to.dump, os.O_RDONLY)
     if file is None:
         return []

@@ -1,4 +1,4 @@
-"""Wait for other ranks without a core of one's own, and tell them where one waits.
+"""Wait for other ranks without burning a core, and tell them where this rank waits.
 
 A blocking MPI call burns a core, cannot be interrupted by Ctrl-C, and says nothing when the other
 side never comes. So all waiting here is a loop over a test, with a deadline.
@@ -54,10 +54,14 @@ class Notice:
 
 
 class Notices:
-    """Notices between ranks: sent to all, read when one cares."""
+    """Sends notices to all other ranks, and reads theirs on demand.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: a communicator that nothing else receives on.
+    """
 
     def __init__(self, mpi: Any, comm: Comm) -> None:
-        """Args: the module `mpi4py.MPI`, and a communicator that nothing else receives on."""
         self._mpi = mpi
         self._comm = comm
         self._sending: list[Request] = []
@@ -116,10 +120,10 @@ def wait_until(
 
 @contextmanager
 def ending_after(seconds: float | None) -> Iterator[None]:
-    """End this process, and say where it is, if what is done inside takes longer.
+    """End this process, and say where it is, if the `with` block takes longer.
 
-    For calls of MPI that block and keep the interpreter's lock: only a watch outside of it can end
-    them.
+    It is for calls of MPI that block and keep the interpreter's lock: only a thread that needs no
+    lock can end them.
     """
     if seconds is not None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)

@@ -57,8 +57,8 @@ def world() -> World:
     """The world, which starts on the first call; under an MPI launcher all ranks must call.
 
     Raises:
-        ConfigError: an environment variable's value is not what it takes.
-        DeviceError: there are no such devices as CG_DEVICE asks for.
+        ConfigError: an environment variable has a value that it does not take.
+        DeviceError: the devices that CG_DEVICE asks for do not exist.
         WorldError: MPI is missing, or is not the launcher's; a launcher without MPI has started
             this process among others; CG_RANKS has changed since the world began.
         TimeoutError: another rank has not started in time.
@@ -139,7 +139,7 @@ def start(settings: Config) -> World:
 
 
 def _take_device(started: MpiWorld, settings: Config, guard: failure.ExitHooks) -> None:
-    """Give this rank its device; all ranks together, whatever the settings of each."""
+    """Give this rank its device; collective, whatever the settings of each rank."""
     sight = devices.VisibleDevices(devices.HOST)
     if settings.bind_devices:
         devices.bind(torch.accelerator, started.local_rank)
@@ -208,13 +208,13 @@ def check_process(launch: Launch, arguments: Sequence[str]) -> None:
     to the launcher: MPI would end the job with a message about a file descriptor.
 
     Args:
-        launch: what the launcher told us.
+        launch: the facts that the launcher told this process.
         arguments: how this process was started.
 
     Raises:
         WorldError: it is such a worker.
     """
-    if any(each.startswith(_WORKERS) for each in arguments):
+    if any(argument.startswith(_WORKERS) for argument in arguments):
         raise WorldError(
             f"multiprocessing has started this process from rank {launch.rank} of a job of "
             f"{launch.launcher}, as a worker of a DataLoader for one. It runs the top level of the "
@@ -227,7 +227,7 @@ def check_library(launch: Launch, library: str) -> None:
     """Refuse, before it is initialised, an MPI that cannot talk to the launcher.
 
     Args:
-        launch: what the launcher told us.
+        launch: the facts that the launcher told this process.
         library: the version text of the MPI that was loaded.
 
     Raises:
@@ -242,7 +242,7 @@ def check_shared_memory(launch: Launch, library: str) -> None:
     """Refuse to initialise MPICH where its shared memory has no room, since it would crash.
 
     Args:
-        launch: what the launcher told us.
+        launch: the facts that the launcher told this process.
         library: the version text of the MPI that was loaded.
 
     Raises:
@@ -256,13 +256,13 @@ def check_shared_memory(launch: Launch, library: str) -> None:
 
 
 def check_size(launch: Launch, size: int, library: str) -> None:
-    """Refuse a world that is not the one that the launcher has started.
+    """Refuse a world of another size than the one that the launcher has started.
 
     Processes that one MPI's launcher has started, and that load another MPI, know nothing of
     each other: each would run the whole program by itself.
 
     Args:
-        launch: what the launcher told us.
+        launch: the facts that the launcher told this process.
         size: how many ranks MPI says that there are.
         library: the version text of the MPI that was loaded.
 
@@ -293,7 +293,7 @@ def check_late_ranks(size: int, asked: int | None) -> None:
     """Refuse a CG_RANKS that was set after the world had begun, and asks for another size.
 
     Raises:
-        WorldError: it was.
+        WorldError: the world has another size.
     """
     if asked is not None and asked != size:
         raise WorldError(
@@ -309,7 +309,7 @@ def check_late_settings(settings: Config) -> None:
     """Refuse settings of devices that have changed since the ranks have taken theirs.
 
     Raises:
-        WorldError: they have.
+        WorldError: they have changed.
     """
     if _began is None or _current is not _began[0] or _current.is_virtual:
         return
@@ -324,11 +324,11 @@ def check_late_settings(settings: Config) -> None:
 
 
 def check_alone(settings: Config) -> None:
-    """Refuse a world of its own to one of several processes that do not know each other.
+    """Refuse to play a world alone in one of several processes that do not know each other.
 
     A launcher without MPI, such as torchrun, has started them; each would run the whole program.
-    CG_RANKS says that this is meant. A program that such a process starts inherits its variables;
-    it is taken to be alone on purpose, with a warning.
+    CG_RANKS says that the user wants this. A program that such a process starts inherits its
+    variables; it is taken to be alone on purpose, with a warning.
 
     Raises:
         WorldError: the launcher has started this process among others.

@@ -1,4 +1,4 @@
-"""How much may be in the server at once, and for how long."""
+"""Bounds on the requests in the server, and on how long they wait."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes, seconds and counts."""
+    """The bounds of the server, in bytes, seconds and counts."""
 
     requests: int = 1024  # admitted at once; more are told to come again
-    tokens: int = 1 << 20  # of all of them, with what they may still draw
+    tokens: int = 1 << 20  # of all their prompts and answers
     body: int = 1 << 20
     idle: float = 15.0  # for a request's headers, and between requests
     read: float = 10.0  # for a body
@@ -21,10 +21,10 @@ class Bounds:
 
 @dataclass
 class Admission:
-    """A bound on requests, and one on their tokens: prompts, and what they may still draw.
+    """A bound on requests, and one on the tokens of their prompts and their answers.
 
-    One request is always admitted where there is none, however long it is; the engine's context
-    bounds it.
+    If there is no request, the next one is always admitted, however long it is. The engine's
+    context bounds it.
     """
 
     most_requests: int
@@ -33,7 +33,7 @@ class Admission:
     tokens: int = 0
 
     def enter(self, requests: int, tokens: int) -> bool:
-        """Count requests of so many tokens together in, or refuse them all."""
+        """Admit requests, which have `tokens` tokens together, or refuse them all."""
         too_many = self.requests + requests > self.most_requests
         too_long = self.tokens + tokens > self.most_tokens
         if self.requests and (too_many or too_long):
@@ -43,6 +43,6 @@ class Admission:
         return True
 
     def leave(self, requests: int, tokens: int) -> None:
-        """Count them out again."""
+        """Count admitted requests out again."""
         self.requests -= requests
         self.tokens -= tokens

@@ -25,7 +25,7 @@ INTERVAL = 8
 
 
 class Answers:
-    """Asks the engine, and makes OpenAI's answers of what it draws."""
+    """Gives completions to the engine, and makes OpenAI's answers of its tokens."""
 
     def __init__(
         self,
@@ -39,7 +39,12 @@ class Answers:
         self._features = features
 
     async def answer(self, request: web.Request, what: Completion) -> web.StreamResponse:
-        """Raises ApiError; a stream that has begun ends with it instead."""
+        """Answer a completion.
+
+        Raises:
+            ApiError: the engine has failed, or takes no requests. A stream that has begun ends with
+                the error instead.
+        """
         reply = self._job.submit(what)
         try:
             answer = self._stream if what.stream else self._whole
@@ -48,32 +53,32 @@ class Answers:
             self._job.cancel(reply)
 
     async def _whole(
-        self, request: web.Request, what: Completion, reply: Reply
+        self, request: web.Request, completion: Completion, reply: Reply
     ) -> web.StreamResponse:
-        choices = self._choices(what)
+        choices = self._choices(completion)
         texts = ["" for _ in choices]
         while any(choice.reason is None for choice in choices):
             await reply.changed()
             for index, text in self._read(reply, choices):
                 texts[index] += text
-        prompt = sum(map(len, what.prompts))
+        prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        shape = Shape(what, self._features)
+        shape = Shape(completion, self._features)
         return web.json_response(shape.answer(texts, choices, prompt))
 
     async def _stream(
-        self, request: web.Request, what: Completion, reply: Reply
+        self, request: web.Request, completion: Completion, reply: Reply
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        if request.transport is None:  # it has gone
+        if request.transport is None:  # the client has gone
             return response
         stream = Stream(response, request.transport, self._waits)
         try:
             try:
-                await self._pump(stream, what, reply)
+                await self._pump(stream, completion, reply)
             except ApiError as error:
                 await stream.write(_event(error))
             except ConnectionError:
@@ -87,10 +92,10 @@ class Answers:
             self._metrics.ends["abort"] += 1
         return response
 
-    async def _pump(self, stream: Stream, what: Completion, reply: Reply) -> None:
+    async def _pump(self, stream: Stream, completion: Completion, reply: Reply) -> None:
         """Write chunks as tokens come, all that there is at a time."""
-        shape = Shape(what, self._features)
-        choices = self._choices(what)
+        shape = Shape(completion, self._features)
+        choices = self._choices(completion)
         is_first = [True for _ in choices]
         failures: list[Exception] = []
 
@@ -107,7 +112,7 @@ class Answers:
                 return False
             try:
                 stream.write_at_once(take())
-            except Exception as error:  # of this stream, and not of those whose tokens came along
+            except Exception as error:  # of this stream alone, although others' tokens came along
                 failures.append(error)
                 return False
             return any(choice.reason is None for choice in choices)
@@ -125,20 +130,27 @@ class Answers:
                     if not self._features.stream_interval and self._features.async_stream:
                         reply.write = write_at_once
         finally:
-            reply.write = None  # nothing comes behind an error; and it refers to the reply
-        prompt = sum(map(len, what.prompts))
+            reply.write = None  # nothing follows an error; and the function refers to the reply
+        prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        if what.include_usage:
-            await stream.write(shape.usage_chunk(prompt, sum(each.count for each in choices)))
+        if completion.include_usage:
+            await stream.write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
 
-    def _choices(self, what: Completion) -> list[Choice]:
-        prompts = [() if what.is_chat else each for each in what.prompts for _ in range(what.n)]
-        return [Choice(self._text, what.stop, prompt) for prompt in prompts]
+    def _choices(self, completion: Completion) -> list[Choice]:
+        prompts = [
+            () if completion.is_chat else prompt
+            for prompt in completion.prompts
+            for _ in range(completion.n)
+        ]
+        return [Choice(self._text, completion.stop, prompt) for prompt in prompts]
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
-        """Take all that has come: for each choice with news, its text. Raises ApiError.
+        """Take the new text of each choice that has some.
 
-        With `+stream_tok` each token is news of its own.
+        With `+stream_tok` the text of each token comes by itself.
+
+        Raises:
+            ApiError: the engine has failed or gone.
         """
         for index, choice in enumerate(choices):
             tokens, end = reply.tokens[index], reply.ends[index]
@@ -159,7 +171,7 @@ class Answers:
                 self._job.cancel(reply, index)  # at a stop string
 
     def _is_small(self, reply: Reply) -> bool:
-        """Whether what has come can wait for more, with `+stream_interval`."""
+        """True if the new tokens can wait for more, with `+stream_interval`."""
         number = sum(map(len, reply.tokens))
         waits = number < INTERVAL and not any(reply.ends)
         self._features.changes["stream_interval"] += waits

@@ -34,13 +34,13 @@ class Gate:
         files = most_files()
         self._server = server
         self._most = min(most, max(1, files - SPARE_FILES))
-        # Refusals that linger have what is left, but for what the process itself needs.
+        # Refusals that linger may have the remaining files, except those for the process itself.
         self._lingering: set[Refusal] = set()
         self._most_lingering = files - self._most - SPARE_FILES // 2
         self._arriving = 0
 
     def connect(self) -> asyncio.Protocol:
-        """What answers a new connection: the server, or a refusal of one too many."""
+        """Make the protocol of a new connection: the server's, or a refusal of one too many."""
         if len(self._server.connections) + self._arriving >= self._most:
             return Refusal(self._lingering, self._most_lingering)
         # The server counts a connection in the next turn of the loop, which may accept more first.
@@ -57,11 +57,11 @@ class Refusal(asyncio.Protocol):
     """Answers a connection beyond the bound, and closes it once the client has, or after a moment.
 
     A connection that is closed while bytes of its client are unread is reset, and the reset may
-    overtake the answer. So what comes is read, and dropped.
+    overtake the answer. So the client's bytes are read, and dropped.
 
     Args:
-        lingering: those that wait for their clients.
-        most: of them; one more is closed at once.
+        lingering: the refusals that wait for their clients.
+        most: the most refusals that wait; one more is closed at once.
     """
 
     def __init__(self, lingering: set[Refusal], most: int) -> None:
@@ -114,17 +114,18 @@ def most_files() -> int:
 def limit_waits(listener: socket.socket, stall: float) -> None:
     """Bound what the system keeps for a client that does not read, in bytes and in seconds.
 
-    Connections inherit it. It is for what a handler has written and left behind; nobody else waits
-    for that.
+    Connections inherit the bound. It is for data that a handler has written and left behind, since
+    nobody else waits for that.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall * 1000))
 
 
 class Waits:
-    """Writes that wait for their readers, each since when.
+    """The writes that wait for their readers, and since when.
 
-    A timeout of asyncio for each chunk would cost a tenth of the chunk; this looks at all at times.
+    A timeout of asyncio for each chunk would add a tenth to its cost. This class checks all writes
+    from time to time.
 
     Args:
         stall: seconds after which a client that does not read is cut off.
@@ -135,11 +136,11 @@ class Waits:
         self._since: dict[asyncio.Transport, float] = {}
 
     def begin(self, transport: asyncio.Transport) -> None:
-        """Something is being written."""
+        """Record the start of a write."""
         self._since[transport] = monotonic()
 
     def end(self, transport: asyncio.Transport) -> None:
-        """It has been, or cannot be."""
+        """Record the end of the write, done or not."""
         del self._since[transport]
 
     async def cut_off(self) -> None:
@@ -147,7 +148,7 @@ class Waits:
         while True:
             await asyncio.sleep(min(1.0, self._stall / 4))
             oldest = monotonic() - self._stall
-            for transport in [each for each, began in self._since.items() if began < oldest]:
+            for transport in [stalled for stalled, began in self._since.items() if began < oldest]:
                 log.warning("a client has not read for %g s, and is cut off", self._stall)
                 transport.abort()
 
@@ -181,7 +182,7 @@ class Stream:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client is there, and the system has taken all that was written."""
+        """True if the client is there, and the system has taken all that was written."""
         return not (self._transport.is_closing() or self._transport.get_write_buffer_size())
 
     def write_at_once(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong, in OpenAI's shape."""
+"""Errors as clients get them, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -39,5 +39,9 @@ class ApiError(Exception):
 
 
 def bad(message: str, param: str) -> NoReturn:
-    """Raise what a field with a wrong value is answered with."""
+    """Raise the answer to a field with a wrong value.
+
+    Raises:
+        ApiError: 400 with the field's name.
+    """
     raise ApiError(400, message, param, "invalid_value")

@@ -1,7 +1,7 @@
 """Fields of bodies: which there are, and how each is read.
 
 Nothing is ignored in silence: a field is served, or changes no token of an answer, or is refused by
-its name. A field that is null is as if it were not there.
+its name. A field that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORED = {
     *("user", "metadata", "safety_identifier", "service_tier", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
 }
-"""Fields that are about whoever asks, or the price; they change no answer."""
+"""Fields about the user or the price; they change no answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "frequency_penalty": (0, 0.0),
@@ -42,12 +42,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-"""Values of fields that are refused otherwise: those that ask for nothing."""
+"""Values that ask for nothing, of fields that are refused otherwise."""
 _OF_STREAMS = {"include_usage"}
 
 
 def refuse_others(body: Body, api: str) -> None:
-    """Refuse what would change the answer, and is not done.
+    """Refuse fields that would change the answer, but are not served.
 
     Raises:
         ApiError: 400 with the field's name.
@@ -56,7 +56,7 @@ def refuse_others(body: Body, api: str) -> None:
         if value is None or name in SERVED[api] or name in IGNORED:
             continue
         neutral = NEUTRAL.get(name, ())
-        if not any(type(value) is type(each) and value == each for each in neutral):
+        if not any(type(value) is type(candidate) and value == candidate for candidate in neutral):
             shown = name[:100]
             usual = f": leave it out, or at {neutral[0]!r}" if neutral else ""
             bad(f"{shown} is not supported by this endpoint{usual}", shown)
@@ -66,48 +66,48 @@ def refuse_others(body: Body, api: str) -> None:
 
 
 def string(body: Body, name: str, default: str = "") -> str:
-    found = body.get(name)
-    if found is None:
+    value = body.get(name)
+    if value is None:
         return default
-    if not isinstance(found, str) or len(found) > 1024:
+    if not isinstance(value, str) or len(value) > 1024:
         bad(f"{name} must be a string of at most 1024 characters", name)
-    return found
+    return value
 
 
 def boolean(body: Body, name: str, default: bool = False) -> bool:
-    found = body.get(name)
-    if found is None:
+    value = body.get(name)
+    if value is None:
         return default
-    if not isinstance(found, bool):
+    if not isinstance(value, bool):
         bad(f"{name} must be true or false", name)
-    return found
+    return value
 
 
 def mapping(body: Body, name: str) -> Body:
-    found = body.get(name)
-    if found is None:
+    value = body.get(name)
+    if value is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         bad(f"{name} must be an object", name)
-    return found
+    return value
 
 
 def integer(body: Body, name: str, default: Any, least: int, most: int | None) -> Any:
-    found = body.get(name)
-    if found is None:
+    value = body.get(name)
+    if value is None:
         return default
-    if type(found) is not int:
+    if type(value) is not int:
         bad(f"{name} must be a whole number", name)
-    if found < least or (most is not None and found > most):
+    if value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         bad(f"{name} must be {bounds}", name)
-    return found
+    return value
 
 
 def number(body: Body, name: str, default: float, least: float, most: float) -> float:
-    found = body.get(name)
-    if found is None:
+    value = body.get(name)
+    if value is None:
         return default
-    if type(found) not in (int, float) or not least <= found <= most:
+    if type(value) not in (int, float) or not least <= value <= most:
         bad(f"{name} must be a number from {least:g} to {most:g}", name)
-    return float(found)
+    return float(value)

@@ -57,7 +57,7 @@ class EngineJob:
             in this process.
         folder: of mode 0700, for the socket.
         most: requests at once, which bounds threads.
-        metrics: what the engine says is counted there.
+        metrics: counts what the engine reports.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EngineJob:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it is ready and beats, or has nothing to do; so is one that starts at first."""
+        """True if it is ready, and beats or has nothing to do; or if this is its first start."""
         if self.state is State.READY:
             return not self._replies or monotonic() - self._beat < STALE
         return self.state is State.STARTING and self.starts <= 1
@@ -131,14 +131,14 @@ class EngineJob:
         return reply
 
     def cancel(self, reply: Reply, index: int | None = None) -> None:
-        """Drop a choice, or all; those that have ended are past."""
+        """Drop a choice, or all; choices that have ended stay as they are."""
         ids = reply.ids if index is None else [reply.ids[index]]
         gone = [id_ for id_ in ids if self._replies.pop(id_, None) is not None]
         if not gone:
             return
-        unsent = {each.id for each in self._outbox}.intersection(gone)
+        unsent = {request.id for request in self._outbox}.intersection(gone)
         if unsent:
-            self._outbox = [each for each in self._outbox if each.id not in unsent]
+            self._outbox = [request for request in self._outbox if request.id not in unsent]
         told = [id_ for id_ in gone if id_ not in unsent]
         if told and self._link is not None:
             self._link.send(Kind.CANCEL, wire.pack_ids(told))
@@ -182,8 +182,8 @@ class EngineJob:
         if self.features.shm_ring:
             self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
         if self._process is not None:
-            for each in of_job(self._process.pid, rank):
-                self._processes.add(each)
+            for process in of_job(self._process.pid, rank):
+                self._processes.add(process)
         log.info(
             "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
             monotonic() - self._began,
@@ -197,9 +197,9 @@ class EngineJob:
                 self._metrics.count_start(self._replies[id_][0])
         changed: dict[Reply, int] = {}
         for place in range(0, len(events.pairs), 2):
-            found = self._replies.get(events.pairs[place])
-            if found is not None:
-                reply, index = found
+            entry = self._replies.get(events.pairs[place])
+            if entry is not None:
+                reply, index = entry
                 reply.tokens[index].append(events.pairs[place + 1])
                 changed[reply] = changed.get(reply, 0) + 1
         for id_, scores in events.scores:
@@ -207,9 +207,9 @@ class EngineJob:
                 reply, index = self._replies[id_]
                 reply.scores[index].append(scores)
         for end in events.ends:
-            found = self._replies.pop(end.id, None)
-            if found is not None:
-                reply, index = found
+            entry = self._replies.pop(end.id, None)
+            if entry is not None:
+                reply, index = entry
                 reply.ends[index] = end
                 changed.setdefault(reply, 0)
         for reply, number in changed.items():
@@ -253,7 +253,7 @@ class EngineJob:
                 self.state = State.STARTING
 
     async def _run_once(self) -> bool:
-        """Start the job and wait for its end; whether it was ready in between."""
+        """Start the job and wait for its end; returns whether it was ready in between."""
         self._ended.clear()
         self._link = None
         self.starts += 1
@@ -276,7 +276,7 @@ class EngineJob:
         return self.state is State.READY
 
     async def _end_processes(self, grace: float) -> None:
-        """Close the socket, at which the ranks end, and see to it that they have ended."""
+        """Close the socket, so that the ranks end, and make sure that they have ended."""
         if self._link is not None:
             self._link.close()
         await self._processes.end(grace)

@@ -24,7 +24,7 @@ COUNTED = ("preemptions", "prefix_queries", "prefix_hits", "busy_seconds")
 
 
 class Histogram:
-    """Of seconds; cheap enough for each token."""
+    """A histogram of seconds, cheap enough for each token."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
@@ -43,7 +43,7 @@ class Histogram:
 
 
 class Metrics:
-    """All of a front; times are differences of this process's monotonic clock."""
+    """All metrics of a front; times are differences of this process's monotonic clock."""
 
     def __init__(self, features: Counter[str]) -> None:
         self.first_token, self.inter_token = Histogram(), Histogram()
@@ -61,13 +61,13 @@ class Metrics:
         self._registry.register(self)
 
     def count_start(self, reply: Reply) -> None:
-        """The first of its choices has blocks."""
+        """Count a reply, once its first choice has blocks."""
         if not reply.started:
             self.queue.add(monotonic() - reply.arrived)
         reply.started = True
 
     def count_tokens(self, reply: Reply, number: int) -> None:
-        """So many tokens have come at once, for all its choices."""
+        """Count tokens that have come at once, for all choices of a reply."""
         if not number:
             return
         now = monotonic()
@@ -79,7 +79,7 @@ class Metrics:
         reply.last = now
 
     def count_end(self, reply: Reply, prompt_tokens: int, reasons: Iterable[str | None]) -> None:
-        """All its choices have ended."""
+        """Count a reply whose choices have all ended."""
         self.whole.add(monotonic() - reply.arrived)
         self.prompt_tokens += prompt_tokens
         self.ends.update(reason or "abort" for reason in reasons)
@@ -96,7 +96,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Give the registry all metrics."""
         engine, totals = self._engine, self._totals
         yield _gauge("num_requests_running", "Requests that hold blocks", engine.get("running", 0))
         yield _gauge("num_requests_waiting", "Requests in the queue", engine.get("waiting", 0))

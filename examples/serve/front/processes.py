@@ -1,7 +1,7 @@
 """The processes of the engine's job: watched without polling, and ended.
 
-Each is held by a pidfd (Linux 5.3). It can be read once the process has ended, and a signal that is
-sent by it reaches that process or none, while the number of a process comes again.
+Each is held by a pidfd (Linux 5.3). It can be read once the process has ended. A signal that is
+sent by it reaches that process or none, while the number of a process may be used again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 log = logging.getLogger("serve")
 
 STEPS = ((signal.SIGTERM, 2.0), (signal.SIGINT, 2.0))
-"""What a job is told that does not end, and seconds to obey. `cg.launch` takes a second signal for
-"at once". Two of one kind can be merged by the system; these are two kinds."""
+"""Signals for a job that does not end, and seconds to obey. `cg.launch` takes a second signal for
+"at once". They are of two kinds, since the system may merge two of one kind."""
 REAPING = 5.0
-"""Seconds for the system to end what has been killed; what it cannot end by then is left."""
+"""Seconds for the system to end killed processes; those that it cannot end by then are left."""
 
 
 class Processes:
@@ -36,7 +36,7 @@ class Processes:
         self._death = asyncio.Event()
 
     def add(self, process: int) -> None:
-        """Watch a process; one that has gone has died."""
+        """Watch a process; one that has gone counts as dead."""
         if process in self._files:
             return
         try:
@@ -55,12 +55,12 @@ class Processes:
         self._on_death()
 
     def tell(self, number: signal.Signals) -> None:
-        """Send a signal to the first that is left, which has started the others."""
+        """Send a signal to the first process that is left, which has started the others."""
         for file in list(self._files.values())[:1]:
             _send(file, number)
 
     async def end(self, grace: float) -> None:
-        """Wait so many seconds for all to end by themselves, and see to it that they do."""
+        """Wait so many seconds for all to end by themselves; then end them by signals."""
         if await self._have_ended(grace):
             return
         for number, seconds in STEPS:
@@ -105,4 +105,4 @@ def of_job(first: int, rank: int) -> list[int]:
         above.insert(0, process)
     if process != first or not above:  # a daemon has started the rank, or it is the first itself
         return [first, rank]
-    return [*above, *(each for each, parent in parents.items() if parent == above[-1])]
+    return [*above, *(sibling for sibling, parent in parents.items() if parent == above[-1])]

@@ -22,7 +22,7 @@ MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and what templates call them."""
 DEFAULT_TOKENS = {False: 16, True: None}
-"""`max_tokens` of completions is 16, as OpenAI says; that of chats is what the context leaves."""
+"""`max_tokens` of completions is 16, as OpenAI says; that of chats is the rest of the context."""
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,27 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """The most that all choices can be long; a log-probability beside a token counts as one."""
+        """The most tokens of all choices; a log-probability beside a token counts as one."""
         drawn = self.max_tokens * (1 + (self.sampling.logprobs or 0))
-        return sum(len(each) + drawn for each in self.prompts) * self.n
+        return sum(len(prompt) + drawn for prompt in self.prompts) * self.n
 
 
 def parse(payload: bytes) -> dict[str, Any]:
     """Read a body: an object of JSON, in UTF-8, without NaN or lone surrogates."""
     try:
         text = payload.decode()
-        found = json.loads(text, parse_constant=_constant)
+        body = json.loads(text, parse_constant=_constant)
         if "\\u" in text:  # the one way to write half a character
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(body, ensure_ascii=False).encode()
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except UnicodeError:
         raise ApiError(400, "the body is not valid UTF-8, or has half a character") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:300]) from None
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    return found
+    return body
 
 
 def completion(body: Body, is_chat: bool, model: str, text: Text, limits: Limits) -> Completion:
@@ -117,7 +117,11 @@ def completion(body: Body, is_chat: bool, model: str, text: Text, limits: Limits
 
 
 def check_model(body: Body, model: str) -> None:
-    """Raises ApiError 404 if the body names another model; none is ours."""
+    """Refuse a body that names another model; without a name it means ours.
+
+    Raises:
+        ApiError: 404 for another model.
+    """
     name = fields.string(body, "model", model)
     if name != model:
         message = f"the model '{name[:100]}' does not exist; this server has '{model}'"
@@ -133,32 +137,32 @@ def token_ids(found: object, param: str, limits: Limits) -> tuple[int, ...]:
     for token in found:
         if type(token) is not int or not 0 <= token < limits.vocabulary:
             rows = limits.vocabulary
-            wanted = f"the model's embedding has {rows} rows, for token ids 0 to {rows - 1}"
-            bad(f"{param} has {_shown(token)}, and {wanted}", param)
+            allowed = f"the model's embedding has {rows} rows, for token ids 0 to {rows - 1}"
+            bad(f"{param} has {_shown(token)}, and {allowed}", param)
     return tuple(found)
 
 
 def _shown(token: object) -> str:
-    """What stands for a token id, cut short."""
+    """Describe something that stands for a token id, cut short."""
     return f"the token id {token}"[:60] if type(token) is int else "something that is no token id"
 
 
 def messages(body: Body) -> list[dict[str, str]]:
-    """Messages with `role` and `content`, whose parts are joined."""
-    found = body.get("messages")
-    if not isinstance(found, list) or not 0 < len(found) <= MESSAGES:
+    """Read the messages, each with `role` and `content`; parts of a content are joined."""
+    entries = body.get("messages")
+    if not isinstance(entries, list) or not 0 < len(entries) <= MESSAGES:
         bad(f"messages must be a list of 1 to {MESSAGES} messages", "messages")
-    return [_message(each) for each in found]
+    return [_message(entry) for entry in entries]
 
 
-def _message(each: object) -> dict[str, str]:
-    role = each.get("role") if isinstance(each, dict) else None
-    if not isinstance(each, dict) or not isinstance(role, str) or role not in ROLES:
+def _message(entry: object) -> dict[str, str]:
+    role = entry.get("role") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(role, str) or role not in ROLES:
         bad(f"each message must be an object with a role, of {', '.join(ROLES)}", "messages")
-    for name, value in each.items():
+    for name, value in entry.items():
         if name not in ("role", "content", "name") and value not in (None, [], {}):
             bad(f"{name[:100]} of a message is not supported", "messages")
-    content = each.get("content")
+    content = entry.get("content")
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
@@ -173,29 +177,29 @@ def _message(each: object) -> dict[str, str]:
 
 
 def _chat(body: Body, text: Text) -> list[tuple[int, ...]]:
-    found = messages(body)
+    conversation = messages(body)
     try:
-        return [tuple(text.encode_chat(found))]
+        return [tuple(text.encode_chat(conversation))]
     except ValueError as error:
         bad(str(error)[:300], "messages")
 
 
 def _prompts(body: Body, text: Text, limits: Limits) -> list[tuple[int, ...]]:
-    found = body.get("prompt")
-    if isinstance(found, str):
-        return [tuple(text.encode(found))]
-    if isinstance(found, list) and found and isinstance(found[0], str | list):
-        if len(found) > CHOICES:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [tuple(text.encode(prompt))]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > CHOICES:
             bad(f"there may be at most {CHOICES} prompts", "prompt")
-        if all(isinstance(each, str) for each in found):
-            return [tuple(text.encode(each)) for each in found]
-        return [token_ids(each, "prompt", limits) for each in found]
-    return [token_ids(found, "prompt", limits)]
+        if all(isinstance(item, str) for item in prompt):
+            return [tuple(text.encode(item)) for item in prompt]
+        return [token_ids(item, "prompt", limits) for item in prompt]
+    return [token_ids(prompt, "prompt", limits)]
 
 
 def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits) -> int:
     names = ["max_completion_tokens", "max_tokens"] if is_chat else ["max_tokens"]
-    name = next((each for each in names if body.get(each) is not None), names[-1])
+    name = next((key for key in names if body.get(key) is not None), names[-1])
     asked = fields.integer(body, name, DEFAULT_TOKENS[is_chat], 1, None)
     if asked is None:
         return room
@@ -209,13 +213,13 @@ def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits) -> int:
 
 
 def _top_k(body: Body, limits: Limits) -> int:
-    found = int(fields.integer(body, "top_k", 0, -1, None))
-    return 0 if found < 1 or found >= limits.vocabulary else found
+    top_k = int(fields.integer(body, "top_k", 0, -1, None))
+    return 0 if top_k < 1 or top_k >= limits.vocabulary else top_k
 
 
 def _top_p(body: Body) -> float:
-    found = fields.number(body, "top_p", 1.0, 0.0, 1.0)
-    return found or 1e-9  # 0 means the likeliest token, as elsewhere
+    top_p = fields.number(body, "top_p", 1.0, 0.0, 1.0)
+    return top_p or 1e-9  # 0 means the likeliest token, as elsewhere
 
 
 def _logprobs(body: Body, is_chat: bool) -> int | None:
@@ -230,11 +234,11 @@ def _logprobs(body: Body, is_chat: bool) -> int | None:
 
 
 def _stops(body: Body) -> tuple[str, ...]:
-    found = body.get("stop")
-    listed = [] if found is None else [found] if isinstance(found, str) else found
+    stop = body.get("stop")
+    listed = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(listed, list) or len(listed) > STOPS:
         bad(f"stop must be a string, or a list of at most {STOPS}", "stop")
-    if not all(isinstance(each, str) and 0 < len(each) <= STOP_LENGTH for each in listed):
+    if not all(isinstance(string, str) and 0 < len(string) <= STOP_LENGTH for string in listed):
         bad(f"a stop string must have 1 to {STOP_LENGTH} characters", "stop")
     return tuple(listed)
 

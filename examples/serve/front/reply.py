@@ -1,7 +1,7 @@
-"""A reply: the one buffer of a request, between what the engine says and what a client reads.
+"""A reply: the only buffer of a request, between the engine's events and the client.
 
-Events are merged into it, and whoever reads it takes all that is there. So a slow reader gets
-larger pieces, and no queue grows.
+Events are merged into it, and its reader takes all that is there. So a slow reader gets larger
+pieces, and no queue grows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..requests import End, Scores
 
 
 class Reply:
-    """What the choices of a request have got and nobody has read."""
+    """The tokens and ends of a request's choices that nobody has read."""
 
     def __init__(self, prompts: Sequence[int], threads: ThreadPoolExecutor | None) -> None:
         self.ids: list[int] = []
@@ -28,16 +28,16 @@ class Reply:
         self.started = False
         self.last: float | None = None  # when tokens came last
         self.write: Callable[[], bool] | None = None
-        """Reads and writes at once what has come; False if that is for who waits in `changed`.
+        """Writes new tokens at once; False leaves them to the task that waits in `changed`.
 
-        For a token it saves the turn of the loop in which a task wakes up.
+        It saves the turn of the loop in which that task would wake up.
         """
         self._event = asyncio.Event()
         self._threads = threads
         self._thread_event = threading.Event()
 
     def touch(self) -> None:
-        """There is something to read."""
+        """Tell the reader that there is something to read."""
         if self.write is not None and self.write():
             return
         self._event.set()

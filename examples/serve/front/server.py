@@ -1,7 +1,7 @@
 """The front: OpenAI's endpoints over HTTP, in a process of its own.
 
-Everything that a client controls is bounded: bodies, headers, waits, requests and their tokens. A
-client that goes away frees what it held.
+Everything that a client controls is bounded: bodies, headers, waits, requests and their tokens. If
+a client goes away, its requests end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("serve")
 
 PAGE = Path(__file__).with_name("page.html")
 LARGE = 1 << 14
-"""Bytes of a body that is read and tokenized in a thread, for it takes long."""
+"""Bytes of a body that is read and tokenized in a thread, since it takes long."""
 
 
 class Front:
@@ -45,7 +45,7 @@ class Front:
         text: its tokenizer.
         command: starts the engine; see `EngineJob`.
         folder: for its socket, of mode 0700.
-        key: what clients have to show, if anything.
+        key: the API key that clients have to send; None if they need none.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Front:
     async def serve(self, listener: socket.socket) -> int:
         """Serve until SIGTERM or SIGINT, then drain; returns the exit code."""
         loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(each, self.stop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
         await self.runner.setup()
         limit_waits(listener, self.bounds.stall)
         assert self.runner.server is not None
@@ -145,7 +145,7 @@ class Front:
         except TimeoutError:
             log.warning("%d requests have not ended", self.admission.requests)
         self.job.end_all("the server is shutting down")
-        for _ in range(100):  # what their clients are told still has to leave
+        for _ in range(100):  # their last answers still have to leave
             if not self.admission.requests:
                 break
             await asyncio.sleep(0.02)
@@ -167,14 +167,14 @@ class Front:
                 protocol.parse(payload), is_chat, self.name, self.text, limits
             )
 
-        what = await self._in_thread(check, payload)
-        if not self.admission.enter(what.choices, what.tokens):
+        completion = await self._in_thread(check, payload)
+        if not self.admission.enter(completion.choices, completion.tokens):
             raise ApiError(429, "too many requests; try again later", code="rate_limit_exceeded")
         try:
             self._check_open()
-            return await self.answers.answer(request, what)
+            return await self.answers.answer(request, completion)
         finally:
-            self.admission.leave(what.choices, what.tokens)
+            self.admission.leave(completion.choices, completion.tokens)
 
     # -- other endpoints ---------------------------------------------------------------------------
 
@@ -231,17 +231,17 @@ class Front:
                 raise ApiError(400, "prompt must be a string", "prompt", "invalid_value")
             return self.text.encode(body["prompt"])
 
-        found = await self._in_thread(work, payload)
+        tokens = await self._in_thread(work, payload)
         return web.json_response(
-            {"tokens": found, "count": len(found), "max_model_len": limits.context}
+            {"tokens": tokens, "count": len(tokens), "max_model_len": limits.context}
         )
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         body = protocol.parse(await self._body(request))
         limits = self._check_open()
         protocol.check_model(body, self.name)
-        found = protocol.token_ids(body.get("tokens"), "tokens", limits)
-        return web.json_response({"prompt": self.text.decode(found)})
+        tokens = protocol.token_ids(body.get("tokens"), "tokens", limits)
+        return web.json_response({"prompt": self.text.decode(tokens)})
 
     # -- what all of them need ---------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Front:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Check the key, and make errors of OpenAI's shape of all that is raised."""
+        """Check the key, and turn exceptions into errors of OpenAI's shape."""
         headers: dict[str, str] = {}
         try:
             self._check_key(request)
@@ -277,8 +277,8 @@ class Front:
     def _check_key(self, request: web.Request) -> None:
         if self._key is None or not request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
             return
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        shown = given.strip().encode("utf-8", "surrogateescape")
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        shown = key.strip().encode("utf-8", "surrogateescape")
         if kind.lower() != "bearer" or not hmac.compare_digest(shown, self._key):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -303,7 +303,7 @@ class Front:
             raise ApiError(400, f"the body cannot be read: {error}"[:300]) from None
 
     async def _in_thread(self, work: Callable[[], Any], payload: bytes) -> Any:
-        """Do it here, or in the one thread for it if the body is large."""
+        """Do work here, or in the thread for tokenizing if the body is large."""
         if len(payload) < LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

@@ -22,7 +22,7 @@ class Choice:
     """The text of one choice, as its tokens come.
 
     Args:
-        prompt: the tokens whose text it goes on with; that of a chat begins anew.
+        prompt: the tokens whose text the choice continues; empty for a chat.
     """
 
     def __init__(self, text: Text, stop: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
@@ -33,7 +33,7 @@ class Choice:
         self.reason: str | None = None
 
     def feed(self, tokens: list[int], end: End | None, scores: Sequence[Scores] = ()) -> str:
-        """What can be shown of these tokens; sets `reason` at the end, or at a stop string.
+        """Take tokens, and return text that can be shown; set `reason` at an end or stop string.
 
         Args:
             scores: of each of the tokens, if they are wanted.
@@ -58,13 +58,13 @@ class Choice:
 
     def _score(self, token: int, scores: Scores) -> None:
         piece = self._text.piece
-        likeliest = [(piece(each), value) for each, value in scores.likeliest]
+        likeliest = [(piece(id_), value) for id_, value in scores.likeliest]
         self._scored.append(Scored(piece(token), scores.drawn, likeliest, self._length))
 
     def take_scored(self) -> list[Scored]:
         """The scored tokens since this was called last."""
-        found, self._scored = self._scored, []
-        return found
+        scored, self._scored = self._scored, []
+        return scored
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,18 @@ def logprobs(scored: Sequence[Scored], is_chat: bool) -> dict[str, Any]:
         return {
             "content": [
                 {
-                    **_chat_token(each.piece, each.logprob),
-                    "top_logprobs": [_chat_token(*pair) for pair in each.likeliest],
+                    **_chat_token(token.piece, token.logprob),
+                    "top_logprobs": [_chat_token(*pair) for pair in token.likeliest],
                 }
-                for each in scored
+                for token in scored
             ],
             "refusal": None,
         }
     return {
-        "tokens": [_name(each.piece) for each in scored],
-        "token_logprobs": [each.logprob for each in scored],
-        "top_logprobs": [{_name(p): value for p, value in each.likeliest} for each in scored],
-        "text_offset": [each.offset for each in scored],
+        "tokens": [_name(token.piece) for token in scored],
+        "token_logprobs": [token.logprob for token in scored],
+        "top_logprobs": [{_name(p): value for p, value in token.likeliest} for token in scored],
+        "text_offset": [token.offset for token in scored],
     }
 
 
@@ -103,7 +103,7 @@ def _chat_token(piece: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _name(piece: bytes) -> str:
-    """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+    """A token's text; for a part of a character its bytes, as OpenAI writes them."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

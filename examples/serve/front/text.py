@@ -28,11 +28,11 @@ class Decoder(Protocol):
         """The characters that are whole with this token; empty if there are none."""
 
     def rest(self) -> str:
-        """What is left at the end: U+FFFD for a character that is not whole."""
+        """The rest of the text, at the end: U+FFFD for a character that is not whole."""
 
 
 class Text(Protocol):
-    """What the front needs of a model besides its engine."""
+    """The text side of a model, which the front needs besides the engine."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: Messages) -> list[int]: ...
@@ -41,17 +41,17 @@ class Text(Protocol):
         """The bytes that a token stands for: maybe a part of a character."""
 
     def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
-        """Of tokens that go on with a text, or with empty `prompt` begin one."""
+        """A decoder for tokens that continue `prompt`, or begin a text if it is empty."""
 
 
 class Bytes:
-    """Of a model whose vocabulary is the 256 bytes; a chat is its messages, a line each."""
+    """The text of a model whose vocabulary is the 256 bytes; a chat has a line a message."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        return self.encode("\n".join(each["content"] for each in messages))
+        return self.encode("\n".join(message["content"] for message in messages))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token & 255 for token in tokens).decode(errors="replace")
@@ -75,7 +75,7 @@ class _BytesDecoder:
 
 
 class HuggingFace:
-    """Of a folder with `tokenizer.json`, and a chat template if the model has one.
+    """The text of a folder with `tokenizer.json`, and a chat template if the model has one.
 
     Raises:
         FileNotFoundError: there is no tokenizer in the folder.
@@ -86,20 +86,20 @@ class HuggingFace:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(f"there is no {file}: is the folder one of a model?")
-        # The files alone decide, so this class, and not the one that a configuration may name.
+        # This class, and not one that a configuration may name: the files alone decide.
         self._files = PreTrainedTokenizerFast.from_pretrained(folder)
         self._tokenizer = self._files.backend_tokenizer
-        # What a file says of these is about training.
+        # Files set these for training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._check_rows(folder)
-        # A second one takes the names of special tokens for the text that they are.
+        # A second tokenizer, which reads the names of special tokens as text.
         self._plain = copy.deepcopy(self._tokenizer)
         self._plain.encode_special_tokens = True
         self._specials = [
-            each.content
-            for each in self._tokenizer.get_added_tokens_decoder().values()
-            if each.special and each.content
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special and token.content
         ]
         self._has_bytes = '"ByteLevel"' in json.dumps(_read(file).get("decoder"))
         if self._files.chat_template is None:
@@ -108,8 +108,8 @@ class HuggingFace:
     def _check_rows(self, folder: Path) -> None:
         """Refuse a tokenizer that has outgrown its model, as by tokens that were added.
 
-        Any client may write the name of any token in a prompt. So all of them count, and not only
-        those that a template or the text of somebody has.
+        Any client may write the name of any token in a prompt. So all tokens count, and not only
+        those of templates and of known texts.
         """
         config = _read(folder / "config.json")
         rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -132,9 +132,9 @@ class HuggingFace:
         return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Render the template as transformers does, but what users write in it stays text.
+        """Render the template as transformers does, but keep the messages of users plain text.
 
-        Names of special tokens are text there, too.
+        Names of special tokens in messages are text, too.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -149,7 +149,7 @@ class HuggingFace:
                     content = content.replace(special, f"<{mark}{number}>")
             marked.append({**message, "content": content})
         if self._files.chat_template is None:
-            return self.encode("\n".join(each["content"] for each in messages))
+            return self.encode("\n".join(message["content"] for message in messages))
         try:
             rendered = self._files.apply_chat_template(
                 marked, add_generation_prompt=True, tokenize=False
@@ -179,8 +179,8 @@ class HuggingFace:
             return b""
         if name in self._specials:
             return name.encode()
-        if self._has_bytes and all(each in _BYTES for each in name):
-            return bytes(_BYTES[each] for each in name)
+        if self._has_bytes and all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
         if len(name) == 6 and name.startswith("<0x"):  # a byte that no other token has
             return bytes.fromhex(name[3:5])
         return name.replace("\u2581", " ").encode()  # how SentencePiece writes a space
@@ -192,13 +192,13 @@ class HuggingFace:
 def _byte_names() -> dict[str, int]:
     """The characters that stand for bytes in tokens of GPT-2's kind.
 
-    Printable ones stand for themselves, and the others, in their order, for those from 256 on
-    (A. Radford and others, "Language models are unsupervised multitask learners", 2019).
+    Printable characters stand for their own bytes, and those from 256 on for the other bytes, in
+    order (A. Radford and others, "Language models are unsupervised multitask learners", 2019).
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
+        chr(256 + place): byte for place, byte in enumerate(rest)
     }
 
 
@@ -206,7 +206,7 @@ _BYTES = _byte_names()
 
 
 BEHIND = 32
-"""Tokens behind which others are decoded: more than have no text of their own in a row."""
+"""Tokens that a decoder keeps as context: more than can be without text in a row."""
 
 
 class _HuggingFaceDecoder:
@@ -219,7 +219,7 @@ class _HuggingFaceDecoder:
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # tokenizers raises it bare, where tokens contradict one another
+        except Exception:  # which tokenizers raises where tokens contradict one another
             self._stream = self._behind(self._held)
             return self.rest()
         if text is None:
@@ -228,13 +228,14 @@ class _HuggingFaceDecoder:
         return str(text)
 
     def rest(self) -> str:
-        held, self._held = self._held, []
-        return self._decode(held) if held else ""
+        tokens, self._held = self._held, []
+        return self._decode(tokens) if tokens else ""
 
     def _behind(self, tokens: Sequence[int]) -> DecodeStream:
-        """Decodes what follows on these: tokenizers of SentencePiece's kind drop a first space.
+        """A stream that decodes tokens behind these.
 
-        Of the tokens it takes the last that are whole characters; of none it begins a text.
+        It needs them as context, since tokenizers of SentencePiece's kind drop a first space. It
+        takes the last ones that are whole characters; without any it begins a text.
         """
         for start in range(max(0, len(tokens) - BEHIND), len(tokens)):
             last = list(tokens[start:])
@@ -258,26 +259,26 @@ class Stops:
         self.is_hit = False
 
     def step(self, text: str) -> str:
-        """What can be shown; nothing more, once `is_hit`."""
+        """The text that can be shown; nothing more, once `is_hit`."""
         if not self._strings or self.is_hit:
             return "" if self.is_hit else text
         text = self._held + text
-        found = [at for at in (text.find(each) for each in self._strings) if at >= 0]
-        if found:
+        hits = [at for at in (text.find(string) for string in self._strings) if at >= 0]
+        if hits:
             self.is_hit, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(hits)]
         longest = max(map(len, self._strings)) - 1
         for start in range(max(0, len(text) - longest), len(text)):
-            if any(each.startswith(text[start:]) for each in self._strings):
+            if any(string.startswith(text[start:]) for string in self._strings):
                 self._held = text[start:]
                 return text[:start]
         self._held = ""
         return text
 
     def rest(self) -> str:
-        """What was held back for nothing, at the end."""
-        held, self._held = self._held, ""
-        return held
+        """The text that is still held back, at the end."""
+        text, self._held = self._held, ""
+        return text
 
 
 def load(model: str) -> Text:
