@@ -19,7 +19,7 @@ import torch
 
 from cg.backends.base import Port, World
 from cg.backends.poison import Poison
-from cg.backends.virtual import collectives
+from cg.backends import exchanges
 from cg.ir.ops import Collective, Recv, Send
 from cg.ir.ops.module import Channel
 from cg.ir.types import ValueType
@@ -151,8 +151,8 @@ class MailPort:
         if self._mailbox.rank not in exchange.receivers:
             return None
         position = exchange.members.index(self._mailbox.rank)
-        pieces = [collectives.cut(exchange, value, position) for value in values]
-        return collectives.combine(exchange, pieces)
+        pieces = [exchanges.cut(exchange, value, position) for value in values]
+        return exchanges.combine(exchange, pieces)
 
 
 def _packed(value: Any) -> bytes:

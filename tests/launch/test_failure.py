@@ -14,7 +14,7 @@ import cg
 
 PRELUDE = """
 import os, sys, threading
-from cg.launch.world import failure
+from cg.launch.job import failure
 from cg.launch.environment.detect import Launch
 
 def end(code):
@@ -116,7 +116,7 @@ def test_a_raised_exit_keeps_its_code() -> None:
 def test_the_launcher_is_asked_to_end_the_job_before_mpi_has_started(answers: bool) -> None:
     ours, theirs = socket.socketpair()
     code = f"""
-from cg.launch.world import failure
+from cg.launch.job import failure
 from cg.launch.environment.detect import Launch
 failure.KILL_SECONDS = {60 if answers else 0.1}
 failure.install(Launch("Hydra", "PMI_RANK", 0, 2, pmi_socket={theirs.fileno()}))
@@ -143,7 +143,7 @@ def test_a_descriptor_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     code = f"""
 import os
-from cg.launch.world import failure
+from cg.launch.job import failure
 from cg.launch.environment.detect import Launch
 descriptor = os.open({str(path)!r}, os.O_RDWR | os.O_CREAT)
 failure.install(Launch("Hydra", "PMI_RANK", 0, 2, pmi_socket=descriptor))

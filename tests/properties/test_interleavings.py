@@ -37,7 +37,7 @@ from cg.ir.verify.verifier import verify
 from cg.passes import schedules
 from cg.passes.check.check_deadlock import CheckDeadlock
 from cg.passes.check.check_races import CheckRaces
-from cg.passes.manager import PassManager
+from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import (
     default_pipeline,
 )

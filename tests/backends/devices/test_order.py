@@ -24,7 +24,7 @@ from cg.ir.text.parser import (
 )
 from cg.ir.types import DType
 from cg.passes.lower.capture import Capture
-from cg.passes.manager import PassManager
+from cg.passes.manager.manager import PassManager
 from tests.backends.devices.patience import loose_device
 
 from ..conformance import Case, pipeline
