@@ -57,7 +57,7 @@ class Queue(Protocol):
         """Block the host until the stream is empty."""
 
 
-class Graph(Protocol):
+class DeviceGraph(Protocol):
     """Work that was captured, to be put on a stream as a whole."""
 
     def replay(self) -> None:
@@ -132,7 +132,7 @@ class Device(Protocol):
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
         """Put a copy on a stream, between the device and a `host_buffer`; neither is kept alive."""
 
-    def capture(self, work: Callable[[], None], queue: Queue) -> Graph:
+    def capture(self, work: Callable[[], None], queue: Queue) -> DeviceGraph:
         """Record what `work` puts on a stream, and on those that join it, as a graph.
 
         None of the work runs. The graph is to be replayed on that stream. All graphs of a stream

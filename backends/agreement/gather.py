@@ -23,7 +23,7 @@ ADVICE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ComparedText:
     """One of the texts that must be equal on all ranks.
 
     Attributes:
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Contribution:
     """A value that a rank gives to the others, and its purpose."""
 
     purpose: str
@@ -58,9 +58,10 @@ def gather(world: World, purpose: str, value: T) -> list[T]:
         PlanMismatch: the ranks have different purposes, for example after an error that one rank
             alone has caught.
     """
-    answers: list[Any] = world.allgather(_Given(purpose, value))
+    answers: list[Any] = world.allgather(_Contribution(purpose, value))
     purposes = [
-        answer.purpose if isinstance(answer, _Given) else "another call" for answer in answers
+        answer.purpose if isinstance(answer, _Contribution) else "another call"
+        for answer in answers
     ]
     groups = grouped(purposes)
     if len(groups) > 1:
@@ -73,7 +74,7 @@ def gather(world: World, purpose: str, value: T) -> list[T]:
     return [answer.value for answer in answers]
 
 
-def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) -> None:
+def agree(world: World, subject: str, parts: Mapping[str, ComparedText], advice: str) -> None:
     """Check that all ranks have the same parts; collective.
 
     Args:

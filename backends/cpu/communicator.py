@@ -14,14 +14,14 @@ from ..errors import BindError, StepTimeout
 from .memory.codecs import TensorCodec, codec_of
 from .memory.layout import LINE, SlotLayout, round_up
 from .queues.broadcast_ports import BroadcastRecvPort, BroadcastSendPort
-from .queues.collectives import CollectivePort, Group
+from .queues.collectives import CollectivePort, GroupQueues
 from .queues.local_receiver import LocalReceiver
 from .queues.local_sender import LocalSender
 from .queues.messages import Active, Incoming, Outgoing, mover
 from .queues.object_ports import ObjectRecvPort, ObjectSendPort
 from .queues.ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
 from .queues.remote import Counts, RemoteReceiver, RemoteSender
-from .waiting.node import Node
+from .waiting.node import MachineNode
 
 RING_SLOTS = 4
 RING_BYTES = 16 * 1024
@@ -72,7 +72,7 @@ class CpuCommunicator:
         TransportError: there is no shared memory for the channels' slots.
     """
 
-    def __init__(self, node: Node, channels: Sequence[Channel]) -> None:
+    def __init__(self, node: MachineNode, channels: Sequence[Channel]) -> None:
         self._node = node
         self._active: Active = {}
         self.progress = mover(self._active)
@@ -80,7 +80,7 @@ class CpuCommunicator:
         # and sender.
         self._senders: dict[int, dict[tuple[int, ...], LocalSender | RemoteSender]] = {}
         self._receivers: dict[tuple[int, int], LocalReceiver | RemoteReceiver] = {}
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, GroupQueues] = {}
         endpoints = list(self._endpoints(channels))
         self._make_local(endpoints)
         self._make_remote(endpoints)
@@ -140,7 +140,7 @@ class CpuCommunicator:
         return CollectivePort(op, group, operand, result)
 
     def _broadcast_port(
-        self, op: Broadcast, group: Group, channel: Channel, type_: ObjectType
+        self, op: Broadcast, group: GroupQueues, channel: Channel, type_: ObjectType
     ) -> Port | None:
         """A faster port, if the root and all other members are on one machine; else None."""
         if len({self._node.world.nodes[rank] for rank in channel.ranks}) > 1:
@@ -230,12 +230,12 @@ class CpuCommunicator:
                     receiver = RemoteReceiver(comm, end.source, tag, active)
                     self._receivers[channel, end.source] = receiver
 
-    def _group(self, channel: Channel) -> Group:
+    def _group(self, channel: Channel) -> GroupQueues:
         rank = self._node.rank
         into = {peer: self._receivers[channel.id, peer] for peer in channel.ranks if peer != rank}
         near = {peer for peer in channel.ranks if self._node.is_local(peer)}
         out = list(self._senders.get(channel.id, {}).items())
-        return Group(rank, channel.ranks, near, out, into, self._active, self._node.copier)
+        return GroupQueues(rank, channel.ranks, near, out, into, self._active, self._node.copier)
 
     def _check_slot(self, op: Send | Recv, channel: Channel, type_: ValueType) -> None:
         if op.slot is None:

@@ -10,7 +10,7 @@ from .communicator import CpuCommunicator
 from .control.control import Control
 from .control.divergence import out_of_step
 from .control.rank_status import State
-from .waiting.node import MpiWorld, Node
+from .waiting.node import MachineNode, MpiWorld
 from .waiting.waiting import Waiter
 
 
@@ -27,7 +27,7 @@ class CpuTransport:
     """
 
     def __init__(self, world: MpiWorld) -> None:
-        self.node = Node(world)
+        self.node = MachineNode(world)
         self.control = Control(self.node)
         self._resets: tuple[Callable[[], None], ...] = ()
 

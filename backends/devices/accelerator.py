@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 
 from ...ir.attributes import Stream
-from ..device import Event, Fabric, Graph, Queue
+from ..device import DeviceGraph, Event, Fabric, Queue
 
 
 class CaptureNodes(Protocol):
@@ -167,7 +167,7 @@ class Accelerator:
         with self.on(queue):
             target.copy_(source, non_blocking=True)
 
-    def capture(self, work: Callable[[], object], queue: Queue) -> Graph:
+    def capture(self, work: Callable[[], object], queue: Queue) -> DeviceGraph:
         """Record what `work` puts on a stream, and on those that join it, as a graph.
 
         Other threads may query events meanwhile, as the watchdog does: only this thread is

@@ -18,7 +18,7 @@ CONTEXTS: Final = 1 << 10
 BITS: Final = 40
 
 
-class Kind(enum.IntEnum):
+class CommandKind(enum.IntEnum):
     """The kind of a command."""
 
     EXECUTE = 1
@@ -36,7 +36,7 @@ class Command:
         context: the index of the graph's execution context to use.
     """
 
-    kind: Kind
+    kind: CommandKind
     graph: int
     variant: int = 0
     context: int = 0
@@ -53,7 +53,7 @@ class Command:
         rest, context = divmod(number, CONTEXTS)
         rest, variant = divmod(rest, VARIANTS)
         kind, graph = divmod(rest, GRAPHS)
-        return Command(Kind(kind), graph, variant, context)
+        return Command(CommandKind(kind), graph, variant, context)
 
 
 class CommandTransport(Protocol):

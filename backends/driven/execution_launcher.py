@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .commands import CONTEXTS, Command, Kind
+from .commands import CONTEXTS, Command, CommandKind
 from .executions import Executions
 from .futures import Future
-from .graphs import Graph
+from .graphs import DrivenGraph
 
 
-class Launcher:
+class ExecutionLauncher:
     """Starts executions of one graph on its driver."""
 
-    def __init__(self, executions: Executions, graph: Graph) -> None:
+    def __init__(self, executions: Executions, graph: DrivenGraph) -> None:
         self._executions = executions
         self._graph = graph
         self._publish = executions.publisher(graph)
         self._scheduler = executions.schedulers[graph.driver]
         self._instances = [context.instances for context in graph.contexts[graph.driver]]
-        self._command = Command(Kind.EXECUTE, graph.number).pack()
+        self._command = Command(CommandKind.EXECUTE, graph.number).pack()
         self._spare: list[Future] = []
 
     def __call__(self, variant: int, inputs: Sequence[Any], block: bool) -> Future:

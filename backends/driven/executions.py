@@ -16,9 +16,9 @@ from typing import Any, Final
 from ..errors import CapacityError, StepTimeout
 from ..failures.flight import Activity, Sight
 from ..failures.interruptions import is_interruption
-from .commands import GRAPHS, Action, Command, CommandQueue, CommandTransport, Kind
+from .commands import GRAPHS, Action, Command, CommandKind, CommandQueue, CommandTransport
 from .futures import Future
-from .graphs import Graph
+from .graphs import DrivenGraph
 from .outcomes import Outcome, Waiting
 from .rank_scheduler import RankScheduler
 from .restart import RESTART_STATES, RestartEpochs, RestartState, cannot_start_over, give_up, reset
@@ -68,7 +68,7 @@ class Executions:
         on_departure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.schedulers = {rank: RankScheduler(rank, shuffle) for rank in ranks}
-        self.graphs: dict[int, Graph] = {}
+        self.graphs: dict[int, DrivenGraph] = {}
         self.driver: int | None = None
         self._make_commands = commands
         self._commands: dict[int, CommandTransport] = {}
@@ -110,7 +110,7 @@ class Executions:
             )
         self._queues = self._all_queues[driver]
 
-    def open(self, graph: Graph) -> None:
+    def open(self, graph: DrivenGraph) -> None:
         """Enter a graph; all ranks do, in the same order.
 
         Raises:
@@ -121,7 +121,7 @@ class Executions:
         graph.number, self._numbers = self._numbers, self._numbers + 1
         self.graphs[graph.number] = graph
 
-    def close(self, graph: Graph, at_once: bool = False) -> None:
+    def close(self, graph: DrivenGraph, at_once: bool = False) -> None:
         """On the driver: end the graph's executions, then the graph, on all ranks.
 
         Args:
@@ -140,12 +140,12 @@ class Executions:
             raise self._timeout(late_end(graph), graph.limit)
         others = [rank for rank in range(graph.world) if rank != graph.driver]
         publish = self._commands[graph.driver].publisher(others, others)
-        publish(Command(Kind.CLOSE, graph.number).pack())
+        publish(Command(CommandKind.CLOSE, graph.number).pack())
         self._release(graph, graph.driver)
         while self._queues and self.turn():
             pass
 
-    def serve(self, graph: Graph) -> None:
+    def serve(self, graph: DrivenGraph) -> None:
         """On any other rank: run what the driver asks for, of all graphs, until this one closes.
 
         Raises:
@@ -179,7 +179,7 @@ class Executions:
 
     # -- executions -------------------------------------------------------------------------
 
-    def publisher(self, graph: Graph) -> Callable[[int], None]:
+    def publisher(self, graph: DrivenGraph) -> Callable[[int], None]:
         """Make the function by which the driver tells the participants of a graph of a command."""
         return self._commands[graph.driver].publisher(sorted(graph.participants), graph.wake)
 
@@ -314,7 +314,7 @@ class Executions:
         if self.has_due:
             self.call_back()
 
-    def make_room(self, graph: Graph, block: bool) -> None:
+    def make_room(self, graph: DrivenGraph, block: bool) -> None:
         """Return when the graph has a free execution context.
 
         Raises:
@@ -338,7 +338,7 @@ class Executions:
 
     def _decode(self, rank: int, command: Command) -> Action:
         """The action of a command on a rank."""
-        if command.kind is Kind.CLOSE:
+        if command.kind is CommandKind.CLOSE:
             return partial(self._close_here, command.graph, rank)
         graph = self.graphs[command.graph]
         context = graph.contexts[rank][command.context]
@@ -367,7 +367,7 @@ class Executions:
         self._release(graph, rank)
         return True
 
-    def _release(self, graph: Graph, rank: int) -> None:
+    def _release(self, graph: DrivenGraph, rank: int) -> None:
         graph.release(rank)
         self._closings += 1
         for queue in self._queues:
@@ -406,7 +406,7 @@ class Executions:
         for queue in self._queues:
             while number := queue.drop():
                 command = Command.unpack(number)
-                if command.kind is Kind.CLOSE:
+                if command.kind is CommandKind.CLOSE:
                     self._close_here(command.graph, queue.rank)
         for graph in self.graphs.values():
             reset(graph)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 from ..errors import RemoteError
-from .outcomes import Outcome, Progress
+from .outcomes import ExecutionProgress, Outcome
 
 _LOG = logging.getLogger("cg")
 
 Callback = Callable[["Future"], object]
 
 
-class _Watch:
+class _UntilDone:
     """An awaitable that ends when a future is done; it does not raise the future's error."""
 
-    def __init__(self, future: Future, progress: Progress) -> None:
+    def __init__(self, future: Future, progress: ExecutionProgress) -> None:
         self._future = future
         self._progress = progress
 
@@ -132,7 +132,7 @@ class Future(Outcome):
         """Move the execution on inside an event loop, for callers that wait for a callback."""
         try:
             if not self.is_done:
-                await _Watch(self, self._progress)
+                await _UntilDone(self, self._progress)
         except Exception:
             _LOG.exception("%r cannot end", self)
             self.call_back()  # wake waiters so that they see the error

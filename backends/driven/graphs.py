@@ -16,7 +16,7 @@ Rebuild = Callable[[Sequence[Any]], Any]
 """Makes the step's result from what the driver's program returns."""
 
 
-class Graph:
+class DrivenGraph:
     """The part of a graph that this process holds.
 
     Args:

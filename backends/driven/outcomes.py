@@ -15,7 +15,7 @@ from ..failures.flight import Sight
 from ..poison import Poison
 
 
-class Progress(Protocol):
+class ExecutionProgress(Protocol):
     """Moves executions on; they move in calls of these methods alone."""
 
     def turn(self) -> bool:
@@ -68,7 +68,7 @@ class Outcome:
         is_done: whether it has ended, as far as the driver has seen.
     """
 
-    def __init__(self, progress: Progress, execution: int) -> None:
+    def __init__(self, progress: ExecutionProgress, execution: int) -> None:
         self.execution = execution
         self.is_done = False
         self._progress = progress

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from ..errors import ExecutionLost, Failure, TransportError, type_name
 from ..poison import Poison
-from .graphs import Graph
+from .graphs import DrivenGraph
 from .outcomes import resolve
 
 
@@ -61,7 +61,7 @@ def cannot_start_over(why: str) -> TransportError:
     )
 
 
-def give_up(graph: Graph, why: str) -> None:
+def give_up(graph: DrivenGraph, why: str) -> None:
     """Forget the executions of a graph in this process; futures that are not done fail."""
     for index, future in enumerate(graph.futures):
         if future is not None and not future.is_done:
@@ -74,7 +74,7 @@ def give_up(graph: Graph, why: str) -> None:
                 instance.abandon()
 
 
-def reset(graph: Graph) -> None:
+def reset(graph: DrivenGraph) -> None:
     """Forget the messages of a graph on the ranks of this process."""
     for rank, contexts in graph.contexts.items():
         for context in contexts if rank not in graph.closed else ():
@@ -82,7 +82,7 @@ def reset(graph: Graph) -> None:
                 context.reset()
 
 
-def _lost(graph: Graph, why: str) -> Poison:
+def _lost(graph: DrivenGraph, why: str) -> Poison:
     error = ExecutionLost(
         f"rank {graph.driver} was interrupted ({why}) while it moved executions on, so those in "
         "flight were given up. What their methods had done by then stays done; the graph can be "

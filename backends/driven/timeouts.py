@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 
 from ..failures.flight import FlightRecord, Sight, describe_sight
-from .graphs import Graph
+from .graphs import DrivenGraph
 from .instance import Instance
 from .rank_scheduler import RankScheduler
 
@@ -28,7 +28,7 @@ def seconds(timeout: object) -> float | None:
     return None if value == math.inf else value
 
 
-def is_full(graph: Graph) -> str:
+def is_full(graph: DrivenGraph) -> str:
     """The message that a graph has no free execution context."""
     return (
         f"{graph.in_flight} executions of '{graph.name}' are in flight, as many as it was compiled "
@@ -36,7 +36,7 @@ def is_full(graph: Graph) -> str:
     )
 
 
-def late_start(graph: Graph) -> str:
+def late_start(graph: DrivenGraph) -> str:
     """The message that an execution waited too long for a free context, and what to do."""
     return (
         f"execution {graph.count} has not started after {graph.patience:g} s, for "
@@ -45,7 +45,7 @@ def late_start(graph: Graph) -> str:
     )
 
 
-def late_end(graph: Graph) -> str:
+def late_end(graph: DrivenGraph) -> str:
     """The message that a graph's executions do not end, so that it cannot be closed."""
     return (
         f"'{graph.name}' has not been closed: executions of it are in flight ({graph.in_flight}), "
@@ -55,7 +55,7 @@ def late_end(graph: Graph) -> str:
     )
 
 
-def late_restart(graph: Graph) -> str:
+def late_restart(graph: DrivenGraph) -> str:
     """The message that ranks do not start over after an interruption, and what to do."""
     return (
         f"execution {graph.count} of '{graph.name}' has not started after {graph.limit:g} s, for "

@@ -20,7 +20,7 @@ from ...ir.types import DType
 from ..device import Device, Fabric
 from . import torch_backend
 from .host_memory import DEVICE_INDEX, KIND, on_host
-from .op_recorder import Pool, Recording
+from .op_recorder import RecordingMode, ReplayMemory
 from .queues import FakeEvent, FakeQueue, FakeTimer
 
 FABRIC = Fabric("fake", frozenset(DType) - {DType.I16, DType.U16})
@@ -60,7 +60,7 @@ class _OnQueue:
         self.queue.put("torch", work)
 
 
-class _Fresh(Pool):
+class _Fresh(ReplayMemory):
     """Memory that is given out once."""
 
     def blank(self, like: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class FakeDevice:
         self.recorded_of: list[Any] = []
         self.before: list[frozenset[int]] = []
         self.base: FakeQueue | None = None
-        self.pools: dict[FakeQueue, Pool] = {}
+        self.pools: dict[FakeQueue, ReplayMemory] = {}
         self.graphs: dict[FakeQueue, WeakSet[FakeGraph]] = {}
         self.queues: dict[Stream, FakeQueue] = {}
         self.events: list[FakeEvent] = []
@@ -204,7 +204,7 @@ class FakeDevice:
         """Inside the `with` block, torch computes on another stream."""
         if queue.inline or self.recording is not None:
             return contextlib.nullcontext()
-        return Recording(_OnQueue(queue), _Fresh())
+        return RecordingMode(_OnQueue(queue), _Fresh())
 
     def caller(self) -> FakeQueue:
         """The stream of the caller."""
@@ -245,12 +245,12 @@ class FakeDevice:
         self.before_work()
         queue.synchronize()  # to give out memory of the pool fills it with NaN
         if self.begins_pool(queue):
-            self.pools[queue] = Pool()
+            self.pools[queue] = ReplayMemory()
         self.recording, self.recorded_of, self.before, self.base = [], [], [], queue
         for stream in self.queues.values():
             stream.nodes = () if stream is queue else None
         try:
-            with _disable_current_modes(), Recording(_OnQueue(queue), self.pools[queue]):
+            with _disable_current_modes(), RecordingMode(_OnQueue(queue), self.pools[queue]):
                 work()
             graph = FakeGraph(self.recording, self.before_work)
         finally:

@@ -22,7 +22,7 @@ from weakref import WeakSet
 import numpy
 import torch
 
-from ..streams.library import Message
+from ..streams.library import RawMessage
 from .device import FakeDevice, FakeGraph
 from .queues import wait
 
@@ -203,7 +203,7 @@ class FakeLibrary:
 
         self.put(f"broadcast {nbytes}", stream, comm, work)
 
-    def batch(self, messages: Sequence[Message], comm: Any, stream: int) -> None:
+    def batch(self, messages: Sequence[RawMessage], comm: Any, stream: int) -> None:
         def work() -> None:
             outgoing = {m.peer: ctypes.string_at(m.pointer, m.nbytes) for m in messages if not m[0]}
             own_content = outgoing.pop(comm.member, b"")

@@ -20,7 +20,7 @@ class Steps(Protocol):
     def append(self, step: Callable[[], object], /) -> None: ...
 
 
-class Pool:
+class ReplayMemory:
     """The memory of values that live within a replay; it is given out again when they are gone.
 
     A recording refers to memory by address, as graphs do. So a tensor, or a view of it, that is
@@ -70,10 +70,10 @@ def _weakly(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations instead of running them: their results hold nothing until a replay."""
 
-    def __init__(self, steps: Steps, pool: Pool) -> None:
+    def __init__(self, steps: Steps, pool: ReplayMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = steps
         self.pool = pool

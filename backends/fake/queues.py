@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Capture(Protocol):
+class CaptureDevice(Protocol):
     """The part of a device that its queues use, to ask whether a graph is captured."""
 
     recording: list[Callable[[], None]] | None
@@ -46,7 +46,7 @@ class FakeQueue:
         nodes: while a graph is captured, the nodes that the next work depends on.
     """
 
-    def __init__(self, name: str, inline: bool, device: Capture) -> None:
+    def __init__(self, name: str, inline: bool, device: CaptureDevice) -> None:
         self.name = name
         self.device = device
         self.inline = inline

@@ -47,7 +47,7 @@ def register() -> None:
         if _registrations:
             return
         backend_registration._setup_privateuseone_for_python_backend(
-            KIND, _module, _Hooks(), _Guard()
+            KIND, _module, _Hooks(), _DeviceGuard()
         )
         _registrations.extend(install(_before))
         take_generators()
@@ -78,7 +78,7 @@ def _before() -> None:
         _of_process[0].before_work()
 
 
-class _Module:
+class _FakeModule:
     """`torch.fake`, with the functions that torch calls of a device's module."""
 
     def is_available(self) -> bool:
@@ -137,7 +137,7 @@ class _Module:
         pass
 
 
-_module = _Module()
+_module = _FakeModule()
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
@@ -151,7 +151,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
-class _Guard(torch._C._acc.DeviceGuard):
+class _DeviceGuard(torch._C._acc.DeviceGuard):
     def type_(self) -> Any:
         return torch._C._autograd.DeviceType.PrivateUse1
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..device import Device, Queue
-from ..streams.library import CommunicationError, Message, batch_in_words
+from ..streams.library import CommunicationError, RawMessage, batch_in_words
 from .abi import (
     BYTES,
     NOT_SUPPORTED,
@@ -133,7 +133,7 @@ class HcclLibrary:
         if code != SUCCESS:
             self._fail("HcclRecv", code, f"of {nbytes} bytes from member {peer}")
 
-    def batch(self, messages: Sequence[Message], comm: Any, stream: Any) -> None:
+    def batch(self, messages: Sequence[RawMessage], comm: Any, stream: Any) -> None:
         """Send and receive messages by one HcclBatchSendRecv, in which none waits for another.
 
         HCCL takes one message in each direction between two ranks, and the same ones at both ends.

@@ -11,8 +11,8 @@ from ...ir.attributes import Stream
 from ...ir.ops.module import Channel
 from ..base import World
 from ..device import Device, Queue
-from ..streams.groups import Group, Lease, Line
-from ..streams.library import CommunicationError, Message
+from ..streams.groups import CommunicatorGroup, Lease, Line
+from ..streams.library import CommunicationError, RawMessage
 from ..streams.pool import FLOAT_BYTES, Pool
 from .library import HcclLibrary
 
@@ -25,7 +25,7 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Pair(Group):
+class Pair(CommunicatorGroup):
     """Two ranks that send to each other, each way by the same communicator."""
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class HcclPool(Pool):
         """The queue itself, since its raw handle has to be asked for at each call."""
         return queue
 
-    def group_of(self, channel: Channel) -> Group:
+    def group_of(self, channel: Channel) -> CommunicatorGroup:
         """The group of a channel: for an edge, the pair of its two ends."""
         if channel.collective:
             return super().group_of(channel)
@@ -153,9 +153,11 @@ class HcclPool(Pool):
                 library.recv(target, FLOAT_BYTES, peer, comm, stream)
         if library.symbols.has("HcclBatchSendRecv"):
             directions = ((False, source), (True, target))
-            library.batch([Message(r, peer, at, FLOAT_BYTES) for r, at in directions], comm, stream)
+            library.batch(
+                [RawMessage(r, peer, at, FLOAT_BYTES) for r, at in directions], comm, stream
+            )
 
-    def _connect(self, groups: Sequence[Group]) -> None:
+    def _connect(self, groups: Sequence[CommunicatorGroup]) -> None:
         """Join one group after the other: a process listens for the members of one at a time."""
         for group in groups:
             super()._connect((group,))

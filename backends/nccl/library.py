@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from time import monotonic, sleep
 from typing import Any
 
-from ..streams.library import CommunicationError, Message, batch_in_words
+from ..streams.library import CommunicationError, RawMessage, batch_in_words
 from .codes import BYTES
 
 CALL_SECONDS = 60.0
@@ -115,7 +115,7 @@ class Nccl(ABC):
         if self._nonblocking:
             self._finish(comm)
 
-    def batch(self, messages: Sequence[Message], comm: Any, stream: int) -> None:
+    def batch(self, messages: Sequence[RawMessage], comm: Any, stream: int) -> None:
         """Send and receive messages as one operation, in which none waits for another."""
         calls = self._calls
         try:

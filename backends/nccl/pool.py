@@ -16,7 +16,7 @@ from ...ir.ops.module import Channel
 from ...ir.types import DType
 from ..base import World
 from ..device import Device
-from ..streams.groups import Group, Lease
+from ..streams.groups import CommunicatorGroup, Lease
 from ..streams.library import CommunicationError, Library
 from ..streams.pool import Pool
 
@@ -134,7 +134,7 @@ class NcclPool(Pool):
             self._tf32 = any(self._world.allgather(may_round_to_tf32()))
         return super().join(channels)
 
-    def group_of(self, channel: Channel) -> Group:
+    def group_of(self, channel: Channel) -> CommunicatorGroup:
         """The group of a channel, with the width of its messages."""
         return replace(super().group_of(channel), width=width_of(channel, self._tf32))
 
@@ -148,11 +148,11 @@ class NcclPool(Pool):
         self._is_broken = True
         self._drop_graphs()
         communicators = self._take()
-        stuck: dict[Group, str | None] = dict.fromkeys(
+        stuck: dict[CommunicatorGroup, str | None] = dict.fromkeys(
             (group for group, _ in communicators), f"it takes longer than {ABORT_SECONDS:g} s"
         )
 
-        def abort(group: Group, comm: object) -> None:
+        def abort(group: CommunicatorGroup, comm: object) -> None:
             try:
                 self.library.abort(comm)
                 stuck[group] = None

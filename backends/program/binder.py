@@ -51,7 +51,7 @@ from .instruction_info import CLEAR, KEEP, InstructionInfo, Role
 from .instructions import Instruction
 from .linked import LinkedProgram
 from .random import seeded
-from .registers import Layout, given_away, lay_out
+from .registers import RegisterLayout, given_away, lay_out
 from .tensor_regions import assembling, reserving, taking
 from .ticket_locks import Tickets, locked_ops
 from .type_checks import checked, expected_tensors, misfit
@@ -92,7 +92,7 @@ class Binder:
         self._copies: dict[int, int] = {}
         self._returned: frozenset[Value] = frozenset()
         self._at = 0
-        self._layout: Layout
+        self._layout: RegisterLayout
 
     def bind(self) -> Code:
         """The program's instructions.

@@ -14,7 +14,7 @@ from ...ir.types import FutureType
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RegisterLayout:
     """Registers of a program.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layout:
     made: frozenset[Value]
 
 
-def lay_out(program: Program, module: Module) -> Layout:
+def lay_out(program: Program, module: Module) -> RegisterLayout:
     """Assign registers and find where each is used and freed for the last time.
 
     Storage is shared by a value, its views, the values that wait for it, and outputs of calls that
@@ -56,7 +56,7 @@ def lay_out(program: Program, module: Module) -> Layout:
         builder.visit(op)
     last_use, last_free = builder.last_touches(builder.registers)
     clears = {at: register for register, at in last_free.items() if last_use.get(register, -1) < at}
-    return Layout(
+    return RegisterLayout(
         registers=builder.registers,
         size=builder.size,
         issuers=builder.issuers,
@@ -76,7 +76,7 @@ def lay_out(program: Program, module: Module) -> Layout:
     )
 
 
-def given_away(program: Program, layout: Layout, at: int) -> tuple[int, ...]:
+def given_away(program: Program, layout: RegisterLayout, at: int) -> tuple[int, ...]:
     """The registers of operands that a `free` right behind an op clears; the op may do so itself.
 
     All other uses of their values, on any stream, come ahead of the `free`, and so of the op.

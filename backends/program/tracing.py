@@ -26,7 +26,7 @@ Range = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class InstructionOrigin:
     """The origin of an instruction.
 
     Attributes:
@@ -82,7 +82,7 @@ class InstructionLog:
 
     def __init__(self, program: Program, budget: Budget, ranges: Range | None = None) -> None:
         self.program = program
-        self.origins: tuple[Origin, ...] = ()
+        self.origins: tuple[InstructionOrigin, ...] = ()
         self.events = array("q")
         self.left_out = 0
         self._budget = budget
@@ -90,7 +90,9 @@ class InstructionLog:
 
     def wrap(self, code: Code) -> list[Instruction]:
         """The instructions of `code`, each wrapped so that it is recorded."""
-        self.origins = tuple(Origin(info.op, info.role, info.awaited) for info in code.infos)
+        self.origins = tuple(
+            InstructionOrigin(info.op, info.role, info.awaited) for info in code.infos
+        )
         return [
             self._timed(index, self._marked(index, instruction), code)
             for index, instruction in enumerate(code.instructions)

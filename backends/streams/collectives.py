@@ -30,7 +30,7 @@ from ...ir.types import DType, TensorType, ValueType
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
 from .groups import Line
-from .library import Message
+from .library import RawMessage
 from .pool import Pool
 from .ports import maker
 
@@ -188,7 +188,7 @@ class Collectives(ABC):
 
         def run(source: int, target: int) -> None:
             self._batch(
-                Message(receives, peer, pointer + peer * nbytes, nbytes)
+                RawMessage(receives, peer, pointer + peer * nbytes, nbytes)
                 for peer in peers
                 for receives, pointer in ((False, source), (True, target))
             )
@@ -200,7 +200,7 @@ class Collectives(ABC):
         root, me, nbytes = op.group.ranks.index(op.root), self.line.member, type_.nbytes
 
         def send(source: int, target: int) -> None:
-            self._batch([Message(False, root, source, nbytes)])
+            self._batch([RawMessage(False, root, source, nbytes)])
 
         def receive(source: int, target: int) -> None:
             self._batch(self._of_others(True, target, nbytes))
@@ -228,21 +228,21 @@ class Collectives(ABC):
             self._batch(self._of_others(False, source, nbytes))
 
         def receive(source: int, target: int) -> None:
-            self._batch([Message(True, root, target, nbytes)])
+            self._batch([RawMessage(True, root, target, nbytes)])
 
         room = maker(part, self.device)
         return (room, before, send, same) if me == root else (room, nothing, receive, same)
 
-    def _batch(self, messages: Iterable[Message]) -> None:
+    def _batch(self, messages: Iterable[RawMessage]) -> None:
         """Send and receive those messages that are not empty."""
         nonempty = [message for message in messages if message.nbytes]
         if nonempty:
             self.library.batch(nonempty, self.line.comm, self.handle)
 
-    def _of_others(self, receives: bool, pointer: int, nbytes: int) -> list[Message]:
+    def _of_others(self, receives: bool, pointer: int, nbytes: int) -> list[RawMessage]:
         """A message with each other member; their parts stand one behind the other."""
         peers = (peer for peer in range(self.members) if peer != self.line.member)
-        return [Message(receives, peer, pointer + peer * nbytes, nbytes) for peer in peers]
+        return [RawMessage(receives, peer, pointer + peer * nbytes, nbytes) for peer in peers]
 
     def _all_gathers(self, nbytes: int) -> Callable[[int, int], None]:
         def run(source: int, target: int) -> None:

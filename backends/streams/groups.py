@@ -11,7 +11,7 @@ from ...ir.types import format_ranks
 
 
 @dataclass(frozen=True)
-class Group:
+class CommunicatorGroup:
     """The ranks of a communicator: source and destination, or the members of a collective.
 
     A rank's place in `ranks` is its number as a member.
@@ -39,7 +39,7 @@ class Line:
 
     __slots__ = ("comm", "group", "member")
 
-    def __init__(self, group: Group, member: int) -> None:
+    def __init__(self, group: CommunicatorGroup, member: int) -> None:
         self.group = group
         self.member = member
         self.comm: Any = None
@@ -63,6 +63,6 @@ class Lease:
         self.step = ""
 
     @property
-    def groups(self) -> dict[Group, None]:
+    def groups(self) -> dict[CommunicatorGroup, None]:
         """The groups of the communicators, each once, in the order of the channels."""
         return dict.fromkeys(line.group for line in self.lines.values())

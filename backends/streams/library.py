@@ -18,7 +18,7 @@ class CommunicationError(TransportError):
     __module__ = "cg"  # the public name, which tracebacks show
 
 
-class Message(NamedTuple):
+class RawMessage(NamedTuple):
     """One message of a batch: bytes at a pointer, for member `peer` or from it."""
 
     receives: bool
@@ -27,7 +27,7 @@ class Message(NamedTuple):
     nbytes: int
 
 
-def batch_in_words(messages: Sequence[Message]) -> str:
+def batch_in_words(messages: Sequence[RawMessage]) -> str:
     """The messages of a batch, for errors."""
     peers = sorted({message.peer for message in messages})
     whom = f"member{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
@@ -93,7 +93,7 @@ class Library(Messenger, Protocol):
     ) -> None:
         """Give each member the bytes of member `root`."""
 
-    def batch(self, messages: Sequence[Message], comm: Any, stream: Any) -> None:
+    def batch(self, messages: Sequence[RawMessage], comm: Any, stream: Any) -> None:
         """Send and receive messages as one operation, in which none waits for another."""
 
     def error(self, comm: Any) -> str | None:

@@ -24,7 +24,7 @@ from ...ir.ops.module import Channel
 from ..base import World
 from ..device import Device, Queue
 from ..errors import BindError
-from .groups import Group, Lease, Line
+from .groups import CommunicatorGroup, Lease, Line
 from .library import CommunicationError, Library
 
 FLOAT_BYTES = 4
@@ -74,7 +74,7 @@ class Pool(ABC):
         self._world = world
         self._device = device
         self._library = library
-        self._groups: dict[Group, Line | None] = {}
+        self._groups: dict[CommunicatorGroup, Line | None] = {}
         self._leases: dict[Lease, None] = {}
         self._holders: WeakSet[Holder] = WeakSet()
 
@@ -90,9 +90,9 @@ class Pool(ABC):
         assert self._library is not None, "only ranks with a device send by it"
         return self._library
 
-    def group_of(self, channel: Channel) -> Group:
+    def group_of(self, channel: Channel) -> CommunicatorGroup:
         """The group of a channel: for an edge, its two ends alone."""
-        return Group(channel.ranks, channel.collective, traffic=channel.traffic)
+        return CommunicatorGroup(channel.ranks, channel.collective, traffic=channel.traffic)
 
     def handle(self, queue: Queue) -> Any:
         """A stream as the library's calls take it."""
@@ -179,7 +179,7 @@ class Pool(ABC):
         lines = tuple(self._groups.values())  # at once: groups may be added by another thread
         return [line for line in lines if line is not None and line.comm is not None]
 
-    def _take(self) -> list[tuple[Group, Any]]:
+    def _take(self) -> list[tuple[CommunicatorGroup, Any]]:
         """All communicators, out of their lines, to be given up."""
         communicators = []
         with self._taking:
@@ -188,7 +188,7 @@ class Pool(ABC):
                 line.comm = None
         return communicators
 
-    def _check_devices(self, new: Sequence[Group]) -> None:
+    def _check_devices(self, new: Sequence[CommunicatorGroup]) -> None:
         if not new:
             return
         bare = {
@@ -204,7 +204,7 @@ class Pool(ABC):
 
     # -- room -------------------------------------------------------------------------------
 
-    def _make_room(self, groups: Mapping[Group, None]) -> None:
+    def _make_room(self, groups: Mapping[CommunicatorGroup, None]) -> None:
         """Give up communicators that no open plan uses, if a rank would be in too many; collective.
 
         All ranks know of all groups, so each finds out by itself if there is room. A plan may be
@@ -212,7 +212,7 @@ class Pool(ABC):
         """
         if _fullest((*self._groups, *groups))[1] <= self.limit:
             return
-        steps: dict[Group, dict[str, None]] = {}
+        steps: dict[CommunicatorGroup, dict[str, None]] = {}
         for step, group in chain.from_iterable(self._world.allgather(self._in_use())):
             steps.setdefault(group, {})[step] = None
         rank, count = _fullest((*steps, *groups))
@@ -220,7 +220,7 @@ class Pool(ABC):
             raise BindError(self._too_many(rank, count, groups, steps))
         self._give_up([group for group in self._groups if group not in {*steps, *groups}])
 
-    def _in_use(self) -> list[tuple[str, Group]]:
+    def _in_use(self) -> list[tuple[str, CommunicatorGroup]]:
         """The groups that open plans use on this rank, each with the plan's step."""
         return [(lease.step, group) for lease in self._leases for group in lease.groups]
 
@@ -228,8 +228,8 @@ class Pool(ABC):
         self,
         rank: int,
         count: int,
-        groups: Mapping[Group, None],
-        steps: Mapping[Group, Mapping[str, None]],
+        groups: Mapping[CommunicatorGroup, None],
+        steps: Mapping[CommunicatorGroup, Mapping[str, None]],
     ) -> str:
         """Say why a plan is refused; `steps` has the open steps that use each group."""
         own_count = sum(rank in group.ranks for group in groups)
@@ -251,7 +251,7 @@ class Pool(ABC):
             f"{self.ways_out}"
         )
 
-    def _give_up(self, groups: Sequence[Group]) -> None:
+    def _give_up(self, groups: Sequence[CommunicatorGroup]) -> None:
         """Destroy communicators, on all ranks in the same order, once the device is idle.
 
         No graph may have operations of them: a plan drops its graphs before it is closed.
@@ -268,11 +268,11 @@ class Pool(ABC):
 
     # -- connecting -------------------------------------------------------------------------
 
-    def _connect(self, groups: Sequence[Group]) -> None:
+    def _connect(self, groups: Sequence[CommunicatorGroup]) -> None:
         if not groups:
             return
         rank = self._world.rank
-        keys: dict[Group, bytes] = {}
+        keys: dict[CommunicatorGroup, bytes] = {}
         for rank_keys in self._world.allgather(self._make_keys(groups)):
             keys.update(rank_keys)
         for group in groups:  # in the same order on all ranks, so that none waits in a circle
@@ -286,11 +286,11 @@ class Pool(ABC):
         with self._ending_job_unless(f"carried the first messages of {_listed(lines)}"):
             self._warm(lines)
 
-    def _make_keys(self, groups: Sequence[Group]) -> dict[Group, bytes]:
+    def _make_keys(self, groups: Sequence[CommunicatorGroup]) -> dict[CommunicatorGroup, bytes]:
         first = (group for group in groups if group.ranks[0] == self._world.rank)
         return {group: self.library.unique_id() for group in first}
 
-    def _joined(self, group: Group, key: bytes, member: int) -> Any:
+    def _joined(self, group: CommunicatorGroup, key: bytes, member: int) -> Any:
         library, seconds = self.library, self.connect_seconds
         with self._ending_job_unless(f"joined {group}"):
             try:
@@ -358,7 +358,7 @@ class Pool(ABC):
         return self.handle(self.device.stream(kind))
 
 
-def _fullest(groups: Iterable[Group]) -> tuple[int, int]:
+def _fullest(groups: Iterable[CommunicatorGroup]) -> tuple[int, int]:
     """The rank that is in the most groups, each counted once, and their number."""
     counts = Counter(rank for group in dict.fromkeys(groups) for rank in group.ranks)
     return max(counts.items(), key=lambda item: item[1], default=(0, 0))

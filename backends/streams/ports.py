@@ -17,7 +17,7 @@ from .groups import Line
 from .library import CommunicationError, Messenger
 
 
-class _Port:
+class _StreamPort:
     """The common part of the ports; `handle` is the stream as the library takes it."""
 
     stream: Stream
@@ -54,7 +54,7 @@ class _Port:
         return CommunicationError(f"{self._line.group}: {error}")
 
 
-class StreamSendPort(_Port):
+class StreamSendPort(_StreamPort):
     """Sends a tensor's bytes."""
 
     needs_release = False
@@ -88,7 +88,7 @@ class StreamSendPort(_Port):
         """A send makes no value."""
 
 
-class StreamRecvPort(_Port):
+class StreamRecvPort(_StreamPort):
     """Receives a tensor's bytes: into a slot of its channel, a given buffer, or memory of its own.
 
     Args:
@@ -153,7 +153,7 @@ class StreamRecvPort(_Port):
         return value
 
 
-class CollectivePort(_Port):
+class CollectivePort(_StreamPort):
     """A collective. Its result is in memory of its own."""
 
     needs_release = False

@@ -9,7 +9,13 @@ from ...ir.ops.module import Channel
 from ...ir.text.printer import format_op
 from ...ir.types import ValueType
 from ..errors import BindError
-from .rendezvous import CollectiveRendezvous, MessageRendezvous, Rendezvous, Traffic, VirtualPort
+from .rendezvous import (
+    CollectiveRendezvous,
+    MessageOrder,
+    MessageRendezvous,
+    Rendezvous,
+    VirtualPort,
+)
 
 
 class VirtualFabric:
@@ -20,7 +26,7 @@ class VirtualFabric:
     """
 
     def __init__(self, poison: bool = False) -> None:
-        self.traffic = Traffic()
+        self.traffic = MessageOrder()
         self._poison = poison
         self._rendezvous: dict[int, Rendezvous] = {}
 

@@ -106,7 +106,7 @@ class Rendezvous(ABC):
         poison: overwrite a message's slot when it is released, so that a use after free shows.
     """
 
-    def __init__(self, channel: Channel, traffic: Traffic, poison: bool) -> None:
+    def __init__(self, channel: Channel, traffic: MessageOrder, poison: bool) -> None:
         self.poison = poison
         self._channel = channel
         self._traffic = traffic
@@ -222,7 +222,7 @@ class CollectiveRendezvous(Rendezvous):
             port.finish(result)
 
 
-class Traffic:
+class MessageOrder:
     """The order in which the messages of one fabric complete.
 
     A message completes when all its ends are first on their streams; the ports of a batch are first

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from cg.backends import exchanges
 from cg.backends.base import Port, World
 from cg.backends.poison import Poison
-from cg.backends import exchanges
 from cg.ir.ops import Collective, Recv, Send
 from cg.ir.ops.module import Channel
 from cg.ir.types import ValueType

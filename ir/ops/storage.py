@@ -13,8 +13,8 @@ class SharedStorage:
 
     A value shares storage with its views, with the results of waits for it, and with the future
     that promised it. It also shares storage with the buffer that it was received or copied into,
-    with the tensor that is assembled in it, with the result of an `all_reduce` to which it is
-    donated, and with the results of calls that may alias it.
+    and with the tensor that is assembled in it. So does the result of an `all_reduce` to which it
+    is donated, and so do the results of calls that may alias it.
 
     Args:
         program: the program.

@@ -14,7 +14,7 @@ ACTIONS: tuple[Action, ...] = (Action.FORWARD, Action.BACKWARD, Action.WEIGHT)
 """The actions in the order in which a microbatch takes them on a stage."""
 
 
-class Row(Sequence[Task]):
+class TaskRow(Sequence[Task]):
     """The tasks of one rank, stored as integers; a `Task` is made when it is read.
 
     The *number* of a task is `(action * stages + stage) * microbatches + microbatch`, with F, B, W
@@ -39,10 +39,10 @@ class Row(Sequence[Task]):
     @overload
     def __getitem__(self, index: int) -> Task: ...
     @overload
-    def __getitem__(self, index: slice) -> Row: ...
-    def __getitem__(self, index: int | slice) -> Task | Row:
+    def __getitem__(self, index: slice) -> TaskRow: ...
+    def __getitem__(self, index: int | slice) -> Task | TaskRow:
         if isinstance(index, slice):
-            return Row(self.numbers[index], self.stages, self.microbatches)
+            return TaskRow(self.numbers[index], self.stages, self.microbatches)
         return self._task(self.numbers[index])
 
     def __iter__(self) -> Iterator[Task]:
@@ -52,7 +52,7 @@ class Row(Sequence[Task]):
         if not isinstance(other, Sequence):
             return NotImplemented
         shape = (self.stages, self.microbatches)
-        if isinstance(other, Row) and (other.stages, other.microbatches) == shape:
+        if isinstance(other, TaskRow) and (other.stages, other.microbatches) == shape:
             return list(self.numbers) == list(other.numbers)
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
@@ -68,8 +68,8 @@ class Row(Sequence[Task]):
 
 
 def numbers(tasks: Sequence[Task], stages: int, microbatches: int) -> Sequence[int]:
-    """The numbers of a rank's tasks, as `Row` defines them; all must be tasks of the pipeline."""
-    if isinstance(tasks, Row) and (tasks.stages, tasks.microbatches) == (stages, microbatches):
+    """The numbers of a rank's tasks, as in `TaskRow`; all must be tasks of the pipeline."""
+    if isinstance(tasks, TaskRow) and (tasks.stages, tasks.microbatches) == (stages, microbatches):
         return tasks.numbers
     return [
         (_INDEX[task.action] * stages + task.stage) * microbatches + task.microbatch
@@ -83,7 +83,7 @@ _INDEX = {action: index for index, action in enumerate(ACTIONS)}
 def splits_backward(order: Order) -> bool:
     """True if an order has tasks W, so that B is the gradient of the inputs alone."""
     for tasks in order.values():
-        if isinstance(tasks, Row):
+        if isinstance(tasks, TaskRow):
             split = max(tasks.numbers, default=0) >= 2 * tasks.stages * tasks.microbatches
         else:
             split = any(task.action is Action.WEIGHT for task in tasks)

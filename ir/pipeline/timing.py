@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from ..attributes import Action, Task
 from .costs import Costs
-from .order import ACTIONS, Order, Row, numbers, splits_backward
+from .order import ACTIONS, Order, TaskRow, numbers, splits_backward
 
 
 class OrderDeadlock(ValueError):
@@ -24,7 +24,7 @@ class OrderDeadlock(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Facts about the tasks of each lane; `Row` defines lanes.
+    """Facts about the tasks of each lane; `TaskRow` defines lanes.
 
     A task may make the input of a task on a neighbouring stage, its *consumer*.
 
@@ -144,7 +144,7 @@ class Timeline:
     def tasks(self, rank: int) -> Iterator[tuple[Task, float, float]]:
         """The tasks of a rank, each with its start and end."""
         row = self.rows[rank]
-        named = Row(row, len(self.stage_ranks), self.microbatches)
+        named = TaskRow(row, len(self.stage_ranks), self.microbatches)
         for task, number, start in zip(named, row, self.starts[rank], strict=True):
             yield task, start, start + self.durations[number // self.microbatches]
 
@@ -252,7 +252,7 @@ def _deadlock(stuck: dict[int, int], stages: int, microbatches: int) -> OrderDea
     for rank, number in stuck.items():
         forward = ACTIONS[number // microbatches // stages] is Action.FORWARD
         needed = number - microbatches if forward else number + microbatches
-        task, before = Row((number, needed), stages, microbatches)
+        task, before = TaskRow((number, needed), stages, microbatches)
         lines.append(f"  rank {rank} stays at {task}, which needs {before}")
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and so on, {len(lines)} ranks in all"]

@@ -14,7 +14,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TextSpan:
     """A part of a line of text; `line` and `column` count from 1, and `text` is the whole line."""
 
     file: str
@@ -44,7 +44,7 @@ class Diagnostic:
     program: Program | None = None
     value: Value | None = None
     help: str = ""
-    span: Span | None = None
+    span: TextSpan | None = None
     loc: Location | None = None
     notes: tuple[Diagnostic, ...] = ()
 
@@ -131,7 +131,7 @@ def _find(text: str, op: Op, value: Value | None) -> tuple[int, int]:
     return 0, len(text)
 
 
-def _draw_span(span: Span) -> list[str]:
+def _draw_span(span: TextSpan) -> list[str]:
     number = str(span.line)
     gutter = " " * len(number)
     return [

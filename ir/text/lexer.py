@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from .diagnostics import Span
+from .diagnostics import TextSpan
 
 _PLACE = r"@(?:\d+(?![\w.$-])|\{[\d.,\s]*\}|[A-Za-z_]\w*(?![.$-]))"
 _END_OF_WORD = r"(?![\w.-])"
@@ -38,7 +38,7 @@ def tokenize(text: str) -> list[str]:
     return tokens
 
 
-def span_of(text: str, file: str, index: int) -> Span:
+def span_of(text: str, file: str, index: int) -> TextSpan:
     """The position of the token with this index."""
     match = next(itertools.islice(_TOKEN.finditer(text), index, None))
     position, length = match.span(1)[0], len(match.group(1))
@@ -47,12 +47,12 @@ def span_of(text: str, file: str, index: int) -> Span:
     return _span(text, file, position, length)
 
 
-def _span(text: str, file: str, position: int, length: int) -> Span:
+def _span(text: str, file: str, position: int, length: int) -> TextSpan:
     start = text.rfind("\n", 0, position) + 1
     end = text.find("\n", position)
     line = text[start : end if end >= 0 else len(text)]
     column = position - start + 1
-    return Span(
+    return TextSpan(
         file=file,
         line=text.count("\n", 0, position) + 1,
         column=column,

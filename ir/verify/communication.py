@@ -84,7 +84,7 @@ class Message:
         return f"{kind} {self.seq} of channel {self.chan}"
 
 
-class Kind(enum.Enum):
+class EventKind(enum.Enum):
     """The kind of an event of a rank's program.
 
     WAIT waits for the message of a `wait`. DEVICE waits for a message that is on the device when
@@ -98,11 +98,11 @@ class Kind(enum.Enum):
     WORK = enum.auto()
 
 
-Event: TypeAlias = tuple[Kind, Message | None, Op]
+Event: TypeAlias = tuple[EventKind, Message | None, Op]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """The time in which an op runs."""
 
     rank: int
@@ -220,7 +220,7 @@ class Progress:
         }
         self.at = dict.fromkeys(self.programs, 0)
         self.clocks = dict.fromkeys(self.programs, 0.0)
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self.stalls: list[Stall] = []
         self._cost = cost
         self._transfer = transfer
@@ -283,12 +283,12 @@ class Progress:
             if isinstance(op, Wait):
                 message = promised.get(op.operands[0])
                 if message is not None:
-                    events.append((Kind.WAIT, message, op))
+                    events.append((EventKind.WAIT, message, op))
             elif isinstance(op, Communication):
                 message = self.messages[op.chan or 0, op.seq or 0]
                 promised[op.results[0]] = message
                 received.setdefault(group_of(op.results[0]), []).append(message)
-                events.append((Kind.POST, message, op))
+                events.append((EventKind.POST, message, op))
                 if message.chan in self._on_devices:
                     on_device[message] = None
             elif isinstance(op, Free):
@@ -300,9 +300,9 @@ class Progress:
                 last[group] = op
                 for message in received[group]:
                     self.freed.add(message)
-                    events.append((Kind.FREE, message, op))
+                    events.append((EventKind.FREE, message, op))
             elif cost is not None:
-                events.append((Kind.WORK, None, op))
+                events.append((EventKind.WORK, None, op))
         return [event for event in events if event[2] not in early] if early else events
 
     def _of_device(self, on_device: dict[Message, None], rank: int, op: Op) -> list[Event]:
@@ -320,7 +320,7 @@ class Progress:
         ]
         for message in whole:
             del on_device[message]
-        return [(Kind.DEVICE, message, op) for message in whole]
+        return [(EventKind.DEVICE, message, op) for message in whole]
 
     def _advance(self, rank: int) -> list[int]:
         """Run a rank until it blocks; return the ranks that it has unblocked."""
@@ -330,10 +330,10 @@ class Progress:
             kind, message, op = events[at]
             if message is None:
                 self._work(rank, op)
-            elif kind is Kind.POST:
+            elif kind is EventKind.POST:
                 self._work(rank, op)
                 freed += self._post(rank, message)
-            elif kind is Kind.FREE:
+            elif kind is EventKind.FREE:
                 freed += self._free(rank, message)
             elif self._arrive(message, rank):
                 if message.ready > self.clocks[rank]:
@@ -347,7 +347,7 @@ class Progress:
         return freed
 
     def _arrive(self, message: Message, rank: int) -> bool:
-        """Note that a rank has come to a wait for a message; return whether it can go on."""
+        """Say that a rank has come to a wait for a message; return whether it can go on."""
         if self.clocks[rank] < message.wanted:
             message.wanted = self.clocks[rank]
         return message.done
@@ -357,7 +357,7 @@ class Progress:
         if duration:
             start = self.clocks[rank]
             self.clocks[rank] = start + duration
-            self.spans.append(Span(rank, op, start, start + duration))
+            self.spans.append(TimeSpan(rank, op, start, start + duration))
 
     def _post(self, rank: int, message: Message) -> list[int]:
         op = message.ends[rank]

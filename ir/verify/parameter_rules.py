@@ -21,7 +21,7 @@ _HANDING = (Assemble, Collective, Copy, Slice, Transfer, Wait)
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _ParameterCopy:
     """A copy of a stored parameter.
 
     Attributes:
@@ -37,8 +37,8 @@ class _Copy:
 
 def check_parameters(program: Program, functions: Mapping[str, Function]) -> Iterator[Diagnostic]:
     """The uses, in a program over all ranks, of copies of parameters that may be stale."""
-    copies: dict[Value, _Copy] = {}
-    sent: dict[tuple[int, int], _Copy] = {}
+    copies: dict[Value, _ParameterCopy] = {}
+    sent: dict[tuple[int, int], _ParameterCopy] = {}
     changes: dict[str | None, tuple[int, Op]] = {}
     for op in program.ops:
         held = next((copies[value] for value in op.operands if value in copies), None)
@@ -58,7 +58,7 @@ def check_parameters(program: Program, functions: Mapping[str, Function]) -> Ite
                         yield from _stale(copies[value], value, changes, op, program)
             elif function.parameter is not None and function.effect is Effect.READ:
                 version = _version(function, changes)
-                copies.update(dict.fromkeys(op.results, _Copy(function, version, op)))
+                copies.update(dict.fromkeys(op.results, _ParameterCopy(function, version, op)))
             for state, effect in function.touches:
                 if effect.changes_state:
                     changes[state] = changes.get(state, (0, op))[0] + 1, op
@@ -73,7 +73,7 @@ def _version(function: Function, changes: Mapping[str | None, tuple[int, Op]]) -
 
 
 def _stale(
-    copy: _Copy,
+    copy: _ParameterCopy,
     value: Value,
     changes: Mapping[str | None, tuple[int, Op]],
     op: Op,

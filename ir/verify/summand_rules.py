@@ -53,7 +53,7 @@ _Term = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RegionTerms:
     """Some terms of a region of a value that is held as summands.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Part:
         sizes = dict(_place(self.source).axes)
         return math.prod(sizes[axis] for axis in self.layout.summands)
 
-    def at(self, region: Region) -> _Part:
+    def at(self, region: Region) -> _RegionTerms:
         """The same terms of another region."""
         return replace(self, region=region)
 
@@ -101,7 +101,7 @@ def check_summands(program: Program, functions: Mapping[str, Function]) -> Itera
         program: a placed or asynchronous program. A traced one has no slices of summands.
         functions: the functions of its module.
     """
-    checker = _Checker(functions)
+    checker = _SummandChecker(functions)
     for op in program.ops:
         try:
             checker.visit(op)
@@ -118,13 +118,13 @@ def _layout(value: Value) -> Layout | None:
     return value.type.layout if isinstance(value.type, TensorType) else None
 
 
-class _Checker:
+class _SummandChecker:
     """Tracks the terms of values; a value that it does not know has all terms."""
 
     def __init__(self, functions: Mapping[str, Function]) -> None:
         self._functions = functions
-        self._parts: dict[Value, _Part] = {}
-        self._sent: dict[tuple[int, int], _Part] = {}
+        self._parts: dict[Value, _RegionTerms] = {}
+        self._sent: dict[tuple[int, int], _RegionTerms] = {}
         self._fills: dict[Value, float] = {}
 
     def visit(self, op: Op) -> None:
@@ -173,7 +173,7 @@ class _Checker:
         layout = _layout(value)
         if layout is not None and layout.summands:
             term = _term(value, layout.summands, _place(op.result).rank)
-            self._note(op.result, _Part(value, op.region, frozenset({term})))
+            self._note(op.result, _RegionTerms(value, op.region, frozenset({term})))
         elif part := self._parts.get(value):
             self._note(op.result, part.at(logical(op.region, part.region)))
 
@@ -196,7 +196,7 @@ class _Checker:
                 region = share(region, index, len(op.exchange.members), op.exchange.cut)
             self._note(value, united.at(region))
 
-    def _gather(self, op: AllGather, parts: Sequence[_Part]) -> None:
+    def _gather(self, op: AllGather, parts: Sequence[_RegionTerms]) -> None:
         """Concatenate regions with the same terms."""
         region = union(part.region for part in parts)
         for index, (value, part) in enumerate(zip(op.operands, parts, strict=True)):
@@ -209,7 +209,7 @@ class _Checker:
                 )
         self._note(op.result, parts[0].at(region))
 
-    def _alike(self, op: Op, values: Sequence[Value]) -> list[_Part]:
+    def _alike(self, op: Op, values: Sequence[Value]) -> list[_RegionTerms]:
         """The parts of values, which must have the same terms."""
         first = next(value for value in values if value in self._parts)
         part = self._parts[first]
@@ -219,7 +219,7 @@ class _Checker:
                 raise self._unlike(op, first, value)
         return [self._parts[value] for value in values]
 
-    def _note(self, value: Value, part: _Part) -> None:
+    def _note(self, value: Value, part: _RegionTerms) -> None:
         if len(part.terms) < part.count:
             self._parts[value] = part
 
@@ -252,7 +252,7 @@ class _Checker:
                 raise self._unreduced(op, taken[0])
             self._note(op.result, assembled)
 
-    def _expect_region(self, op: Op, value: Value, region: Region, part: _Part) -> None:
+    def _expect_region(self, op: Op, value: Value, region: Region, part: _RegionTerms) -> None:
         if part.region != region:
             raise Problem(
                 f"{op.opcode} takes %{value.name}, {part}, as {format_region(region)}",

@@ -16,8 +16,8 @@ from ...ir.pipeline.costs import Costs
 from ...tracer.errors import TraceError
 from ...tracer.record.session.session import is_tracing
 from ...tracer.source import caller_location
-from ..measure.profiling import Watched, watch
-from ..measure.recording import Recording, record
+from ..measure.profiling import ProfiledPrograms, watch
+from ..measure.recording import RecordedTimes, record
 from ..runtime import driven_graphs as graphs
 from ..runtime import execution_contexts
 from ..runtime.agreement import call_text
@@ -69,7 +69,7 @@ class Compiled(Programs):
         place = variants[0].trace.outputs.place  # of the step, and so of all variants
         self._returns = any(world.plays(rank) for rank in place.ranks)
         self._closed = False
-        self._watched: list[Watched] = []
+        self._watched: list[ProfiledPrograms] = []
         self._made: graphs.OpenGraph | None = None
         self._launch: graphs.Launch | None = None
         if driver is None:
@@ -172,9 +172,9 @@ class Compiled(Programs):
             CapacityError: `max_inflight` executions are in flight, or ranks start over after an
                 interruption, and `block` is false.
             StepTimeout: it has waited too long for one to end; nothing was sent. Try again later.
-            RuntimeError: this rank is not the driver, or the graph has been closed. An actor of this
-                rank has changed since it was traced, or a method of this rank asks for it. Another
-                thread is using this rank's graphs, or tracing a step.
+            RuntimeError: this rank is not the driver, or the graph has been closed. An actor of
+                this rank has changed since it was traced, or a method of this rank asks for it.
+                Another thread is using this rank's graphs, or tracing a step.
             TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.
         """
         launch = self._launch
@@ -278,7 +278,7 @@ class Compiled(Programs):
 
     def record(
         self, /, *args: Any, executions: int | None = None, **kwargs: Any
-    ) -> list[Recording]:
+    ) -> list[RecordedTimes]:
         """Run the step on all ranks, and say when each call ran; collective.
 
         Each run does all that a call does, such as an update of weights. A recording has the same
@@ -337,7 +337,7 @@ class Compiled(Programs):
 
     def _record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
-    ) -> tuple[Module, list[Recording]]:
+    ) -> tuple[Module, list[RecordedTimes]]:
         with self._lock.held(self._name):
             self._check_callable()
             chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]

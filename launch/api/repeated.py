@@ -9,9 +9,9 @@ from ...backends.base import World
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ..measure.calibration import measured_costs
-from ..measure.recording import Recording
+from ..measure.recording import RecordedTimes
 
-Run = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[Module, list[Recording]]]
+Run = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[Module, list[RecordedTimes]]]
 """Runs a step on all ranks, given its arguments and a count; returns module and recordings."""
 
 
@@ -33,7 +33,7 @@ class Repeated:
         self._run = run
         self._world = world
 
-    def record(self, /, *args: Any, **kwargs: Any) -> list[Recording]:
+    def record(self, /, *args: Any, **kwargs: Any) -> list[RecordedTimes]:
         """Record each execution, as `Compiled.record` does."""
         return self._run(args, kwargs, self.executions)[1]
 

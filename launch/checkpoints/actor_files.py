@@ -23,7 +23,7 @@ from ...tracer.values.optimizer_state import optimizers_of
 from ..world.world import world
 from .held import (
     NameOf,
-    Piece,
+    SavedPiece,
     group_with,
     has_optimizers,
     optimizer_pieces,
@@ -137,8 +137,8 @@ def _refuse_surplus(
         )
 
 
-def _pieces(actors: Mapping[str, ActorHandle]) -> list[Piece]:
-    own_pieces: list[Piece] = []
+def _pieces(actors: Mapping[str, ActorHandle]) -> list[SavedPiece]:
+    own_pieces: list[SavedPiece] = []
     for prefix, actor in actors.items():
         own_pieces += pieces(actor, _named(prefix))
         own_pieces += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
@@ -244,7 +244,7 @@ def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> 
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SavedState:
     """A tensor of a file that an optimizer keeps for a parameter.
 
     Attributes:
@@ -264,7 +264,7 @@ class _Kept:
     on_device: bool
 
 
-def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_Kept]:
+def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_SavedState]:
     """All that a file has for an actor's optimizers on the ranks of this process.
 
     Raises:
@@ -289,7 +289,9 @@ def _kept(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> Iterator[_
                 for key in keys.get(name, ()):
                     full = f"{name}.{key}"
                     region = region_like(full, opened.shapes[full], state_tensor, group, rank)
-                    yield _Kept(optimizer, state_tensor, name, key, region, _is_on_device(options))
+                    yield _SavedState(
+                        optimizer, state_tensor, name, key, region, _is_on_device(options)
+                    )
 
 
 def _is_on_device(options: Mapping[str, Any]) -> bool:

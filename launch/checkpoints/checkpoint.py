@@ -24,7 +24,7 @@ from ..api.compiled import Compiled
 from ..models.part import ModelPart
 from ..world.world import world
 from .actor_files import check_optimizers, fill_optimizers
-from .held import NameOf, Piece, has_optimizers, optimizer_pieces, pieces
+from .held import NameOf, SavedPiece, has_optimizers, optimizer_pieces, pieces
 from .tensor_files import TensorFile, replace, sync, table_of, write
 from .together import on_rank_0, together
 from .trainers import TrainerState, check_trainers, put_trainers, trainers_of
@@ -129,7 +129,7 @@ def load_checkpoint(
             changed.
     """
     path = Path(folder)
-    read = together(lambda: _Reading.of(path, actors, rename, stem), f"read {path}")
+    read = together(lambda: _OpenCheckpoint.of(path, actors, rename, stem), f"read {path}")
     surplus = read.names.difference(*world().allgather(read.taken))
     if surplus:
         raise ValueError(
@@ -168,7 +168,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _OpenCheckpoint:
     """A checkpoint that has been checked as a whole, and is to be read.
 
     Attributes:
@@ -193,7 +193,7 @@ class _Reading:
     state: dict[str, Any]
 
     @staticmethod
-    def of(path: Path, actors: Sequence[ActorHandle], rename: Rename, stem: str) -> _Reading:
+    def of(path: Path, actors: Sequence[ActorHandle], rename: Rename, stem: str) -> _OpenCheckpoint:
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         weights = Weights(path, stem, rename)
@@ -219,7 +219,7 @@ class _Reading:
             taken |= actor_names
             untrained |= set() if has_optimizers(actor) else actor_names
             optimizer_names |= check_optimizers(optimizers, actor, name_of)
-        return _Reading(
+        return _OpenCheckpoint(
             weights,
             optimizers,
             named,
@@ -241,10 +241,12 @@ class _Reading:
             fill_optimizers(self.optimizers, actor, name_of)
 
 
-def _pieces(actors: Sequence[ActorHandle], rename: Rename) -> tuple[list[Piece], list[Piece]]:
+def _pieces(
+    actors: Sequence[ActorHandle], rename: Rename
+) -> tuple[list[SavedPiece], list[SavedPiece]]:
     """The pieces of weights, and of what optimizers keep, on the ranks of this process."""
-    weights: list[Piece] = []
-    optimizers: list[Piece] = []
+    weights: list[SavedPiece] = []
+    optimizers: list[SavedPiece] = []
     for actor, name_of in _named(actors, rename):
         weights += pieces(actor, name_of)
         optimizers += optimizer_pieces(actor, name_of)

@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPiece:
     """A rank's piece of a logical tensor; `counts` tells whether this rank writes it."""
 
     name: str
@@ -37,14 +37,14 @@ class Piece:
     counts: bool
 
 
-def pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
+def pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[SavedPiece]:
     """The tensors of an actor's state."""
     for rank, state in _tensors(actor):
         name = name_of(state)
         if name is not None:
             group = actor._member.group
             shape, region = held(state, group, rank)
-            yield Piece(name, state.tensor, shape, region, _counts(group, state.path, rank))
+            yield SavedPiece(name, state.tensor, shape, region, _counts(group, state.path, rank))
 
 
 def has_optimizers(actor: ActorHandle) -> bool:
@@ -52,7 +52,7 @@ def has_optimizers(actor: ActorHandle) -> bool:
     return any(optimizers_of(collect(instance)) for instance in actor.instances.values())
 
 
-def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
+def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[SavedPiece]:
     """The tensors that an actor's optimizers keep: `name.key` for the parameter of that name.
 
     Raises:
@@ -77,7 +77,7 @@ def optimizer_pieces(actor: ActorHandle, name_of: NameOf) -> Iterator[Piece]:
             shape = logical if same else tuple(value.shape)
             part = region if same else region_like(f"{name}.{key}", shape, state, group, rank)
             counts = _counts(group, state.path if same else None, rank)
-            yield Piece(f"{name}.{key}", value, shape, part, counts)
+            yield SavedPiece(f"{name}.{key}", value, shape, part, counts)
 
 
 def _kept_for(

@@ -24,7 +24,7 @@ from ...ir.layout import Interval, Region, shape_of
 from ...ir.types import DType
 from ...tracer.values.specs import ir_dtype, torch_dtype
 from ..world.world import world
-from .held import Piece
+from .held import SavedPiece
 from .together import on_rank_0, together
 
 _NAMES = {
@@ -125,7 +125,7 @@ class TensorFile:
             return value
 
 
-def table_of(mine: Iterable[Piece]) -> Table:
+def table_of(mine: Iterable[SavedPiece]) -> Table:
     """All tensors that ranks write, by name, sorted; the same on all ranks. Collective.
 
     Raises:
@@ -150,7 +150,7 @@ def size_of(table: Table, name: str) -> int:
 
 
 def write(
-    path: Path, table: Table, mine: Sequence[Piece], words: Mapping[str, str] | None = None
+    path: Path, table: Table, mine: Sequence[SavedPiece], words: Mapping[str, str] | None = None
 ) -> None:
     """Write a file of the tensors of a table, of which this process has pieces; collective.
 
@@ -271,7 +271,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _write_all(
-    path: Path, start: int, offsets: Mapping[str, tuple[int, int]], pieces: Iterable[Piece]
+    path: Path, start: int, offsets: Mapping[str, tuple[int, int]], pieces: Iterable[SavedPiece]
 ) -> None:
     with open(path, "r+b", opener=_open_no_link) as opened:
         for piece in pieces:
@@ -280,7 +280,7 @@ def _write_all(
 
 
 def _write(
-    opened: BinaryIO, start: int, offsets: Mapping[str, tuple[int, int]], piece: Piece
+    opened: BinaryIO, start: int, offsets: Mapping[str, tuple[int, int]], piece: SavedPiece
 ) -> None:
     local = shape_of(piece.region)
     if not math.prod(local):

@@ -105,7 +105,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Variable:
+class Setting:
     """One environment variable of ours."""
 
     name: str
@@ -252,7 +252,7 @@ def _launch(environ: Mapping[str, str]) -> Launch | None:
 
 _ON = "`0` or `1`"
 
-_RANKS = Variable(
+_RANKS = Setting(
     "CG_RANKS",
     "ranks",
     "a whole number of at least 1",
@@ -264,7 +264,7 @@ _RANKS = Variable(
 
 VARIABLES = (
     _RANKS,
-    Variable(
+    Setting(
         "CG_DUMP",
         "dump",
         "a directory, which is made where it does not exist",
@@ -272,7 +272,7 @@ VARIABLES = (
         "Where every pass that changes something writes the program.",
         Path,
     ),
-    Variable(
+    Setting(
         "CG_DUMP_PASSES",
         "dump_passes",
         "a regular expression",
@@ -280,7 +280,7 @@ VARIABLES = (
         "Which passes write, by a search in their names.",
         re.compile,
     ),
-    Variable(
+    Setting(
         "CG_DUMP_RANKS",
         "dump_ranks",
         "ranks such as `0,2-5`, or `all`",
@@ -288,7 +288,7 @@ VARIABLES = (
         "Which ranks write.",
         parse_ranks,
     ),
-    Variable(
+    Setting(
         "CG_PASSES",
         "passes",
         "names of passes, each after a `+` or a `-`, with commas between them",
@@ -296,7 +296,7 @@ VARIABLES = (
         "Optimisations to switch off, as in `-overlap,-cse`; `+name` keeps one on.",
         _switches,
     ),
-    Variable(
+    Setting(
         "CG_TIMEOUT",
         "timeout",
         "a number of seconds, or 0 for no limit",
@@ -304,7 +304,7 @@ VARIABLES = (
         "How long a rank waits for another one before that is an error.",
         _seconds,
     ),
-    Variable(
+    Setting(
         "CG_SEED",
         "seed",
         "a whole number of at least 0",
@@ -312,7 +312,7 @@ VARIABLES = (
         "Seed of the random numbers that traced steps draw.",
         _whole,
     ),
-    Variable(
+    Setting(
         "CG_THREAD_CAP",
         "thread_cap",
         _ON,
@@ -320,7 +320,7 @@ VARIABLES = (
         "Whether a rank's thread pools are held to its share of the machine's cores.",
         _switch,
     ),
-    Variable(
+    Setting(
         "CG_AFFINITY",
         "affinity",
         _ON,
@@ -328,7 +328,7 @@ VARIABLES = (
         "Whether a rank is bound to its share of the machine's cores.",
         _switch,
     ),
-    Variable(
+    Setting(
         "CG_KEEP_MEMORY",
         "keep_memory",
         _ON,
@@ -337,7 +337,7 @@ VARIABLES = (
         "without page faults. What glibc's own variables say comes first.",
         _switch,
     ),
-    Variable(
+    Setting(
         "CG_BIND_DEVICES",
         "bind_devices",
         _ON,
@@ -345,7 +345,7 @@ VARIABLES = (
         "Whether a rank selects the accelerator of its local rank.",
         _switch,
     ),
-    Variable(
+    Setting(
         "CG_DEVICE",
         "device",
         "`auto`, `cpu`, `fake`, or a kind of accelerator, such as `cuda`",
@@ -357,7 +357,7 @@ VARIABLES = (
         "as GPUs may.",
         _word,
     ),
-    Variable(
+    Setting(
         "CG_RANK_REGISTRY",
         "rank_registry",
         "a directory",
@@ -366,7 +366,7 @@ VARIABLES = (
         "that end in the middle of it with exit code 0.",
         Path,
     ),
-    Variable(
+    Setting(
         "CG_NCCL_NONBLOCKING",
         "nccl_nonblocking",
         _ON,
@@ -376,7 +376,7 @@ VARIABLES = (
         "starts a thread for each call.",
         _switch,
     ),
-    Variable(
+    Setting(
         "HCCL_SO_PATH",
         "hccl_library",
         "the path of a `libhccl.so`",

@@ -35,7 +35,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _LauncherVariables:
     """The names of the variables of one kind of launcher; empty where it sets none."""
 
     launcher: str
@@ -46,26 +46,26 @@ class _Source:
 
 
 _SOURCES = (
-    _Source(
+    _LauncherVariables(
         OPEN_MPI,
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Source(HYDRA, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Source(
+    _LauncherVariables(HYDRA, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _LauncherVariables(
         "MVAPICH",
         "MV2_COMM_WORLD_RANK",
         "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Source("PALS", "PALS_RANKID", "", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _LauncherVariables("PALS", "PALS_RANKID", "", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 )
-_SLURM_PMI = _Source(SLURM, "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
-_SLURM = _Source(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
-_PMIX = _Source("PMIx", "PMIX_RANK", "", "", "")
+_SLURM_PMI = _LauncherVariables(SLURM, "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
+_SLURM = _LauncherVariables(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+_PMIX = _LauncherVariables("PMIx", "PMIX_RANK", "", "", "")
 """PMIx itself gives a rank and no size, as does PALS."""
 
 
@@ -123,7 +123,7 @@ def is_typed(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _sources(environ: Mapping[str, str], typed: bool) -> list[_Source]:
+def _sources(environ: Mapping[str, str], typed: bool) -> list[_LauncherVariables]:
     """The launchers whose variables describe this process.
 
     Processes that a task of Slurm starts inherit its variables, such as a batch job that is

@@ -27,7 +27,7 @@ class Foreign:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _ForeignVariables:
     """The variables of one kind of launcher.
 
     Attributes:
@@ -45,11 +45,13 @@ class _Source:
 _TORCH = (("RANK", "LOCAL_RANK"), "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 _SOURCES = (
-    _Source("accelerate launch", "ACCELERATE_", *_TORCH),
-    _Source("torchrun", "TORCHELASTIC_RUN_ID", *_TORCH),
-    _Source("deepspeed", "CROSS_SIZE", ("RANK",), "WORLD_SIZE", "LOCAL_SIZE"),
-    _Source("Horovod", "HOROVOD_RANK", ("HOROVOD_RANK",), "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
-    _Source("a launcher of torch.distributed", "", *_TORCH),
+    _ForeignVariables("accelerate launch", "ACCELERATE_", *_TORCH),
+    _ForeignVariables("torchrun", "TORCHELASTIC_RUN_ID", *_TORCH),
+    _ForeignVariables("deepspeed", "CROSS_SIZE", ("RANK",), "WORLD_SIZE", "LOCAL_SIZE"),
+    _ForeignVariables(
+        "Horovod", "HOROVOD_RANK", ("HOROVOD_RANK",), "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"
+    ),
+    _ForeignVariables("a launcher of torch.distributed", "", *_TORCH),
 )
 
 _TELLING = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")

@@ -15,10 +15,10 @@ from ...ir.pipeline.costs import Costs, Link
 from ...ir.types import FutureType, TensorType
 from .link_benchmark import try_edge
 from .message_latency import MessageLatency, message_latencies
-from .recording import Recording
+from .recording import RecordedTimes
 
 
-def measured_costs(world: World, module: Module, recordings: Sequence[Recording]) -> Costs:
+def measured_costs(world: World, module: Module, recordings: Sequence[RecordedTimes]) -> Costs:
     """The costs of a scheduled module, from recordings of it; collective.
 
     A cost that is measured several times is the mean. The times of a rank add up, and so do means,
@@ -63,13 +63,13 @@ def measured_costs(world: World, module: Module, recordings: Sequence[Recording]
 # -- calls --------------------------------------------------------------------------------------
 
 
-def _usual(recordings: Sequence[Recording]) -> list[Recording]:
+def _usual(recordings: Sequence[RecordedTimes]) -> list[RecordedTimes]:
     """The recordings without the fastest and the slowest quarter, by makespan."""
     out = len(recordings) // 4
     return sorted(recordings, key=lambda recording: recording.makespan)[out : len(recordings) - out]
 
 
-def _calls(recordings: Sequence[Recording]) -> dict[Call, float]:
+def _calls(recordings: Sequence[RecordedTimes]) -> dict[Call, float]:
     """The mean time of each call, in milliseconds."""
     times: dict[Call, list[float]] = defaultdict(list)
     for recording in recordings:
@@ -101,7 +101,7 @@ def _of_stages(module: Module, calls: Mapping[Call, float], action: Action) -> t
     return tuple(fmean(durations) if durations else 0.0 for durations in of_stages)
 
 
-def _overheads(module: Module, recordings: Sequence[Recording]) -> tuple[float, float]:
+def _overheads(module: Module, recordings: Sequence[RecordedTimes]) -> tuple[float, float]:
     """The overhead of a call, and that of starting a message, in milliseconds."""
     gaps: dict[Op, list[float]] = defaultdict(list)
     followers = _followers(module)

@@ -16,7 +16,7 @@ import torch
 
 from ...backends.base import World
 from ..environment.config import environment
-from ..world.clocks import Reading
+from ..world.clocks import ClockReading
 from ..world.single_rank_world import SingleRankWorld
 
 PACKAGES = ("cg", "numpy", "mpi4py")
@@ -79,7 +79,7 @@ def manifest(
     trace: Path,
     steps: Sequence[StepFacts],
     processes: Sequence[ProcessFacts],
-    clocks: tuple[Sequence[Reading], Sequence[Reading]],
+    clocks: tuple[Sequence[ClockReading], Sequence[ClockReading]],
     seconds: float,
 ) -> dict[str, Any]:
     """The manifest of a profile, as an object of JSON.
@@ -126,7 +126,7 @@ def manifest(
     }
 
 
-def _reading(reading: Reading) -> dict[str, float]:
+def _reading(reading: ClockReading) -> dict[str, float]:
     return {"offset": reading.offset / 1e3, "uncertainty": reading.uncertainty / 1e3}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
 from ...ir.ops.module import Module, Program
-from .recording import Recording
+from .recording import RecordedTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _WaitingCall:
 
 
 def message_latencies(
-    module: Module, recordings: Sequence[Recording], nodes: Sequence[int]
+    module: Module, recordings: Sequence[RecordedTimes], nodes: Sequence[int]
 ) -> Iterator[MessageLatency]:
     """The messages that recordings show a rank to have waited for.
 

@@ -21,7 +21,7 @@ from ..pictures.perfetto import write_trace
 from ..pictures.program_timeline import picture_of_programs
 from ..pictures.recorded_timeline import ProgramRecord, Records, picture_of_records
 from ..pictures.write import write_picture
-from ..world.clocks import Reading, compare_clocks
+from ..world.clocks import ClockReading, compare_clocks
 from ..world.world import world
 from .manifest import ProcessFacts, StepFacts, facts_of_process, manifest
 
@@ -30,7 +30,7 @@ LIMIT = 2_000_000
 
 
 @dataclass(eq=False)
-class Watched:
+class ProfiledPrograms:
     """The programs of one compiled step that this process runs.
 
     Attributes:
@@ -44,26 +44,28 @@ class Watched:
     bound: Mapping[int, Sequence[Recordable]]
 
 
-class _Watch:
+class _CompiledSteps:
     """All steps of a world that have been compiled and are still in use."""
 
     def __init__(self) -> None:
-        self.steps: WeakSet[Watched] = WeakSet()
+        self.steps: WeakSet[ProfiledPrograms] = WeakSet()
         self.count = 0
         self.profile: Profile | None = None
 
 
-_watches: WeakKeyDictionary[World, _Watch] = WeakKeyDictionary()
+_watches: WeakKeyDictionary[World, _CompiledSteps] = WeakKeyDictionary()
 
 
-def watch(world: World, module: Module, bound: Mapping[int, Sequence[Recordable]]) -> Watched:
+def watch(
+    world: World, module: Module, bound: Mapping[int, Sequence[Recordable]]
+) -> ProfiledPrograms:
     """Let profiles record a step that has been compiled; on all ranks, in the same order.
 
     Returns:
         The entry of the step; the step can be recorded as long as the caller holds it.
     """
-    world_watch = _watches.setdefault(world, _Watch())
-    watched = Watched(world_watch.count, module, bound)
+    world_watch = _watches.setdefault(world, _CompiledSteps())
+    watched = ProfiledPrograms(world_watch.count, module, bound)
     world_watch.count += 1
     world_watch.steps.add(watched)
     if world_watch.profile is not None:
@@ -85,14 +87,14 @@ class Profile:
         self._world = world
         self._budget = Budget(limit)
         self._ranges: Range | None = None
-        self._steps: dict[int, Watched] = {}
+        self._steps: dict[int, ProfiledPrograms] = {}
         self._logs: dict[tuple[int, int, int], InstructionLog] = {}
-        self._first: list[Reading] = []
+        self._first: list[ClockReading] = []
         self._began = 0.0
         self._records: Records | None = None
 
     def __enter__(self) -> Self:
-        world_watch = _watches.setdefault(self._world, _Watch())
+        world_watch = _watches.setdefault(self._world, _CompiledSteps())
         if world_watch.profile is not None:
             raise RuntimeError(
                 f"a profile is being recorded already, to {world_watch.profile.trace}: "
@@ -123,7 +125,7 @@ class Profile:
         elif isinstance(error, Exception):
             self._keep_own()
 
-    def include(self, watched: Watched) -> None:
+    def include(self, watched: ProfiledPrograms) -> None:
         """Record a step from its next execution on."""
         self._steps[watched.number] = watched
         for rank, programs in watched.bound.items():
@@ -243,7 +245,7 @@ class Profile:
         self,
         programs: Sequence[ProgramRecord],
         processes: Sequence[ProcessFacts],
-        last: Sequence[Reading],
+        last: Sequence[ClockReading],
         seconds: float,
     ) -> None:
         modules = {number: watched.module for number, watched in self._steps.items()}

@@ -16,7 +16,7 @@ from ...backends.program.linked import LinkedModule
 from ...ir.attributes import Stream
 from ...ir.ops.clone import clone
 from ...ir.ops.module import Module
-from ...ir.verify.communication import Span
+from ...ir.verify.communication import TimeSpan
 from ...passes.simulate.memory_plan import memory_plan
 from ...passes.simulate.program_times import ProgramTimes, RankTimes
 from ..runtime.numbering import Numbering
@@ -111,7 +111,7 @@ class CallLog:
 
 
 @dataclass(frozen=True)
-class Recording(ProgramTimes):
+class RecordedTimes(ProgramTimes):
     """The times of a step's programs when they ran; `spans` are those of calls.
 
     `exposed` is NaN, since the recording does not show which messages a rank waited for. Each
@@ -128,7 +128,7 @@ def record(
     call: CallFacts | None = None,
     *,
     timeout: float | None = None,
-) -> list[Recording]:
+) -> list[RecordedTimes]:
     """Run a module several times, and record when each call of each rank ran; collective.
 
     A rank with a device times a call by the device's clock, from its start to its end on the
@@ -187,19 +187,19 @@ def _recording(
     nodes: Sequence[int],
     everywhere: Sequence[tuple[float, dict[int, Stamps]]],
     peaks: Sequence[int],
-) -> Recording:
+) -> RecordedTimes:
     """The recording of one execution, from the stamps of each process."""
     zeros: dict[int, float] = {}
     for node, (zero, _) in zip(nodes, everywhere, strict=True):
         zeros[node] = min(zero, zeros.get(node, math.inf))
     stamps = {rank: own for _, of_ranks in everywhere for rank, own in of_ranks.items()}
     ranks: list[RankTimes] = []
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     for program, peak in zip(module.programs, peaks, strict=True):
         rank = program.rank or 0
         zero = zeros[nodes[rank]]
         own = [
-            Span(rank, program.ops[index], (start - zero) * 1e3, (end - zero) * 1e3)
+            TimeSpan(rank, program.ops[index], (start - zero) * 1e3, (end - zero) * 1e3)
             for index, (start, end) in sorted(stamps[rank].items())
         ]
         first, last = (own[0].start, own[-1].end) if own else (0.0, 0.0)
@@ -207,4 +207,4 @@ def _recording(
         blocked = max(0.0, last - first - busy)
         ranks.append(RankTimes(rank, first, last, busy, blocked, math.nan, peak))
         spans += own
-    return Recording(tuple(ranks), tuple(spans))
+    return RecordedTimes(tuple(ranks), tuple(spans))

@@ -63,7 +63,7 @@ def analyse(model: nn.Module, chain: Chain, example: Mapping[str, Any]) -> Analy
     Raises:
         ValueError: it cannot run on fakes, or does not run each layer once, in order.
     """
-    run = _Run(model, chain)
+    run = _AnalysisRun(model, chain)
     try:
         with run.watching():
             output = model(**run.fakes(example))
@@ -90,7 +90,7 @@ class _Layer:
     read: int = 0
 
 
-class _Run:
+class _AnalysisRun:
     def __init__(self, model: nn.Module, chain: Chain) -> None:
         self.model, self.chain = model, chain
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -10,7 +10,7 @@ from torch import nn
 from .analysis import Analysis, analyse
 from .balance import balance
 from .chain import Chain, find_chain
-from .cut_model import Costs, Cuts
+from .cut_model import Cuts, ModelCosts
 from .example_inputs import example_of
 
 
@@ -68,16 +68,16 @@ def _costs(
     chain: Chain,
     analysis: Analysis,
     costs: Sequence[float] | Literal["flops", "bytes"],
-) -> Costs:
+) -> ModelCosts:
     counted = costs == "flops" and any(analysis.flops)
     if counted:
-        return Costs("FLOPs", analysis.flops)
+        return ModelCosts("FLOPs", analysis.flops)
     if isinstance(costs, str):
         if costs not in ("flops", "bytes"):
             raise ValueError(f'costs is \'{costs}\'; give "flops", "bytes" or a number a layer')
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
         parts = (analysis.before, *analysis.layers, analysis.after)
-        return Costs("bytes", tuple(sum(sizes[name] for name in part) for part in parts))
+        return ModelCosts("bytes", tuple(sum(sizes[name] for name in part) for part in parts))
     values, count = tuple(costs), len(chain.layers)
     if len(values) == count:
         values = (0.0, *values, 0.0)
@@ -87,11 +87,15 @@ def _costs(
             f"{count} numbers that are not negative, or {count + 2}, with what comes before and "
             "after"
         )
-    return Costs("as given", values)
+    return ModelCosts("as given", values)
 
 
 def _lengths(
-    model: nn.Module, chain: Chain, analysis: Analysis, costs: Costs, stages: int | Sequence[int]
+    model: nn.Module,
+    chain: Chain,
+    analysis: Analysis,
+    costs: ModelCosts,
+    stages: int | Sequence[int],
 ) -> list[int]:
     """The number of layers of each stage."""
     count, model_name = len(chain.layers), type(model).__name__

@@ -12,11 +12,11 @@ from torch import nn
 
 from .analysis import Analysis
 from .chain import Chain
-from .part import Entry, Exit, Missing, ModelPart, Passage
+from .part import MissingParameter, ModelPart, PartEntry, PartExit, Passage
 
 
 @dataclass(frozen=True)
-class Costs:
+class ModelCosts:
     """The costs of the parts of a model.
 
     Attributes:
@@ -59,7 +59,12 @@ class Cuts(Sequence[StageOfModel]):
     """
 
     def __init__(
-        self, model: nn.Module, chain: Chain, analysis: Analysis, lengths: list[int], costs: Costs
+        self,
+        model: nn.Module,
+        chain: Chain,
+        analysis: Analysis,
+        lengths: list[int],
+        costs: ModelCosts,
     ) -> None:
         self.model, self.costs = model, costs
         self._chain, self._analysis = chain, analysis
@@ -86,15 +91,15 @@ class Cuts(Sequence[StageOfModel]):
         boundaries = self._analysis.boundaries
         passage = Passage(boundaries[start - 1] if start else None)
         # `deepcopy` takes what its memo has for copies: these layers and parameters are not copied.
-        memo: dict[int, Any] = {id(layer): Entry(layer, passage) for layer in layers[:start]}
-        memo |= {id(layer): Exit(layer, boundaries[stop - 1]) for layer in layers[stop:]}
+        memo: dict[int, Any] = {id(layer): PartEntry(layer, passage) for layer in layers[:start]}
+        memo |= {id(layer): PartExit(layer, boundaries[stop - 1]) for layer in layers[stop:]}
         missing = list(self._missing(stage))
         memo |= {id(self._parameters[place.name]): None for place in missing}
         return ModelPart(
             copy.deepcopy(self.model, memo), missing, stage.borrowed, stage.lent, passage
         )
 
-    def _missing(self, stage: StageOfModel) -> Iterator[Missing]:
+    def _missing(self, stage: StageOfModel) -> Iterator[MissingParameter]:
         """The places in a stage's model whose parameters the stage does not have."""
         own_names = set(stage.parameters)
         first = {id(p): name for name, p in self._parameters.items()}
@@ -106,7 +111,7 @@ class Cuts(Sequence[StageOfModel]):
         for path, parameter in self.model.named_parameters(remove_duplicate=False):
             name = first[id(parameter)]
             if name not in own_names and not path.startswith(absent):
-                yield Missing(path, name, parameter.shape, parameter.dtype)
+                yield MissingParameter(path, name, parameter.shape, parameter.dtype)
 
     def _share_out(self, lengths: list[int]) -> tuple[StageOfModel, ...]:
         bounds = [0, *itertools.accumulate(lengths)]

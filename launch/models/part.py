@@ -37,7 +37,7 @@ class ModelPart(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        missing: Sequence[Missing],
+        missing: Sequence[MissingParameter],
         borrowed: tuple[str, ...],
         lent: tuple[str, ...],
         passage: Passage,
@@ -133,7 +133,7 @@ class ModelPart(nn.Module):
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingParameter:
     """A place in a part's model whose parameter the part does not have.
 
     Attributes:
@@ -196,7 +196,7 @@ class _Stand(nn.Module):
         )
 
 
-class Entry(_Stand):
+class PartEntry(_Stand):
     """Stands for a layer before the part's own, and gives the tensors that have entered."""
 
     def __init__(self, layer: nn.Module, passage: Passage) -> None:
@@ -207,7 +207,7 @@ class Entry(_Stand):
         return self._passage.give()
 
 
-class Exit(_Stand):
+class PartExit(_Stand):
     """Stands for the layer behind the part's last one, and ends the run with its own inputs."""
 
     def __init__(self, layer: nn.Module, boundary: Boundary) -> None:

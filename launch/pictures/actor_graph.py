@@ -25,7 +25,7 @@ from ...ir.ops import (
 )
 from ...ir.ops.module import Channel, Function, Module, Program
 from ...ir.types import FutureType, TensorType, Type, format_ranks
-from .model import Kind
+from .model import WorkKind
 from .op_boxes import OpBoxes
 
 Key: TypeAlias = tuple[str, ...]
@@ -36,7 +36,7 @@ Transport: TypeAlias = Callable[[Channel], str]
 
 
 @dataclass(slots=True)
-class Node:
+class GraphNode:
     """A call, or an input, an output or a collective of the step.
 
     Attributes:
@@ -52,7 +52,7 @@ class Node:
     rank: int
     title: str
     detail: str
-    kind: Kind | None
+    kind: WorkKind | None
     source: str = ""
     count: int = 0
     layer: int = 0
@@ -87,7 +87,7 @@ class ActorGraph:
 
     name: str
     world: int
-    nodes: dict[Key, Node] = field(default_factory=dict)
+    nodes: dict[Key, GraphNode] = field(default_factory=dict)
     edges: dict[tuple[Key, Key], Edge] = field(default_factory=dict)
 
 
@@ -104,12 +104,12 @@ def actor_graph(
         transport: describes the transport of a channel.
         traced: the functions as they were traced, by name; their types have layouts.
     """
-    maker = _Maker(module, transport, traced or {})
+    maker = _GraphMaker(module, transport, traced or {})
     return maker.make()
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class _NodeOrigin:
     """The node that a value came from, its channel, and its type with a layout, if it has one."""
 
     node: Key
@@ -117,7 +117,7 @@ class _Origin:
     type: TensorType | None = None
 
 
-class _Maker:
+class _GraphMaker:
     """Makes one graph."""
 
     def __init__(
@@ -177,20 +177,20 @@ class _Maker:
         if home == rank:
             node.count += 1
 
-    def _node(self, rank: int, op: Op) -> Node:
+    def _node(self, rank: int, op: Op) -> GraphNode:
         box = self._boxes[rank].of(op) if not isinstance(op, Collective) else None
         if isinstance(op, Collective):
             types = ", ".join(str(_plain(value)) for value in op.results)
             ranks = f"ranks {format_ranks(op.group.ranks)}"
-            return Node(rank, op.opcode, ranks, Kind.MESSAGE, layout=types)
+            return GraphNode(rank, op.opcode, ranks, WorkKind.MESSAGE, layout=types)
         assert box is not None
         if not isinstance(op, Call):
-            return Node(rank, op.opcode, "", None)
+            return GraphNode(rank, op.opcode, "", None)
         actor = self._module.functions[op.fn.name].actor
         title = _title(self._module.functions[op.fn.name].body_name, actor)
         laid_out = [type_ for type_ in self._types(op, given=True) if type_ is not None]
         layout = ", ".join(map(str, dict.fromkeys(laid_out)))
-        return Node(rank, title, actor or "", box.kind, box.source, layout=layout)
+        return GraphNode(rank, title, actor or "", box.kind, box.source, layout=layout)
 
     def _types(self, op: Op, given: bool) -> Sequence[TensorType | None]:
         """The types that a call gives, or else takes, with their layouts; None without a layout."""
@@ -214,13 +214,13 @@ class _Maker:
                 for origin in self._origins(rank, value):
                     self._edge(origin, key, value, op.mb, type_ or origin.type)
 
-    def _origins(self, rank: int, value: Value) -> Iterator[_Origin]:
+    def _origins(self, rank: int, value: Value) -> Iterator[_NodeOrigin]:
         """The nodes that a value comes from."""
         channel: Channel | None = None
         while True:
             op = self._makers[rank].get(value)
             if op is None:
-                yield _Origin(self._input(rank, value), channel)
+                yield _NodeOrigin(self._input(rank, value), channel)
                 return
             if id(op) in self._keys:
                 output_types = self._types(op, given=True)
@@ -229,7 +229,7 @@ class _Maker:
                     if len(output_types) == len(op.results)
                     else None
                 )
-                yield _Origin(self._keys[id(op)], channel, type_)
+                yield _NodeOrigin(self._keys[id(op)], channel, type_)
                 return
             if isinstance(op, Recv | Broadcast):
                 channel = self._module.channels.get(op.chan or 0)
@@ -246,14 +246,14 @@ class _Maker:
     def _input(self, rank: int, value: Value) -> Key:
         key = (str(rank), "input", value.name)
         if key not in self._graph.nodes:
-            node = Node(rank, value.name, "input", None, count=1)
+            node = GraphNode(rank, value.name, "input", None, count=1)
             # Inputs come first.
             self._graph.nodes = {key: node, **self._graph.nodes}
         return key
 
     def _edge(
         self,
-        origin: _Origin,
+        origin: _NodeOrigin,
         target: Key,
         value: Value,
         mb: int | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from .actor_graph import ActorGraph, Edge, Key, Node
+from .actor_graph import ActorGraph, Edge, GraphNode, Key
 from .style import BAND, COLOURS, FAINT, INK, LINE, PAPER, svg_head
 
 _WIDTH, _HEIGHT, _MORE = 152, 38, 12
@@ -17,10 +17,10 @@ _CHARACTER = 6.1
 
 def graph_svg(graph: ActorGraph, title: str = "") -> str:
     """Draw an actor graph. Nodes and edges tell about themselves in tooltips."""
-    return _Drawing(graph, title or f"@{graph.name}").draw()
+    return _GraphDrawing(graph, title or f"@{graph.name}").draw()
 
 
-class _Drawing:
+class _GraphDrawing:
     """Draws one SVG."""
 
     def __init__(self, graph: ActorGraph, title: str) -> None:
@@ -78,7 +78,7 @@ class _Drawing:
             f'<text x="22" y="{top + height / 2 + 4:.1f}" font-weight="600">rank {rank}</text></g>'
         )
 
-    def _node(self, key: Key, node: Node) -> None:
+    def _node(self, key: Key, node: GraphNode) -> None:
         x, y = self._at[key]
         colour = PAPER if node.kind is None else COLOURS[node.kind]
         ink = INK if node.kind is None else "#ffffff"
@@ -99,7 +99,7 @@ class _Drawing:
             f'fill-opacity=".85" font-size="10">{detail}</text>{self._layout(node, x, y, ink)}</g>'
         )
 
-    def _layout(self, node: Node, x: float, y: float, ink: str) -> str:
+    def _layout(self, node: GraphNode, x: float, y: float, ink: str) -> str:
         """The third line of a box: how ranks hold what it gives."""
         if not node.layout:
             return ""

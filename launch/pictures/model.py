@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from ...ir.attributes import Action
 
 
-class Kind(enum.Enum):
+class WorkKind(enum.Enum):
     """The kind of work that a slice of time was spent on; the value stands in the legend."""
 
     FORWARD = "forward (F)"
@@ -24,9 +24,9 @@ class Kind(enum.Enum):
 
 
 KIND_OF = {
-    Action.FORWARD: Kind.FORWARD,
-    Action.BACKWARD: Kind.BACKWARD,
-    Action.WEIGHT: Kind.WEIGHT,
+    Action.FORWARD: WorkKind.FORWARD,
+    Action.BACKWARD: WorkKind.BACKWARD,
+    Action.WEIGHT: WorkKind.WEIGHT,
 }
 """The kind as which a task of a schedule is drawn."""
 
@@ -35,7 +35,7 @@ NUDGE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TimeSlice:
     """A box of a timeline.
 
     Attributes:
@@ -54,7 +54,7 @@ class Slice:
 
     start: float
     end: float
-    kind: Kind
+    kind: WorkKind
     name: str
     label: str = ""
     op: str = ""
@@ -76,7 +76,7 @@ class Track:
     """
 
     stream: str
-    slices: tuple[Slice, ...]
+    slices: tuple[TimeSlice, ...]
     lane: int = 0
 
     @property
@@ -86,7 +86,7 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankRow:
     """A rank, as one source tells of it.
 
     Attributes:
@@ -134,7 +134,7 @@ class Picture:
     """
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[RankRow, ...]
     note: str = ""
     arrows: tuple[Arrow, ...] = field(default=())
 
@@ -143,17 +143,17 @@ class Picture:
         """The end of the last slice, in milliseconds."""
         return max((box.end for box in self.slices()), default=0.0)
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Iterator[TimeSlice]:
         """All slices, from top to bottom."""
         for row in self.rows:
             for track in row.tracks:
                 yield from track.slices
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[WorkKind, ...]:
         """The kinds that occur, in the order of the legend."""
         present = {box.kind for box in self.slices()}
-        return tuple(kind for kind in Kind if kind in present)
+        return tuple(kind for kind in WorkKind if kind in present)
 
     @property
     def has_chunks(self) -> bool:
@@ -179,14 +179,14 @@ def lay_out(
     title: str,
     note: str,
     ranks: Iterable[int],
-    slices: Mapping[TrackKey, Sequence[Slice]],
+    slices: Mapping[TrackKey, Sequence[TimeSlice]],
     arrows: Iterable[tuple[End, End]],
 ) -> Picture:
     """Lay out slices: a row for each rank, and in it a track for each `lane` and stream.
 
     Arrows whose tracks have no slices are left out.
     """
-    rows: list[Row] = []
+    rows: list[RankRow] = []
     places: dict[TrackKey, tuple[int, int]] = {}
     for index, rank in enumerate(sorted(ranks)):
         keys = sorted((key for key in slices if key.rank == rank), key=_order) or [TrackKey(rank)]
@@ -195,7 +195,7 @@ def lay_out(
             Track(key.stream, tuple(sorted(slices.get(key, ()), key=_times)), key.lane)
             for key in keys
         )
-        rows.append(Row(rank, tuple(tracks)))
+        rows.append(RankRow(rank, tuple(tracks)))
     placed_arrows = (
         Arrow(Spot(*places[tail], start), Spot(*places[head], end))
         for (tail, start), (head, end) in arrows
@@ -209,13 +209,13 @@ def _order(key: TrackKey) -> tuple[int, int, str]:
     return key.lane, _STREAMS.index(key.stream) if known else len(_STREAMS), key.stream
 
 
-def _times(box: Slice) -> tuple[float, float]:
+def _times(box: TimeSlice) -> tuple[float, float]:
     return box.start, box.end
 
 
 def one_above_the_other(predicted: Picture, measured: Picture) -> Picture:
     """For each rank the predicted row, and under it the measured one."""
-    rows: list[tuple[int, int, Row]] = []
+    rows: list[tuple[int, int, RankRow]] = []
     for order, (name, picture) in enumerate((("predicted", predicted), ("measured", measured))):
         rows += [(row.rank, order, replace(row, source=name)) for row in picture.rows]
     rows.sort(key=lambda entry: entry[:2])

@@ -10,7 +10,7 @@ from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
 from ...ir.ops.module import Module, Program
 from ...ir.text.printer import format_op
 from ...ir.types import FutureType, TensorType, Type
-from .model import KIND_OF, Kind, Slice
+from .model import KIND_OF, TimeSlice, WorkKind
 
 
 class OpBoxes:
@@ -20,18 +20,18 @@ class OpBoxes:
         self._module = module
         stages = sorted({op.task.stage for op in program.ops if op.task is not None})
         self._chunks = {stage: chunk for chunk, stage in enumerate(stages)}
-        self._made: dict[int, Slice] = {}
+        self._made: dict[int, TimeSlice] = {}
         self._ops = program.ops
         self._makers: dict[Value, Op] = {value: op for op in program.ops for value in op.results}
 
-    def of(self, op: Op) -> Slice:
+    def of(self, op: Op) -> TimeSlice:
         """The box of `op`."""
         box = self._made.get(id(op))
         if box is None:
             box = self._made[id(op)] = self._make(op)
         return box
 
-    def instruction(self, index: int, role: Role, awaited: int | None) -> Slice:
+    def instruction(self, index: int, role: Role, awaited: int | None) -> TimeSlice:
         """The box of an instruction that was made for the op at `index`.
 
         Args:
@@ -46,15 +46,15 @@ class OpBoxes:
             awaited_name = (
                 "the others' reports" if awaited is None else self._name(self._ops[awaited])
             )
-            return replace(box, kind=Kind.WAIT, name=f"wait: {awaited_name}", label="")
+            return replace(box, kind=WorkKind.WAIT, name=f"wait: {awaited_name}", label="")
         if role is Role.ISSUE and not communicates:
-            return replace(box, kind=Kind.MESSAGE, name="report", label="", op="", source="")
+            return replace(box, kind=WorkKind.MESSAGE, name="report", label="", op="", source="")
         if role is Role.KEEP and isinstance(op, Call):
             actor = self._module.functions[op.fn.name].actor
             name = f"turn of {self._module.name} at {actor}"
-            return replace(box, kind=Kind.WAIT, name=name, label="", nbytes=None)
+            return replace(box, kind=WorkKind.WAIT, name=name, label="", nbytes=None)
         if role is Role.KEEP:
-            return replace(box, kind=Kind.OTHER, label="", nbytes=None)
+            return replace(box, kind=WorkKind.OTHER, label="", nbytes=None)
         return box
 
     def of_message(self, index: int, role: Role, awaited: int | None) -> Send | Recv | None:
@@ -64,12 +64,12 @@ class OpBoxes:
             return op
         return op if role is Role.AWAIT and isinstance(op, Recv) else None
 
-    def _make(self, op: Op) -> Slice:
+    def _make(self, op: Op) -> TimeSlice:
         mb = op.mb if op.task is None else op.task.microbatch
         location = op.loc
         if location is None and isinstance(op, Call):
             location = self._module.functions[op.fn.name].loc
-        return Slice(
+        return TimeSlice(
             0.0,
             0.0,
             self._kind(op),
@@ -83,20 +83,20 @@ class OpBoxes:
             stream=str((op.stream or Stream.COMPUTE).value),
         )
 
-    def _kind(self, op: Op) -> Kind:
+    def _kind(self, op: Op) -> WorkKind:
         if isinstance(op, Wait):
-            return Kind.WAIT
+            return WorkKind.WAIT
         if isinstance(op, Send | Recv | Collective):
-            return Kind.MESSAGE
+            return WorkKind.MESSAGE
         if not isinstance(op, Call):
-            return Kind.OTHER
+            return WorkKind.OTHER
         function = self._module.functions[op.fn.name]
         if op.task is not None:
-            return Kind.OTHER if function.actor is None else KIND_OF[op.task.action]
+            return WorkKind.OTHER if function.actor is None else KIND_OF[op.task.action]
         if function.actor is None:
-            return Kind.OTHER
+            return WorkKind.OTHER
         updates = bool(self._chunks) and function.effect in (Effect.WRITE, Effect.REDUCE)
-        return Kind.UPDATE if updates else Kind.CALL
+        return WorkKind.UPDATE if updates else WorkKind.CALL
 
     def _name(self, op: Op) -> str:
         task = "" if op.task is None else f"{op.task} "

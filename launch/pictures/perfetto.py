@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .model import Picture, Row, Slice, Spot
+from .model import Picture, RankRow, Spot, TimeSlice
 
 _COLOURS = {
     "FORWARD": "thread_state_running",
@@ -57,7 +57,7 @@ def trace_events(picture: Picture) -> Iterator[dict[str, Any]]:
         yield {**_flow("f", number, arrow.head), "bp": "e"}
 
 
-def _names(process: int, row: Row) -> Iterator[dict[str, Any]]:
+def _names(process: int, row: RankRow) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", process, 0, {"name": row.name})
     yield _metadata("process_sort_index", process, 0, {"sort_index": process})
     for thread, track in enumerate(row.tracks):
@@ -69,7 +69,7 @@ def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dic
     return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": args}
 
 
-def _complete(box: Slice, process: int, thread: int) -> dict[str, Any]:
+def _complete(box: TimeSlice, process: int, thread: int) -> dict[str, Any]:
     details = {
         "op": box.op,
         "source": box.source,

@@ -11,7 +11,7 @@ from ...ir.pipeline.costs import Costs
 from ...ir.verify.communication import Message
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
-from .model import NUDGE, End, Picture, Slice, TrackKey, lay_out
+from .model import NUDGE, End, Picture, TimeSlice, TrackKey, lay_out
 from .op_boxes import OpBoxes
 
 
@@ -27,7 +27,7 @@ def picture_of_programs(
         note: as in `Picture`.
     """
     boxes = {program.rank or 0: OpBoxes(module, program) for program in module.programs}
-    slices: dict[TrackKey, list[Slice]] = defaultdict(list)
+    slices: dict[TrackKey, list[TimeSlice]] = defaultdict(list)
 
     def add(rank: int, op: Op, start: float, end: float) -> None:
         box = boxes[rank].of(op)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ...backends.program.tracing import Origin
+from ...backends.program.tracing import InstructionOrigin
 from ...ir.ops import Recv, Send
 from ...ir.ops.module import Module
-from ..world.clocks import Reading, common_time
-from .model import NUDGE, Picture, Slice, TrackKey, lay_out
+from ..world.clocks import ClockReading, common_time
+from .model import NUDGE, Picture, TimeSlice, TrackKey, lay_out
 from .op_boxes import OpBoxes
 
 Which: TypeAlias = tuple[int, int]
@@ -33,7 +33,7 @@ class ProgramRecord:
     step: int
     context: int
     rank: int
-    origins: tuple[Origin, ...]
+    origins: tuple[InstructionOrigin, ...]
     events: array[int]
     left_out: int
 
@@ -50,8 +50,8 @@ class Records:
 
     programs: tuple[ProgramRecord, ...]
     modules: Mapping[int, Module]
-    first: tuple[Reading, ...]
-    last: tuple[Reading, ...]
+    first: tuple[ClockReading, ...]
+    last: tuple[ClockReading, ...]
 
     def only(self, step: int, execution: int) -> Records:
         """One execution of one step."""
@@ -84,10 +84,10 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
     instructions = [
         _instructions(record, records.modules[record.step]) for record in records.programs
     ]
-    boxes: list[tuple[Which, Slice]] = []
+    boxes: list[tuple[Which, TimeSlice]] = []
     spans: dict[int, dict[Which, tuple[float, float]]] = defaultdict(dict)
-    tails: dict[_MessageKey, tuple[Which, Slice]] = {}
-    heads: dict[_MessageKey, tuple[Which, Slice]] = {}
+    tails: dict[_MessageKey, tuple[Which, TimeSlice]] = {}
+    heads: dict[_MessageKey, tuple[Which, TimeSlice]] = {}
     for index, instruction, execution, began, ended in _events(records):
         which, record = (index, execution), records.programs[index]
         box, message = instructions[index][instruction]
@@ -103,10 +103,10 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
         which: lane for rank_spans in spans.values() for which, lane in _lanes(rank_spans).items()
     }
 
-    def track(which: Which, box: Slice) -> TrackKey:
+    def track(which: Which, box: TimeSlice) -> TrackKey:
         return TrackKey(records.programs[which[0]].rank, box.stream, lanes[which])
 
-    slices: dict[TrackKey, list[Slice]] = defaultdict(list)
+    slices: dict[TrackKey, list[TimeSlice]] = defaultdict(list)
     for which, box in boxes:
         slices[track(which, box)].append(box)
     arrows = (
@@ -132,7 +132,9 @@ def _events(records: Records) -> Iterator[tuple[int, int, int, float, float]]:
             yield index, instruction, execution, began, ended
 
 
-def _instructions(record: ProgramRecord, module: Module) -> list[tuple[Slice, Send | Recv | None]]:
+def _instructions(
+    record: ProgramRecord, module: Module
+) -> list[tuple[TimeSlice, Send | Recv | None]]:
     """For each instruction its box, and the message that it sends or waits for."""
     boxes = OpBoxes(module, module.program_of(record.rank))
     origins = [(origin.op, origin.role, origin.awaited) for origin in record.origins]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...ir.attributes import Action, Task
 from ...ir.pipeline.timing import Timeline
-from .model import KIND_OF, NUDGE, End, Picture, Slice, TrackKey, lay_out
+from .model import KIND_OF, NUDGE, End, Picture, TimeSlice, TrackKey, lay_out
 
 _NAMES = {
     Action.FORWARD: "forward",
@@ -16,7 +16,7 @@ _NEXT_STAGE = {Action.FORWARD: 1, Action.BACKWARD: -1}
 
 def picture_of_schedule(timeline: Timeline, title: str, note: str = "") -> Picture:
     """A schedule on paper: a row for each rank, a box for each task, arrows between ranks."""
-    slices: dict[TrackKey, list[Slice]] = {}
+    slices: dict[TrackKey, list[TimeSlice]] = {}
     ends: dict[Task, tuple[TrackKey, float, float]] = {}
     for rank in timeline.rows:
         key = TrackKey(rank)
@@ -29,11 +29,11 @@ def picture_of_schedule(timeline: Timeline, title: str, note: str = "") -> Pictu
     return lay_out(title, note, timeline.rows, slices, _task_arrows(ends))
 
 
-def _task_slice(task: Task, start: float, end: float, chunk: int) -> Slice:
+def _task_slice(task: Task, start: float, end: float, chunk: int) -> TimeSlice:
     mb = task.microbatch
     name = f"{task}: {_NAMES[task.action]} of microbatch {mb} on stage {task.stage}"
     kind = KIND_OF[task.action]
-    return Slice(start, end, kind, name, str(mb), str(task), microbatch=mb, chunk=chunk)
+    return TimeSlice(start, end, kind, name, str(mb), str(task), microbatch=mb, chunk=chunk)
 
 
 def _task_arrows(ends: dict[Task, tuple[TrackKey, float, float]]) -> list[tuple[End, End]]:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 from html import escape
 
-from .model import Kind
+from .model import WorkKind
 
-COLOURS: dict[Kind, str] = {
-    Kind.FORWARD: "#3d74cc",
-    Kind.BACKWARD: "#d0692b",
-    Kind.WEIGHT: "#2f8f5b",
-    Kind.UPDATE: "#7d53b8",
-    Kind.CALL: "#3d74cc",
-    Kind.MESSAGE: "#1b8a9c",
-    Kind.WAIT: "#e4e7ec",
-    Kind.OTHER: "#8a94a3",
+COLOURS: dict[WorkKind, str] = {
+    WorkKind.FORWARD: "#3d74cc",
+    WorkKind.BACKWARD: "#d0692b",
+    WorkKind.WEIGHT: "#2f8f5b",
+    WorkKind.UPDATE: "#7d53b8",
+    WorkKind.CALL: "#3d74cc",
+    WorkKind.MESSAGE: "#1b8a9c",
+    WorkKind.WAIT: "#e4e7ec",
+    WorkKind.OTHER: "#8a94a3",
 }
 """Fills; white text can be read on all of them but WAIT."""
 
 
-def fill_of(kind: Kind, chunk: int = 0) -> str:
+def fill_of(kind: WorkKind, chunk: int = 0) -> str:
     """The colour of a slice; every other chunk of a rank is darker."""
     colour = COLOURS[kind]
-    if chunk % 2 == 0 or kind is Kind.WAIT:
+    if chunk % 2 == 0 or kind is WorkKind.WAIT:
         return colour
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part * 0.68):02x}" for part in parts)
@@ -50,9 +50,9 @@ def svg_head(width: float, height: float, style: str, title: str) -> list[str]:
     ]
 
 
-def ink_on(kind: Kind) -> str:
+def ink_on(kind: WorkKind) -> str:
     """The colour of text on a slice."""
-    return FAINT if kind is Kind.WAIT else "#ffffff"
+    return FAINT if kind is WorkKind.WAIT else "#ffffff"
 
 
 def ticks(end: float, wanted: int = 10) -> list[float]:

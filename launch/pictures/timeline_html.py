@@ -12,11 +12,11 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from .model import Kind, Picture, Slice
+from .model import Picture, TimeSlice, WorkKind
 from .style import SHADES, fill_of, ink_on
 from .tracks import Band, stack, total
 
-_KINDS = tuple(Kind)
+_KINDS = tuple(WorkKind)
 
 
 def timeline_html(picture: Picture, graph: str = "") -> str:
@@ -75,7 +75,7 @@ def _kinds(picture: Picture) -> list[dict[str, Any]]:
             "fills": [fill_of(kind, chunk) for chunk in (0, 1)],
             "ink": ink_on(kind),
             "used": kind in used,
-            "quiet": kind is Kind.WAIT,
+            "quiet": kind is WorkKind.WAIT,
         }
         for kind in _KINDS
     ]
@@ -114,7 +114,7 @@ def _row(band: Band, strings: _Strings) -> dict[str, Any]:
     }
 
 
-def _slice(box: Slice, strings: _Strings) -> list[Any]:
+def _slice(box: TimeSlice, strings: _Strings) -> list[Any]:
     return [
         _rounded(box.start),
         _rounded(box.end),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from .model import Arrow, Kind, Picture, Slice, Spot
+from .model import Arrow, Picture, Spot, TimeSlice, WorkKind
 from .style import (
     BAND,
     FAINT,
@@ -40,10 +40,10 @@ def timeline_svg(picture: Picture, width: float | None = None) -> str:
         width: of the time axis in pixels; None for a width at which the boxes' labels fit, within
             limits.
     """
-    return _Drawing(picture, width).draw()
+    return _TimelineDrawing(picture, width).draw()
 
 
-def tooltip(each: Slice) -> str:
+def tooltip(each: TimeSlice) -> str:
     """The tooltip of a slice: its name, times, size, source and op, a line each."""
     lines = [each.name, f"{time_text(each.end - each.start)}, from {time_text(each.start)}"]
     if each.execution is not None:
@@ -54,7 +54,7 @@ def tooltip(each: Slice) -> str:
     return "\n".join(lines)
 
 
-class _Drawing:
+class _TimelineDrawing:
     """Draws one SVG."""
 
     def __init__(self, picture: Picture, width: float | None) -> None:
@@ -130,7 +130,7 @@ class _Drawing:
         for box in lane.track.slices:
             self._slice(box, top, lane.height)
 
-    def _slice(self, box: Slice, top: int, height: int) -> None:
+    def _slice(self, box: TimeSlice, top: int, height: int) -> None:
         x, width = self._x(box.start), (box.end - box.start) * self._per_ms
         if width < _INVISIBLE:
             return
@@ -144,10 +144,10 @@ class _Drawing:
             + "</g>"
         )
 
-    def _text(self, box: Slice, middle: float, top: int, height: int, width: float) -> str:
+    def _text(self, box: TimeSlice, middle: float, top: int, height: int, width: float) -> str:
         size = 11 if height > 16 else 9
         room = int((width - 3) / (size * 0.58))
-        if room < 1 or not box.label or box.kind is Kind.WAIT:
+        if room < 1 or not box.label or box.kind is WorkKind.WAIT:
             return ""
         label = box.label if len(box.label) <= room else ""
         if not label and room >= 4:
@@ -194,7 +194,7 @@ def _natural_width(picture: Picture) -> float:
     times = sorted(
         box.end - box.start
         for box in picture.slices()
-        if box.label and box.kind is not Kind.MESSAGE and box.end > box.start
+        if box.label and box.kind is not WorkKind.MESSAGE and box.end > box.start
     )
     if not times or not picture.end:
         return _NARROWEST
@@ -202,14 +202,14 @@ def _natural_width(picture: Picture) -> float:
     return min(max(natural, _NARROWEST), _WIDEST)
 
 
-def _class(kind: Kind, chunk: int = 0) -> str:
+def _class(kind: WorkKind, chunk: int = 0) -> str:
     return kind.name.lower() + ("-odd" if chunk % 2 else "")
 
 
 _FILLS = "\n".join(
     f".{_class(kind, chunk)} rect{{fill:{fill_of(kind, chunk)}}}"
     f".{_class(kind, chunk)} .in{{fill:{ink_on(kind)}}}"
-    for kind in Kind
+    for kind in WorkKind
     for chunk in (0, 1)
 )
 _STYLE = f"""<style>

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .model import Picture, Row, Track
+from .model import Picture, RankRow, Track
 
 TALL, SHORT = 26, 13
 """Heights of tracks: of those that compute, and of all others."""
@@ -26,7 +26,7 @@ class Lane:
 class Band:
     """A row and its place, without the space around it."""
 
-    row: Row
+    row: RankRow
     top: int
     height: int
     lanes: tuple[Lane, ...]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...backends.agreement.digests import digest
-from ...backends.agreement.gather import ADVICE, Part, agree
+from ...backends.agreement.gather import ADVICE, ComparedText, agree
 from ...backends.base import World
 from ...backends.errors import PlanMismatch
 from ...ir.location import Location
@@ -70,7 +70,7 @@ class TraceRequest:
         if world.is_virtual:
             return
         refusal: InputError | None = None
-        arguments: dict[str, Part] = {}
+        arguments: dict[str, ComparedText] = {}
         doing = f"step '{self.name}'"
         try:
             place = Place(tuple(range(world.size)))
@@ -81,8 +81,8 @@ class TraceRequest:
             refusal = error
         refusal_text = "nothing" if refusal is None else str(refusal)
         parts = {
-            "step": Part("the step is", self._text()),
-            "refusal": Part("what forbids its arguments is", refusal_text),
+            "step": ComparedText("the step is", self._text()),
+            "refusal": ComparedText("what forbids its arguments is", refusal_text),
             **arguments,
         }
         tell(world, f"the trace of {doing}")
@@ -129,14 +129,14 @@ def check_compilation(
     if world.is_virtual:
         return
     parts = {
-        option: Part(f"{option} in compile() is", text_of(value))
+        option: ComparedText(f"{option} in compile() is", text_of(value))
         for option, value in options.items()
     }
     for number, trace in enumerate(traces):
         parts |= _beside(trace, number)
         text = format_module(trace.module)
-        parts[f"{number} trace"] = Part("in what it calls", f"{text}\n")
-        parts[f"{number} results"] = Part("what it returns is", _results(trace))
+        parts[f"{number} trace"] = ComparedText("in what it calls", f"{text}\n")
+        parts[f"{number} results"] = ComparedText("what it returns is", _results(trace))
     agree(world, f"the ranks have traced step {step} differently", parts, ADVICE)
 
 
@@ -146,7 +146,7 @@ def check_fuse(world: World, step: str, fuse: str | None) -> None:
     Raises:
         PlanMismatch: they do not; all ranks raise it, and can go on.
     """
-    parts = {"fuse": Part("fuse in compile() is", text_of(fuse))}
+    parts = {"fuse": ComparedText("fuse in compile() is", text_of(fuse))}
     agree(world, f"the ranks compile step {step} differently", parts, ADVICE)
 
 
@@ -197,10 +197,12 @@ def _parameters(fn: Callable[..., Any]) -> str:
     )
 
 
-def _arguments(spec: InputSpec, loc: Location | None) -> dict[str, Part]:
+def _arguments(spec: InputSpec, loc: Location | None) -> dict[str, ComparedText]:
     location = "" if loc is None else f", defined at {loc.file}:{loc.line},"
     return {
-        f"argument {name}": Part(f"argument {name} of {spec.step}(){location} is", _argument(leaf))
+        f"argument {name}": ComparedText(
+            f"argument {name} of {spec.step}(){location} is", _argument(leaf)
+        )
         for name, leaf in zip(spec.names, spec.tree.leaves, strict=True)
     }
 
@@ -215,16 +217,18 @@ def _argument(leaf: Leaf) -> str:
             return text_of(value)
 
 
-def _beside(trace: Trace, number: int) -> dict[str, Part]:
+def _beside(trace: Trace, number: int) -> dict[str, ComparedText]:
     """The facts that all ranks must share and that the text of a trace does not say."""
     parts = {}
     for call in trace.given:
         words = f"{call.function}, called at {call.loc}, is given"
-        parts[f"{number} {call.function}"] = Part(words, ", ".join(call.values))
+        parts[f"{number} {call.function}"] = ComparedText(words, ", ".join(call.values))
     for op in trace.module.program.ops:
         if isinstance(op, Constant) and op.ref is not None:
             words = f"the constant made at {op.loc} is"
-            parts[f"{number} {op.ref.name}"] = Part(words, _content(trace.constants[op.ref.name]))
+            parts[f"{number} {op.ref.name}"] = ComparedText(
+                words, _content(trace.constants[op.ref.name])
+            )
     return parts
 
 

@@ -18,10 +18,10 @@ from ...backends.cpu.waiting.node import MpiWorld
 from ...backends.device import Device
 from ...backends.devices.programs.tail import follow_tails
 from ...backends.driven.commands import CONTEXTS, VARIANTS
-from ...backends.driven.execution_launcher import Launcher
+from ...backends.driven.execution_launcher import ExecutionLauncher
 from ...backends.driven.executions import Executions
 from ...backends.driven.futures import Future
-from ...backends.driven.graphs import Graph
+from ...backends.driven.graphs import DrivenGraph
 from ...backends.driven.rank_scheduler import ExecutionContext
 from ...backends.driven.shared_channels import share_channels
 from ...backends.errors import StepTimeout
@@ -50,7 +50,7 @@ class OpenGraph:
     """
 
     executions: Executions
-    graph: Graph
+    graph: DrivenGraph
     statistics: Mapping[int, Statistics]
     recover: Callable[[], None] | None
     device: Device | None
@@ -85,7 +85,7 @@ class OpenGraph:
         """Starts executions; None if this process does not play the driver."""
         if self.graph.driver not in self.executions.schedulers:
             return None
-        launcher, recover = Launcher(self.executions, self.graph), self.recover
+        launcher, recover = ExecutionLauncher(self.executions, self.graph), self.recover
         if recover is None:
             return launcher
 
@@ -228,7 +228,7 @@ def make_graph(
                 raise
     if on_device is not None:
         on_device.device.synchronize()  # constants are there for all streams
-    graph = Graph(name, driver, modules, contexts, [variant.rebuild for variant in variants])
+    graph = DrivenGraph(name, driver, modules, contexts, [variant.rebuild for variant in variants])
     executions.open(graph)
     recover = None
     if fabrics_of(world) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...backends.agreement.gather import Part, agree
+from ...backends.agreement.gather import ComparedText, agree
 from ...backends.base import World
 
 
@@ -42,7 +42,7 @@ def check_state(
         ValueError: it is of a run with another seed, or lacks something.
     """
     entries = sorted(f"{key}: {value!r}" for key, value in state.items())
-    part = {"state": Part("the state is", ", ".join(entries))}
+    part = {"state": ComparedText("the state is", ", ".join(entries))}
     agree(world, f"the ranks resume step {step} differently", part, _ADVICE)
     keys = {"seed", *counts}
     if set(state) != keys:

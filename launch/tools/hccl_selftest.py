@@ -37,7 +37,7 @@ EXECUTIONS = 8
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8)
 
 
-class Part(nn.Module):
+class SelftestLayer(nn.Module):
     """A layer, and a method that returns its argument."""
 
     def __init__(self, seed: int) -> None:
@@ -55,7 +55,7 @@ class Part(nn.Module):
         return x * self.scale
 
 
-PartActor: Any = actor(Part)
+PartActor: Any = actor(SelftestLayer)
 
 
 def main() -> None:
@@ -155,7 +155,7 @@ def _collectives(parts: Sequence[Any]) -> str:
 
 
 def _training(parts: Sequence[Any]) -> str:
-    plain = [Part(rank) for rank in range(len(parts))]
+    plain = [SelftestLayer(rank) for rank in range(len(parts))]
     x = torch.linspace(-1, 1, 8 * 16).view(8, 16)
 
     @trace

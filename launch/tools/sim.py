@@ -47,7 +47,7 @@ _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpip
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class _SimulatedPipeline:
     """A pipeline and its schedule, which are to be simulated.
 
     Attributes:
@@ -170,7 +170,7 @@ def _storing(options: argparse.Namespace) -> Storing | None:
     return Storing(members, options.keep or "step")
 
 
-def _draw(options: argparse.Namespace, problem: _Problem, simulation: Simulation) -> None:
+def _draw(options: argparse.Namespace, problem: _SimulatedPipeline, simulation: Simulation) -> None:
     """Write the files that were asked for."""
     files: dict[str, Path | None] = {
         ".svg": options.svg,
@@ -221,7 +221,7 @@ def _of_stages(costs: Costs, pipeline: Pipeline) -> Costs:
     return costs.shared(pipeline.stage_ranks)
 
 
-def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
+def _from_name(options: argparse.Namespace, costs: Costs) -> _SimulatedPipeline:
     name = options.schedule
     for needed in ("stages", "microbatches"):
         if getattr(options, needed) is None:
@@ -237,13 +237,13 @@ def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")
             raise ValueError(f"--{flag} is for auto; schedule '{name}' does not search")
-    return _Problem(pipeline, schedules.by_name(name)(pipeline), {})
+    return _SimulatedPipeline(pipeline, schedules.by_name(name)(pipeline), {})
 
 
 _OF_SEARCH = ("max_activations", "max_bytes", "budget", "seed", "remat")
 
 
-def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> _Problem:
+def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> _SimulatedPipeline:
     """The order that auto finds, and how good it is."""
     if options.budget is not None and not options.budget > 0:
         raise ValueError(f"--budget {options.budget}: it must be above 0")
@@ -268,7 +268,7 @@ def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> 
         "tried": best.trials,
         "search_s": round(seconds, 3),
     }
-    return _Problem(pipeline, best.order, search, best.remat)
+    return _SimulatedPipeline(pipeline, best.order, search, best.remat)
 
 
 _MOST_STAGES, _MOST_CELLS = 1 << 10, 1 << 18
@@ -311,7 +311,7 @@ def _layout(options: argparse.Namespace, chunks: int) -> tuple[int, ...]:
     return line + line[::-1]
 
 
-def _from_table(options: argparse.Namespace) -> _Problem:
+def _from_table(options: argparse.Namespace) -> _SimulatedPipeline:
     """The problem of a table, whose stages are each on the rank that runs them."""
     for name in ("chunks", "layout", *_OF_SEARCH):
         if getattr(options, name) is not None:
@@ -324,7 +324,7 @@ def _from_table(options: argparse.Namespace) -> _Problem:
         if getattr(options, name) not in (None, size):
             requested = getattr(options, name)
             raise ValueError(f"--{name} {requested}: the table {options.table} has {size}")
-    return _Problem(pipeline, schedules.table(text, options.table)(pipeline), {})
+    return _SimulatedPipeline(pipeline, schedules.table(text, options.table)(pipeline), {})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ ROUNDS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ClockReading:
     """A clock beside that of rank 0, in nanoseconds.
 
     Attributes:
@@ -37,12 +37,12 @@ class _Bounds:
     def both(self, other: _Bounds) -> _Bounds:
         return _Bounds(max(self.low, other.low), min(self.high, other.high))
 
-    def reading(self, at: int) -> Reading:
+    def reading(self, at: int) -> ClockReading:
         half = max(0, self.high - self.low + 1) // 2
-        return Reading(at, (self.low + self.high) // 2, half)
+        return ClockReading(at, (self.low + self.high) // 2, half)
 
 
-def compare_clocks(world: World, rounds: int = ROUNDS) -> list[Reading]:
+def compare_clocks(world: World, rounds: int = ROUNDS) -> list[ClockReading]:
     """A reading for each rank, the same on all ranks; collective.
 
     Every rank comes to a barrier before any rank leaves it. So rank 0 comes before another rank
@@ -51,7 +51,7 @@ def compare_clocks(world: World, rounds: int = ROUNDS) -> list[Reading]:
     as the bounds allow.
     """
     if world.is_virtual:
-        return [Reading(perf_counter_ns(), 0, 0)] * world.size
+        return [ClockReading(perf_counter_ns(), 0, 0)] * world.size
     came, left = [], []
     for _ in range(rounds):
         came.append(perf_counter_ns())
@@ -62,7 +62,7 @@ def compare_clocks(world: World, rounds: int = ROUNDS) -> list[Reading]:
 
 def readings(
     meetings: Sequence[tuple[list[int], list[int]]], nodes: Sequence[int]
-) -> list[Reading]:
+) -> list[ClockReading]:
     """Derive the offsets of clocks from barriers of the ranks.
 
     Args:
@@ -96,7 +96,7 @@ def _of_machines(bounds: Sequence[_Bounds], nodes: Sequence[int]) -> list[_Bound
     ]
 
 
-def common_time(time: int, first: Reading, last: Reading) -> float:
+def common_time(time: int, first: ClockReading, last: ClockReading) -> float:
     """Convert a time of a rank's clock to rank 0's, between two readings of that clock.
 
     Clocks are taken to drift evenly.

@@ -25,7 +25,7 @@ class CallFacts:
         loc: its first line.
         words: the step and its arguments, in words.
         every: compare every n-th execution, from the first; 0: none; None: the executions that
-            `Comparison` chooses.
+            `ArgumentComparison` chooses.
     """
 
     spec: InputSpec
@@ -35,14 +35,14 @@ class CallFacts:
 
     def comparison(
         self, world: World, control: Control, progress: Sequence[Callable[[], None]]
-    ) -> Comparison | None:
+    ) -> ArgumentComparison | None:
         """Make the comparison of the ranks' arguments; None if there is nothing to compare."""
         if self.every == 0 or self.spec.place.is_single or not self.spec.tree.values:
             return None
-        return Comparison(world, control, self, progress)
+        return ArgumentComparison(world, control, self, progress)
 
 
-class Comparison:
+class ArgumentComparison:
     """Compares the arguments of some executions of a step, each before it runs.
 
     Without `check_inputs`, `until_next` chooses the executions. Ranks count them alike, so all

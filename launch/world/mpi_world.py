@@ -36,7 +36,7 @@ HEAD = 4096
 
 
 @dataclass
-class _Wait:
+class _CollectiveWait:
     """A collective call of this rank, while it lasts."""
 
     request: Request
@@ -197,7 +197,7 @@ class MpiWorld:
         if self._closed or self._mpi.Is_finalized():
             return
         self._refuse_if_broken()
-        wait = _Wait(self._side.Ibarrier(), self._sequence, "")
+        wait = _CollectiveWait(self._side.Ibarrier(), self._sequence, "")
         if not wait_until(wait.request.Test, self._timeout, partial(self._tell, wait)):
             raise TimeoutError(
                 f"the program of rank {self.rank} ended {self._timeout:g} s ago, but another "
@@ -238,7 +238,7 @@ class MpiWorld:
     def _complete(self, request: Request, call: str) -> None:
         self._refuse_if_broken()
         self._sequence += 1
-        wait = _Wait(request, self._sequence, call)
+        wait = _CollectiveWait(request, self._sequence, call)
         try:
             if self._observer is not None:
                 self._observer.enter(self._sequence, f"{call} at {user_line()}")
@@ -251,7 +251,7 @@ class MpiWorld:
             self._broken = f"{call} at {user_line()} failed in MPI: {error}. {SAME_CALLS}"
             raise WorldError(self._broken) from error
 
-    def _glance(self, wait: _Wait, waited: float) -> None:
+    def _glance(self, wait: _CollectiveWait, waited: float) -> None:
         """Raise if this call cannot complete any more.
 
         A rank may leave after it has made the call: the root of a broadcast may have ended long
@@ -277,7 +277,7 @@ class MpiWorld:
                 f"rank {self.rank} waits in {wait.call} at {user_line()}, but {why}. {SAME_CALLS}"
             )
 
-    def _tell(self, wait: _Wait, waited: float) -> None:
+    def _tell(self, wait: _CollectiveWait, waited: float) -> None:
         """Tell the other ranks, once, that this one waits or has left; read what they tell."""
         if self._notices is None:
             return
@@ -286,7 +286,7 @@ class MpiWorld:
             self._notices.post(Notice(wait.sequence, wait.call, user_line()))
         self._notices.collect()
 
-    def _patience(self, wait: _Wait) -> float:
+    def _patience(self, wait: _CollectiveWait) -> float:
         patience = STALL if wait.call else LEAVING
         return patience if self._timeout is None else min(patience, self._timeout / 4)
 

@@ -52,7 +52,7 @@ Frame = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class StackAddress:
     """The address at which a process is asked.
 
     Attributes:
@@ -87,10 +87,10 @@ class Stacks:
         self._has_handler = signal.getsignal(SIGNAL) == signal.SIG_DFL
         if self._has_handler:
             faulthandler.register(SIGNAL, self._dump, all_threads=True)
-        self._others: dict[int, Address] = {}
+        self._others: dict[int, StackAddress] = {}
 
     @property
-    def address(self) -> Address:
+    def address(self) -> StackAddress:
         """The address at which others ask this process."""
         main = threading.main_thread().ident
         assert main is not None
@@ -100,9 +100,9 @@ class Stacks:
             for descriptor in (self._writer, self._answer, self._dump)
         )
         thread = self._thread.native_id
-        return Address(os.getpid(), thread, main, pipe, answer, dump, self._has_handler)
+        return StackAddress(os.getpid(), thread, main, pipe, answer, dump, self._has_handler)
 
-    def meet(self, others: Mapping[int, Address]) -> None:
+    def meet(self, others: Mapping[int, StackAddress]) -> None:
         """Learn how to ask the other ranks of this machine."""
         self._others = dict(others)
 
@@ -214,7 +214,7 @@ def _open(pid: int, descriptor: tuple[int, int], flags: int) -> int | None:
     return None
 
 
-def _ask(to: Address) -> int | None:
+def _ask(to: StackAddress) -> int | None:
     """Ask a process; the number of its last answer, or None where it cannot be asked."""
     number, _ = _read_answer(to)
     pipe = _open(to.pid, to.pipe, os.O_WRONLY)
@@ -229,7 +229,7 @@ def _ask(to: Address) -> int | None:
     return number
 
 
-def _read_answer(to: Address) -> tuple[int, str]:
+def _read_answer(to: StackAddress) -> tuple[int, str]:
     """The last answer of a process and its number: 0 before the first, -1 if it cannot be read."""
     file = _open(to.pid, to.answer, os.O_RDONLY)
     if file is None:
@@ -245,7 +245,7 @@ def _read_answer(to: Address) -> tuple[int, str]:
     return (number, text.decode()) if zlib.crc32(text) == checksum else (0, "")
 
 
-def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
+def _dumps(silent: Mapping[int, StackAddress], seconds: float) -> dict[int, Sight]:
     """Have processes that were silent for `seconds` write their stacks, by the signal."""
     began: dict[int, int] = {}
     for rank, to in silent.items():
@@ -265,7 +265,7 @@ def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
     return sights
 
 
-def _signal(to: Address) -> bool:
+def _signal(to: StackAddress) -> bool:
     """Send the signal to the thread that answers; False if that thread has ended."""
     try:
         return bool(ctypes.CDLL(None).tgkill(to.pid, to.thread, int(SIGNAL)) == 0)
@@ -273,7 +273,7 @@ def _signal(to: Address) -> bool:
         return False
 
 
-def _size(to: Address) -> int | None:
+def _size(to: StackAddress) -> int | None:
     file = _open(to.pid, to.dump, os.O_RDONLY)
     if file is None:
         return None
@@ -283,7 +283,7 @@ def _size(to: Address) -> int | None:
         os.close(file)
 
 
-def _stack(to: Address, begin: int) -> list[Frame]:
+def _stack(to: StackAddress, begin: int) -> list[Frame]:
     """The main thread's frames in the dump from byte `begin` on, innermost first."""
     file = _open(to.pid, to.dump, os.O_RDONLY)
     if file is None:

@@ -112,7 +112,7 @@ class Clocks:
         return batch is not None and batch == self._batches.get(other)
 
     def _joined(self, known: Known, line: Line, earlier: int) -> Known:
-        """What is known once the op `earlier` is done too; the same object if nothing is new."""
+        """The ops known to be done once `earlier` is; the same object if nothing is new."""
         earlier_line = self.lines[earlier]
         if earlier_line == line or known.get(earlier_line, -1) >= earlier:
             return known  # an op that is done brings all that was known when it started

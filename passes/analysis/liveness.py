@@ -25,7 +25,7 @@ _PARTS = (View, Slice)
 
 
 @dataclass(eq=False, slots=True)
-class Storage:
+class LiveStorage:
     """The storage of a value and of all values that may alias it.
 
     Attributes:
@@ -53,8 +53,8 @@ class Storages:
     def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
         self._group_of = SharedStorage(program, functions, collectives=True).of
         # By the value that represents the group.
-        self._groups: dict[Value, Storage] = {}
-        self._storage: dict[Value, Storage] = {}
+        self._groups: dict[Value, LiveStorage] = {}
+        self._storage: dict[Value, LiveStorage] = {}
         self._makers: dict[Value, Op] = {}
         # Futures of communications that read a value and have not been waited for.
         self._reading: dict[Value, Value] = {}
@@ -65,11 +65,11 @@ class Storages:
             self._visit(op, index)
         self._escape(self._reading.values())
 
-    def of(self, value: Value) -> Storage | None:
+    def of(self, value: Value) -> LiveStorage | None:
         """The storage of a value; None for units and futures."""
         return self._storage.get(value)
 
-    def all(self) -> Collection[Storage]:
+    def all(self) -> Collection[LiveStorage]:
         """Each storage once, in the order in which they are made."""
         return self._groups.values()
 
@@ -114,13 +114,13 @@ class Storages:
             if owned is not None and is_tensor and isinstance(maker, Recv) and not maker.operands:
                 owned.slots.append(maker)
 
-    def _make(self, value: Value, index: int, owner: bool) -> Storage | None:
+    def _make(self, value: Value, index: int, owner: bool) -> LiveStorage | None:
         if isinstance(value.type, (UnitType, FutureType)):
             return None
         group = self._group_of(value)
         storage = self._groups.get(group)
         if storage is None:
-            storage = self._groups[group] = Storage()
+            storage = self._groups[group] = LiveStorage()
         self._storage[value] = storage
         storage.last = index
         if owner:

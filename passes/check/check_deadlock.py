@@ -11,7 +11,7 @@ from ...ir.ops import Op, Recv, Send, Wait
 from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError, error
-from ...ir.verify.communication import Kind, Message, Progress
+from ...ir.verify.communication import EventKind, Message, Progress
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
@@ -106,7 +106,7 @@ def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Reason:
     """One reason why a message is not complete, and the message that causes it, if any."""
 
     message: str
@@ -120,7 +120,7 @@ def _explain(progress: Progress) -> IRError:
     """The error that shows which ops wait for each other."""
     message: Message | None = next(m for m in progress.messages.values() if not m.done)
     seen: dict[int, int] = {}
-    steps: list[_Step] = []
+    steps: list[_Reason] = []
     while message is not None and id(message) not in seen:
         seen[id(message)] = len(steps)
         steps.append(_why(progress, message))
@@ -142,7 +142,7 @@ def _explain(progress: Progress) -> IRError:
     )
 
 
-def _remedy(circle: Sequence[_Step]) -> str:
+def _remedy(circle: Sequence[_Reason]) -> str:
     if any(step.op.stream is Stream.MESSAGE for step in circle):
         return _ONE_BY_ONE
     return _IN_TURN if any(step.is_of_device for step in circle) else _EARLY
@@ -159,7 +159,7 @@ _ONE_BY_ONE = (
 )
 
 
-def _why(progress: Progress, message: Message) -> _Step:
+def _why(progress: Progress, message: Message) -> _Reason:
     """The obstacle to a message that is not complete when no rank can go on."""
     steps = (step for part in message.unit if (step := _obstacle(progress, part)) is not None)
     obstacle = next(steps, None)
@@ -167,7 +167,7 @@ def _why(progress: Progress, message: Message) -> _Step:
     return obstacle
 
 
-def _obstacle(progress: Progress, message: Message) -> _Step | None:
+def _obstacle(progress: Progress, message: Message) -> _Reason | None:
     """The obstacle to a message itself; None if it waits at most for others of its batch."""
     for rank, op in message.ends.items():
         if not progress.posted(message, rank):
@@ -188,7 +188,7 @@ def _obstacle(progress: Progress, message: Message) -> _Step | None:
         stream = progress.stream_of(op)
         head = None if stream is None else progress.head(rank, stream)
         if stream is not None and head is not None and head not in message.unit:
-            return _Step(
+            return _Reason(
                 f"on rank {rank}, {message} is behind {head} on stream {stream.value}",
                 rank,
                 op,
@@ -197,13 +197,13 @@ def _obstacle(progress: Progress, message: Message) -> _Step | None:
     return None
 
 
-def _stays(progress: Progress, rank: int, consequence: str) -> _Step:
+def _stays(progress: Progress, rank: int, consequence: str) -> _Reason:
     event = progress.blocked(rank)
     if event is None:
         op = progress.programs[rank].ops[-1]
-        return _Step(f"rank {rank} {consequence}", rank, op, None)
+        return _Reason(f"rank {rank} {consequence}", rank, op, None)
     kind, cause, op = event
-    if kind is Kind.DEVICE and not isinstance(op, Wait):
+    if kind is EventKind.DEVICE and not isinstance(op, Wait):
         why = f"the host of rank {rank} may wait here for its device, where {cause} is under way"
-        return _Step(f"{why}, and so it {consequence}", rank, op, cause, is_of_device=True)
-    return _Step(f"rank {rank} waits here for {cause}, and so {consequence}", rank, op, cause)
+        return _Reason(f"{why}, and so it {consequence}", rank, op, cause, is_of_device=True)
+    return _Reason(f"rank {rank} waits here for {cause}, and so {consequence}", rank, op, cause)

@@ -29,7 +29,7 @@ from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError
 from ...ir.types import TensorType
 from ..analysis.happens_before import Clocks, Line, Order
-from ..analysis.liveness import Storage, Storages
+from ..analysis.liveness import LiveStorage, Storages
 from ..base import Pass
 
 
@@ -76,7 +76,7 @@ class CheckRaces(Pass):
     def run(self, module: Module) -> bool:
         proof = _Proof(module, self.blocking)
         problems = (
-            p for program in module.programs for p in _Checker(module, program, proof).run()
+            p for program in module.programs for p in _RaceChecker(module, program, proof).run()
         )
         if shown := list(islice(problems, _SHOWN)):
             raise IRError(*shown)
@@ -103,7 +103,7 @@ class _Proof:
 
 
 @dataclass(slots=True)
-class _Uses:
+class _StorageUses:
     """The uses of a storage so far.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Uses:
     values: list[Value] = field(default_factory=list)
 
 
-class _Checker:
+class _RaceChecker:
     """Checks one program, op by op."""
 
     def __init__(self, module: Module, program: Program, proof: _Proof) -> None:
@@ -128,7 +128,7 @@ class _Checker:
         self._proof = proof
         self._clocks = Clocks.of(program, proof.blocking)
         self._storages = Storages(program, module.functions)
-        self._uses: dict[Storage, _Uses] = {}
+        self._uses: dict[LiveStorage, _StorageUses] = {}
         self._allocs: list[Alloc] = []
         self._makers: dict[Value, int] = {}
         # The values that the program is given, and views of them: it must not free them.
@@ -177,13 +177,13 @@ class _Checker:
         if not self._empty.isdisjoint(op.operands):
             self._empty.update(op.results)
 
-    def _of(self, value: Value) -> _Uses | None:
+    def _of(self, value: Value) -> _StorageUses | None:
         storage = self._storages.of(value)
         if storage is None or value in self._given:
             return None
         uses = self._uses.get(storage)
         if uses is None:
-            uses = self._uses[storage] = _Uses()
+            uses = self._uses[storage] = _StorageUses()
         return uses
 
     def _make(self, index: int, op: Op) -> None:
@@ -199,7 +199,7 @@ class _Checker:
                 uses.written[self._clocks.lines[index]] = index
 
     def _wait(self, op: Wait) -> None:
-        """Note that a communication wrote the awaited value, unless it is the rank's operand."""
+        """A communication wrote the awaited value, unless it is the rank's operand."""
         source = self._makers.get(op.operands[0])
         if source is None or not op.results:
             return
@@ -250,7 +250,7 @@ class _Checker:
         self._overwrite(index, buffer)
 
     def _overwrite(self, index: int, value: Value) -> None:
-        """Note that an op overwrites the storage of the values that it has had so far."""
+        """Keep in mind that an op overwrites the storage of the values that it has had so far."""
         if (uses := self._of(value)) is not None:
             self._overwritten.update(dict.fromkeys(uses.values, index))
 
@@ -363,7 +363,7 @@ class _Checker:
                 )
         self._allocs.append(op)
 
-    def _after_free(self, index: int, value: Value, uses: _Uses) -> Iterator[Diagnostic]:
+    def _after_free(self, index: int, value: Value, uses: _StorageUses) -> Iterator[Diagnostic]:
         if uses.freed is not None:
             yield self._problem(
                 index,

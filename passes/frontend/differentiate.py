@@ -62,7 +62,7 @@ class Differentiate(Pass):
     def run(self, module: Module) -> bool:
         program = module.program
         changed = bool(module.vjps)
-        tape = _Tape(module, program, self.split_backward)
+        tape = _ProgramTape(module, program, self.split_backward)
         ops: list[Op] = []
         for op in program.ops:
             if isinstance(op, Backward):
@@ -84,7 +84,7 @@ def _forget(module: Module) -> bool:
     return bool(unused)
 
 
-class _Tape:
+class _ProgramTape:
     """The ops so far through which gradients can flow, like the tape of autograd."""
 
     def __init__(self, module: Module, program: Program, split: bool) -> None:

@@ -72,7 +72,7 @@ class AssembleInPlace(Pass):
 
 
 @dataclass(slots=True)
-class _Uses:
+class _ValueUses:
     """Where a program makes and uses its values.
 
     Attributes:
@@ -107,8 +107,8 @@ def _rewrite(program: Program, direct: set[int]) -> bool:
     return bool(ahead)
 
 
-def _uses_of(program: Program) -> _Uses:
-    uses = _Uses()
+def _uses_of(program: Program) -> _ValueUses:
+    uses = _ValueUses()
     for index, op in enumerate(program.ops):
         if isinstance(op, Free) or op.stream is not None:
             raise error(
@@ -128,7 +128,7 @@ def _uses_of(program: Program) -> _Uses:
     return uses
 
 
-def _is_awaited(value: Value, ops: Sequence[Op], uses: _Uses) -> bool:
+def _is_awaited(value: Value, ops: Sequence[Op], uses: _ValueUses) -> bool:
     """True if a value comes from other ranks."""
     at = uses.made_at.get(value)
     return at is not None and _is_arrival(ops[at])
@@ -157,7 +157,7 @@ class _Assembly:
         at: int,
         arrival: int,
         ops: Sequence[Op],
-        uses: _Uses,
+        uses: _ValueUses,
         direct: set[int],
         names: Names,
     ) -> None:

@@ -88,7 +88,7 @@ class Capture(Pass):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DeviceExit:
     """An op at which a program leaves its device.
 
     Attributes:
@@ -102,7 +102,9 @@ class Cut:
     reason: str
 
 
-def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = True) -> list[Cut]:
+def cuts(
+    module: Module, program: Program, fabrics: Fabrics, messages: bool = True
+) -> list[DeviceExit]:
     """The cuts that keep a rank's program from being one graph, in order."""
     hosts: set[Value] = set()
     reasons: dict[int, str] = {}
@@ -120,7 +122,9 @@ def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = Tr
         if not crossing:
             break
         reasons.update(crossing)
-    return [Cut(program.ops[index], index, reason) for index, reason in sorted(reasons.items())]
+    return [
+        DeviceExit(program.ops[index], index, reason) for index, reason in sorted(reasons.items())
+    ]
 
 
 def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:

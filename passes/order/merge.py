@@ -12,13 +12,13 @@ from ...ir.text.diagnostics import Diagnostic, IRError, error
 from ...ir.types import format_ranks
 from ..schedules import Order, Pipeline, Schedule, names
 from .prefetch import prefetch
-from .work import Work
+from .work import ProgramWork
 
 _LEAD = 2
 """The units of time between an early send and the first use of its value."""
 
 
-def global_order(work: Work, schedule: Schedule, window: int = 1) -> list[int]:
+def global_order(work: ProgramWork, schedule: Schedule, window: int = 1) -> list[int]:
     """The indices of nodes and early ops in an order that every rank can follow.
 
     In each round, every rank runs its tasks in the order of `schedule`. The ranks of a group run a
@@ -45,7 +45,7 @@ def global_order(work: Work, schedule: Schedule, window: int = 1) -> list[int]:
     return _insert_early(work, order, times) if work.early else order
 
 
-def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
+def _chain(work: ProgramWork, schedule: Schedule) -> dict[int, int]:
     """For each anchor, the anchor that its rank runs just before it."""
     chained: dict[int, int] = {}
     for order in _orders(work, schedule):
@@ -59,7 +59,7 @@ def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
     return chained
 
 
-def _orders(work: Work, schedule: Schedule) -> list[Order]:
+def _orders(work: ProgramWork, schedule: Schedule) -> list[Order]:
     """The schedule's order for each round, with the module's numbers of stages and microbatches."""
     rounds: dict[int, list[int]] = {}
     for stage, (round_, _) in sorted(work.stages.items()):
@@ -95,7 +95,7 @@ def _actions(task: Task, together: bool) -> tuple[Action, ...]:
     return (task.action,)
 
 
-def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
+def _list_schedule(work: ProgramWork, chained: dict[int, int]) -> dict[int, int]:
     """The start of each node, in the order of starts; nodes that can never start are left out.
 
     Source: list scheduling, Graham 1966; resources are unlimited, except for the chains.
@@ -131,7 +131,7 @@ def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
     return times
 
 
-def _put_off(work: Work, times: Iterable[int]) -> list[int]:
+def _put_off(work: ProgramWork, times: Iterable[int]) -> list[int]:
     """Put each late collective just before the first node that follows it, if there is one."""
     used = {followed for node in work.nodes for followed in work.follows[node]}
     waiting = work.late & used
@@ -150,7 +150,7 @@ def _put_off(work: Work, times: Iterable[int]) -> list[int]:
     return order
 
 
-def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[int]:
+def _insert_early(work: ProgramWork, order: list[int], times: dict[int, int]) -> list[int]:
     """Put each early op a little before its first use; an op without a use is dropped."""
     needed = _needed(work, times)
     early = sorted((needed[i] - _LEAD, i) for i in work.early if i in needed)
@@ -164,7 +164,7 @@ def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[i
     return merged + [index for _, index in early[at:]]
 
 
-def _needed(work: Work, times: dict[int, int]) -> dict[int, int]:
+def _needed(work: ProgramWork, times: dict[int, int]) -> dict[int, int]:
     """For each op that is not a node, the time at which a node first depends on it."""
     ops = work.program.ops
     makers = {value: index for index, op in enumerate(ops) for value in op.results}
@@ -186,7 +186,7 @@ def _needed(work: Work, times: dict[int, int]) -> dict[int, int]:
 
 
 def _circle(
-    work: Work, chained: dict[int, int], times: dict[int, int], schedule: Schedule
+    work: ProgramWork, chained: dict[int, int], times: dict[int, int], schedule: Schedule
 ) -> IRError:
     """The error that shows a cycle of nodes that wait for each other."""
     node = next(node for node in work.nodes if node not in times)
@@ -260,7 +260,7 @@ def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
     return ()
 
 
-def _why(work: Work, waiter: int, awaited: int, chained: bool, schedule: Schedule) -> str:
+def _why(work: ProgramWork, waiter: int, awaited: int, chained: bool, schedule: Schedule) -> str:
     """The reason why the node `waiter` follows the node `awaited`, in words."""
     if chained and awaited not in work.follows[waiter]:
         return f"by the order of '{schedule.name}'"
@@ -280,7 +280,7 @@ def _why(work: Work, waiter: int, awaited: int, chained: bool, schedule: Schedul
     return f"for the state {_holders(work, waiter, awaited)}"
 
 
-def _holders(work: Work, one: int, other: int) -> str:
+def _holders(work: ProgramWork, one: int, other: int) -> str:
     actors = {work.actors[node] for node in (one, other) if node in work.actors}
     return "of their actor" if len(actors) < 2 else f"that {' and '.join(sorted(actors))} share"
 

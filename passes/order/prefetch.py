@@ -10,10 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from .work import Work
+from .work import ProgramWork
 
 
-def prefetch(work: Work, order: Sequence[int], window: int) -> list[int]:
+def prefetch(work: ProgramWork, order: Sequence[int], window: int) -> list[int]:
     """Place gathers of parameters, and uses of reduced gradients, so that they overlap with calls.
 
     A gather is issued `window` calls before the call that needs it, on the same ranks, or as soon
@@ -32,7 +32,7 @@ def prefetch(work: Work, order: Sequence[int], window: int) -> list[int]:
 class _Placement:
     """The nodes that move, each with the position ahead of which it comes."""
 
-    def __init__(self, work: Work, order: Sequence[int], window: int) -> None:
+    def __init__(self, work: ProgramWork, order: Sequence[int], window: int) -> None:
         self._work = work
         self._window = window
         self._moving = work.ahead | work.uses | work.behind

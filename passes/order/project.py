@@ -12,10 +12,10 @@ from ...ir.ops.module import Module, Program
 from ...ir.phases import Phase
 from ...ir.types import FutureType, TensorType, Type, relocate
 from .local_functions import LocalFunctions
-from .work import Work
+from .work import ProgramWork
 
 
-def project(module: Module, work: Work, order: Sequence[int]) -> None:
+def project(module: Module, work: ProgramWork, order: Sequence[int]) -> None:
     """Give `module` a program for each rank, with the rank's ops in the global `order`.
 
     A send stands beside its receive in the global order, with its wait behind it. A lazy op, such
@@ -43,7 +43,7 @@ class _Projector:
     `_values[rank]` maps the values of the program over all ranks to those of the rank's program.
     """
 
-    def __init__(self, module: Module, work: Work) -> None:
+    def __init__(self, module: Module, work: ProgramWork) -> None:
         ranks = range(module.world)
         self._ops = work.program.ops
         self._functions = LocalFunctions(module)

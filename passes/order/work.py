@@ -29,7 +29,7 @@ _LAZY = (Wait, View, Slice, Assemble, Constant)
 
 
 @dataclass(slots=True)
-class Work:
+class ProgramWork:
     """The ops of a program over all ranks, sorted into kinds.
 
     A *node* has its place in the global order: a call, a collective, or a send with its receive.
@@ -73,10 +73,10 @@ class Work:
     behind: set[int] = field(default_factory=set)
 
 
-def sort_work(module: Module) -> Work:
+def sort_work(module: Module) -> ProgramWork:
     """Sort the ops of a module in phase ASYNC."""
     program = module.program
-    work = Work(program)
+    work = ProgramWork(program)
     rounds, groups = Rounds(), StageGroups()
     sends: dict[tuple[int, int], int] = {}
     # For each op, the nodes that its users have to follow.
@@ -112,7 +112,7 @@ def sort_work(module: Module) -> Work:
     return work
 
 
-def _find_stored(work: Work, module: Module) -> None:
+def _find_stored(work: ProgramWork, module: Module) -> None:
     """Find the nodes that gather parameters, and those that take in reduced gradients."""
     ops = work.program.ops
     ways = ways_of(ops, module.functions)
@@ -155,7 +155,9 @@ def _late(ops: Sequence[Op], edges: Sequence[tuple[int, ...]]) -> set[int]:
     return late
 
 
-def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
+def _classify(
+    work: ProgramWork, module: Module, index: int, op: Op, follows: Sequence[int]
+) -> bool:
     """Enter an op into the sets of its kind; return whether it is a node."""
     if isinstance(op, (Recv, Return)):
         return False

@@ -34,10 +34,10 @@ from .resharding_plan import (
     CombineRound,
     Fibre,
     GatherRound,
-    Message,
     MoveRound,
-    Plan,
     ReduceRound,
+    RegionMessage,
+    ReshardingPlan,
 )
 
 
@@ -118,7 +118,7 @@ def _is_laid_out(op: Transfer) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RegionAtRank:
     """A region of the logical tensor at a rank, and the value that contains it.
 
     Attributes:
@@ -184,7 +184,7 @@ class _Lowering:
         assert isinstance(target_type, TensorType), "a transfer keeps the element type"
         self._have, self._made = source_type, target_type
         self._slices: dict[tuple[Value, int, Region], Value] = {}
-        self._held: dict[int, list[_Part]] = {}
+        self._held: dict[int, list[_RegionAtRank]] = {}
 
     def run(self) -> _Recipe:
         """Make the ops."""
@@ -196,7 +196,7 @@ class _Lowering:
         assert self._have.place is not None, "a placed program says where values are"
         for rank in self._have.place.ranks:
             region = self._have.region(rank)
-            self._held[rank] = _filled([_Part(self._source, region, region)])
+            self._held[rank] = _filled([_RegionAtRank(self._source, region, region)])
         resharding = plan(self._have, self._made)
         for step in resharding.rounds:
             if isinstance(step, ReduceRound):
@@ -216,7 +216,7 @@ class _Lowering:
         received = self._send(step.messages)
         self._keep(step.after)
         for message, value in received:
-            self._held[message.target].append(_Part(value, message.region, message.region))
+            self._held[message.target].append(_RegionAtRank(value, message.region, message.region))
 
     def _gather(self, step: GatherRound) -> None:
         for fibre in step.fibres:
@@ -239,10 +239,10 @@ class _Lowering:
                 value = self._new("part", piece, Place.of(rank))
                 region = share(everything, index, count, dim)
                 self._ops.append(Slice((gathered,), (value,), region=region))
-                self._held[rank].append(_Part(value, piece, piece))
+                self._held[rank].append(_RegionAtRank(value, piece, piece))
 
-    def _reduce(self, step: ReduceRound, resharding: Plan) -> None:
-        held: dict[int, list[_Part]] = {rank: [] for rank in step.after}
+    def _reduce(self, step: ReduceRound, resharding: ReshardingPlan) -> None:
+        held: dict[int, list[_RegionAtRank]] = {rank: [] for rank in step.after}
         for fibre in step.fibres:
             operands = self._operands(fibre, (fibre.region,) * len(fibre.ranks))
             place = Place(fibre.ranks)
@@ -258,12 +258,12 @@ class _Lowering:
                 )
             self._ops.append(collective)
             for rank, piece, value in zip(fibre.ranks, fibre.pieces, results, strict=True):
-                held[rank].append(_Part(value, piece, piece))
+                held[rank].append(_RegionAtRank(value, piece, piece))
         self._held.update(held)
 
-    def _combine(self, step: CombineRound, resharding: Plan) -> None:
+    def _combine(self, step: CombineRound, resharding: ReshardingPlan) -> None:
         received = {(m.source, m.target): value for m, value in self._send(step.messages)}
-        held: dict[int, list[_Part]] = {rank: [] for rank in step.after}
+        held: dict[int, list[_RegionAtRank]] = {rank: [] for rank in step.after}
         members = [(rank, ranks) for ranks in step.groups for rank in ranks]
         for rank, group in members:
             region = step.after[rank]
@@ -275,11 +275,11 @@ class _Lowering:
             )
             for summand in others:
                 first = self._combined(first, summand, region, Place.of(rank), resharding)
-            held[rank] = [_Part(first, region, region)]
+            held[rank] = [_RegionAtRank(first, region, region)]
         self._held.update(held)
 
     def _combined(
-        self, a: Value, b: Value, region: Region, place: Place, resharding: Plan
+        self, a: Value, b: Value, region: Region, place: Place, resharding: ReshardingPlan
     ) -> Value:
         result = self._new("reduced", region, place)
         type_ = TensorType(self._made.dtype, shape_of(region))
@@ -316,7 +316,7 @@ class _Lowering:
 
     # Parts
 
-    def _send(self, messages: Iterable[Message]) -> list[tuple[Message, Value]]:
+    def _send(self, messages: Iterable[RegionMessage]) -> list[tuple[RegionMessage, Value]]:
         sent = []
         for message in messages:
             part = self._part(message.source, message.region)
@@ -338,7 +338,7 @@ class _Lowering:
 
     def _hold(self, ranks: Iterable[int], value: Value, region: Region) -> None:
         for rank in ranks:
-            self._held[rank] = [_Part(value, region, region)]
+            self._held[rank] = [_RegionAtRank(value, region, region)]
 
     def _part(self, rank: int, region: Region) -> Value:
         """A value at one rank with exactly this region of the logical tensor."""
@@ -351,7 +351,7 @@ class _Lowering:
         self._ops.append(Assemble(values, (result,), regions=regions))
         return result
 
-    def _slice(self, part: _Part, rank: int, region: Region) -> Value:
+    def _slice(self, part: _RegionAtRank, rank: int, region: Region) -> Value:
         value, type_ = part.value, part.value.type
         assert isinstance(type_, TensorType), "parts are tensors"
         if type_ == TensorType(type_.dtype, shape_of(region), Place.of(rank)):
@@ -370,10 +370,10 @@ class _Lowering:
         return value
 
 
-def _restricted(parts: Iterable[_Part], region: Region) -> Iterator[_Part]:
-    return (_Part(part.value, part.has, overlap(part.region, region)) for part in parts)
+def _restricted(parts: Iterable[_RegionAtRank], region: Region) -> Iterator[_RegionAtRank]:
+    return (_RegionAtRank(part.value, part.has, overlap(part.region, region)) for part in parts)
 
 
-def _filled(parts: Iterable[_Part]) -> list[_Part]:
+def _filled(parts: Iterable[_RegionAtRank]) -> list[_RegionAtRank]:
     """The parts that have elements."""
     return [part for part in parts if volume(part.region)]

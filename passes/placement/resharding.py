@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from ...ir.attributes import ReduceOp
 from ...ir.layout import Region, overlap, shape_of, volume
 from ...ir.types import TensorType
-from .resharding_messages import Holders
+from .resharding_messages import RegionHolders
 from .resharding_plan import (
     NEUTRAL,
     Fibre,
     GatherRound,
     Held,
     MoveRound,
-    Plan,
-    PointToPoint,
+    RegionMessages,
+    ReshardingPlan,
     Round,
 )
 from .resharding_sums import cut_dims, even_dim, reduced
 
 
-def plan(source: TensorType, target: TensorType) -> Plan:
+def plan(source: TensorType, target: TensorType) -> ReshardingPlan:
     """Plan the transfer of a tensor to another type: at other ranks, or in another layout.
 
     Args:
@@ -52,7 +52,7 @@ def plan(source: TensorType, target: TensorType) -> Plan:
     if source.place is None or target.place is None:
         raise ValueError(f"a transfer is between places: {source} is to be {target}")
     if source == target:
-        return Plan(())
+        return ReshardingPlan(())
     rounds: list[Round] = []
     neutral: list[int] = []
     for part in _parts(source, target):
@@ -62,11 +62,11 @@ def plan(source: TensorType, target: TensorType) -> Plan:
         rounds += part_rounds
         neutral += part.neutral
     _check_messages(rounds)
-    return Plan(tuple(rounds), tuple(neutral), _summed(source)[1])
+    return ReshardingPlan(tuple(rounds), tuple(neutral), _summed(source)[1])
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _IndependentTransfer:
     """A transfer within a set of ranks that need nothing from other ranks.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Part:
         yield from _redistributed(held, self.needs, self.gathers)
 
 
-def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
+def _parts(source: TensorType, target: TensorType) -> Iterator[_IndependentTransfer]:
     """The parts of a transfer: one in all or, for summands that stay, one for each term."""
     assert source.place is not None, "a plan is between places"
     assert target.place is not None, "a plan is between places"
@@ -110,11 +110,11 @@ def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
     for rank in neutral:
         del needs[rank]
     if not kept_axes:
-        yield _Part(held, tuple(groups), needs, tuple(neutral))
+        yield _IndependentTransfer(held, tuple(groups), needs, tuple(neutral))
         return
     others = [axis for axis, _ in source.place.axes if axis not in kept_axes]
     for ranks in map(set, _fibres(source, others) or [(rank,) for rank in held]):
-        yield _Part(
+        yield _IndependentTransfer(
             {rank: held[rank] for rank in held if rank in ranks},
             tuple(group for group in groups if group[0] in ranks),
             {rank: needs[rank] for rank in needs if rank in ranks},
@@ -159,7 +159,7 @@ def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> It
     """Bring regions to the ranks that need them; ranks that need one region share and gather it."""
     if all(held.get(rank) == need for rank, need in needs.items()):
         return
-    holders = Holders(held)
+    holders = RegionHolders(held)
     alike: dict[Region, list[int]] = {}
     for rank, need in needs.items():
         alike.setdefault(need, []).append(rank)
@@ -194,9 +194,9 @@ def _gathered(fibres: Sequence[Fibre]) -> Iterator[Round]:
         messages = [
             message
             for fibre in uneven
-            for message in Holders(dict(zip(fibre.ranks, fibre.pieces, strict=True))).messages(
-                dict.fromkeys(fibre.ranks, fibre.region)
-            )
+            for message in RegionHolders(
+                dict(zip(fibre.ranks, fibre.pieces, strict=True))
+            ).messages(dict.fromkeys(fibre.ranks, fibre.region))
         ]
         yield MoveRound(tuple(messages), _all_of(uneven))
 
@@ -241,7 +241,7 @@ def _gathers(region: Region, holders: Mapping[Region, list[int]], dim: int) -> l
     return fibres if fibres[0].is_even else []
 
 
-def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list[Fibre]]:
+def _shared(region: Region, ranks: Sequence[int], holders: RegionHolders) -> list[list[Fibre]]:
     """The fibre of ranks without any part of a region, which get a share and gather the rest."""
     count = len(ranks)
     if count < 2 or not volume(region):
@@ -259,9 +259,9 @@ def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list
 # Checks
 
 
-def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
+def _check_bound(part: _IndependentTransfer, rounds: Sequence[Round]) -> None:
     """Assert that each rank receives exactly the elements that it needs and lacks."""
-    received = Plan(tuple(rounds)).received()
+    received = ReshardingPlan(tuple(rounds)).received()
     for rank, need in part.needs.items():
         own = part.held.get(rank)
         missing = volume(need) - (volume(overlap(need, own)) if own is not None else 0)
@@ -273,6 +273,6 @@ def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
 def _check_messages(rounds: Sequence[Round]) -> None:
     """Assert that no two messages of a round have the same source and the same target."""
     for step in rounds:
-        if isinstance(step, PointToPoint):
+        if isinstance(step, RegionMessages):
             ends = {(message.source, message.target) for message in step.messages}
             assert len(ends) == len(step.messages), "two messages of a round have the same ends"

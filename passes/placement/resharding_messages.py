@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from ...ir.layout import Region, entries, overlap, shape_of, volume
-from .resharding_plan import Held, Message
+from .resharding_plan import Held, RegionMessage
 
 
-class Holders:
+class RegionHolders:
     """The ranks that hold each region of a tensor; two regions are equal or disjoint.
 
     Regions are indexed by their intervals in the dimension in which most regions differ. So only
@@ -59,7 +59,7 @@ class Holders:
                 numbers.update(dict.fromkeys(segment))
         return numbers
 
-    def messages(self, needs: Mapping[int, Region]) -> tuple[Message, ...]:
+    def messages(self, needs: Mapping[int, Region]) -> tuple[RegionMessage, ...]:
         """The messages that bring each rank the elements that it needs and lacks, once."""
         asked: dict[Region, list[tuple[int, Region]]] = {}
         for rank, need in needs.items():
@@ -81,7 +81,7 @@ def _most_cut(regions: list[Region]) -> int | None:
     return max(dims, key=counts.__getitem__, default=None)
 
 
-def _divide(senders: list[int], boxes: list[tuple[int, Region]]) -> Iterator[Message]:
+def _divide(senders: list[int], boxes: list[tuple[int, Region]]) -> Iterator[RegionMessage]:
     """Let ranks that hold copies send equal shares of the boxes that other ranks need.
 
     The boxes stand in a row, which is cut into as many equal parts as there are senders. So n equal
@@ -101,7 +101,7 @@ def _divide(senders: list[int], boxes: list[tuple[int, Region]]) -> Iterator[Mes
         cuts = [index * total - start * count for index in range(first + 1, last + 1)]
         for index, part in enumerate(_cut(box, cuts, size * count), first):
             if part is not None:
-                yield Message(senders[index], target, part)
+                yield RegionMessage(senders[index], target, part)
         start += size
 
 

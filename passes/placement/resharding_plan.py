@@ -21,7 +21,7 @@ Held: TypeAlias = Mapping[int, Region | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RegionMessage:
     """A region that one rank sends to another."""
 
     source: int
@@ -88,7 +88,7 @@ class ReduceRound:
 
 
 @dataclass(frozen=True, slots=True)
-class PointToPoint:
+class RegionMessages:
     """Messages of regions between ranks.
 
     Attributes:
@@ -96,7 +96,7 @@ class PointToPoint:
         after: the regions that ranks hold after the round.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[RegionMessage, ...]
     after: Held
 
     def received(self) -> Counter[int]:
@@ -108,7 +108,7 @@ class PointToPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class CombineRound(PointToPoint):
+class CombineRound(RegionMessages):
     """Messages of summands; each rank combines its own with the received ones, in group order.
 
     Attributes:
@@ -119,7 +119,7 @@ class CombineRound(PointToPoint):
 
 
 @dataclass(frozen=True, slots=True)
-class MoveRound(PointToPoint):
+class MoveRound(RegionMessages):
     """Messages of parts, which ranks put together with parts that they hold."""
 
 
@@ -149,7 +149,7 @@ Round: TypeAlias = ReduceRound | CombineRound | MoveRound | GatherRound
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReshardingPlan:
     """The rounds of a transfer that brings a tensor from one type to another.
 
     Attributes:
@@ -164,12 +164,12 @@ class Plan:
     reduce: ReduceOp = ReduceOp.SUM
 
     @property
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[RegionMessage, ...]:
         """The messages of all rounds."""
         return tuple(
             message
             for step in self.rounds
-            if isinstance(step, PointToPoint)
+            if isinstance(step, RegionMessages)
             for message in step.messages
         )
 

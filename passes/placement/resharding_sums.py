@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from ...ir.layout import Region, length, merge, overlap, share, volume
-from .resharding_plan import CombineRound, Fibre, Message, ReduceRound, Round
+from .resharding_plan import CombineRound, Fibre, ReduceRound, RegionMessage, Round
 
 
 def reduced(
@@ -57,7 +57,7 @@ def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
         if not group_fibres and any(piece is not None and volume(piece) for piece in pieces):
             groups.append(group)
             messages += [
-                Message(sender, rank, piece)
+                RegionMessage(sender, rank, piece)
                 for rank, piece in zip(group, pieces, strict=True)
                 if piece is not None and volume(piece)
                 for sender in group

@@ -12,7 +12,7 @@ from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.diagnostics import error
 from ...ir.types import tensor_bytes
-from ...ir.verify.communication import Message, Progress, Span, Stall
+from ...ir.verify.communication import Message, Progress, Stall, TimeSpan
 from .memory_plan import memory_plan
 from .program_times import ProgramTimes, RankTimes
 
@@ -57,7 +57,7 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
             help="the pass check-deadlock shows which ops do",
         )
     overhead = costs.overhead
-    spans: dict[int, list[Span]] = defaultdict(list)
+    spans: dict[int, list[TimeSpan]] = defaultdict(list)
     for span in progress.spans:
         time = work.get(id(span.op))
         if time is not None:
@@ -73,7 +73,9 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     )
 
 
-def _times(module: Module, rank: int, spans: Sequence[Span], stalls: Sequence[Stall]) -> RankTimes:
+def _times(
+    module: Module, rank: int, spans: Sequence[TimeSpan], stalls: Sequence[Stall]
+) -> RankTimes:
     start, end = (spans[0].start, spans[-1].end) if spans else (0.0, 0.0)
     busy = sum(span.end - span.start for span in spans)
     exposed = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...ir.verify.communication import Span
+from ...ir.verify.communication import TimeSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ProgramTimes:
     """
 
     ranks: tuple[RankTimes, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
 
     @property
     def makespan(self) -> float:

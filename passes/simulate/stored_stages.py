@@ -30,7 +30,7 @@ class Storing:
 
 
 @dataclass(slots=True)
-class _Queue:
+class _GatherQueue:
     """The gathers of one rank, which run one behind the other.
 
     Attributes:
@@ -57,11 +57,11 @@ class Gathers:
         self._costs = costs
         self._stages = stages
         self._microbatches = microbatches
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[int, _GatherQueue] = {}
 
     def hold(self, rank: int, number: int, start: float) -> float:
         """The actual start of a task that could start at `start`, as in `Hold`."""
-        queue = self._queues.setdefault(rank, _Queue())
+        queue = self._queues.setdefault(rank, _GatherQueue())
         action, stage = divmod(number // self._microbatches, self._stages)
         is_per_task = self._storing.keep == "task" and action < 2
         if is_per_task or (action == 0 and stage not in queue.gathered):

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from cg.backends.agreement.gather import Part, agree, named
+from cg.backends.agreement.gather import ComparedText, agree, named
 from cg.backends.errors import PlanMismatch
 from cg.backends.virtual.world import VirtualWorld
 
 from .cpu.world import run_ranks
 
 
-def messages(*parts: dict[str, Part]) -> list[str]:
+def messages(*parts: dict[str, ComparedText]) -> list[str]:
     """The message that each rank raises where ranks say these parts."""
 
     def body(world: Any) -> str:
@@ -27,31 +27,40 @@ def messages(*parts: dict[str, Part]) -> list[str]:
 
 
 def test_equal_texts() -> None:
-    assert messages({"a": Part("mine is", "1")}, {"a": Part("yours is", "1")}) == ["", ""]
+    assert messages({"a": ComparedText("mine is", "1")}, {"a": ComparedText("yours is", "1")}) == [
+        "",
+        "",
+    ]
     agree(VirtualWorld(2), "the ranks differ", {}, "")
 
 
 def test_the_first_part_that_all_have_and_that_differs() -> None:
-    zero = {"only": Part("it is", "x"), "a": Part("a is", "1"), "b": Part("b is", "2")}
-    other = {"a": Part("a is", "1"), "b": Part("b is", "3")}
+    zero = {
+        "only": ComparedText("it is", "x"),
+        "a": ComparedText("a is", "1"),
+        "b": ComparedText("b is", "2"),
+    }
+    other = {"a": ComparedText("a is", "1"), "b": ComparedText("b is", "3")}
     (message,) = set(messages(zero, other, other))
     assert message == "the ranks differ: b is 2 on rank 0, and 3 on ranks 1 and 2. Mend it"
 
 
 def test_a_part_that_some_lack() -> None:
-    (message,) = set(messages({"a": Part("a is", "1")}, {}))
+    (message,) = set(messages({"a": ComparedText("a is", "1")}, {}))
     assert message == "the ranks differ: a is 1 on rank 0, and (nothing) on rank 1. Mend it"
 
 
 def test_another_order() -> None:
-    one, other = Part("a is", "1"), Part("b is", "2")
+    one, other = ComparedText("a is", "1"), ComparedText("b is", "2")
     (message,) = set(messages({"a": one, "b": other}, {"b": other, "a": one}))
     begin = "their order differs: where it begins to, there is a on rank 0, and b on rank 1"
     assert message == f"the ranks differ: {begin}. Mend it"
 
 
 def test_long_texts() -> None:
-    (message,) = set(messages({"t": Part("in it", "x\ny\n")}, {"t": Part("in it", "x\nz\n")}))
+    (message,) = set(
+        messages({"t": ComparedText("in it", "x\ny\n")}, {"t": ComparedText("in it", "x\nz\n")})
+    )
     assert (
         "in it ranks {0} and ranks {1} disagree. The first line that differs is line 2" in message
     )

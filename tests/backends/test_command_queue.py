@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from cg.backends.driven.commands import Action, Command, CommandQueue, Kind
+from cg.backends.driven.commands import Action, Command, CommandKind, CommandQueue
 
 
 class Driver:
@@ -30,7 +30,7 @@ class Driver:
         return action
 
 
-FIRST, SECOND = Command(Kind.EXECUTE, 0), Command(Kind.EXECUTE, 1)
+FIRST, SECOND = Command(CommandKind.EXECUTE, 0), Command(CommandKind.EXECUTE, 1)
 
 
 def test_commands_are_decoded_once_and_done_each_time() -> None:

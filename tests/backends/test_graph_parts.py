@@ -16,7 +16,7 @@ from cg.backends.driven.commands import (
     GRAPHS,
     VARIANTS,
     Command,
-    Kind,
+    CommandKind,
     VirtualCommands,
 )
 from cg.backends.driven.shared_channels import share_channels
@@ -78,12 +78,12 @@ def forked() -> Module:
 
 
 @given(
-    st.sampled_from(Kind),
+    st.sampled_from(CommandKind),
     st.integers(0, GRAPHS - 1),
     st.integers(0, VARIANTS - 1),
     st.integers(0, CONTEXTS - 1),
 )
-def test_commands_are_numbers(kind: Kind, graph: int, variant: int, context: int) -> None:
+def test_commands_are_numbers(kind: CommandKind, graph: int, variant: int, context: int) -> None:
     command = Command(kind, graph, variant, context)
     assert 0 < command.pack() < 1 << BITS
     assert Command.unpack(command.pack()) == command

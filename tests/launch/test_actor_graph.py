@@ -18,7 +18,7 @@ from cg.ir.verify.verifier import verify
 from cg.launch.api.compiled import Compiled
 from cg.launch.pictures.actor_graph import ActorGraph, actor_graph
 from cg.launch.pictures.actor_graph_svg import graph_svg
-from cg.launch.pictures.model import Kind
+from cg.launch.pictures.model import WorkKind
 from cg.launch.world.world import use_world
 
 from .stage import Stage
@@ -82,7 +82,7 @@ def flows(graph: ActorGraph) -> set[tuple[str, str, str, str]]:
 def test_a_graph_of_objects() -> None:
     with speaking() as compiled:
         graph = graph_of(compiled.module)
-    first, second = sorted({n.detail for n in graph.nodes.values() if n.kind is Kind.CALL})
+    first, second = sorted({n.detail for n in graph.nodes.values() if n.kind is WorkKind.CALL})
     assert flows(graph) == {
         ("input x", f"{first} say", "object", ""),
         ("input x", f"{second} say", "object", "channel (0, 1)"),
@@ -98,7 +98,7 @@ def test_microbatches_are_one_and_backwards_have_names() -> None:
     boxes = {
         (node.rank, node.title, node.count)
         for node in graph.nodes.values()
-        if node.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+        if node.kind in (WorkKind.FORWARD, WorkKind.BACKWARD, WorkKind.UPDATE)
     }
     assert boxes == {
         (rank, title, count)

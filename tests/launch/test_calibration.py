@@ -13,11 +13,11 @@ from cg.ir.ops import Call
 from cg.ir.ops.module import Channel, Module
 from cg.ir.pipeline.costs import Costs, Link
 from cg.ir.text.parser import parse_module
-from cg.ir.verify.communication import Span
+from cg.ir.verify.communication import TimeSpan
 from cg.ir.verify.verifier import verify
 from cg.launch.measure.calibration import measured_costs
 from cg.launch.measure.message_latency import message_latencies
-from cg.launch.measure.recording import Recording
+from cg.launch.measure.recording import RecordedTimes
 from cg.passes.simulate.program_times import RankTimes
 
 STEP = """
@@ -54,18 +54,18 @@ def module() -> Module:
 Times = Sequence[tuple[float, float]]
 
 
-def recorded(module: Module, *times: Times) -> Recording:
+def recorded(module: Module, *times: Times) -> RecordedTimes:
     """A recording in which the calls of each rank start and end at these times."""
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     ranks: list[RankTimes] = []
     for program, of_rank in zip(module.programs, times, strict=True):
         calls = [op for op in program.ops if isinstance(op, Call)]
         rank = program.rank or 0
-        found = [Span(rank, op, *time) for op, time in zip(calls, of_rank, strict=True)]
+        found = [TimeSpan(rank, op, *time) for op, time in zip(calls, of_rank, strict=True)]
         spans += found
         busy = sum(end - start for start, end in of_rank)
         ranks.append(RankTimes(rank, of_rank[0][0], of_rank[-1][1], busy, 0.0, math.nan, 0))
-    return Recording(tuple(ranks), tuple(spans))
+    return RecordedTimes(tuple(ranks), tuple(spans))
 
 
 @dataclass
@@ -77,7 +77,9 @@ class World:
     device: object = None
 
 
-def costs_of(module: Module, recordings: Sequence[Recording], world: World | None = None) -> Costs:
+def costs_of(
+    module: Module, recordings: Sequence[RecordedTimes], world: World | None = None
+) -> Costs:
     """The costs, where a message of 16 bytes takes 0.5 ms back and forth, less what comes before.
 
     The two calls of rank 0 have 0.25 ms between them, in which a send is posted.

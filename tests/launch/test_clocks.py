@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.clocks import Reading, common_time, compare_clocks, readings
+from cg.launch.world.clocks import ClockReading, common_time, compare_clocks, readings
 
 Meetings = list[tuple[list[int], list[int]]]
 
@@ -71,7 +71,7 @@ def test_one_machine_whose_clocks_differ_is_believed() -> None:
 
 
 def test_drift_is_taken_to_be_even() -> None:
-    first, last = Reading(1000, 100, 1), Reading(3000, 300, 1)
+    first, last = ClockReading(1000, 100, 1), ClockReading(3000, 300, 1)
     assert [common_time(t, first, last) for t in (1000, 2000, 3000)] == [900, 1800, 2700]
     assert common_time(1500, first, first) == 1400
 

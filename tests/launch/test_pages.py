@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cg.launch.pictures.model import Kind, Picture, Row, Slice, Track
+from cg.launch.pictures.model import Picture, RankRow, TimeSlice, Track, WorkKind
 from cg.launch.pictures.timeline_html import timeline_html
 from cg.launch.pictures.tracks import stack
 
@@ -23,10 +23,10 @@ pytest.importorskip("playwright", reason="no Playwright: pip install playwright"
 
 from playwright.sync_api import sync_playwright  # noqa: E402 - only if it is there
 
-LONG = Slice(
+LONG = TimeSlice(
     10.0,
     40.0,
-    Kind.FORWARD,
+    WorkKind.FORWARD,
     "0F0 stage0.forward",
     "0",
     op="%h = call(%x) {fn = @stage0.forward}",
@@ -38,8 +38,16 @@ LONG = Slice(
 PICTURE = Picture(
     "@step",
     (
-        Row(0, (Track("compute", (LONG, Slice(50.0, 100.0, Kind.BACKWARD, "0B0", "0"))),)),
-        Row(1, (Track("compute", ()), Track("recv", (Slice(40.0, 42.0, Kind.MESSAGE, "recv"),)))),
+        RankRow(
+            0, (Track("compute", (LONG, TimeSlice(50.0, 100.0, WorkKind.BACKWARD, "0B0", "0"))),)
+        ),
+        RankRow(
+            1,
+            (
+                Track("compute", ()),
+                Track("recv", (TimeSlice(40.0, 42.0, WorkKind.MESSAGE, "recv"),)),
+            ),
+        ),
     ),
 )
 

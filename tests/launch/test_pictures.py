@@ -14,7 +14,14 @@ import pytest
 from cg.ir.ops.module import Module
 from cg.ir.pipeline.costs import Costs, Link
 from cg.ir.text.parser import parse_module
-from cg.launch.pictures.model import Kind, Picture, Row, Slice, Track, one_above_the_other
+from cg.launch.pictures.model import (
+    Picture,
+    RankRow,
+    TimeSlice,
+    Track,
+    WorkKind,
+    one_above_the_other,
+)
 from cg.launch.pictures.perfetto import trace_events
 from cg.launch.pictures.program_timeline import picture_in_units, picture_of_programs
 from cg.launch.pictures.schedule_timeline import picture_of_schedule
@@ -80,7 +87,7 @@ def test_a_schedule_has_a_box_for_each_task_and_an_arrow_for_each_transfer() -> 
     names = [each.name for each in picture.slices()]
     assert len(names) == len(set(names)) == 3 * 3 * 4
     assert "1B3: backward of microbatch 3 on stage 1" in names
-    assert picture.kinds == (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+    assert picture.kinds == (WorkKind.FORWARD, WorkKind.BACKWARD, WorkKind.WEIGHT)
     assert len(picture.arrows) == 2 * 2 * 4
     for arrow in picture.arrows:
         assert arrow.head.time - arrow.tail.time >= 0.5
@@ -94,7 +101,9 @@ def test_stages_of_one_rank_differ_in_shade() -> None:
     assert "darker: every other stage" in timeline_svg(picture)
     assert data_of(timeline_html(picture))["shades"]
     assert "darker" not in timeline_svg(schedule_picture())
-    assert fill_of(Kind.FORWARD, 1) != fill_of(Kind.FORWARD, 0) == fill_of(Kind.FORWARD, 2)
+    assert (
+        fill_of(WorkKind.FORWARD, 1) != fill_of(WorkKind.FORWARD, 0) == fill_of(WorkKind.FORWARD, 2)
+    )
 
 
 def test_programs_show_what_computes_and_what_travels() -> None:
@@ -107,7 +116,11 @@ def test_programs_show_what_computes_and_what_travels() -> None:
         ["compute", "recv"],
     ]
     call, sent, saved, received = picture.slices()
-    assert (call.name, call.kind, call.source) == ("0F0 a.twice", Kind.FORWARD, "m.py:7, in twice")
+    assert (call.name, call.kind, call.source) == (
+        "0F0 a.twice",
+        WorkKind.FORWARD,
+        "m.py:7, in twice",
+    )
     assert (call.start, call.end, call.nbytes, call.label) == (0.0, 2.0, 1024, "0")
     assert (sent.name, sent.source, sent.nbytes) == (
         "send to rank 1",
@@ -169,8 +182,8 @@ def test_svg_draws_each_box_where_it_belongs() -> None:
 
 
 def test_text_that_looks_like_markup_is_text() -> None:
-    odd = Slice(0.0, 1.0, Kind.CALL, "<b>&\"'</script>", label="<&", op="</script><i>")
-    picture = Picture("<T&>", (Row(0, (Track("compute", (odd,)),)),), "<note>")
+    odd = TimeSlice(0.0, 1.0, WorkKind.CALL, "<b>&\"'</script>", label="<&", op="</script><i>")
+    picture = Picture("<T&>", (RankRow(0, (Track("compute", (odd,)),)),), "<note>")
     titles = [title.text for title in drawn(picture).iter(f"{SVG}title")]
     assert titles[0] == "<T&>"
     assert titles[1] is not None
@@ -181,7 +194,7 @@ def test_text_that_looks_like_markup_is_text() -> None:
 
 
 def test_an_empty_timeline_can_be_drawn() -> None:
-    picture = Picture("nothing", (Row(0, ()),))
+    picture = Picture("nothing", (RankRow(0, ()),))
     assert drawn(picture).get("height")
     assert data_of(timeline_html(picture))["rows"][0]["tracks"] == []
     assert [event["ph"] for event in trace_events(picture)] == ["M", "M"]

@@ -19,7 +19,7 @@ from cg.backends.program.tracing import InstructionLog, device_ranges
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call
 from cg.launch.api.compiled import Compiled
-from cg.launch.pictures.model import Kind
+from cg.launch.pictures.model import WorkKind
 from cg.launch.world.world import use_world
 from tests.mpi.profile_job import check_trace, events_of
 
@@ -129,7 +129,7 @@ def test_executions_in_flight_have_lanes_of_their_own(tmp_path: Path) -> None:
     assert executions == set(range(6))
     picture = profile.picture(execution=2)
     assert picture.title == "@talk, execution 2"
-    says = [s for s in picture.slices() if s.kind is Kind.CALL]
+    says = [s for s in picture.slices() if s.kind is WorkKind.CALL]
     assert [s.label for s in says] == ["say"] * 3
     assert min(s.start for s in picture.slices()) == 0.0
 

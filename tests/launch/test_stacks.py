@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cg.backends.failures.flight import Activity
-from cg.launch.world.stacks import Address, Stacks, parse_dump
+from cg.launch.world.stacks import StackAddress, Stacks, parse_dump
 
 from ..mpi.jobs import environment
 
@@ -120,7 +120,7 @@ def test_a_process_may_ask_itself() -> None:
 
 def test_addresses_travel() -> None:
     address = Stacks(0).address
-    assert isinstance(address, Address)
+    assert isinstance(address, StackAddress)
     assert pickle.loads(pickle.dumps(address)) == address
 
 

@@ -22,8 +22,8 @@ from cg.passes.placement.resharding_plan import (
     CombineRound,
     GatherRound,
     MoveRound,
-    Plan,
     ReduceRound,
+    ReshardingPlan,
 )
 
 WORLD = 8
@@ -212,7 +212,7 @@ class Interpreter:
         received: elements that each rank has received from others.
     """
 
-    def __init__(self, plan: Plan, held: Mapping[int, Any], neutral: int = 0) -> None:
+    def __init__(self, plan: ReshardingPlan, held: Mapping[int, Any], neutral: int = 0) -> None:
         self.held = dict(held)
         self.received: Counter[int] = Counter()
         self._combine = COMBINE[plan.reduce]

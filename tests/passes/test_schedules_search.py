@@ -26,7 +26,7 @@ from cg.passes.schedules.search.improve import Search
 from cg.passes.schedules.search.known_orders import known_orders
 from cg.passes.schedules.search.list_scheduling import Rule, list_schedule
 from cg.passes.schedules.search.policies import SEEDS, drawn
-from cg.passes.schedules.search.problem import Problem
+from cg.passes.schedules.search.problem import OrderProblem
 from cg.passes.schedules.search.stretch import fewer_microbatches, stretched
 
 from ..sampling import examples, scale
@@ -44,7 +44,7 @@ def best(pipeline: Pipeline, memory: float, costs: Costs, **options: Any) -> Fou
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
+def problems(draw: st.DrawFn) -> tuple[OrderProblem, Costs]:
     """Small pipelines in a line, a V, a loop or anyhow, with costs of their own for each stage."""
     p, m = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     line = tuple(range(p))
@@ -64,7 +64,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
         remat=remat,
     )
     room = draw(st.sampled_from([1, 1.5, 2, 4, 8])) * (2 * len(ranks) if in_bytes else 1)
-    problem = Problem.of(Pipeline(ranks, m), costs, room)
+    problem = OrderProblem.of(Pipeline(ranks, m), costs, room)
     assume(not problem.lacking())
     return problem, costs
 
@@ -72,7 +72,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
 @examples(150, shrinks=True)
 @given(problems(), st.randoms(use_true_random=False))
 def test_no_order_is_under_the_bound_nor_over_the_memory(
-    drawn: tuple[Problem, Costs], random: Random
+    drawn: tuple[OrderProblem, Costs], random: Random
 ) -> None:
     problem, costs = drawn
     pipeline = problem.pipeline
@@ -99,7 +99,7 @@ def test_no_order_is_under_the_bound_nor_over_the_memory(
 @examples(100)
 @given(problems(), st.randoms(use_true_random=False))
 def test_a_list_schedule_starts_its_tasks_when_play_does(
-    drawn: tuple[Problem, Costs], random: Random
+    drawn: tuple[OrderProblem, Costs], random: Random
 ) -> None:
     problem, costs = drawn
     m = problem.microbatches
@@ -114,7 +114,7 @@ def test_a_list_schedule_starts_its_tasks_when_play_does(
 @examples(100)
 @given(problems(), st.randoms(use_true_random=False))
 def test_only_schedules_that_are_too_long_are_given_up(
-    drawn: tuple[Problem, Costs], random: Random
+    drawn: tuple[OrderProblem, Costs], random: Random
 ) -> None:
     problem, _ = drawn
     urgency = [
@@ -135,7 +135,7 @@ def test_only_schedules_that_are_too_long_are_given_up(
 @examples(60)
 @given(problems(), st.randoms(use_true_random=False))
 def test_a_climb_is_no_longer_than_what_it_is_known_to_begin_with(
-    drawn_problem: tuple[Problem, Costs], random: Random
+    drawn_problem: tuple[OrderProblem, Costs], random: Random
 ) -> None:
     problem, _ = drawn_problem
     search = Search(problem, find_windows(problem), lower_bound(problem), random)
@@ -151,7 +151,7 @@ def test_a_climb_is_no_longer_than_what_it_is_known_to_begin_with(
     assert all(problem.fits(trial.listed.lanes) for trial in second)
 
 
-def exists(problem: Problem, span: int) -> bool:
+def exists(problem: OrderProblem, span: int) -> bool:
     """Whether any order of tasks of whole times, without transfers, has this span.
 
     All that ranks can do is done, from each instant to the next: start a task, or wait.
@@ -206,21 +206,21 @@ def test_of_all_orders_of_several_parts_none_is_under_the_bound(
     each = st.tuples(*[st.sampled_from([1.0, 1.0, 2.0])] * len(ranks))
     share = data.draw(st.sampled_from([1.0, 1.0, 0.5]))
     costs = Costs(data.draw(each), data.draw(each), data.draw(each), mw=share)
-    problem = Problem.of(Pipeline(ranks, m), costs, data.draw(st.sampled_from([1, 1.5, 2, 3])))
+    problem = OrderProblem.of(Pipeline(ranks, m), costs, data.draw(st.sampled_from([1, 1.5, 2, 3])))
     assume(not problem.lacking())
     assert not exists(problem, ceil(lower_bound(problem) - 1e-6) - 1)
 
 
 def test_of_several_parts_the_bound_counts_the_memory_of_all() -> None:
     """Without how many W of any part must run before the last F, it would be 22."""
-    problem = Problem.of(Pipeline((0, 1, 2, 0, 1, 2), 3), Costs(), 2)
+    problem = OrderProblem.of(Pipeline((0, 1, 2, 0, 1, 2), 3), Costs(), 2)
     assert lower_bound(problem) == 23
     assert exists(problem, 23)
 
 
 def shortest(p: int, m: int, costs: Costs, memory: int) -> float:
     """The makespan of the best order of a line of stages, by trying them all."""
-    problem = Problem.of(Pipeline(tuple(range(p)), m), costs, memory)
+    problem = OrderProblem.of(Pipeline(tuple(range(p)), m), costs, memory)
     tf, tb, tw = (problem.durations[action * p] for action in range(3))
     offsets = problem.offsets
     words: list[list[str]] = []
@@ -431,7 +431,7 @@ def test_many_microbatches_lose_nothing_more(ranks: tuple[int, ...]) -> None:
 
 
 def test_a_stretched_order_keeps_the_beginning_and_the_end() -> None:
-    problem = Problem.of(Pipeline((0, 1), 100), Costs(), 4)
+    problem = OrderProblem.of(Pipeline((0, 1), 100), Costs(), 4)
     assert fewer_microbatches(problem) == 3 * 2 + 12
     small = problem.with_microbatches(fewer_microbatches(problem))
     listed = list_schedule(small, Rule([[0.0] * 18] * 6, (0.0, 0.0, 0.0)))

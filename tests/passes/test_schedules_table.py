@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Task
-from cg.ir.pipeline.order import Row, numbers
+from cg.ir.pipeline.order import TaskRow, numbers
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline
 
@@ -133,7 +133,7 @@ def test_commas_part_tasks_too() -> None:
 
 def test_a_row_is_the_list_of_its_tasks() -> None:
     row = schedules.one_f_one_b()(Pipeline((0, 1), 3))[0]
-    assert isinstance(row, Row)
+    assert isinstance(row, TaskRow)
     listed = [Task.parse(word) for word in ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]]
     assert list(row) == listed
     assert row == listed

@@ -35,7 +35,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the traces that are made, and the blocks that are copied into them."""
     counts: Counter[str] = Counter()
-    trace, run = joint._Run.trace, templates.Emitter.run
+    trace, run = joint._JointTrace.trace, templates.Emitter.run
 
     def traced(self: Any) -> Any:
         counts["traces"] += 1
@@ -45,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["copies"] += 1
         return run(self, taken)
 
-    monkeypatch.setattr(joint._Run, "trace", traced)
+    monkeypatch.setattr(joint._JointTrace, "trace", traced)
     monkeypatch.setattr(templates.Emitter, "run", copied)
     return counts
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cg.tracer.values.heap.reach import reach_all
-from cg.tracer.values.heap.snapshot import MISSING, Names, Snapshot
+from cg.tracer.values.heap.snapshot import MISSING, ModuleNames, Snapshot
 
 
 class Slotted:
@@ -45,7 +45,12 @@ CASES: list[tuple[str, Callable[[], Any], Callable[[Any], Any], list[str]]] = [
     ("set", lambda: {1}, lambda v: v.add(2), ["x"]),
     ("deque", lambda: collections.deque([1]), lambda v: v.append(2), ["x"]),
     ("cell", _cell, _set_cell, ["x"]),
-    ("names", lambda: Names({"a": 1, "c": 1}, ("a", "b")), lambda n: n.space.update(b=2), ["x.b"]),
+    (
+        "names",
+        lambda: ModuleNames({"a": 1, "c": 1}, ("a", "b")),
+        lambda n: n.space.update(b=2),
+        ["x.b"],
+    ),
     ("class", lambda: type("C", (), {"a": 1}), lambda c: setattr(c, "b", 2), ["x.b"]),
     ("slots", Slotted, lambda s: setattr(s, "b", 2), ["x"]),
     ("array", lambda: np.zeros(2), lambda v: v.fill(1), ["x"]),

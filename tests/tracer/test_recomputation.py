@@ -17,12 +17,12 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from cg.tracer.function.functions import Functions
-from cg.tracer.graph.autodiff.backward import Cut
+from cg.tracer.graph.autodiff.backward import BackwardCut
 from cg.tracer.graph.autodiff.recomputation import Recompute, kept_bytes, recomputed
 from cg.tracer.graph.autodiff.subgraphs import has_effect, is_view
 from cg.tracer.method.joint import Joint, Wanted, trace_call
 from cg.tracer.values.actor_state import collect
-from cg.tracer.values.interface import Call, MethodTarget, TracedVjp
+from cg.tracer.values.interface import MethodTarget, TracedCall, TracedVjp
 
 from ..sampling import examples
 from .function_tools import signature
@@ -112,7 +112,9 @@ class Dropping(Gated):
 def joint_of(module: nn.Module, *inputs: Tensor) -> Joint:
     """The joint graph of a module's forward, with the gradients of all inputs that want one."""
     target = MethodTarget("actor", module, "forward")
-    call = Call(target.name, module.forward, collect(module), signature(*inputs), CPU, None, None)
+    call = TracedCall(
+        target.name, module.forward, collect(module), signature(*inputs), CPU, None, None
+    )
     count = len(trace_call(call).outputs)
     needed = tuple(i for i, x in enumerate(inputs) if x.requires_grad)
     with torch.enable_grad():
@@ -133,15 +135,15 @@ def operators(nodes: Sequence[fx.Node]) -> list[str]:
 def again(joint: Joint) -> list[str]:
     """The operators of the forward in the body of the backward, in order."""
     chosen = cheap(joint)
-    return operators([node for node in Cut(joint, (), chosen).body if node in chosen])
+    return operators([node for node in BackwardCut(joint, (), chosen).body if node in chosen])
 
 
 def test_of_a_gated_network_the_activation_is_computed_again() -> None:
     joint = joint_of(Gated(), rand(4, WIDTH))
     assert again(joint) == ["silu.default"]
-    kept = [n for n in joint.graph.nodes if n in Cut(joint, (), cheap(joint)).saved]
+    kept = [n for n in joint.graph.nodes if n in BackwardCut(joint, (), cheap(joint)).saved]
     assert operators(kept) == ["i_1", "mm.default", "mm.default", "mul.Tensor"]
-    before, after = Cut(joint), Cut(joint, (), cheap(joint))
+    before, after = BackwardCut(joint), BackwardCut(joint, (), cheap(joint))
     assert kept_bytes(before) - kept_bytes(after) == 4 * HIDDEN * 4
     # Right before what needs it first, so that it is nowhere held for long.
     body = operators(after.body)
@@ -194,7 +196,7 @@ def test_no_more_is_kept_of_llama_layers_than_by_torch(dtype: torch.dtype) -> No
     module = Layers(2).to(dtype)
     x = torch.randn(2, 6, WIDTH, dtype=dtype).requires_grad_()
     joint = joint_of(module, x)
-    before, after = kept_bytes(Cut(joint)), kept_bytes(Cut(joint, (), cheap(joint)))
+    before, after = kept_bytes(BackwardCut(joint)), kept_bytes(BackwardCut(joint, (), cheap(joint)))
     assert after < 0.85 * before
     assert after <= kept_by_torch(module, x), (before, after, kept_by_torch(module, x))
 
@@ -238,7 +240,9 @@ def test_gradients_are_the_same_bits(case: str) -> None:
 def test_dropout_is_drawn_once() -> None:
     joint = joint_of(Dropping(), rand(4, WIDTH))
     assert again(joint) == ["silu.default"]
-    kept = operators([n for n in joint.graph.nodes if n in Cut(joint, (), cheap(joint)).saved])
+    kept = operators(
+        [n for n in joint.graph.nodes if n in BackwardCut(joint, (), cheap(joint)).saved]
+    )
     assert "empty_like.default" in kept  # the mask, into which random numbers are drawn
 
 
@@ -309,5 +313,5 @@ def test_random_methods_have_the_same_gradients_and_keep_no_more(
     chosen = cheap(joint)
     assert not any(map(has_effect, chosen))
     assert not {"mm.default", "addmm.default"} & set(operators(list(chosen)))
-    assert kept_bytes(Cut(joint, (), chosen)) <= kept_bytes(Cut(joint))
+    assert kept_bytes(BackwardCut(joint, (), chosen)) <= kept_bytes(BackwardCut(joint))
     equal_bits(module, (x,))

@@ -21,7 +21,7 @@ from ...ir.types import TensorType
 from ..errors import TraceError
 from ..graph.autodiff.recomputation import refuse_twice, what_again
 from ..graph.autodiff.split_backward import SplitBackward
-from ..graph.autodiff.subgraphs import Piece, fake_of, sharing, state_references
+from ..graph.autodiff.subgraphs import Subgraph, fake_of, sharing, state_references
 from ..graph.autodiff.subgraphs import memory_of as memory_of_node
 from ..graph.codegen.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..method.alike import Traces
@@ -34,10 +34,10 @@ from ..values.actor_state import ActorState, StateTensor, collect
 from ..values.gradient_buckets import Buckets, whole_gradients
 from ..values.group import Group
 from ..values.interface import (
-    Call,
     MethodTarget,
     RankBodies,
     Target,
+    TracedCall,
     TracedFunction,
     TracedPart,
     TracedVjp,
@@ -49,9 +49,9 @@ from ..values.operators import storage_key
 from ..values.sharing import shares_of
 from ..values.specs import ObjectSpec, Tree, ir_dtype
 from .effects import Effects, memory_of, replaced_state, written_state
-from .graph_pieces import Pieces
+from .graph_pieces import GraphPieces
 from .group_methods import GroupMethods
-from .groups.pieces_only import Watch
+from .groups.pieces_only import OperatorWatch
 from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
 
 
@@ -69,16 +69,13 @@ class Functions:
     """
 
     def __init__(
-        self,
-        device: torch.device | None = None,
-        traces: Traces | None = None,
-        fused: bool = False,
+        self, device: torch.device | None = None, traces: Traces | None = None, fused: bool = False
     ) -> None:
         self.device = device
         self._fused = fused
         self._effects = Effects()
         self._traces = Traces() if traces is None else traces
-        self._pieces = Pieces()
+        self._pieces = GraphPieces()
         self._buckets: dict[str, Buckets] = {}
 
     def trace(
@@ -131,7 +128,7 @@ class Functions:
         )
 
     def _trace_group(
-        self, target: Target, group: Group, call: Call, joint: Joint, name: str
+        self, target: Target, group: Group, call: TracedCall, joint: Joint, name: str
     ) -> TracedFunction:
         """Trace a function that the ranks of a group call together, each on its pieces."""
         methods = self._methods(target, group, call)
@@ -223,7 +220,7 @@ class Functions:
             return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
         return traced
 
-    def _methods(self, target: Target, group: Group, call: Call) -> GroupMethods:
+    def _methods(self, target: Target, group: Group, call: TracedCall) -> GroupMethods:
         buckets = Buckets()
         if group.actor is not None:
             new = Buckets(group.actor.bucket_bytes)
@@ -231,8 +228,8 @@ class Functions:
         return GroupMethods(target, group, call, self._effects_on(target), buckets)
 
     def _joint(
-        self, target: Target, call: Call, derivative: Wanted | None = None
-    ) -> tuple[Call, Joint]:
+        self, target: Target, call: TracedCall, derivative: Wanted | None = None
+    ) -> tuple[TracedCall, Joint]:
         """Trace a call, or reuse the trace of an equal call.
 
         Raises:
@@ -247,7 +244,7 @@ class Functions:
         self._traces.add(call, derivative, joint)
         return call, joint
 
-    def _with_state(self, target: Target, call: Call) -> Call:
+    def _with_state(self, target: Target, call: TracedCall) -> TracedCall:
         """The call, with the current state of its actor."""
         objects = given_objects(call.signature) if isinstance(target, MethodTarget) else ()
         state = (
@@ -264,9 +261,9 @@ class Functions:
     def _declare(
         self,
         target: Target,
-        call: Call,
+        call: TracedCall,
         joint: Joint,
-        piece: Piece,
+        piece: Subgraph,
         name: str,
         saved: Sequence[torch.fx.Node] = (),
     ) -> Function:
@@ -320,14 +317,16 @@ class Functions:
         )
         return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), parts
 
-    def _part(self, target: Target, function: Function, piece: Piece) -> TracedPart:
+    def _part(self, target: Target, function: Function, piece: Subgraph) -> TracedPart:
         return TracedPart(function, self._pieces.bodies(piece, function.name, target.group))
 
     def _effects_on(self, target: Target) -> Effects:
         """The known effects on actors; a torch function has no actor, and gets an empty object."""
         return self._effects if isinstance(target, MethodTarget) else Effects()
 
-    def _opaque(self, target: Target, call: Call, mark: OpaqueMark, name: str) -> TracedFunction:
+    def _opaque(
+        self, target: Target, call: TracedCall, mark: OpaqueMark, name: str
+    ) -> TracedFunction:
         """A call without a trace: the method may do anything, so the call counts as a write."""
         if target.use is not None:
             target.use.is_opaque = True
@@ -351,12 +350,12 @@ class Functions:
             {rank: opaque_body(strictly(c), mark, results) for rank, c in calls.items()}
         )
         if target.group is not None:
-            watch = Watch(target.group, name)
+            watch = OperatorWatch(target.group, name)
             body, strict = watch.around(body), watch.around(strict)
         return TracedFunction(declaration, results, (), body, None, strict)
 
 
-def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
+def _call_of(target: Target, signature: Tree, loc: Location | None) -> TracedCall:
     """The call of a target, without the actor's state so far."""
     function = target.callable
     if not callable(function):
@@ -368,10 +367,10 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
         )
     home = definition(function) if isinstance(target, MethodTarget) else None
     host = torch.device("cpu")
-    return Call(target.name, function, ActorState(), signature, host, loc, home)
+    return TracedCall(target.name, function, ActorState(), signature, host, loc, home)
 
 
-def _of_backward(effects: Effects, joint: Joint, piece: Piece) -> Effect:
+def _of_backward(effects: Effects, joint: Joint, piece: Subgraph) -> Effect:
     graded = [gradient.tensor for gradient in piece.gradients]
     return effects.of_backward(joint, piece.state, graded)
 
@@ -382,7 +381,7 @@ def _type(node: torch.fx.Node) -> TensorType:
 
 
 def _shares_of_forward(
-    target: Target, joint: Joint, piece: Piece, effect: Effect, name: str
+    target: Target, joint: Joint, piece: Subgraph, effect: Effect, name: str
 ) -> Shares:
     reads = _memory(piece.state)
     changed = memory_of((*written_state(joint), *replaced_state(joint)))
@@ -391,7 +390,7 @@ def _shares_of_forward(
     return shares_of(target.shared, effect, reads, changed)
 
 
-def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
+def _with_shares(backward: Function, target: Target, piece: Subgraph) -> Function:
     """Declare the effects of a backward, or of one of its halves, on state that actors share."""
     reads = _memory(piece.state)
     graded = _memory(gradient.tensor for gradient in piece.gradients)
@@ -405,7 +404,7 @@ def _memory(state: Iterable[StateTensor]) -> set[int | None]:
     return memory_of(state_tensor.tensor for state_tensor in state)
 
 
-def _no_derivative(call: Call) -> TraceError:
+def _no_derivative(call: TracedCall) -> TraceError:
     """The error for a derivative of an opaque function."""
     return TraceError(
         f"{call.what} is opaque, so it has no derivative, but a loss depends on its result",
@@ -414,7 +413,7 @@ def _no_derivative(call: Call) -> TraceError:
     )
 
 
-def _refuse_history(call: Call, used: Iterable[StateTensor]) -> None:
+def _refuse_history(call: TracedCall, used: Iterable[StateTensor]) -> None:
     """Refuse state that carries gradient history from outside of the step."""
     for state in used:
         if state.tensor.requires_grad and not state.tensor.is_leaf:
@@ -425,7 +424,7 @@ def _refuse_history(call: Call, used: Iterable[StateTensor]) -> None:
 
 
 def _refuse_written(
-    call: Call, backward: Piece, effects: Effects, between: Sequence[Write]
+    call: TracedCall, backward: Subgraph, effects: Effects, between: Sequence[Write]
 ) -> None:
     """Refuse a backward if a call in between writes to state that it reads."""
     for write in between:
@@ -437,7 +436,7 @@ def _refuse_written(
             )
 
 
-def _refuse_hooks(call: Call) -> None:
+def _refuse_hooks(call: TracedCall) -> None:
     """Refuse parameters with gradient hooks."""
     for state in call.state.tensors:
         tensor = state.tensor

@@ -10,9 +10,9 @@ from torch import fx
 from ...ir.flops import Flops
 from ..graph.autodiff.partition import Split, forward_piece, split
 from ..graph.autodiff.recomputation import Recompute
-from ..graph.autodiff.subgraphs import Piece, piece_on
+from ..graph.autodiff.subgraphs import Subgraph, piece_on
 from ..graph.codegen.bodies import GraphBody
-from ..graph.codegen.codegen import Source, make_body, source_of
+from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
 from ..method.joint import Joint
 from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
@@ -21,17 +21,17 @@ from ..values.interface import Bodies, RankBodies
 
 
 @dataclass(eq=False)
-class Pieces:
+class GraphPieces:
     """Caches the pieces, operation counts and sources of the graphs of a step's methods."""
 
-    _forwards: dict[fx.Graph, tuple[Joint, Piece]] = field(default_factory=dict)
+    _forwards: dict[fx.Graph, tuple[Joint, Subgraph]] = field(default_factory=dict)
     _splits: dict[tuple[fx.Graph, Collection[int], Recompute], tuple[Joint, Split]] = field(
         default_factory=dict
     )
     _flops: dict[fx.Graph, Flops] = field(default_factory=dict)
-    _sources: dict[fx.Graph, Callable[[], Source]] = field(default_factory=dict)
+    _sources: dict[fx.Graph, Callable[[], GeneratedSource]] = field(default_factory=dict)
 
-    def forward(self, joint: Joint) -> Piece:
+    def forward(self, joint: Joint) -> Subgraph:
         """The piece of the forward alone, without a derivative."""
         if joint.graph not in self._forwards:
             self._forwards[joint.graph] = joint, forward_piece(joint)
@@ -55,13 +55,13 @@ class Pieces:
             halves=halves,
         )
 
-    def flops(self, piece: Piece) -> Flops:
+    def flops(self, piece: Subgraph) -> Flops:
         """The floating-point operations of one run of a piece."""
         if piece.graph not in self._flops:
             self._flops[piece.graph] = count_flops(piece.graph)
         return self._flops[piece.graph]
 
-    def bodies(self, piece: Piece, name: str, group: Group | None) -> Bodies:
+    def bodies(self, piece: Subgraph, name: str, group: Group | None) -> Bodies:
         """The bodies of a piece, one for each rank that this process plays."""
         actor = None if group is None else group.actor
         if actor is None or len(actor.instances) == 1:
@@ -73,13 +73,13 @@ class Pieces:
             }
         )
 
-    def _body(self, piece: Piece, name: str) -> GraphBody:
+    def _body(self, piece: Subgraph, name: str) -> GraphBody:
         if piece.graph not in self._sources:
             self._sources[piece.graph] = source_of(piece)
         return make_body(piece, name, self._sources[piece.graph])
 
 
-def _moved(piece: Piece, first: Joint, joint: Joint) -> Piece:
+def _moved(piece: Subgraph, first: Joint, joint: Joint) -> Subgraph:
     """The piece with the state of `joint`, which has the same graph as `first`."""
     if first is joint:
         return piece

@@ -20,13 +20,13 @@ from ...ir.ops import Transfer as TransferOp
 from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.names import Names
 from ...ir.types import DType, TensorType, UnitType
-from ..graph.autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
-from ..graph.codegen.codegen import Source, make_body, source_of
+from ..graph.autodiff.subgraphs import Gradient, Subgraph, fake_of, memory_of
+from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
 from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.cuts import unmerged
 from ..graph.layouts.propagation.partition import Part, Partition
 from ..graph.layouts.propagation.sections import Section
-from ..graph.layouts.versions import Transfer, Version, text_of
+from ..graph.layouts.versions import LayoutTransfer, Version, text_of
 from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import buckets_of
@@ -61,7 +61,7 @@ class GroupFunction:
 
 
 @dataclass(frozen=True)
-class Maker:
+class SectionFunctions:
     """Makes the function of one section.
 
     Attributes:
@@ -95,7 +95,7 @@ class Maker:
         plan_parts = [
             self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)
         ]
-        writer = _Writer(self.section.takes, self.loc)
+        writer = _SectionWriter(self.section.takes, self.loc)
         program = self._program(writer, plans, plan_parts, reductions)
         parts = (*(part for part in plan_parts if part is not None), *writer.called.values())
         functions = [part.declaration for part in parts]
@@ -113,9 +113,9 @@ class Maker:
         )
         return GroupFunction(declaration, program, parts)
 
-    def _reductions(self) -> dict[Transfer, GradientReduction]:
+    def _reductions(self) -> dict[LayoutTransfer, GradientReduction]:
         """The reductions of gradients to the pieces that ranks store, by transfer."""
-        reduction_of: dict[Transfer, GradientReduction] = {}
+        reduction_of: dict[LayoutTransfer, GradientReduction] = {}
         paths = {version: t.path for t, version in self.section.gradients}
         read = {v for part in self.section.partition.parts for v in part.inputs}
         for transfer in _transfers(self.section.partition):
@@ -129,7 +129,7 @@ class Maker:
                 reduction_of[transfer] = reduction
         return reduction_of
 
-    def _plans(self, reductions: Collection[Transfer]) -> Iterator[_PartPlan]:
+    def _plans(self, reductions: Collection[LayoutTransfer]) -> Iterator[_PartPlan]:
         """The plan of each part: which values it returns, which gradients it accumulates."""
         section = self.section
         reduced = {transfer.after for transfer in reductions}
@@ -151,7 +151,7 @@ class Maker:
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
         name = f"{self.name}.part{index}"
-        pieces: dict[int, tuple[Piece, Callable[[], Source]]] = {}
+        pieces: dict[int, tuple[Subgraph, Callable[[], GeneratedSource]]] = {}
         for rank, own in self.state.items():
             which = plan.graph_of(rank)
             if which not in pieces:
@@ -177,10 +177,10 @@ class Maker:
 
     def _program(
         self,
-        writer: _Writer,
+        writer: _SectionWriter,
         plans: Sequence[_PartPlan],
         parts: Sequence[TracedPart | None],
-        reductions: Mapping[Transfer, GradientReduction],
+        reductions: Mapping[LayoutTransfer, GradientReduction],
     ) -> Program:
         partition = self.section.partition
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True)):
@@ -243,7 +243,7 @@ class _PartPlan:
         state: Mapping[Version, StateTensor],
         own: Mapping[str, StateTensor],
         owner: torch.nn.Module,
-    ) -> Piece:
+    ) -> Subgraph:
         """The piece that a rank runs.
 
         Args:
@@ -264,7 +264,7 @@ class _PartPlan:
             [node_of[version] for version in self.returned],
             [node_of[version] for _, version in self.gradients],
         )
-        return Piece(
+        return Subgraph(
             graph=builder.graph,
             owner=owner,
             state=tuple(own[state[version].path] for version in reads),
@@ -282,7 +282,7 @@ class _PartPlan:
         )
 
 
-def _on(piece: Piece, own: Mapping[str, StateTensor]) -> Piece:
+def _on(piece: Subgraph, own: Mapping[str, StateTensor]) -> Subgraph:
     """The piece with the tensors `own` of another rank, by path."""
     gradients = tuple(replace(g, tensor=own[g.tensor.path]) for g in piece.gradients)
     return replace(piece, state=tuple(own[t.path] for t in piece.state), gradients=gradients)
@@ -342,7 +342,7 @@ class _PieceBuilder:
         )
 
 
-class _Writer:
+class _SectionWriter:
     """Writes the program of a function.
 
     Attributes:
@@ -428,7 +428,7 @@ def _total(one: Flops, other: Flops) -> Flops:
     return Flops.of(counts)
 
 
-def _transfers(partition: Partition) -> Iterator[Transfer]:
+def _transfers(partition: Partition) -> Iterator[LayoutTransfer]:
     for _, transfers in partition.steps:
         yield from transfers
 

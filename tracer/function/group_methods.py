@@ -14,16 +14,16 @@ from ..graph.autodiff.recomputation import Recompute
 from ..graph.autodiff.subgraphs import fake_of
 from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.propagation.joints import propagate_joint
-from ..graph.layouts.propagation.sections import Cutter, Section
+from ..graph.layouts.propagation.sections import Section, SectionCutter
 from ..graph.layouts.versions import Version
 from ..method.joint import Joint
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import Buckets, GradientLayout, numel_at_rank
 from ..values.group import Group
-from ..values.interface import Call, Target, TracedVjp, Write
+from ..values.interface import Target, TracedCall, TracedVjp, Write
 from ..values.operators import storage_key
 from .effects import Effects
-from .group_functions import GroupFunction, Maker
+from .group_functions import GroupFunction, SectionFunctions
 from .groups.stored import Stored
 
 
@@ -41,7 +41,7 @@ class GroupMethods:
 
     target: Target
     group: Group
-    call: Call
+    call: TracedCall
     effects: Effects
     buckets: Buckets
 
@@ -127,7 +127,7 @@ class GroupMethods:
         """The state that a forward reads."""
         return [tensor for node, tensor in joint.state if node.users]
 
-    def _cutter(self, joint: Joint) -> Cutter:
+    def _cutter(self, joint: Joint) -> SectionCutter:
         actor = self.group.actor
         layouts: dict[str, Layout] = {} if actor is None else actor.layouts
         gathered: dict[str, Layout] = {} if actor is None else actor.gathered
@@ -137,7 +137,7 @@ class GroupMethods:
             propagation = propagate_joint(
                 joint, self.group.place, layouts, self.group.inputs, pins=pins
             )
-            return Cutter(joint, propagation, self._ranks, layers)
+            return SectionCutter(joint, propagation, self._ranks, layers)
         except LayoutError as error:
             if error.loc is not None:
                 raise
@@ -171,7 +171,7 @@ class GroupMethods:
             for rank in self._ranks:
                 tensors = actor.state(rank).tensors
                 state[rank] = {slot.path: tensor for tensor in tensors for slot in tensor.slots}
-        return Maker(
+        return SectionFunctions(
             name,
             self.target.actor,
             section,

@@ -12,12 +12,12 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import TraceError, Verbatim
-from ..values.interface import Body, Call, MethodTarget, Target, result_spec
+from ..values.interface import Body, MethodTarget, Target, TracedCall, result_spec
 from ..values.opaque import OpaqueMark
 from ..values.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, show_type
 
 
-def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
+def opaque_results(mark: OpaqueMark, instance: Any, call: TracedCall) -> Tree:
     """The pytree of specs of an opaque call's results, as its mark describes them.
 
     Args:
@@ -49,7 +49,7 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
     return Tree(tuple(_promised(leaf, call) for leaf in leaves), spec)
 
 
-def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
+def refuse_tensors(target: Target, call: TracedCall, results: Tree) -> None:
     """Refuse an opaque method that takes or returns pieces, since nobody knows their layout.
 
     Raises:
@@ -74,7 +74,7 @@ def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
         )
 
 
-def calls_of_ranks(target: Target, call: Call) -> dict[int, Call]:
+def calls_of_ranks(target: Target, call: TracedCall) -> dict[int, TracedCall]:
     """The call on the instance of each rank that this process plays, by rank."""
     actor = target.group.actor if target.group is not None else None
     if actor is None or not isinstance(target, MethodTarget):
@@ -86,7 +86,7 @@ def calls_of_ranks(target: Target, call: Call) -> dict[int, Call]:
     return {rank: replace(call, function=function) for rank, function in of_rank.items()}
 
 
-def _promised(leaf: Any, call: Call) -> Leaf:
+def _promised(leaf: Any, call: TracedCall) -> Leaf:
     if isinstance(leaf, torch.Tensor):
         return result_spec(leaf, call)
     return ObjectSpec()
@@ -98,7 +98,7 @@ def _stand_in(leaf: Leaf, device: torch.device) -> Any:
     return leaf
 
 
-def strictly(call: Call) -> Call:
+def strictly(call: TracedCall) -> TracedCall:
     """The same call where a loss depends on its result, so that no gradient may be lost.
 
     Raises (when it runs):
@@ -122,7 +122,7 @@ def strictly(call: Call) -> Call:
     return replace(call, function=checked)
 
 
-def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
+def opaque_body(call: TracedCall, mark: OpaqueMark, results: Tree) -> Body:
     """A body that fills values into the call's signature, and calls the function.
 
     Gradients are enabled during the call. Like all bodies, it returns a unit (None) if the

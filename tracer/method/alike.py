@@ -21,7 +21,7 @@ from ..error_translation import call_user
 from ..errors import TraceError, note_refusal, refusals_dropped
 from ..values.actor_state import ActorState, StateTensor
 from ..values.heap.snapshot import Snapshot
-from ..values.interface import Call
+from ..values.interface import TracedCall
 from ..values.operators import (
     storage_key,
 )
@@ -54,7 +54,7 @@ class Traces:
         self.blocks = Blocks()
         self._found: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
 
-    def find(self, call: Call, wanted: Wanted | None) -> Joint | None:
+    def find(self, call: TracedCall, wanted: Wanted | None) -> Joint | None:
         """Find the trace of a call that is alike, with this call's state; None if there is none."""
         outline = _outline(call.state)
         known = self._found.get(_kind(call, wanted), [])
@@ -68,7 +68,7 @@ class Traces:
                 return joint
         return None
 
-    def make(self, call: Call, wanted: Wanted | None) -> tuple[Call, Joint]:
+    def make(self, call: TracedCall, wanted: Wanted | None) -> tuple[TracedCall, Joint]:
         """Trace a call by `settled`, and check it by `refuse_hidden_state`.
 
         The first attempt uses blocks. If it fails after a module was compared with a block, the
@@ -91,39 +91,43 @@ class Traces:
                 raise
         return _made(call, wanted, None)
 
-    def add(self, call: Call, wanted: Wanted | None, joint: Joint) -> None:
+    def add(self, call: TracedCall, wanted: Wanted | None, joint: Joint) -> None:
         """Keep a trace if another call can be compared with it."""
         outline = _outline(call.state)
         if joint.functions.complete and not joint.initial and outline is not None:
             self._found.setdefault(_kind(call, wanted), []).append((outline, joint))
 
 
-def _made(call: Call, derivative: Wanted | None, blocks: Blocks | None) -> tuple[Call, Joint]:
+def _made(
+    call: TracedCall, derivative: Wanted | None, blocks: Blocks | None
+) -> tuple[TracedCall, Joint]:
     call, joint = settled(call, derivative, blocks)
     if derivative is None:
         refuse_hidden_state(call, joint, blocks)
     return call, joint
 
 
-def _kind(call: Call, derivative: Wanted | None) -> Hashable:
+def _kind(call: TracedCall, derivative: Wanted | None) -> Hashable:
     """The key of calls that may be alike; calls with different keys are never compared."""
     types = tuple(map(str, call.signature.leaves))
     is_tracked = torch.is_grad_enabled()
     return (call.what, call.signature.spec, types, str(call.device), derivative, is_tracked)
 
 
-def _rerun(call: Call, derivative: Wanted | None, joint: Joint, blocks: Blocks) -> Joint | None:
+def _rerun(
+    call: TracedCall, derivative: Wanted | None, joint: Joint, blocks: Blocks
+) -> Joint | None:
     try:
         with refusals_dropped(), random_state_watched(call):
-            return _Rerun(call, joint, blocks).run(derivative)
+            return _AlikeCall(call, joint, blocks).run(derivative)
     except (Unlike, UsesGradients, Exception):
         return None  # the trace that follows says what is wrong, if anything is
 
 
-class _Rerun(Scene):
+class _AlikeCall(Scene):
     """One call, which runs on the fakes of another call's trace."""
 
-    def __init__(self, call: Call, joint: Joint, blocks: Blocks) -> None:
+    def __init__(self, call: TracedCall, joint: Joint, blocks: Blocks) -> None:
         functions = joint.functions
         super().__init__(call, functions.mode)
         self.state = functions.state

@@ -16,7 +16,7 @@ from torch.nn.modules import module as modules
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..values.interface import Call
+from ..values.interface import TracedCall
 
 _PASS_ON = frozenset(
     {
@@ -30,7 +30,7 @@ _PASS_ON = frozenset(
 """Files whose decorators pass their arguments on unchanged."""
 
 
-def check_arguments(call: Call) -> None:
+def check_arguments(call: TracedCall) -> None:
     """Check that the method takes this many arguments, by these names.
 
     A method without a signature passes the check. So does one under a decorator that may change
@@ -51,7 +51,7 @@ def check_arguments(call: Call) -> None:
         raise _refusal(parameters, str(error), call) from None
 
 
-def explain_misfit(error: Exception, call: Call) -> TraceError | None:
+def explain_misfit(error: Exception, call: TracedCall) -> TraceError | None:
     """Translate `error` if it says that a decorated method does not take its arguments.
 
     A decorator of the user's may add, drop or rename arguments, so the method's signature says
@@ -88,7 +88,7 @@ def definition(function: Callable[..., Any]) -> Location | None:
     return Location(code.co_filename, code.co_firstlineno, code.co_name)
 
 
-def _refusal(parameters: inspect.Signature, reason: str, call: Call) -> TraceError:
+def _refusal(parameters: inspect.Signature, reason: str, call: TracedCall) -> TraceError:
     at = "" if call.home is None else f", at {call.home}"
     return TraceError(
         f"the arguments do not fit {call.what}{parameters}: {reason}",

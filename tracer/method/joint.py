@@ -24,7 +24,7 @@ from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
 from ..values.actor_state import StateTensor
 from ..values.heap.snapshot import Snapshot
-from ..values.interface import Call, result_spec
+from ..values.interface import TracedCall, result_spec
 from ..values.operators import (
     storage_key,
 )
@@ -106,7 +106,9 @@ class Joint:
     initial: tuple[Initialization, ...]
 
 
-def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None) -> Joint:
+def trace_call(
+    call: TracedCall, wanted: Wanted | None = None, blocks: Blocks | None = None
+) -> Joint:
     """Trace a call, with its backward if `wanted` is given.
 
     Args:
@@ -121,7 +123,7 @@ def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None =
     """
     try:
         with random_state_watched(call), refusals_raised():
-            return _Run(call, wanted, blocks).trace()
+            return _JointTrace(call, wanted, blocks).trace()
     except UsesGradients:
         if wanted is None:
             raise
@@ -130,7 +132,7 @@ def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None =
         raise _in_words(error, call) from error
 
 
-def run_call(call: Call, blocks: Blocks | None = None) -> OpLog:
+def run_call(call: TracedCall, blocks: Blocks | None = None) -> OpLog:
     """Run a call on fakes, as `trace_call` does, and return the log of its operators.
 
     Raises:
@@ -139,17 +141,17 @@ def run_call(call: Call, blocks: Blocks | None = None) -> OpLog:
     """
     try:
         with random_state_watched(call):
-            return _Run(call, None, blocks).run()
+            return _JointTrace(call, None, blocks).run()
     except Exception as error:
         raise _in_words(error, call) from error
 
 
-def _in_words(error: Exception, call: Call) -> TraceError:
+def _in_words(error: Exception, call: TracedCall) -> TraceError:
     unfit = explain_misfit(error, call)
     return unfit or translate(error, call.what, call.error_loc)
 
 
-def _works_on_gradients(call: Call) -> TraceError:
+def _works_on_gradients(call: TracedCall) -> TraceError:
     return TraceError(
         f"{call.what} cannot be differentiated: it works on gradients (Tensor.grad, .backward()) "
         "in its forward or backward",
@@ -158,10 +160,10 @@ def _works_on_gradients(call: Call) -> TraceError:
     )
 
 
-class _Run(Scene):
+class _JointTrace(Scene):
     """One trace."""
 
-    def __init__(self, call: Call, wanted: Wanted | None, blocks: Blocks | None) -> None:
+    def __init__(self, call: TracedCall, wanted: Wanted | None, blocks: Blocks | None) -> None:
         super().__init__(call, FakeTensorMode(allow_non_fake_inputs=False, shape_env=None))
         self.wanted = wanted
         memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...ir.location import Location
 from ..errors import TraceError
 from ..values.actor_state import collect
-from ..values.interface import Call
+from ..values.interface import TracedCall
 from .joint import Joint, Wanted, run_call, trace_call
 from .purity.op_log import OpLog
 from .purity.watch import UsesGradients
@@ -25,8 +25,8 @@ _REMEDY = (
 
 
 def settled(
-    call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None
-) -> tuple[Call, Joint]:
+    call: TracedCall, wanted: Wanted | None = None, blocks: Blocks | None = None
+) -> tuple[TracedCall, Joint]:
     """Trace a call, as `trace_call` does, after the changes that only its first call makes.
 
     Such a change is an attribute that is made when it is first needed. The actor keeps it, as after
@@ -62,7 +62,7 @@ def settled(
     return call, second
 
 
-def _without_changes(call: Call, derivative: Wanted | None, first: Joint) -> Joint:
+def _without_changes(call: TracedCall, derivative: Wanted | None, first: Joint) -> Joint:
     refusal = first.initial[0].refusal
     try:
         second = trace_call(call, derivative)
@@ -74,7 +74,7 @@ def _without_changes(call: Call, derivative: Wanted | None, first: Joint) -> Joi
     return second
 
 
-def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) -> None:
+def refuse_hidden_state(call: TracedCall, joint: Joint, blocks: Blocks | None = None) -> None:
     """Check that a second run of the call does the same as its trace.
 
     The second run makes no graph, which saves most of the time. Some code behaves differently
@@ -102,14 +102,14 @@ def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) 
 _NOT_TWICE = "it works at first, but not the second time:"
 
 
-def _trace_again(call: Call) -> OpLog:
+def _trace_again(call: TracedCall) -> OpLog:
     joint = trace_call(call)
     for change in joint.initial:
         raise change.refusal()
     return joint.recorder.log
 
 
-def _refusal(call: Call, how: str, loc: Location | None) -> TraceError:
+def _refusal(call: TracedCall, how: str, loc: Location | None) -> TraceError:
     return TraceError(
         f"{call.what} cannot be traced: {how}. It depends on something that changes by itself, "
         "such as a random generator, an iterator, a counter or the time; every execution would "

@@ -28,15 +28,15 @@ class ActorNames:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         named_actors = ((name, _actors(name.value(), DEPTH)) for name in variables_of(fn))
-        self._held = [_Held(name, actors) for name, actors in named_actors if actors]
+        self._held = [_NamedActors(name, actors) for name, actors in named_actors if actors]
 
     def have_moved(self) -> bool:
         """True if a name now holds other actors than at the trace, or in another order."""
-        return any(map(_Held.has_moved, self._held))
+        return any(map(_NamedActors.has_moved, self._held))
 
 
 @dataclass(frozen=True)
-class _Held:
+class _NamedActors:
     """The actors that a name held."""
 
     name: Variable

@@ -24,7 +24,7 @@ from ...ir.ops.module import Program
 from ..errors import TraceError, different
 from ..source import is_own_file, traceback_location
 from ..values.heap.reach import reach_all
-from ..values.heap.snapshot import GENERATORS, Change, Snapshot, same_bits
+from ..values.heap.snapshot import GENERATORS, Snapshot, StateChange, same_bits
 from ..values.specs import Static
 from ..values.values import ObjectValue, StaleValue, TracedTensor
 from .actors.actors import ActorHandle
@@ -90,11 +90,11 @@ class _Before:
         self._snapshot = reach.snapshot()
         self._generators = Snapshot(GENERATORS)
 
-    def draws(self) -> list[Change]:
+    def draws(self) -> list[StateChange]:
         """The shared random generators that have been drawn from, or seeded, since."""
         return self._generators.changes()
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """The other changes since."""
         changes = self._snapshot.changes()
         return [c for c in changes if not (isinstance(c.key, str) and c.key.startswith("__"))]
@@ -194,7 +194,7 @@ class _Check:
         failure.__cause__ = error
         return failure
 
-    def effects(self, changes: Sequence[Change]) -> None:
+    def effects(self, changes: Sequence[StateChange]) -> None:
         """Refuse a step that makes these changes outside of itself."""
         if not changes:
             return
@@ -229,7 +229,7 @@ class _Check:
                 how = f"it returns {_shown(before)}, then {_shown(after)}"
                 raise different(self.name, how, loc)
 
-    def _find(self, changes: Sequence[Change]) -> tuple[Location | None, Change | None]:
+    def _find(self, changes: Sequence[StateChange]) -> tuple[Location | None, StateChange | None]:
         """The line that makes one of the changes, and this change, found by a third run.
 
         Both are None if no line makes any.
@@ -253,10 +253,10 @@ class _LineFinder:
     """Follows the lines of the user's code until one has made a change."""
 
     def __init__(
-        self, watched: Sequence[tuple[Change, Callable[[], bool]]], file: str | None
+        self, watched: Sequence[tuple[StateChange, Callable[[], bool]]], file: str | None
     ) -> None:
         self.line: Location | None = None
-        self.change: Change | None = None
+        self.change: StateChange | None = None
         self._watched = watched
         self._file = file
         self._last: Location | None = None

@@ -31,7 +31,7 @@ from .repeat import record_twice
 from .runtime_guards import recheck, watch_arguments
 from .session.inputs import InputError, InputSpec, leaf_spec, name_leaves
 from .session.session import Session, current, entered
-from .trace import Given, OutputSpec, Trace
+from .trace import OutputSpec, PlainArguments, Trace
 
 
 @collector_paused()
@@ -154,10 +154,10 @@ def _baked_dtype(session: Session) -> torch.dtype | None:
     return session.ambient.dtype if is_baked else None
 
 
-def _given(callee: Callee) -> Given:
+def _given(callee: Callee) -> PlainArguments:
     leaves = (leaf.value for leaf in callee.signature.leaves if isinstance(leaf, Static))
     values = tuple(repr(value) for value in leaves if type(value) in _PLAIN)
-    return Given(callee.declaration.name, callee.declaration.loc, values)
+    return PlainArguments(callee.declaration.name, callee.declaration.loc, values)
 
 
 _PLAIN = frozenset({int, float, complex, bool, slice})

@@ -33,7 +33,7 @@ class OutputSpec:
 
 
 @dataclass(frozen=True)
-class Given:
+class PlainArguments:
     """The static arguments of a function of a step, as far as ranks compare them.
 
     Attributes:
@@ -69,7 +69,7 @@ class Trace:
     outputs: OutputSpec
     guards: tuple[tuple[Guard, Owner], ...]
     instances: tuple[Any, ...]
-    given: tuple[Given, ...] = ()
+    given: tuple[PlainArguments, ...] = ()
 
     def guards_of(self, rank: int) -> tuple[Guard, ...]:
         """The guards of a rank's actors, if this process plays the rank."""

@@ -1,8 +1,8 @@
 """Interface of the two halves of the tracer: steps, and the functions that they call.
 
 The step tracer (`step.py`) records calls; the function tracer (`functions.py`) turns what is
-called into declarations and bodies. A `Target` says what is called, a `Call` how, and a `Callee`
-what became of it in the module.
+called into declarations and bodies. A `Target` says what is called, a `TracedCall` how, and a
+`Callee` what became of it in the module.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class FunctionTracer(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A call to trace.
 
     Attributes:
@@ -298,7 +298,7 @@ class Call:
         ]
 
 
-def result_spec(leaf: Any, call: Call) -> Leaf:
+def result_spec(leaf: Any, call: TracedCall) -> Leaf:
     """The spec of one leaf of a call's result.
 
     Raises:

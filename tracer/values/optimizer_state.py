@@ -15,7 +15,7 @@ _COUNT = "step"
 
 
 @dataclass(frozen=True)
-class Kept:
+class OptimizerTensor:
     """A tensor that an optimizer keeps for a parameter, and that has its shape.
 
     Attributes:
@@ -29,14 +29,14 @@ class Kept:
     tensor: torch.Tensor
 
 
-def kept_by_optimizers(state: ActorState) -> Iterator[Kept]:
+def kept_by_optimizers(state: ActorState) -> Iterator[OptimizerTensor]:
     """The tensors of parameters' shapes that an actor's optimizers keep for them."""
     for optimizer in optimizers_of(state):
         for parameter in state.tensors:
             for key, value in optimizer.state.get(parameter.tensor, {}).items():
                 is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.tensor.shape
                 if is_alike and key != _COUNT:
-                    yield Kept(optimizer, parameter, value)
+                    yield OptimizerTensor(optimizer, parameter, value)
 
 
 def optimizers_of(state: ActorState) -> list[torch.optim.Optimizer]:

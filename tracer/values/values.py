@@ -71,7 +71,7 @@ class Storage:
         return any(other is not None and other is not value for other in held)
 
 
-class Recording(Protocol):
+class RecordingSession(Protocol):
     """The methods of a session that the values it has made call."""
 
     def remedy_for_parts(self, value: Value) -> str: ...
@@ -90,7 +90,7 @@ class Traced:
         storage: the memory that it may share with other values; None while it is alone.
     """
 
-    trace: Recording
+    trace: RecordingSession
     value: Value
     spec: TensorSpec | ObjectSpec
     order: int

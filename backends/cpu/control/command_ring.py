@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ...driven.commands import BITS
 from ..memory.layout import WORDS
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 
 SLOTS: Final = 1024
 """Commands in a ring; a power of two."""
@@ -41,7 +41,7 @@ class CommandRing:
         TransportError: there is no shared memory for the rings.
     """
 
-    def __init__(self, node: Node, driver: int, pause: Callable[[int], None]) -> None:
+    def __init__(self, node: MachineNode, driver: int, pause: Callable[[int], None]) -> None:
         self._node = node
         self._driver = driver
         others = [rank for rank in range(node.size) if rank != driver]
@@ -155,7 +155,7 @@ class _Near:
     __slots__ = ("_base", "_count", "_floor", "_node", "_pause", "_words")
 
     def __init__(
-        self, node: Node, words: memoryview, base: int, pause: Callable[[int], None]
+        self, node: MachineNode, words: memoryview, base: int, pause: Callable[[int], None]
     ) -> None:
         self._node = node
         self._words = words

@@ -14,12 +14,12 @@ from typing import Final
 
 from ...errors import PeerLost, PlanMismatch, StepTimeout, TransportError
 from ...failures.flight import Activity, Position, Sight
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 from ..waiting.waiting import SLEEP, Waiter
 from .divergence import lost, other_call, other_plan, out_of_step
 from .error_agreement import ErrorAgreement
-from .link import Link, Reached, Status
-from .rank_status import Barrier, State, StatusTable, named
+from .link import BarrierReached, NewsLink, Status
+from .rank_status import BarrierWord, State, StatusTable, named
 
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
@@ -43,13 +43,13 @@ class Control:
         purpose: what the world's next calls are for, in words for the other ranks.
     """
 
-    def __init__(self, node: Node, sleep: float = SLEEP) -> None:
+    def __init__(self, node: MachineNode, sleep: float = SLEEP) -> None:
         self._node = node
         self._table = StatusTable(node)
-        self._link = Link(node) if len(node.leaders) > 1 else None
+        self._link = NewsLink(node) if len(node.leaders) > 1 else None
         self._errors = ErrorAgreement(node, self._table, self._link)
         self._leads = self._link is not None and node.rank == node.leader
-        self._relayed: dict[Barrier, int] = {}
+        self._relayed: dict[BarrierWord, int] = {}
         self._agreed: BaseException | None = None
         self._guarded = False
         self._closed = False
@@ -125,7 +125,7 @@ class Control:
         """
         self._table.give(digest)
         self._comparing = True  # the program has not begun, so it has no position
-        self._wait_at(Barrier.INPUTS, progress)
+        self._wait_at(BarrierWord.INPUTS, progress)
         self._comparing = False
         stranger = self._table.of_another_plan(self.epoch)
         if stranger is not None:
@@ -141,7 +141,7 @@ class Control:
         Raises:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
-        self._wait_at(Barrier.COMMIT, progress)
+        self._wait_at(BarrierWord.COMMIT, progress)
         stranger = self._table.of_another_plan(self.epoch)
         if stranger is not None:
             raise self._other_plan(stranger)
@@ -165,7 +165,7 @@ class Control:
             return
         if any(self._errors.last_failed(rank) == self.epoch for rank in range(self._node.size)):
             raise self._settle(None)
-        for rank in self._table.missing(Barrier.COMMIT, self.epoch):
+        for rank in self._table.missing(BarrierWord.COMMIT, self.epoch):
             self._check_peer(rank)
         if monotonic() > self._deadline:
             raise StepTimeout(
@@ -211,7 +211,7 @@ class Control:
         """
         self._guarded = False
         self._deadline, self._timeout = monotonic() + timeout, timeout
-        self._wait_at(Barrier.RECOVER)
+        self._wait_at(BarrierWord.RECOVER)
         self._recovering = True
         try:
             for reset in resets:
@@ -219,7 +219,7 @@ class Control:
         finally:
             self._recovering = False
         self._errors.withdraw()
-        self._wait_at(Barrier.RESUME)
+        self._wait_at(BarrierWord.RESUME)
         self._agreed = None
         self.failed = False
         self._table.set_state(State.IDLE)
@@ -312,12 +312,12 @@ class Control:
             return False  # all ranks are here, and their resets make the same calls
         if self._table.epoch(rank) != self.epoch:
             return self._table.epoch(rank) > self.epoch
-        recovers = self._table.reached(rank, Barrier.RECOVER) == self.epoch
+        recovers = self._table.reached(rank, BarrierWord.RECOVER) == self.epoch
         return self.failed and recovers and rank != self._node.rank
 
     # -- barriers ---------------------------------------------------------------------------
 
-    def _wait_at(self, barrier: Barrier, progress: Sequence[Callable[[], None]] = ()) -> None:
+    def _wait_at(self, barrier: BarrierWord, progress: Sequence[Callable[[], None]] = ()) -> None:
         """Wait until every rank has come to `barrier` of this epoch."""
         node, rows, epoch = self._node, self._table, self.epoch
         rows.reach(barrier, epoch)
@@ -337,7 +337,7 @@ class Control:
         if self._leads:
             self._relay(barrier)
 
-    def _wait_for(self, barrier: Barrier, polls: int) -> None:
+    def _wait_for(self, barrier: BarrierWord, polls: int) -> None:
         """Pause once; raise only if somebody is still missing after that."""
         try:
             self.pause(polls)
@@ -347,7 +347,7 @@ class Control:
             if self.failed or self._table.missing(barrier, self.epoch):
                 raise
 
-    def _relay(self, barrier: Barrier) -> None:
+    def _relay(self, barrier: BarrierWord) -> None:
         """As the leader: tell the other machines once all ranks of this one have come."""
         assert self._link is not None
         local = self._node.local
@@ -355,7 +355,7 @@ class Control:
             return
         if all(self._table.reached(rank, barrier) >= self.epoch for rank in local):
             digests = tuple(self._table.digest(rank) for rank in local)
-            self._link.tell_leaders(Reached(local, barrier, self.epoch, digests))
+            self._link.tell_leaders(BarrierReached(local, barrier, self.epoch, digests))
             self._relayed[barrier] = self.epoch
 
     def _check_missing(self, missing: Sequence[int]) -> None:
@@ -364,7 +364,7 @@ class Control:
             if self._table.has_ended(rank):
                 raise lost(self._table, rank, self.epoch)
             if self._table.calls(rank)[0] > self._calls and rank in self._table.missing(
-                Barrier.RECOVER, self.epoch
+                BarrierWord.RECOVER, self.epoch
             ):
                 raise other_call(self._table, [self._node.rank, rank])
         if monotonic() > self._deadline:
@@ -390,7 +390,7 @@ class Control:
             raise other_call(rows, [self._node.rank, rank])
         if rows.has_ended(rank):
             raise lost(self._table, rank, self.epoch)
-        if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
+        if last and self._errors.last_failed(rank) == last > rows.reached(rank, BarrierWord.RESUME):
             # It gave up the end of a step at the very moment at which the others reached it.
             raise PeerLost(
                 f"rank {rank} has given up {named(last)}, which the other ranks have finished. Use "
@@ -418,7 +418,7 @@ class Control:
             self._told = monotonic()
             self._tell_status(self._link)
 
-    def _tell_status(self, link: Link) -> None:
+    def _tell_status(self, link: NewsLink) -> None:
         rank = self._node.rank
         link.tell_leaders(Status(rank, self._table.status(), self._table.doing(rank)))
 
@@ -431,7 +431,7 @@ class Control:
         if self._link is None:
             return
         for news in self._link.receive():
-            if isinstance(news, Reached):
+            if isinstance(news, BarrierReached):
                 self._table.note_reached(news.ranks, news.barrier, news.epoch, news.digests)
             elif isinstance(news, Status):
                 self._table.note_status(news.rank, news.words, news.doing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...errors import PeerLost, PlanMismatch, TransportError
-from .rank_status import Barrier, StatusTable, named
+from .rank_status import BarrierWord, StatusTable, named
 
 
 def out_of_step(why: PlanMismatch) -> TransportError:
@@ -48,7 +48,7 @@ def lost(table: StatusTable, rank: int, epoch: int) -> PeerLost:
             "All ranks must make the same calls: this one has perhaps skipped a call, or had fewer "
             "batches. Start the job again"
         )
-    last = table.reached(rank, Barrier.COMMIT)
+    last = table.reached(rank, BarrierWord.COMMIT)
     after = f"after {named(last)}" if last else "before the end of the first execution"
     return PeerLost(
         f"rank {rank} {how} {after}, and the other ranks are in {named(epoch)}. {why}",

@@ -9,9 +9,9 @@ from typing import Final
 from ...base import Pause
 from ...errors import Failure, RemoteError, TransportError, message_text, traceback_text, type_name
 from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, REFUSED, ROW, error_at
-from ..waiting.node import Node
-from .link import Failed, Link
-from .rank_status import Barrier, State, StatusTable, named
+from ..waiting.node import MachineNode
+from .link import Failed, NewsLink
+from .rank_status import BarrierWord, State, StatusTable, named
 
 GRACE: Final = 1.0
 """Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
@@ -29,7 +29,7 @@ class ErrorAgreement:
         link: the link to other machines, if there are any.
     """
 
-    def __init__(self, node: Node, table: StatusTable, link: Link | None) -> None:
+    def __init__(self, node: MachineNode, table: StatusTable, link: NewsLink | None) -> None:
         self._node = node
         self._table = table
         self._link = link
@@ -83,7 +83,7 @@ class ErrorAgreement:
 
     def _has_voted(self, rank: int, epoch: int) -> bool:
         """Return whether a rank has ended the execution, by success or by failure, or by dying."""
-        has_committed = self._table.reached(rank, Barrier.COMMIT) >= epoch
+        has_committed = self._table.reached(rank, BarrierWord.COMMIT) >= epoch
         return has_committed or self.last_failed(rank) == epoch or self._table.has_ended(rank)
 
     def publish(self, epoch: int, content: bytes | None, refused: bool = False) -> None:

@@ -6,11 +6,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class BarrierReached:
     """All ranks of a machine have come to a barrier."""
 
     ranks: tuple[int, ...]
@@ -47,13 +47,13 @@ class Goodbye:
     rank: int
 
 
-News = Reached | Failed | Status
+News = BarrierReached | Failed | Status
 
 
-class Link:
+class NewsLink:
     """Carries news. Making one is collective."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: MachineNode) -> None:
         self._comm: Any = node.world.comm.Dup()
         self._far = tuple(rank for rank in range(node.size) if not node.is_local(rank))
         self._far_leaders = tuple(rank for rank in node.leaders if rank in self._far)

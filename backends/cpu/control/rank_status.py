@@ -26,7 +26,7 @@ from ..memory.layout import (
     STATUS_WORDS,
     doing_at,
 )
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 
 _STALE: Final = 500_000_000
 """Nanoseconds after which a rank that has not reported is taken to be at work, not waiting."""
@@ -51,7 +51,7 @@ _RUNNING: Final = int(State.RUNNING)
 """A plain number, which is stored at half the cost of a member of an enumeration."""
 
 
-class Barrier(enum.IntEnum):
+class BarrierWord(enum.IntEnum):
     """The barriers of an execution; each value is the place of the barrier's word in a row."""
 
     COMMIT = 0
@@ -71,12 +71,12 @@ class StatusTable:
     The rows of ranks of other machines are copies, written by the leader of this one.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: MachineNode) -> None:
         self._node = node
         self._words = node.words
         self._mine = own_row = node.rank * ROW
         self._barriers = [
-            [rank * ROW + REACHED + barrier for rank in range(node.size)] for barrier in Barrier
+            [rank * ROW + REACHED + barrier for rank in range(node.size)] for barrier in BarrierWord
         ]
         self._local_barriers = [[words[rank] for rank in node.local] for words in self._barriers]
         self._reached = [words[node.rank] for words in self._barriers]
@@ -115,7 +115,7 @@ class StatusTable:
         """Say what this rank is doing."""
         self._words[self._mine + STATE] = state
 
-    def reach(self, barrier: Barrier, epoch: int) -> None:
+    def reach(self, barrier: BarrierWord, epoch: int) -> None:
         """Say that this rank has come to a barrier; later reads see all that came before."""
         self._words[self._reached[barrier]] = epoch
         self._node.fence()
@@ -141,7 +141,7 @@ class StatusTable:
     ) -> None:
         """Keep in mind that ranks of another machine have come to a barrier, and their digests."""
         words = self._words
-        if barrier == Barrier.INPUTS:
+        if barrier == BarrierWord.INPUTS:
             for rank, digest in zip(ranks, digests, strict=True):
                 self._note_digest(rank, epoch, digest)
             self._node.fence()  # as in `give`
@@ -159,7 +159,7 @@ class StatusTable:
         """
         words, row = self._words, rank * ROW
         self._tell(rank, doing)
-        self._note_digest(rank, status[REACHED + Barrier.INPUTS], status[DIGEST])
+        self._note_digest(rank, status[REACHED + BarrierWord.INPUTS], status[DIGEST])
         self._node.fence()  # as in `give`
         for index, word in reversed(list(enumerate(status[:DIGEST]))):
             at = row + index
@@ -168,17 +168,17 @@ class StatusTable:
 
     def _note_digest(self, rank: int, epoch: int, digest: int) -> None:
         """Note a rank's digest for an execution, unless one for a later execution is known."""
-        if epoch > self.reached(rank, Barrier.INPUTS):
+        if epoch > self.reached(rank, BarrierWord.INPUTS):
             self._words[rank * ROW + DIGEST] = digest
 
     # -- everybody's ------------------------------------------------------------------------
 
-    def missing(self, barrier: Barrier, epoch: int) -> list[int]:
+    def missing(self, barrier: BarrierWord, epoch: int) -> list[int]:
         """The ranks that have not come to a barrier of this epoch."""
         words = self._words
         return [word // ROW for word in self._barriers[barrier] if words[word] < epoch]
 
-    def have_come(self, barrier: Barrier, epoch: int) -> bool:
+    def have_come(self, barrier: BarrierWord, epoch: int) -> bool:
         """Return whether all ranks have come to a barrier of this epoch."""
         words = self._words
         for word in self._barriers[barrier]:  # noqa: SIM110 # a generator costs as much again
@@ -186,7 +186,7 @@ class StatusTable:
                 return False
         return True
 
-    def are_here(self, barrier: Barrier, epoch: int) -> bool:
+    def are_here(self, barrier: BarrierWord, epoch: int) -> bool:
         """Return whether all ranks of this machine have come to a barrier of this epoch."""
         words = self._words
         for word in self._local_barriers[barrier]:  # noqa: SIM110 # as above
@@ -194,7 +194,7 @@ class StatusTable:
                 return False
         return True
 
-    def reached(self, rank: int, barrier: Barrier) -> int:
+    def reached(self, rank: int, barrier: BarrierWord) -> int:
         """The last epoch in which a rank has come to a barrier."""
         return self._words[self._barriers[barrier][rank]]
 
@@ -252,12 +252,14 @@ class StatusTable:
     def awaits_inputs(self, rank: int) -> bool:
         """Return whether a rank waits until all have come to its execution with their arguments."""
         epoch = self.epoch(rank)
-        has_come = self.reached(rank, Barrier.INPUTS) >= epoch > self.reached(rank, Barrier.COMMIT)
-        return has_come and bool(self.missing(Barrier.INPUTS, epoch))
+        has_come = (
+            self.reached(rank, BarrierWord.INPUTS) >= epoch > self.reached(rank, BarrierWord.COMMIT)
+        )
+        return has_come and bool(self.missing(BarrierWord.INPUTS, epoch))
 
     def is_ending(self, rank: int) -> bool:
         """Return whether a rank has done its part of the last execution that it has entered."""
-        return self.reached(rank, Barrier.COMMIT) >= self.epoch(rank)
+        return self.reached(rank, BarrierWord.COMMIT) >= self.epoch(rank)
 
     def has_died(self, rank: int) -> bool:
         """Return whether the process of a rank has ended, and this process has noticed."""
@@ -280,12 +282,12 @@ class StatusTable:
         if state is State.SERVING:
             return f"rank {rank} serves graphs, until their driver closes them"
         if state is State.IDLE:
-            last = self.reached(rank, Barrier.COMMIT)
+            last = self.reached(rank, BarrierWord.COMMIT)
             after = f"after {named(last)}" if last else "before the first"
             return f"rank {rank} is outside of executions, {after}"
         if self.awaits_inputs(rank):
             late = ", ".join(
-                f"rank {absent}" for absent in self.missing(Barrier.INPUTS, self.epoch(rank))
+                f"rank {absent}" for absent in self.missing(BarrierWord.INPUTS, self.epoch(rank))
             )
             return f"rank {rank} is at the begin of {named(self.epoch(rank))}, and waits for {late}"
         if not self.has_reported(rank):

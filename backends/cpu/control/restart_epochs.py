@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import PeerLost
 from ..memory.layout import RESTART, RESTART_AT, ROW, STATE
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 from .rank_status import State
 
 
@@ -15,7 +15,7 @@ class SharedRestartEpochs:
         node: this machine, which has all ranks.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: MachineNode) -> None:
         self._node = node
         self._row = node.rank * ROW
 

@@ -13,7 +13,7 @@ from ...errors import PeerLost
 from ...failures.flight import Sight
 from ..memory.layout import ROW, STATE
 from ..waiting.contention import Contention
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 from ..waiting.waiting import SLEEP, nap
 from .rank_status import State
 
@@ -59,7 +59,7 @@ class Serving:
         hear: takes in what other machines tell (`Control.hear`).
     """
 
-    def __init__(self, node: Node, hear: Callable[[], None]) -> None:
+    def __init__(self, node: MachineNode, hear: Callable[[], None]) -> None:
         self._node = node
         self._hear = hear
         self._flag = node.waiting(node.rank)
@@ -199,7 +199,7 @@ class _Pump:
 
     def __init__(
         self,
-        node: Node,
+        node: MachineNode,
         loop: asyncio.AbstractEventLoop,
         turn: Callable[[], bool],
         lost: Callable[[], PeerLost | None],

@@ -59,7 +59,7 @@ class Copier:
         self._shares = self._helpers + 1
         places = enumerate(sorted(self._cores))
         self._share_of = {core: index % self._shares for index, core in places}
-        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._jobs: SimpleQueue[CopyJob] = SimpleQueue()
         self.threads: list[int] = []
         self._starting = Lock()
         self._is_started = False
@@ -79,14 +79,14 @@ class Copier:
         core = current_core()
         if core != self._avoided:
             self._avoid(core)
-        job = Job(target, source, self._shares)
+        job = CopyJob(target, source, self._shares)
         try:
             job.work(self.share(core), self._call)
         finally:
             job.stop()  # from here on the target may be used for something else
         job.check()
 
-    def _call(self, job: Job) -> None:
+    def _call(self, job: CopyJob) -> None:
         for _ in self.threads:
             self._jobs.put(job)
 
@@ -128,7 +128,7 @@ class Copier:
             self._jobs.get().help(self.share(current_core()))
 
 
-class Job:
+class CopyJob:
     """One copy of `source` to `target`; both are contiguous bytes of the same length.
 
     Args:
@@ -147,7 +147,7 @@ class Job:
         self._ended: deque[None] = deque()  # requests whose part is done
         self._news: SimpleQueue[None] = SimpleQueue()  # an entry after each of these
 
-    def work(self, share: int, call: Callable[[Job], None]) -> None:
+    def work(self, share: int, call: Callable[[CopyJob], None]) -> None:
         """Copy parts until none is left: first those of a share, in their order.
 
         Args:

@@ -28,7 +28,7 @@ _FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE  # MAP_POPULATE touches every page 
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SharedSegment:
     """Memory that this process has created and others can open by `key`."""
 
     key: int
@@ -42,7 +42,7 @@ class Segments(Protocol):
     def folder(self) -> Path | None:
         """The folder in which segments have names; None if /proc serves."""
 
-    def create(self, nbytes: int) -> Segment:
+    def create(self, nbytes: int) -> SharedSegment:
         """Zeroed memory of `nbytes` (at least 1), all of its pages touched.
 
         Raises:
@@ -72,7 +72,7 @@ class MemoryFiles:
     def __init__(self) -> None:
         self._open: dict[int, int] = {}
 
-    def create(self, nbytes: int) -> Segment:
+    def create(self, nbytes: int) -> SharedSegment:
         descriptor = os.memfd_create("cg", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)  # an error now, not a signal later
@@ -82,7 +82,7 @@ class MemoryFiles:
             raise
         key = (os.fstat(descriptor).st_ino & _INODE_MASK) << _DESCRIPTOR_BITS | descriptor
         self._open[key] = descriptor
-        return Segment(key, memory)
+        return SharedSegment(key, memory)
 
     def open(self, pid: int, key: int, nbytes: int) -> mmap.mmap:
         descriptor = key & ((1 << _DESCRIPTOR_BITS) - 1)
@@ -100,13 +100,13 @@ class NamedFiles:
     def __init__(self, folder: Path = _SHM) -> None:
         self.folder = folder
 
-    def create(self, nbytes: int) -> Segment:
+    def create(self, nbytes: int) -> SharedSegment:
         key = secrets.randbits(63)
         path = self._path(key)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)  # an error now, not a signal later
-            return Segment(key, mmap.mmap(descriptor, nbytes, flags=_FLAGS))
+            return SharedSegment(key, mmap.mmap(descriptor, nbytes, flags=_FLAGS))
         except BaseException:
             path.unlink()
             raise
@@ -153,7 +153,7 @@ def share(
         The memory of each segment, by name; and what went wrong, by rank. If anything has, the
         memory is of no use.
     """
-    created: dict[Name, Segment] = {}
+    created: dict[Name, SharedSegment] = {}
     opened: dict[Name, memoryview] = {}
     problem = ""
     try:

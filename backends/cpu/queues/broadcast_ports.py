@@ -11,7 +11,7 @@ from typing import Any
 from ....ir.ops import Broadcast
 from ....ir.types import ValueType
 from ...poison import Poison
-from .collectives import CollectivePort, Group
+from .collectives import CollectivePort, GroupQueues
 from .local_receiver import LocalReceiver
 from .local_sender import LocalSender
 from .object_ports import ObjectRecvPort, small
@@ -20,7 +20,9 @@ from .object_ports import ObjectRecvPort, small
 class BroadcastSendPort(CollectivePort):
     """The root's port."""
 
-    def __init__(self, op: Broadcast, group: Group, operand: ValueType, queue: LocalSender) -> None:
+    def __init__(
+        self, op: Broadcast, group: GroupQueues, operand: ValueType, queue: LocalSender
+    ) -> None:
         super().__init__(op, group, operand, operand)
         self._queue = queue
 
@@ -36,7 +38,7 @@ class BroadcastRecvPort(CollectivePort):
     """The port of every other member."""
 
     def __init__(
-        self, op: Broadcast, group: Group, result: ValueType, queue: LocalReceiver
+        self, op: Broadcast, group: GroupQueues, result: ValueType, queue: LocalReceiver
     ) -> None:
         super().__init__(op, group, None, result)
         self._port = ObjectRecvPort(queue)

@@ -34,7 +34,7 @@ exchange the parts: every byte is then added once, not once on each rank."""
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class GroupQueues:
     """The queues between this rank and the other members of a channel's group.
 
     Attributes:
@@ -89,7 +89,7 @@ class CollectivePort:
     needs_release = False
 
     def __init__(
-        self, op: Collective, group: Group, operand: ValueType | None, result: ValueType
+        self, op: Collective, group: GroupQueues, operand: ValueType | None, result: ValueType
     ) -> None:
         self._group = group
         self._algorithm = _algorithm(op, group, operand, result)
@@ -139,7 +139,7 @@ class CollectivePort:
         return True
 
 
-class _Exchange:
+class _MessageExchange:
     """One exchange of messages, and the value that this rank makes from those it receives.
 
     Inside a machine an operand is written once, whole, and all other members there read it in
@@ -151,7 +151,7 @@ class _Exchange:
     """
 
     def __init__(
-        self, exchange: Exchange, group: Group, sent: ValueType, donates: bool = False
+        self, exchange: Exchange, group: GroupQueues, sent: ValueType, donates: bool = False
     ) -> None:
         self._exchange = exchange
         self._donates = donates
@@ -244,11 +244,11 @@ class _SplitAllReduce:
 
     Args:
         operand: the operand's type.
-        donates: as in `_Exchange`.
+        donates: as in `_MessageExchange`.
     """
 
     def __init__(
-        self, exchange: Exchange, group: Group, operand: TensorType, donates: bool
+        self, exchange: Exchange, group: GroupQueues, operand: TensorType, donates: bool
     ) -> None:
         self._donates = donates
         assert exchange.reduce is not None, "an all-reduce reduces"
@@ -258,9 +258,9 @@ class _SplitAllReduce:
         self._part = -(-operand.numel // count)
         self._numel = operand.numel
         self._begin = group.ranks.index(group.rank) * self._part
-        self._whole = _Exchange(exchange, group, operand)
+        self._whole = _MessageExchange(exchange, group, operand)
         part = TensorType(operand.dtype, (self._part,))
-        self._parts = _Exchange(exchange, group, part)
+        self._parts = _MessageExchange(exchange, group, part)
 
     def run(self, value: Any) -> Steps:
         tensors = yield from self._whole.pieces(value)
@@ -296,18 +296,18 @@ def _whole_of(exchange: Exchange, piece: ValueType) -> ValueType:
 
 
 def _algorithm(
-    op: Collective, group: Group, operand: ValueType | None, result: ValueType
-) -> _Exchange | _SplitAllReduce:
+    op: Collective, group: GroupQueues, operand: ValueType | None, result: ValueType
+) -> _MessageExchange | _SplitAllReduce:
     exchange = op.exchange
     if not exchange.senders:  # a barrier: every member sends a unit to every member
-        return _Exchange(Exchange(group.ranks, group.ranks, group.ranks), group, UnitType())
+        return _MessageExchange(Exchange(group.ranks, group.ranks, group.ranks), group, UnitType())
     sent = operand if operand is not None else _whole_of(exchange, result)
     if exchange.is_whole:
-        return _Exchange(exchange, group, sent)
+        return _MessageExchange(exchange, group, sent)
     if not isinstance(sent, TensorType):
         raise BindError(f"`{op.opcode}` combines tensors, and its operand is {sent}")
     donates = isinstance(op, AllReduce) and bool(op.donated)
     split_up = sent.nbytes > SPLIT_BYTES and len(group.ranks) > 2
     if exchange.reduce is not None and exchange.is_shared and split_up:
         return _SplitAllReduce(exchange, group, sent, donates)
-    return _Exchange(exchange, group, sent, donates)
+    return _MessageExchange(exchange, group, sent, donates)

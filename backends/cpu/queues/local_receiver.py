@@ -21,7 +21,7 @@ from ..memory.layout import (
     SIZE_MASK,
     SlotLayout,
 )
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 from .messages import Active, Incoming
 from .shared_buffers import RecvBuffers
 
@@ -56,7 +56,7 @@ class LocalReceiver:
 
     def __init__(
         self,
-        node: Node,
+        node: MachineNode,
         layout: SlotLayout,
         memory: memoryview,
         sender: int,

@@ -28,7 +28,7 @@ from ..memory.layout import (
     POISON,
     SlotLayout,
 )
-from ..waiting.node import Node
+from ..waiting.node import MachineNode
 from .messages import Active, Outgoing
 from .shared_buffers import SendBuffers
 
@@ -53,7 +53,7 @@ class LocalSender:
 
     def __init__(
         self,
-        node: Node,
+        node: MachineNode,
         layout: SlotLayout,
         memory: memoryview,
         readers: Sequence[int],

@@ -17,8 +17,8 @@ import numpy as np
 
 from ...errors import TransportError
 from ..memory.layout import LINE, round_up
-from ..memory.segments import Segment
-from ..waiting.node import Node
+from ..memory.segments import SharedSegment
+from ..waiting.node import MachineNode
 
 LIMIT: Final = 2
 """Buffers that one queue lends: one to write to while the last value is still in use. More buffers
@@ -44,7 +44,7 @@ class SharedBuffer:
 
     __slots__ = ("_returned", "key", "lent", "memory", "name", "sealed")
 
-    def __init__(self, segment: Segment, name: int) -> None:
+    def __init__(self, segment: SharedSegment, name: int) -> None:
         self.name = name
         self.key = segment.key
         self.memory = memoryview(segment.memory)
@@ -66,7 +66,7 @@ class SharedBuffer:
 class SendBuffers:
     """The buffers of a queue's sender."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: MachineNode) -> None:
         self._node = node
         self._to_lend: list[SharedBuffer] = []  # the last lent first, as it is in the caches
         self._beside: dict[int, SharedBuffer] = {}
@@ -142,7 +142,7 @@ class SendBuffers:
         self._to_lend.clear()
         self._beside.clear()
 
-    def _named(self, segment: Segment, place: int) -> SharedBuffer:
+    def _named(self, segment: SharedSegment, place: int) -> SharedBuffer:
         self._count += 1
         return SharedBuffer(segment, self._count << _PLACE_BITS | place)
 
@@ -160,7 +160,7 @@ class RecvBuffers:
         sender: the rank that writes them.
     """
 
-    def __init__(self, node: Node, sender: int) -> None:
+    def __init__(self, node: MachineNode, sender: int) -> None:
         self._node = node
         self._sender = sender
         self._known: dict[int, tuple[int, memoryview, memoryview]] = {}

@@ -19,7 +19,7 @@ signal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class BellAddress:
     """The address of a bell, for other processes: a path, and the inode of the file there.
 
     A process in a PID namespace of its own, as containers have, finds another file at the path.
@@ -52,7 +52,7 @@ class Doorbell:
             os.mkfifo(self._name, 0o600)
             self._ends = (os.open(self._name, _MODE),)
         self._pipe = self._ends[0]
-        self.address = Address(path, os.fstat(self._pipe).st_ino)
+        self.address = BellAddress(path, os.fstat(self._pipe).st_ino)
         self._poll = select.epoll()
         self._poll.register(self._pipe, select.EPOLLIN)
         self._others: dict[int, int] = {}
@@ -60,7 +60,7 @@ class Doorbell:
         self._unwatchable: dict[int, int] = {}
         self.dead: set[int] = set()
 
-    def connect(self, rank: int, address: Address) -> None:
+    def connect(self, rank: int, address: BellAddress) -> None:
         """Make `ring` reach `rank`.
 
         Where it cannot, because the process has ended or cannot be seen from here, rings do

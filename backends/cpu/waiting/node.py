@@ -66,7 +66,7 @@ class MpiWorld(World, Protocol):
         """
 
 
-class Node:
+class MachineNode:
     """The things that a process shares with others of its machine. Making one is collective.
 
     Attributes:

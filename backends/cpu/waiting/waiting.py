@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Final
 
 from .contention import LONG, Contention
-from .node import Node
+from .node import MachineNode
 
 _POLLS: Final = 16
 """Polls without a pause."""
@@ -44,7 +44,7 @@ class Waiter:
         sleep: seconds of one sleep.
     """
 
-    def __init__(self, node: Node, check: Callable[[], None], sleep: float = SLEEP) -> None:
+    def __init__(self, node: MachineNode, check: Callable[[], None], sleep: float = SLEEP) -> None:
         self._node = node
         self._check = check
         self._sleep_seconds = sleep

@@ -50,7 +50,7 @@ from ..ports import StreamPort
 from ..staging import Copies, StagedPort
 from ..stream_order import StreamEvent, StreamOrder
 from . import instructions
-from .capture import Segment
+from .capture import CapturedSegment
 
 
 class DeviceBinder(Binder):
@@ -76,7 +76,7 @@ class DeviceBinder(Binder):
         self.copies = Copies(device)
         self._code.progress.append(self.copies.move_on)
         self.order = StreamOrder(device)
-        self.segments: tuple[Segment, ...] = ()
+        self.segments: tuple[CapturedSegment, ...] = ()
         self._made: dict[Value, StreamEvent] = {}
         self._done: dict[Value, StreamEvent] = {}
         self._slots: dict[Value, StreamEvent] = {}

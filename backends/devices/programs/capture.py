@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from ...base import Body, GraphBody, StatefulBody
-from ...device import Device, Graph
+from ...device import Device, DeviceGraph
 from ...failures.fallbacks import Fallbacks, Refusal
 from ...program.instructions import Instruction, Registers
 from ..output_buffers import Loan, may_be_lent
@@ -59,7 +59,7 @@ _CAPTURABLE = (
 )
 
 
-class Segment:
+class CapturedSegment:
     """A run of instructions as one instruction; none of them makes the host wait.
 
     Attributes:
@@ -112,7 +112,7 @@ class Segment:
         self._places: tuple[TensorLocation, ...] = ()
         self._direct: tuple[TensorLocation, ...] = ()
         self._warm = 0
-        self._failed: Graph | None = None
+        self._failed: DeviceGraph | None = None
         self._fallbacks = fallbacks
         if any(body.rebinds for body in stateful_bodies if isinstance(body, GraphBody)):
             self._stay(_REBINDS)
@@ -253,7 +253,7 @@ class Segment:
 
     def _rehearse(
         self, trained: Sequence[Tensor], state: tuple[Tensor | None, ...]
-    ) -> tuple[Graph, Outlasting]:
+    ) -> tuple[DeviceGraph, Outlasting]:
         """Capture once to see what the segment leaves behind, and allocate memory for that.
 
         Messages are left out: dropping a graph with messages makes the library wait for all work on
@@ -342,7 +342,7 @@ class Segment:
             registers[register] = None
         return gives, loans
 
-    def _record_all(self, outlasting: Outlasting) -> Graph:
+    def _record_all(self, outlasting: Outlasting) -> DeviceGraph:
         """Capture the segment with its messages.
 
         If something fails, the capture ends like any other. Its graph may have messages, and

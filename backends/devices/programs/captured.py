@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...device import Graph
+from ...device import DeviceGraph
 from ..output_buffers import Loan
 from ..ports import StreamPort
 
@@ -23,7 +23,7 @@ class Captured:
         gradients: `.grad` of each trained parameter behind it.
     """
 
-    graph: Graph
+    graph: DeviceGraph
     takes: tuple[tuple[int, Tensor], ...]
     gives: tuple[tuple[int, Tensor], ...]
     loans: tuple[tuple[int, Loan], ...]

@@ -13,7 +13,7 @@ from ...program.executor import Executable
 from ...program.linked import LinkedProgram
 from .binder import DeviceBinder, landed
 from .capture import WARM_UPS
-from .pending_work import Work
+from .pending_work import PendingWork
 from .segments import cut
 from .tail import follow_tails
 
@@ -43,7 +43,7 @@ class DeviceExecutable(Executable):
         self._order = binder.order
         self._copies = binder.copies
         self._ran = 0
-        self.work = Work(
+        self.work = PendingWork(
             self.program,
             self.module,
             binder.messages,

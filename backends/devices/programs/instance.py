@@ -27,11 +27,11 @@ from ...timing.statistics import Statistics
 from ...timing.tallies import Tally
 from ..output_buffers import Loan
 from .binder import DeviceBinder
-from .capture import Segment
+from .capture import CapturedSegment
 from .device_only import DeviceOnlyBinder
 from .driven import DrivenBinder
 from .interleave import interleave
-from .pending_work import Work
+from .pending_work import PendingWork
 from .watchdog import Watchdog
 
 Shared = tuple[Statistics, Sequence[Guard], Reports | None]
@@ -104,9 +104,9 @@ class DeviceInstance(Instance):
         self._device = binder.device
         statistics, guards, reports = shared  # mypyc gives a starred tuple to one parameter
         super().__init__(binder.linked, binder.bind(), statistics, guards, reports)
-        self.segments: Sequence[Segment] = binder.segments
+        self.segments: Sequence[CapturedSegment] = binder.segments
         self._watchdog = watchdog
-        self._work = Work(
+        self._work = PendingWork(
             self.program,
             self.module,
             binder.messages,

@@ -15,7 +15,7 @@ from ...program.code import Code
 from ...program.instruction_info import Role
 from ...program.instructions import Instruction
 from ..stream_order import StreamOrder
-from .capture import Segment
+from .capture import CapturedSegment
 from .driven import DrivenBinder
 from .segments import SegmentMaker, runs_of
 
@@ -38,12 +38,12 @@ class Interleaved:
     within: dict[int, list[int]]
     behind: dict[int, list[int]]
     plain: Sequence[Instruction]
-    segments: list[Segment]
+    segments: list[CapturedSegment]
 
     def place(self, index: int) -> int:
         """The index in the plain program of what instruction `index` is running."""
         instruction = self.instructions[index]
-        if isinstance(instruction, Segment):
+        if isinstance(instruction, CapturedSegment):
             return self.within[index][instruction.at]
         return self.places[index]
 

@@ -20,13 +20,13 @@ from ...failures.device_faults import suspects
 from ...failures.flight import Position
 from ..stream_order import StreamEvent
 from .binder import stream_of
-from .capture import Segment
+from .capture import CapturedSegment
 
 MOST = 8
 """The most messages of a graph that are named; others are counted."""
 
 
-class Work:
+class PendingWork:
     """The work that a bound program puts on its device. Any thread may call it.
 
     Args:
@@ -43,7 +43,7 @@ class Work:
         program: Program,
         module: Module,
         messages: Sequence[tuple[int, StreamEvent]],
-        segments: Sequence[Segment],
+        segments: Sequence[CapturedSegment],
         position: Callable[[], Position],
         bodies: Mapping[str, Body] | None = None,
     ) -> None:

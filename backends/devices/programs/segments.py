@@ -16,7 +16,7 @@ from ...program.instructions import Instruction
 from ..ports import StreamPort
 from ..stream_order import StreamEvent, StreamOrder
 from .binder import DeviceBinder
-from .capture import Segment
+from .capture import CapturedSegment
 from .captured import Interface
 
 LEAST = 8
@@ -33,7 +33,7 @@ def cut(code: Code, binder: DeviceBinder) -> None:
     runs = runs_of(code, binder.linked.program)
     several = sum(number is not None for number, _, _ in runs) > 1
     make = SegmentMaker(code, binder)
-    segments: list[Segment] = []
+    segments: list[CapturedSegment] = []
     instructions: list[Instruction] = []
     infos: list[InstructionInfo] = []
     for number, first, last in runs:
@@ -99,7 +99,7 @@ class SegmentMaker:
         within: Sequence[int],
         order: StreamOrder,
         behind: StreamEvent | None = None,
-    ) -> Segment:
+    ) -> CapturedSegment:
         """The segment of a run, with those of its instructions that are in `within`.
 
         Args:
@@ -107,7 +107,7 @@ class SegmentMaker:
         """
         code, binder = self._code, self._binder
         ports = (code.infos[index].port for index in within)
-        return Segment(
+        return CapturedSegment(
             number,
             [code.instructions[index] for index in within],
             code.registers,

@@ -45,7 +45,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """How a tensor lies in memory; a layout holds no memory.
 
     Attributes:
@@ -62,7 +62,7 @@ class Layout:
     device: torch.device
 
 
-def layouts(values: Sequence[Tensor]) -> list[Layout]:
+def layouts(values: Sequence[Tensor]) -> list[MemoryLayout]:
     """The layout of each value; one that shares its memory with no other is laid out densely."""
     shared = Counter(map(storage, values))
     tensor_layouts = []
@@ -72,11 +72,11 @@ def layouts(values: Sequence[Tensor]) -> list[Layout]:
             whole, offset = torch.empty_like(value, device="meta"), 0
         nbytes, strides = whole.untyped_storage().nbytes(), whole.stride()
         place = storage(value), nbytes, int(offset)
-        tensor_layouts.append(Layout(*place, value.shape, strides, value.dtype, value.device))
+        tensor_layouts.append(MemoryLayout(*place, value.shape, strides, value.dtype, value.device))
     return tensor_layouts
 
 
-def laid_out(found: Sequence[Layout]) -> list[Tensor]:
+def laid_out(found: Sequence[MemoryLayout]) -> list[Tensor]:
     """New tensors of zeros with these layouts; tensors of one storage share memory again."""
     wholes: dict[int, Tensor] = {}
     tensors = []

@@ -23,7 +23,7 @@ from ....ir.ops.module import FunctionKind, Module, Program
 from ...device import Device, Event
 from ...failures.device_faults import REMEDY, DeviceFault, cause_of, fault_in, first_line
 from ...failures.flight import Position
-from .pending_work import Work
+from .pending_work import PendingWork
 from .tail import last_stream
 
 INTERVAL = 0.25
@@ -33,7 +33,7 @@ GRACE = 2.0
 """Seconds past the timeout in which the host may find out by itself that it waits in vain."""
 
 
-class Watched(Protocol):
+class WatchedProgram(Protocol):
     """A bound program whose execution is watched."""
 
     program: Program
@@ -43,7 +43,7 @@ class Watched(Protocol):
         """Where it is; called by another thread."""
 
 
-def put_by(watched: Watched) -> Position | None:
+def put_by(watched: WatchedProgram) -> Position | None:
     """Where a program puts work on its device, if it does; no host should take long over that.
 
     An opaque method may take as long as it likes, and a wait for another host has its own deadline.
@@ -69,7 +69,7 @@ class Put:
         event: behind all of it.
     """
 
-    work: Work
+    work: PendingWork
     execution: int
     since: float
     event: Event
@@ -122,7 +122,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="cg watchdog", daemon=True)
         self._thread.start()
 
-    def watch(self, work: Work, execution: int) -> None:
+    def watch(self, work: PendingWork, execution: int) -> None:
         """Watch an execution that has been put on the device as a whole; called by one thread."""
         if self._stop.is_set():
             return  # nobody looks any more, nor takes anything out of the line
@@ -182,7 +182,7 @@ class Watchdog:
             self._noted_since = now
         return error if now - self._noted_since > GRACE else None
 
-    def end_if_failed(self, error: BaseException, running: Work) -> None:
+    def end_if_failed(self, error: BaseException, running: PendingWork) -> None:
         """End the job if an error says that the device has failed; whoever meets it calls this.
 
         Args:
@@ -252,7 +252,7 @@ class Watchdog:
 _watchdogs: WeakSet[Watchdog] = WeakSet()
 
 
-def fault_of(error: BaseException, running: Work | None = None) -> DeviceFault | None:
+def fault_of(error: BaseException, running: PendingWork | None = None) -> DeviceFault | None:
     """Describe the failure of a device, wherever it has come up as an error.
 
     Args:
@@ -274,7 +274,7 @@ def _on_device() -> list[Put]:
     return sorted(puts, key=lambda put: put.since)
 
 
-def _described(error: BaseException, running: Work | None = None) -> DeviceFault:
+def _described(error: BaseException, running: PendingWork | None = None) -> DeviceFault:
     puts = _on_device()
     works = [put.work for put in puts] + ([] if running is None else [running])
     place = ""

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ....ir.attributes import Action, Task
-from ....ir.pipeline.order import ACTIONS, Order, Row, numbers, splits_backward
+from ....ir.pipeline.order import ACTIONS, Order, TaskRow, numbers, splits_backward
 
 
 class ScheduleError(ValueError):
@@ -109,7 +109,7 @@ class Schedule:
         return order
 
 
-def spell(pipeline: Pipeline, chunks: Sequence[Sequence[int]], word: Iterable[str]) -> Row:
+def spell(pipeline: Pipeline, chunks: Sequence[Sequence[int]], word: Iterable[str]) -> TaskRow:
     """The tasks of one rank, written as a word: `FFBFBB`, or `F0 F1 B1 B0` as a list.
 
     A letter is an action and a chunk; without a number it is for the first chunk. Each letter takes
@@ -138,7 +138,7 @@ def spell(pipeline: Pipeline, chunks: Sequence[Sequence[int]], word: Iterable[st
         for lane in upcoming[letter]
         if (number := next(lane, None)) is not None
     ]
-    return Row(tasks, pipeline.stages, count)
+    return TaskRow(tasks, pipeline.stages, count)
 
 
 def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[int]]) -> Order:
@@ -159,7 +159,7 @@ def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[i
         return action.value, stage if action is Action.FORWARD else -stage
 
     count = pipeline.microbatches
-    order: dict[int, Row] = {}
+    order: dict[int, TaskRow] = {}
     for rank in pipeline.ranks:
         keys: list[int] = []
         tasks: list[int] = []
@@ -170,7 +170,7 @@ def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[i
             tasks += range(first, first + count)
         # The sort is stable: among equal keys, the order of the lanes stays.
         by_key = sorted(range(len(keys)), key=keys.__getitem__)
-        order[rank] = Row([tasks[index] for index in by_key], pipeline.stages, count)
+        order[rank] = TaskRow([tasks[index] for index in by_key], pipeline.stages, count)
     return order
 
 
@@ -182,7 +182,7 @@ def _check_form(order: Any, name: str) -> None:
     for rank, tasks in order.items():
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise TypeError(f"schedule '{name}' has {rank!r} for a rank; {form}")
-        if isinstance(tasks, Row):
+        if isinstance(tasks, TaskRow):
             continue
         if isinstance(tasks, str) or not isinstance(tasks, Sequence):
             raise TypeError(f"schedule '{name}' gives rank {rank} {_kind(tasks)}; {form}")
@@ -225,7 +225,7 @@ def validate(pipeline: Pipeline, order: Order, name: str) -> None:
 
 def _check_range(pipeline: Pipeline, rank: int, tasks: Sequence[Task], name: str) -> None:
     shape = (pipeline.stages, pipeline.microbatches)
-    if isinstance(tasks, Row) and (tasks.stages, tasks.microbatches) == shape:
+    if isinstance(tasks, TaskRow) and (tasks.stages, tasks.microbatches) == shape:
         return
     for task in tasks:
         if not task.stage < pipeline.stages or not task.microbatch < pipeline.microbatches:
@@ -240,7 +240,7 @@ def _misplaced(
 ) -> ScheduleError:
     """The error about a misplaced task; `done` counts the tasks that ran before it, by cell."""
     cells = pipeline.stages * pipeline.microbatches
-    (task,) = Row((number,), pipeline.stages, pipeline.microbatches)
+    (task,) = TaskRow((number,), pipeline.stages, pipeline.microbatches)
     action, cell = divmod(number, cells)
     home = pipeline.stage_ranks[task.stage]
     where = f"schedule '{name}': rank {rank} runs {task}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....ir.pipeline.order import Order, Row
+from ....ir.pipeline.order import Order, TaskRow
 from .base import Pipeline, spell
 from .layouts import vee
 
@@ -37,7 +37,7 @@ def dualpipe_v_order(pipeline: Pipeline) -> Order:
     p = len(chunks)
     # A shorter step is the beginning of a step in which every rank comes to its steady state.
     m = max(pipeline.microbatches, 2 * p)
-    order: dict[int, Row] = {}
+    order: dict[int, TaskRow] = {}
     for r, rank in enumerate(pipeline.ranks):
         below = p - r - 1
         word = ["F0"] * (2 * below) + ["F0", "F1"] * (r + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....ir.pipeline.order import Order, Row
+from ....ir.pipeline.order import Order, TaskRow
 from .base import Pipeline, spell
 from .layouts import loop
 
@@ -37,7 +37,7 @@ def interleaved_order(pipeline: Pipeline, chunks: int | None = None) -> Order:
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2.
     """
-    order: dict[int, Row] = {}
+    order: dict[int, TaskRow] = {}
     rounds = loop(pipeline, chunks, "interleaved")
     p = len(rounds)
     groups = _groups(pipeline.microbatches, p)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....ir.pipeline.order import Order, Row
+from ....ir.pipeline.order import Order, TaskRow
 from .base import Pipeline, spell
 from .layouts import loop
 
@@ -37,7 +37,7 @@ def looped_bfs_order(pipeline: Pipeline, chunks: int | None = None) -> Order:
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv 2211.05953.
     """
     m = pipeline.microbatches
-    order: dict[int, Row] = {}
+    order: dict[int, TaskRow] = {}
     for rank, parts in zip(pipeline.ranks, loop(pipeline, chunks, "looped-bfs"), strict=True):
         down = range(len(parts))
         word = [f"F{chunk}" for chunk in down for _ in range(m)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....ir.pipeline.order import Order, Row
+from ....ir.pipeline.order import Order, TaskRow
 from .base import Pipeline, spell
 from .layouts import vee
 
@@ -35,7 +35,7 @@ def zb_v_order(pipeline: Pipeline) -> Order:
     p = len(chunks)
     # A shorter step is the beginning of a step in which every rank comes to its steady state.
     m = max(pipeline.microbatches, 2 * p - 1)
-    order: dict[int, Row] = {}
+    order: dict[int, TaskRow] = {}
     for r, rank in enumerate(pipeline.ranks):
         word = ["F0"] * (2 * (p - r) - 1) + ["F1", "F0"] * r
         word += ["F1", "B1", "W1"] * (p - r)

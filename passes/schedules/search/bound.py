@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .problem import ROUNDING, Problem
+from .problem import ROUNDING, OrderProblem
 
 MOST_TASKS = 60_000
 """The most tasks for which all heads and tails are computed; beyond, only the ends are bounded."""
@@ -35,7 +35,7 @@ class Windows:
     tails: list[list[float]]
 
 
-def lower_bound(problem: Problem, windows: Windows | None = None) -> float:
+def lower_bound(problem: OrderProblem, windows: Windows | None = None) -> float:
     """A lower bound of the makespan of all orders that run each stage's microbatches in order.
 
     If a microbatch comes to some rank for the first time after it has come to another rank twice,
@@ -64,18 +64,18 @@ def lower_bound(problem: Problem, windows: Windows | None = None) -> float:
     return bound
 
 
-def starts_are_constant(problem: Problem) -> bool:
+def starts_are_constant(problem: OrderProblem) -> bool:
     """True if each rank can start as soon as the first microbatch comes down to it directly."""
     firsts = [parts[0] for parts in problem.hosted]
     return firsts == list(range(len(firsts)))
 
 
-def find_windows(problem: Problem) -> Windows:
+def find_windows(problem: OrderProblem) -> Windows:
     """The heads and tails of all tasks."""
     return Windows(_heads(problem), _tails(problem))
 
 
-def lags(problem: Problem) -> tuple[list[float], list[float]]:
+def lags(problem: OrderProblem) -> tuple[list[float], list[float]]:
     """The times between parts, where each rank's time begins with its first task.
 
     Returns:
@@ -91,7 +91,7 @@ def lags(problem: Problem) -> tuple[list[float], list[float]]:
     return [*down, 0.0], up
 
 
-def _unit_release(problem: Problem, k: int) -> float:
+def _unit_release(problem: OrderProblem, k: int) -> float:
     """The least time in which a part frees the memory of one microbatch."""
     n = problem.parts
     tb, tw = problem.durations[n + k], problem.durations[2 * n + k]
@@ -99,7 +99,7 @@ def _unit_release(problem: Problem, k: int) -> float:
     return min(tb + tw, tb / (1.0 - share) if share < 1.0 else math.inf)
 
 
-def _heads(problem: Problem) -> list[list[float]]:
+def _heads(problem: OrderProblem) -> list[list[float]]:
     n, m = problem.parts, problem.microbatches
     tf, tb, _ = _times(problem)
     sizes = problem.grows[:n]
@@ -135,7 +135,7 @@ def _heads(problem: Problem) -> list[list[float]]:
     return heads
 
 
-def _tails(problem: Problem) -> list[list[float]]:
+def _tails(problem: OrderProblem) -> list[list[float]]:
     n, m = problem.parts, problem.microbatches
     tf, tb, tw = _times(problem)
     down, up = lags(problem)
@@ -176,7 +176,7 @@ def _tails(problem: Problem) -> list[list[float]]:
     return tails
 
 
-def _times(problem: Problem) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+def _times(problem: OrderProblem) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
     n, times = problem.parts, problem.durations
     return times[:n], times[n : 2 * n], times[2 * n :]
 
@@ -185,7 +185,7 @@ _Job = tuple[float, float, float]
 """The head, the tail and the time of a task."""
 
 
-def _jobs(problem: Problem, windows: Windows, rank: int, actions: Sequence[int]) -> list[_Job]:
+def _jobs(problem: OrderProblem, windows: Windows, rank: int, actions: Sequence[int]) -> list[_Job]:
     """The tasks of a rank with these actions, as jobs; 0, 1, 2 stand for F, B, W."""
     n = problem.parts
     return [
@@ -196,7 +196,7 @@ def _jobs(problem: Problem, windows: Windows, rank: int, actions: Sequence[int])
     ]
 
 
-def _weights_in_turn(problem: Problem, windows: Windows, rank: int) -> list[_Job]:
+def _weights_in_turn(problem: OrderProblem, windows: Windows, rank: int) -> list[_Job]:
     """The W of a rank as jobs, in the order in which they run, of whatever part and microbatch.
 
     Let W number w be the W that runs after w others on its rank. In every order:
@@ -263,7 +263,7 @@ def _preemptive(jobs: Sequence[_Job]) -> float:
     return bound
 
 
-def _ends_bound(problem: Problem) -> float:
+def _ends_bound(problem: OrderProblem) -> float:
     """A bound from the idle time of each rank before its first B and after its last B.
 
     Before the first B, a rank can only run the forwards that memory allows. After the last B, it

@@ -19,7 +19,7 @@ from .improve import Search, Start, Trial, Urgency, following, quality
 from .known_orders import known_orders
 from .list_scheduling import Listed, list_schedule
 from .policies import BACKWARDS_FIRST, SEEDS, Policy, drawn
-from .problem import ROUNDING, Problem
+from .problem import ROUNDING, OrderProblem
 from .recompute import sets_to_try
 from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
 
@@ -101,7 +101,7 @@ def find_orders(
     Args:
         pipeline: any stages on any ranks.
         costs: the costs of tasks, transfers and memory.
-        memory: the memory of each rank, as in `Problem.of`.
+        memory: the memory of each rank, as in `OrderProblem.of`.
         splits: whether W may be a task of its own.
         seed: the seed of the search's random moves.
         seconds: the time of the search; None: a number of trials that depends on the size of the
@@ -161,7 +161,7 @@ class _Finder:
         seed: int,
         seconds: float | None,
     ) -> None:
-        self.problem = Problem.of(pipeline, costs, memory, splits)
+        self.problem = OrderProblem.of(pipeline, costs, memory, splits)
         self.costs = costs
         self.random = Random(seed)
         self.seconds = seconds
@@ -188,7 +188,7 @@ class _Finder:
             for (span, end, peak), order, source in self.best
         )
 
-    def _search(self, small: Problem, bound: float) -> None:
+    def _search(self, small: OrderProblem, bound: float) -> None:
         """Search with list schedules, for fewer microbatches, and apply the result to all."""
         problem = self.problem
         is_whole = small.microbatches == problem.microbatches
@@ -207,7 +207,7 @@ class _Finder:
             self._stretch(small, _distinct(trials), bound)
         self.trials += search.count
 
-    def _stretch(self, small: Problem, trials: Sequence[Trial], bound: float) -> None:
+    def _stretch(self, small: OrderProblem, trials: Sequence[Trial], bound: float) -> None:
         """Stretch the best orders for fewer microbatches, and improve the stretched orders."""
         problem = self.problem
         longer = small.with_microbatches(small.microbatches + STEP)
@@ -265,7 +265,7 @@ class _Finder:
         for trial in _distinct(sorted([*trials, *climbed], key=quality))[:CHOICES]:
             self._rate(self.problem.order(trial.listed.lanes), "a search")
 
-    def _most(self, problem: Problem, share: float) -> int:
+    def _most(self, problem: OrderProblem, share: float) -> int:
         """The number of trials for a share of the search of a problem."""
         size = max(1, problem.tasks)
         return max(8, min(500, int(share * 220_000 * (size / 800) ** 0.65 / size)))
@@ -283,7 +283,7 @@ class _Finder:
         until = now + share * (self.until - now)
         return lambda _: time.monotonic() < until
 
-    def _play(self, problem: Problem, order: Order) -> Timeline:
+    def _play(self, problem: OrderProblem, order: Order) -> Timeline:
         pipeline = problem.pipeline
         return play(order, pipeline.stage_ranks, pipeline.microbatches, self.costs)
 
@@ -348,7 +348,7 @@ def _distinct(trials: Sequence[Trial]) -> list[Trial]:
     return list(firsts.values())
 
 
-def _urgency(problem: Problem, timeline: Timeline) -> Urgency:
+def _urgency(problem: OrderProblem, timeline: Timeline) -> Urgency:
     """The urgency with which list scheduling follows an order: earlier tasks are more urgent."""
     n, m = problem.parts, problem.microbatches
     stages = problem.pipeline.stages

@@ -10,7 +10,7 @@ from random import Random
 from .bound import Windows
 from .list_scheduling import Listed, list_schedule
 from .policies import Policy
-from .problem import ROUNDING, Problem
+from .problem import ROUNDING, OrderProblem
 
 Urgency = list[list[float]]
 Start = tuple[Policy, Urgency | None]
@@ -66,7 +66,9 @@ class Search:
         count: the number of trials so far.
     """
 
-    def __init__(self, problem: Problem, windows: Windows, bound: float, random: Random) -> None:
+    def __init__(
+        self, problem: OrderProblem, windows: Windows, bound: float, random: Random
+    ) -> None:
         self.problem = problem
         self.windows = windows
         self.bound = bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ....ir.pipeline.order import Order, Row
+from ....ir.pipeline.order import Order, TaskRow
 from ..orders.base import Pipeline, ScheduleError, spell
 from ..orders.dualpipe_v_order import dualpipe_v_order
 from ..orders.gpipe_order import gpipe_order
@@ -15,7 +15,7 @@ from ..orders.zb_h1_order import lagging, zb_h1_order
 from ..orders.zb_h2_order import zb_h2_order
 from ..orders.zb_v_order import zb_v_order
 from .bound import lags
-from .problem import ROUNDING, Problem
+from .problem import ROUNDING, OrderProblem
 
 _KNOWN: dict[str, Callable[[Pipeline], Order]] = {
     "1f1b": one_f_one_b_order,
@@ -31,7 +31,7 @@ _BEST = ("zb-h1", "zb-h2", "zb-v", "interleaved")
 """The schedules that are tried if playing an order takes long; others are hardly ever better."""
 
 
-def known_orders(problem: Problem, few: bool = False) -> Iterator[tuple[str, Order]]:
+def known_orders(problem: OrderProblem, few: bool = False) -> Iterator[tuple[str, Order]]:
     """The known schedules that the ranks of the stages allow, by name, whatever memory they take.
 
     Args:
@@ -65,7 +65,7 @@ def _whole(name: str) -> bool:
     return name in ("1f1b", "interleaved", "looped-bfs", "gpipe")
 
 
-def memory_in_microbatches(problem: Problem) -> float:
+def memory_in_microbatches(problem: OrderProblem) -> float:
     """The number of microbatches that fit on all parts of every rank."""
     count = float(problem.microbatches)
     for rank, parts in enumerate(problem.hosted):
@@ -76,7 +76,7 @@ def memory_in_microbatches(problem: Problem) -> float:
     return count
 
 
-def _filled(problem: Problem) -> Order:
+def _filled(problem: OrderProblem) -> Order:
     """Fill the time before the first B with forwards, and that after the last B with W.
 
     This is ZB-H2 for any times and any memory. The forwards ahead fill the time until the first B
@@ -118,10 +118,10 @@ def _filled(problem: Problem) -> Order:
     return _lagging(problem, words)
 
 
-def _lagging(problem: Problem, words: list[tuple[int, int]]) -> Order:
+def _lagging(problem: OrderProblem, words: list[tuple[int, int]]) -> Order:
     """The order of a line of parts, with a warm-up of forwards and a lag of W for each part."""
     pipeline = problem.pipeline
-    order: dict[int, Row] = {}
+    order: dict[int, TaskRow] = {}
     for part, (warm_up, lag) in zip(pipeline.parts, words, strict=True):
         word = lagging(pipeline.microbatches, warm_up, lag)
         order[pipeline.stage_ranks[part[0]]] = spell(pipeline, [part], word)

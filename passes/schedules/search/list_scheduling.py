@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from .problem import ROUNDING, Problem
+from .problem import ROUNDING, OrderProblem
 
 _NEVER = math.inf
 
@@ -38,7 +38,7 @@ class Listed:
     lanes: list[list[int]]
     starts: list[list[float]]
 
-    def spans(self, problem: Problem) -> list[float]:
+    def spans(self, problem: OrderProblem) -> list[float]:
         """For each rank the time from its first start to its last end."""
         durations = problem.durations
         return [
@@ -47,7 +47,7 @@ class Listed:
         ]
 
 
-def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> Listed | None:
+def list_schedule(problem: OrderProblem, rule: Rule, longest: float = _NEVER) -> Listed | None:
     """Run all tasks in order of time, where each free rank runs the most urgent task that it can.
 
     Times and memory are tracked as in the real run, so the result never exceeds the capacities. A

@@ -10,7 +10,7 @@ from random import Random
 
 from .bound import Windows
 from .list_scheduling import Rule
-from .problem import ROUNDING, Problem
+from .problem import ROUNDING, OrderProblem
 
 Triple = tuple[float, float, float]
 """A number each for F, B and W."""
@@ -47,7 +47,7 @@ class Policy:
     swing: float = 0.0
     ahead: int | None = None
 
-    def urgency(self, problem: Problem, windows: Windows) -> list[list[float]]:
+    def urgency(self, problem: OrderProblem, windows: Windows) -> list[list[float]]:
         """The urgency of tasks, by lane and microbatch."""
         n, m = problem.parts, problem.microbatches
         unit = max(problem.work(rank) for rank in range(problem.ranks)) or 1.0
@@ -69,12 +69,12 @@ class Policy:
                     urgencies.append([base] * m)
         return urgencies
 
-    def rule(self, problem: Problem, urgency: Sequence[Sequence[float]]) -> Rule:
+    def rule(self, problem: OrderProblem, urgency: Sequence[Sequence[float]]) -> Rule:
         """The rule of this policy, with an urgency that may be adjusted."""
         unit = max(problem.work(rank) for rank in range(problem.ranks)) or 1.0
         return Rule(urgency, self.patience, self.swing * unit, self._limits(problem))
 
-    def _limits(self, problem: Problem) -> Sequence[float]:
+    def _limits(self, problem: OrderProblem) -> Sequence[float]:
         if self.ahead is None:
             return ()
         n = problem.parts

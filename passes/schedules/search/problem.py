@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ....ir.attributes import Action
 from ....ir.pipeline.costs import Costs, Memory
-from ....ir.pipeline.order import Order, Row
+from ....ir.pipeline.order import Order, TaskRow
 from ..orders.base import Pipeline
 
 ROUNDING = 1e-9
@@ -16,7 +16,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class OrderProblem:
     """The problem of finding an order for a pipeline.
 
     A *part* is a run of neighbouring stages on one rank, which run back to back. Ranks are numbered
@@ -54,7 +54,7 @@ class Problem:
     @staticmethod
     def of(
         pipeline: Pipeline, costs: Costs, memory: float | Sequence[float], split: bool = True
-    ) -> Problem:
+    ) -> OrderProblem:
         """The problem of a pipeline with some costs and memory.
 
         Args:
@@ -100,7 +100,7 @@ class Problem:
         for k, rank in enumerate(rank_of):
             starts.setdefault(rank, clock)
             clock += times[k] + transfers[k]
-        return Problem(
+        return OrderProblem(
             pipeline,
             split,
             rank_of,
@@ -138,7 +138,7 @@ class Problem:
         """The number of tasks, where each part counts as one stage."""
         return (3 if self.split else 2) * self.parts * self.microbatches
 
-    def with_microbatches(self, count: int) -> Problem:
+    def with_microbatches(self, count: int) -> OrderProblem:
         """The same problem with another number of microbatches."""
         return replace(self, pipeline=Pipeline(self.pipeline.stage_ranks, count))
 
@@ -183,7 +183,7 @@ class Problem:
             for part in pipeline.parts:
                 ordered = part if action == 0 else part[::-1]
                 runs.append(tuple((action * stages + stage) * count for stage in ordered))
-        order: dict[int, Row] = {}
+        order: dict[int, TaskRow] = {}
         upcoming = [0] * (3 * self.parts)
         for rank, word in zip(pipeline.ranks, lanes, strict=True):
             numbers: list[int] = []
@@ -193,7 +193,7 @@ class Problem:
                 upcoming[lane] = microbatch + 1
                 for first in runs[lane]:
                     append(first + microbatch)
-            order[rank] = Row(numbers, stages, count)
+            order[rank] = TaskRow(numbers, stages, count)
         return order
 
 

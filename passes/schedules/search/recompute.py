@@ -11,7 +11,7 @@ from ..orders.base import Pipeline
 from .bound import MOST_TASKS, find_windows
 from .list_scheduling import list_schedule
 from .policies import SEEDS
-from .problem import Problem
+from .problem import OrderProblem
 from .stretch import fewer_microbatches
 
 SEARCHES = 3
@@ -50,7 +50,7 @@ def sets_to_try(
             "schedule 'auto': remat needs costs with mr, the share of its activations that a stage "
             "that recomputes holds between F and B: Costs(mr=...), or --mr of cg-sim"
         )
-    whole = Problem.of(pipeline, replace(costs, remat=()), memory, splits)
+    whole = OrderProblem.of(pipeline, replace(costs, remat=()), memory, splits)
     few = min(fewer_microbatches(whole), MOST_TASKS * whole.microbatches // whole.tasks)
     pipeline = Pipeline(pipeline.stage_ranks, max(1, few))
     every = replace(costs, remat=tuple(range(pipeline.stages)))
@@ -60,7 +60,7 @@ def sets_to_try(
     def span(parts: Iterable[int]) -> float:
         chosen = tuple(sorted(stage for part in parts for stage in pipeline.parts[part]))
         if chosen not in spans:
-            problem = Problem.of(pipeline, replace(costs, remat=chosen), memory, splits)
+            problem = OrderProblem.of(pipeline, replace(costs, remat=chosen), memory, splits)
             spans[chosen] = math.inf if problem.lacking() else _shortest(problem)
         return spans[chosen]
 
@@ -84,7 +84,7 @@ def _gains(costs: Costs, part: Sequence[int]) -> bool:
     return any(memory.before < memory.during for memory in memories)
 
 
-def _shortest(problem: Problem) -> float:
+def _shortest(problem: OrderProblem) -> float:
     """The span of the best of a few list schedules."""
     windows = find_windows(problem)
     least = math.inf

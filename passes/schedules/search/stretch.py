@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .list_scheduling import Listed
-from .problem import Problem
+from .problem import OrderProblem
 
 STEP = 12
 """The number of microbatches that are inserted to see how well an order can be stretched."""
@@ -13,14 +13,14 @@ PATIENCES = (0.2, 0.1, 0.5)
 """The patience with which list scheduling follows a stretched order."""
 
 
-def fewer_microbatches(problem: Problem) -> int:
+def fewer_microbatches(problem: OrderProblem) -> int:
     """The number of microbatches to search with: enough to fill and to empty the pipeline."""
     m = problem.microbatches
     least = 3 * problem.ranks + STEP
     return least if m > least + 2 * STEP else m
 
 
-def stretched(problem: Problem, listed: Listed, cut: float, more: int) -> list[list[float]]:
+def stretched(problem: OrderProblem, listed: Listed, cut: float, more: int) -> list[list[float]]:
     """The urgency with which list scheduling stretches an order.
 
     Tasks that start before the cut keep their times. Then each lane takes `more` further

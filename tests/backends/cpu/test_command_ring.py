@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cg.backends.cpu.control.command_ring import SLOTS, CommandRing
-from cg.backends.cpu.waiting.node import Node
+from cg.backends.cpu.waiting.node import MachineNode
 from cg.backends.driven.commands import BITS
 
 from .world import ThreadWorld, run_ranks
@@ -26,11 +26,11 @@ def never(polls: int) -> None:
 @contextlib.contextmanager
 def rings(
     size: int, driver: int = 0, pause: Callable[[int], None] = never
-) -> Iterator[tuple[list[CommandRing], list[Node]]]:
+) -> Iterator[tuple[list[CommandRing], list[MachineNode]]]:
     """Every rank's end of the rings, and its node; all are the caller's from then on."""
 
-    def make(world: ThreadWorld) -> tuple[CommandRing, Node]:
-        node = Node(world)
+    def make(world: ThreadWorld) -> tuple[CommandRing, MachineNode]:
+        node = MachineNode(world)
         return CommandRing(node, driver, pause), node
 
     made = run_ranks(size, make)
@@ -41,7 +41,7 @@ def rings(
             node.close()
 
 
-def is_rung(node: Node) -> bool:
+def is_rung(node: MachineNode) -> bool:
     return bool(select.select([node.bell.fileno()], [], [], 0)[0])
 
 
@@ -144,7 +144,7 @@ def test_a_driver_and_readers_at_the_same_time() -> None:
     count = 8 * SLOTS
 
     def run(world: ThreadWorld) -> list[int]:
-        node = Node(world)
+        node = MachineNode(world)
         try:
             ring = CommandRing(node, 0, lambda polls: time.sleep(0))
             taken: list[int] = []

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cg.backends.cpu.control.control import Control
-from cg.backends.cpu.control.rank_status import Barrier, State, StatusTable
-from cg.backends.cpu.waiting.node import Node
+from cg.backends.cpu.control.rank_status import BarrierWord, State, StatusTable
+from cg.backends.cpu.waiting.node import MachineNode
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
 
@@ -26,7 +26,7 @@ def run_controls(
     size: int, body: Callable[[Control, ThreadWorld], Any], sleep: float = 0.02
 ) -> list[Any]:
     def run(world: ThreadWorld) -> Any:
-        node = Node(world)
+        node = MachineNode(world)
         control = Control(node, sleep)
         try:
             return body(control, world)
@@ -310,7 +310,7 @@ def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> Non
     """The leader of its machine says that, too, but by messages that may come later."""
 
     def body(world: ThreadWorld) -> list[int] | None:
-        node = Node(world)
+        node = MachineNode(world)
         try:
             return reached(StatusTable(node), world)
         finally:
@@ -321,22 +321,22 @@ def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> Non
         if world.rank == 1:
             told = []
             for epoch, state in ((2, State.RUNNING), (3, State.EXITED)):
-                rows.reach(Barrier.COMMIT, epoch)
+                rows.reach(BarrierWord.COMMIT, epoch)
                 rows.set_state(state)
                 told.append(rows.status())
             world.allgather(told)
-            rows.reach(Barrier.COMMIT, 0)
+            rows.reach(BarrierWord.COMMIT, 0)
             world.barrier()
             return None
         early, late = world.allgather(None)[1]
         world.barrier()
         seen = []
-        for news in (late, (Barrier.COMMIT, 2), early):
+        for news in (late, (BarrierWord.COMMIT, 2), early):
             if news is late or news is early:
                 rows.note_status(1, news)
             else:
                 rows.note_reached([1], *news)
-            seen.append(rows.reached(1, Barrier.COMMIT))
+            seen.append(rows.reached(1, BarrierWord.COMMIT))
         return seen
 
     assert run_ranks(2, body)[0] == [3, 3, 3]
@@ -346,7 +346,7 @@ def test_a_far_rank_is_at_its_inputs_only_with_what_it_gives() -> None:
     """The rank and the leader of its machine both say so, and either may be heard first."""
 
     def body(world: ThreadWorld) -> list[tuple[int, int]] | None:
-        node = Node(world)
+        node = MachineNode(world)
         try:
             return given(StatusTable(node), world)
         finally:
@@ -358,11 +358,11 @@ def test_a_far_rank_is_at_its_inputs_only_with_what_it_gives() -> None:
             told = []
             for epoch, digest in ((1, 70), (2, 50)):  # a smaller one counts as well
                 rows.give(digest)
-                rows.reach(Barrier.INPUTS, epoch)
+                rows.reach(BarrierWord.INPUTS, epoch)
                 told.append(rows.status())
             world.allgather(told)
             rows.give(0)
-            rows.reach(Barrier.INPUTS, 0)
+            rows.reach(BarrierWord.INPUTS, 0)
             world.barrier()
             return None
         first, second = world.allgather(None)[1]
@@ -371,14 +371,14 @@ def test_a_far_rank_is_at_its_inputs_only_with_what_it_gives() -> None:
         for heard in (
             lambda: rows.note_status(1, first),
             lambda: rows.note_status(1, second),
-            lambda: rows.note_reached([1], Barrier.INPUTS, 1, [70]),
-            lambda: rows.note_reached([1], Barrier.COMMIT, 1, [70]),
-            lambda: rows.note_reached([1], Barrier.INPUTS, 2, [50]),
-            lambda: rows.note_reached([1], Barrier.INPUTS, 3, [60]),
+            lambda: rows.note_reached([1], BarrierWord.INPUTS, 1, [70]),
+            lambda: rows.note_reached([1], BarrierWord.COMMIT, 1, [70]),
+            lambda: rows.note_reached([1], BarrierWord.INPUTS, 2, [50]),
+            lambda: rows.note_reached([1], BarrierWord.INPUTS, 3, [60]),
             lambda: rows.note_status(1, second),
         ):
             heard()
-            seen.append((rows.reached(1, Barrier.INPUTS), rows.digest(1)))
+            seen.append((rows.reached(1, BarrierWord.INPUTS), rows.digest(1)))
         return seen
 
     assert run_ranks(2, body)[0] == [(1, 70), *[(2, 50)] * 4, *[(3, 60)] * 2]
@@ -503,7 +503,7 @@ def test_a_rank_asked_ahead_of_its_program_or_at_its_end_says_so() -> None:
         said: list[str] = []
         control.begin(PLAN, lambda: Position(0, 0, 0, running=False), describe)
         ask()
-        control._table.reach(Barrier.COMMIT, control.epoch)
+        control._table.reach(BarrierWord.COMMIT, control.epoch)
         ask()
         control.commit()
         return said

@@ -15,9 +15,9 @@ import torch
 from cg.backends.cpu.communicator import RING_BYTES, RING_SLOTS, CpuCommunicator
 from cg.backends.cpu.memory.layout import IN_HEADER, IN_HEADER_BYTES, WORDS, SlotLayout
 from cg.backends.cpu.memory.parallel_memcpy import LEAST
-from cg.backends.cpu.memory.segments import NamedFiles, Segment
+from cg.backends.cpu.memory.segments import NamedFiles, SharedSegment
 from cg.backends.cpu.queues.shared_buffers import LIMIT
-from cg.backends.cpu.waiting.node import Node
+from cg.backends.cpu.waiting.node import MachineNode
 from cg.backends.errors import BindError, TransportError
 from cg.ir.ops.module import Channel
 from cg.ir.types import DType, ObjectType, TensorType, UnitType
@@ -378,7 +378,7 @@ def test_reset_forgets_what_was_under_way() -> None:
 class NoProc(NamedFiles):
     """Stands for a machine on which processes cannot open each other's files."""
 
-    def create(self, nbytes: int) -> Segment:
+    def create(self, nbytes: int) -> SharedSegment:
         raise PermissionError("no /proc for you")
 
 
@@ -387,7 +387,7 @@ def test_the_next_kind_of_memory_is_used_where_one_fails(last_works: bool, tmp_p
     kinds = [NoProc(), NamedFiles(tmp_path) if last_works else NoProc()]
 
     def body(world: ThreadWorld) -> Any:
-        node = Node(world, kinds)
+        node = MachineNode(world, kinds)
         communicator = CpuCommunicator(node, [EDGE])
         if world.rank == 0:
             put(send(communicator, EDGE, OBJECT), bytes(100_000))

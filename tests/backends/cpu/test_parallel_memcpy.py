@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.backends.cpu.memory import parallel_memcpy
-from cg.backends.cpu.memory.parallel_memcpy import LEAST, PART, Copier, Job, cut
+from cg.backends.cpu.memory.parallel_memcpy import LEAST, PART, Copier, CopyJob, cut
 from cg.backends.errors import TransportError
 
 
@@ -58,10 +58,10 @@ def test_shares_follow_each_other_and_are_alike(nbytes: int, shares: int, part: 
     assert max(sizes) == -(-nbytes // shares)
 
 
-def a_job(nbytes: int, shares: int) -> tuple[Job, np.ndarray, np.ndarray]:
+def a_job(nbytes: int, shares: int) -> tuple[CopyJob, np.ndarray, np.ndarray]:
     source = np.random.default_rng(0).integers(1, 256, nbytes, dtype=np.uint8)
     target = np.zeros_like(source)
-    return Job(memoryview(target), memoryview(source), shares), target, source
+    return CopyJob(memoryview(target), memoryview(source), shares), target, source
 
 
 @pytest.mark.parametrize("helpers", [1, 3])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from cg.backends.base import Port
 from cg.backends.cpu.communicator import CpuCommunicator
-from cg.backends.cpu.waiting.node import Node
+from cg.backends.cpu.waiting.node import MachineNode
 from cg.ir.ops import Recv, Send, Value
 from cg.ir.ops.module import Channel
 from cg.ir.types import FutureType, Place, UnitType, ValueType
@@ -86,7 +86,7 @@ def run_communicators(
     """Run `body` on each rank with its communicator for `channels`; the results."""
 
     def run(world: ThreadWorld) -> T:
-        node = Node(world)
+        node = MachineNode(world)
         communicator = CpuCommunicator(node, channels)
         try:
             result = body(communicator, world)

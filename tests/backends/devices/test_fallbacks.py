@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.devices.programs.capture import STATES, WARM_UPS, Segment
+from cg.backends.devices.programs.capture import STATES, WARM_UPS, CapturedSegment
 from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.errors import RemoteError
 from cg.backends.failures.fallbacks import Fallbacks, Refusal
@@ -80,7 +80,7 @@ class Told:
         self.executable = self._listen(lambda: DeviceExecutable(linked, self.device))
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> CapturedSegment:
         (segment,) = self.executable.segments
         return segment
 

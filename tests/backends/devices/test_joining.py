@@ -15,7 +15,7 @@ from cg.backends.errors import TransportError
 from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import NcclPool
-from cg.backends.streams.library import CommunicationError, Library, Message
+from cg.backends.streams.library import CommunicationError, Library, RawMessage
 from cg.ir.ops.module import Channel
 from tests.backends.devices.patience import loose_device
 
@@ -188,7 +188,7 @@ CALLS = {
     "reduce_scatter": lambda library: library.reduce_scatter(0, 0, 1, 7, 0, None, 0),
     "all_gather": lambda library: library.all_gather(0, 0, 4, None, 0),
     "broadcast": lambda library: library.broadcast(0, 0, 4, 0, None, 0),
-    "batch": lambda library: library.batch([Message(True, 1, 0, 4)], None, 0),
+    "batch": lambda library: library.batch([RawMessage(True, 1, 0, 4)], None, 0),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cg.backends.agreement.plan_hash import plan_hash
 from cg.backends.devices.programs.capture import WARM_UPS
-from cg.backends.devices.programs.pending_work import MOST, Work
+from cg.backends.devices.programs.pending_work import MOST, PendingWork
 from cg.backends.devices.stream_order import StreamEvent, StreamOrder
 from cg.backends.failures.flight import Position
 from cg.backends.fake.queues import FakeEvent
@@ -69,7 +69,7 @@ class Bound:
         self.on_device[index].synchronize()
 
     def unfinished(self, *segments: Any) -> str:
-        work = Work(
+        work = PendingWork(
             PLAN.programs[0],
             PLAN,
             list(self.events.items()),
@@ -135,7 +135,7 @@ def test_the_first_graph_that_has_not_ended(bound: Bound) -> None:
 
 def test_of_many_messages_of_a_graph_some_are_named(bound: Bound) -> None:
     bound.events = {}
-    work = Work(
+    work = PendingWork(
         PLAN.programs[0],
         PLAN,
         [(SENT, StreamEvent(bound.order))] * (MOST + 2),

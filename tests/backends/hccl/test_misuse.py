@@ -14,7 +14,7 @@ import torch
 
 from cg.backends.errors import BindError
 from cg.backends.hccl.abi import SendRecvItem
-from cg.backends.streams.library import CommunicationError, Message
+from cg.backends.streams.library import CommunicationError, RawMessage
 from cg.ir.attributes import Stream
 from cg.ir.ops.module import Channel
 
@@ -224,8 +224,8 @@ def test_messages_that_cross_as_one(mock: Path) -> None:
     def job(rank: Rank) -> list[float]:
         comm, data, peer = rank.comm(), values(rank.rank, 0.0), 1 - rank.rank
         items = [
-            Message(False, peer, data.data_ptr(), 4),
-            Message(True, peer, data.data_ptr() + 4, 4),
+            RawMessage(False, peer, data.data_ptr(), 4),
+            RawMessage(True, peer, data.data_ptr() + 4, 4),
         ]
         rank.library.batch(items[:: 1 - 2 * rank.rank], comm, rank.stream())
         assert settled(rank, comm) is None
@@ -238,8 +238,8 @@ def test_a_batch_of_which_the_other_rank_has_a_part(mock: Path) -> None:
     def job(rank: Rank) -> str | None:
         comm, data, peer = rank.comm(), values(1.0, 2.0), 1 - rank.rank
         items = [
-            Message(False, peer, data.data_ptr(), 4),
-            Message(True, peer, data.data_ptr() + 4, 4),
+            RawMessage(False, peer, data.data_ptr(), 4),
+            RawMessage(True, peer, data.data_ptr() + 4, 4),
         ]
         rank.library.batch(items[rank.rank :], comm, rank.stream())
         return settled(rank, comm)
@@ -250,7 +250,7 @@ def test_a_batch_of_which_the_other_rank_has_a_part(mock: Path) -> None:
 def test_two_messages_in_one_direction_in_a_batch(mock: Path) -> None:
     def call(rank: Rank, comm: Any) -> None:
         data = values(1.0, 2.0)
-        items = [Message(False, 1, data.data_ptr() + 4 * i, 4) for i in range(2)]
+        items = [RawMessage(False, 1, data.data_ptr() + 4 * i, 4) for i in range(2)]
         rank.library.batch(items, comm, rank.stream())
 
     text = refused(mock, call)

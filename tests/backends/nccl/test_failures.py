@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.streams.groups import Group, Line
-from cg.backends.streams.library import CommunicationError, Library, Message
+from cg.backends.streams.groups import CommunicatorGroup, Line
+from cg.backends.streams.library import CommunicationError, Library, RawMessage
 from cg.backends.streams.ports import CollectivePort, StreamRecvPort, StreamSendPort
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType
 
 COMM = object()
-MESSAGES = [Message(False, 1, 0, 8), Message(True, 1, 0, 8)]
+MESSAGES = [RawMessage(False, 1, 0, 8), RawMessage(True, 1, 0, 8)]
 
 
 class NCCLError(Exception):
@@ -166,7 +166,10 @@ def test_a_library_that_cannot_be_loaded_is_no_binding(bound: Bound) -> None:
 
 def test_ports_say_whom_it_concerns(bound: Bound) -> None:
     type_ = TensorType(DType.F32, (4,))
-    edge, group = Line(Group((2, 5), False), 0), Line(Group((0, 1, 2), True), 1)
+    edge, group = (
+        Line(CommunicatorGroup((2, 5), False), 0),
+        Line(CommunicatorGroup((0, 1, 2), True), 1),
+    )
     edge.comm = group.comm = bound.comm
     bound.break_("send", "recv", "all_gather")
     x, device = torch.ones(4), torch.device("cpu")

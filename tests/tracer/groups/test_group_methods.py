@@ -151,14 +151,14 @@ class Scaled(nn.Module):
 
 def test_alike_actors_on_meshes_share_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
-    trace = joint._Run.trace
+    trace = joint._JointTrace.trace
 
-    def counted(run: joint._Run) -> joint.Joint:
+    def counted(run: joint._JointTrace) -> joint.Joint:
         nonlocal count
         count += 1
         return trace(run)
 
-    monkeypatch.setattr(joint._Run, "trace", counted)
+    monkeypatch.setattr(joint._JointTrace, "trace", counted)
     made = [(0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0), (4, 0.5)]
     grids: list[dict[str, int]] = [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 1}, {"dp": 1, "tp": 3}]
     places = [cg.mesh(**grid) for grid in (*grids, {"dp": 2}, {"dp": 4})]

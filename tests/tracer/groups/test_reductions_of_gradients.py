@@ -12,7 +12,7 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call, Collective, Op, Wait
 from cg.ir.ops.module import Program
-from cg.ir.verify.communication import Span
+from cg.ir.verify.communication import TimeSpan
 from cg.launch.world.world import use_world
 
 from .training import Block, Model, batch, meshes, step_of
@@ -92,7 +92,7 @@ def test_the_last_stage_reduces_in_the_cool_down(schedule: str) -> None:
     assert max(ends) > alone.end - 1.0
 
 
-def end_of(spans: tuple[Span, ...], rank: int, *words: str) -> float:
+def end_of(spans: tuple[TimeSpan, ...], rank: int, *words: str) -> float:
     """When the last call on a rank with one of some words in its name has ended."""
     return max(
         span.end

@@ -17,7 +17,7 @@ from cg.tracer.graph.layouts.propagation.partition import partition
 from cg.tracer.method.joint import Joint, Wanted
 from cg.tracer.method.twice import settled
 from cg.tracer.values.actor_state import collect
-from cg.tracer.values.interface import Call
+from cg.tracer.values.interface import TracedCall
 from cg.tracer.values.pieces import lay_out
 from cg.tracer.values.plan import Plan, whole
 
@@ -27,7 +27,7 @@ from .simulation import Run, layout, run
 
 def joint_of(actor: nn.Module, method: str, inputs: tuple[int, ...], *args: Any) -> Joint:
     """The joint graph of a method with one result, and the cotangents of some inputs."""
-    call = Call(
+    call = TracedCall(
         f"actor.{method}",
         getattr(actor, method),
         collect(actor, ()),

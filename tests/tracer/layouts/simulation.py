@@ -19,7 +19,7 @@ from cg.ir.types import Mesh, Place
 from cg.tracer.graph.layouts.change import Change
 from cg.tracer.graph.layouts.propagation.partition import Part, Partition, partition
 from cg.tracer.graph.layouts.propagation.propagate import propagate
-from cg.tracer.graph.layouts.versions import End, Propagation, Transfer, Version
+from cg.tracer.graph.layouts.versions import End, LayoutTransfer, Propagation, Version
 
 ALL = frozenset(Change)
 COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -113,7 +113,7 @@ def collect(pieces: Pieces, layout: Layout, shape: tuple[int, ...], place: Place
     return total
 
 
-def transferred(pieces: Pieces, transfer: Transfer, place: Place) -> Pieces:
+def transferred(pieces: Pieces, transfer: LayoutTransfer, place: Place) -> Pieces:
     """A transfer, by way of the logical tensor."""
     shape = tuple(transfer.before.node.meta["val"].shape)
     before, after = transfer.before.layout, transfer.after.layout

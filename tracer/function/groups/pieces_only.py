@@ -98,7 +98,7 @@ def refuse_optimizers(trainers: Iterable[object], actor: str) -> None:
             )
 
 
-class Watch:
+class OperatorWatch:
     """Checks the operators in some calls of an opaque method of an actor on a mesh.
 
     In these calls, the wrapped bodies raise a RuntimeError if an operator takes a piece and is not
@@ -112,12 +112,14 @@ class Watch:
     def __init__(self, group: Group, name: str) -> None:
         actor = group.actor
         watched = () if actor is None or len(group.place.ranks) == 1 else actor.instances
-        self._methods = {rank: _Watched(actor, rank, name) for rank in watched if actor is not None}
+        self._methods = {
+            rank: _WatchedMethod(actor, rank, name) for rank in watched if actor is not None
+        }
 
     def around(self, body: Bodies) -> Bodies:
         """Wrap a body, for each rank that this process plays.
 
-        All bodies that one `Watch` wraps share one count of calls for each rank.
+        All bodies that one `OperatorWatch` wraps share one count of calls for each rank.
         """
         if not self._methods:
             return body
@@ -128,7 +130,7 @@ class Watch:
         return RankBodies.of(bodies)
 
 
-class _Watched:
+class _WatchedMethod:
     """An opaque method on a rank, and the choice of the calls that are checked.
 
     Args:
@@ -184,7 +186,7 @@ class _Watched:
         return memory
 
 
-def _watched(body: Body, method: _Watched) -> Body:
+def _watched(body: Body, method: _WatchedMethod) -> Body:
     @functools.wraps(body)
     def run(*inputs: Any) -> Sequence[Any]:
         since = method.begin()
@@ -333,7 +335,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _layout(self, value: object) -> Layout | None:
         return self._pieces.layout(value) if isinstance(value, torch.Tensor) else None
 
-    def _only_layout(self, row: _Row, name: str) -> Layout | None:
+    def _only_layout(self, row: _CombinedTensors, name: str) -> Layout | None:
         """The layout of the pieces that an operator combines; None if there are none."""
         layouts = {layout for value in row.taken if (layout := self._layout(value)) is not None}
         if len(layouts) > 1:
@@ -353,7 +355,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class _Row:
+class _CombinedTensors:
     """The operands that an operator combines; an operator on lists has a row for each index.
 
     Attributes:
@@ -365,7 +367,7 @@ class _Row:
     written: Sequence[object]
 
 
-def _rows(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[_Row]:
+def _rows(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[_CombinedTensors]:
     schema = func._schema.arguments
     arguments = [(argument, value) for argument, value in zip(schema, args, strict=False)]
     arguments += [
@@ -376,7 +378,9 @@ def _rows(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[_Row]
     count = max((len(v) for v in values if _is_list(v)), default=1)
     for index in range(count):
         row = [_at(value, index) for value in values]
-        yield _Row(row, [value for value, is_write in zip(row, writes, strict=True) if is_write])
+        yield _CombinedTensors(
+            row, [value for value, is_write in zip(row, writes, strict=True) if is_write]
+        )
 
 
 def _is_list(value: object) -> bool:

@@ -50,7 +50,7 @@ class Stored:
     def gathers(self, path: str) -> ParameterGather:
         """The gather that comes before each use of a parameter."""
         logical = self.group.logical[path]
-        flat = Flat.of(logical, self.group.mesh)
+        flat = FlatParameter.of(logical, self.group.mesh)
         tensors = self._held(path)
         dtype = ir_dtype(next(iter(tensors.values())).dtype)
         rest, full = flat.type(dtype, True), flat.type(dtype, False)
@@ -75,7 +75,7 @@ class Stored:
             aliases=((0, 0),) if flat.is_dense else (),
         )
         pieces = {rank: flat.at(rank) for rank in tensors}
-        reading = {rank: _Reading(tensor, flat.numel) for rank, tensor in tensors.items()}
+        reading = {rank: _PieceReader(tensor, flat.numel) for rank, tensor in tensors.items()}
         making = {rank: _Making(at) for rank, at in pieces.items()}
         return ParameterGather(rest, full, _part(read, reading), _part(make, making))
 
@@ -87,7 +87,7 @@ class Stored:
             before, after: the layouts in which the gradient is computed, and added to `.grad`.
         """
         logical = self.group.logical[path]
-        flat = Flat.of(logical, self.group.mesh)
+        flat = FlatParameter.of(logical, self.group.mesh)
         used = logical.used.cuts if logical.used is not None else None
         cuts = before.cuts if any(before.cuts) else None
         remaining_axes = tuple(axis for axis in before.summands if axis not in flat.gathered)
@@ -175,7 +175,7 @@ def _part(function: Function, bodies: Mapping[int, Body]) -> TracedPart:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PiecePlaces:
     """The pieces that a rank gathers, and where they lie in the tensor that it uses.
 
     Attributes:
@@ -192,7 +192,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatParameter:
     """The flat form of a parameter.
 
     Attributes:
@@ -210,7 +210,7 @@ class Flat:
     numel: int
 
     @staticmethod
-    def of(logical: LogicalTensor, mesh: Mesh) -> Flat:
+    def of(logical: LogicalTensor, mesh: Mesh) -> FlatParameter:
         """The flat form of a parameter that is cut further where it rests."""
         assert logical.layout is not None, "a stored parameter is cut"
         used = () if logical.used is None else logical.used.axes
@@ -218,7 +218,7 @@ class Flat:
         rest = set(logical.layout.axes).difference(used)
         gathered = tuple(axis for axis, _ in mesh.grid if axis in rest)
         regions = (logical.layout.region(logical.shape, at) for at in mesh.positions.values())
-        return Flat(logical, mesh, kept_axes, gathered, max(map(volume, regions)))
+        return FlatParameter(logical, mesh, kept_axes, gathered, max(map(volume, regions)))
 
     def type(self, dtype: DType, is_piece: bool, summands: tuple[str, ...] = ()) -> TensorType:
         """The type of the flat tensor: its global shape is (elements of all pieces,).
@@ -237,10 +237,10 @@ class Flat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether `Pieces.is_dense` holds on every rank, so that gathered tensors need no copy."""
+        """Whether `PiecePlaces.is_dense` holds on every rank: gathered tensors need no copy."""
         return all(self.at(rank).is_dense for rank in self.mesh.ranks)
 
-    def at(self, rank: int) -> Pieces:
+    def at(self, rank: int) -> PiecePlaces:
         """The pieces that a rank gathers."""
         logical, sizes = self.logical, dict(self.mesh.grid)
         assert logical.layout is not None, "a stored parameter is cut"
@@ -260,7 +260,7 @@ class Flat:
         shape = shape_of(whole)
         is_full = all(volume(region) == self.numel for region in regions)
         is_dense = is_full and _are_rows(regions, shape)
-        return Pieces(shape, tuple(regions), self.numel, is_dense)
+        return PiecePlaces(shape, tuple(regions), self.numel, is_dense)
 
 
 def _are_rows(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
@@ -276,7 +276,7 @@ def _are_rows(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _PieceReader:
     """Gives a copy of a piece, flat and padded with zeros."""
 
     tensor: Tensor
@@ -308,7 +308,7 @@ def _filled_up(tensor: Tensor, numel: int) -> Tensor:
 class _Making:
     """Makes a parameter from its gathered pieces: a view of them if they are dense."""
 
-    pieces: Pieces
+    pieces: PiecePlaces
 
     def __call__(self, flat: Tensor) -> Sequence[Tensor]:
         pieces = self.pieces
@@ -326,7 +326,7 @@ class _Making:
 class _Laying:
     """Makes a gradient flat: its pieces, one after the other."""
 
-    pieces: Pieces
+    pieces: PiecePlaces
 
     def __call__(self, gradient: Tensor) -> Sequence[Tensor]:
         pieces = self.pieces

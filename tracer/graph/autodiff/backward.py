@@ -20,9 +20,9 @@ from ...method.purity.simplify import (
 )
 from ...values.actor_state import StateTensor
 from .subgraphs import (
-    Builder,
     Gradient,
-    Piece,
+    Subgraph,
+    SubgraphBuilder,
     has_effect,
     is_view,
     memory_of,
@@ -32,7 +32,7 @@ from .subgraphs import (
 )
 
 
-class Cut:
+class BackwardCut:
     """The nodes of the backward, and the values that they take from the forward.
 
     Args:
@@ -143,7 +143,7 @@ def _late(body: Sequence[fx.Node], forward: Collection[str]) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Part:
+class BackwardPart:
     """The contents of a piece of a backward, as nodes of the joint graph.
 
     Attributes:
@@ -163,14 +163,14 @@ class Part:
     masks: Mapping[fx.Node, Sequence[bool]] = field(default_factory=dict)
 
 
-def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
+def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgraph:
     """Build the graph of a part of a backward."""
     results = joint.input_grads if part.returns else ()
     gradients = [n for _, n in part.gradients]
     used = {cut.origin(s) for node in part.nodes for s in node.all_input_nodes}
     used.update(map(cut.origin, (*results, *gradients)))
     state = [(n, t) for n, t in joint.state if n in cut.looked_up and n in used]
-    builder = Builder(joint.recorder.locations)
+    builder = SubgraphBuilder(joint.recorder.locations)
     for node in (*(n for n, _ in state), *part.inputs):
         builder.placeholder(node)
     for node in part.nodes:
@@ -188,7 +188,7 @@ def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
     returned += [builder.of(n) for n in part.left]
     builder.graph.output((*returned, *(builder.of(n) for n in gradients)))
     cotangents = set(joint.cotangents)
-    return Piece(
+    return Subgraph(
         graph=builder.graph,
         owner=joint.owner,
         state=tuple(t for _, t in state),
@@ -207,7 +207,7 @@ def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
     )
 
 
-def _provide(builder: Builder, cut: Cut, node: fx.Node) -> None:
+def _provide(builder: SubgraphBuilder, cut: BackwardCut, node: fx.Node) -> None:
     """Make a value available that the piece does not take or compute: a constant, or a view."""
     if builder.has(node):
         return

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...method.joint import Joint
-from .backward import Cut, Part, backward_piece
+from .backward import BackwardCut, BackwardPart, backward_piece
 from .recomputation import Recompute, recomputed
 from .split_backward import SplitBackward, halve
-from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values, sharing
+from .subgraphs import (
+    Subgraph,
+    SubgraphBuilder,
+    fake_of,
+    live_nodes,
+    memory_of,
+    returned_values,
+    sharing,
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,8 @@ class Split:
         halves: the backward again, in two pieces; None if nothing of it can be put off.
     """
 
-    forward: Piece
-    backward: Piece
+    forward: Subgraph
+    backward: Subgraph
     saved: tuple[fx.Node, ...]
     halves: SplitBackward | None
 
@@ -43,9 +51,11 @@ def split(
     Args:
         joint, volatile, what: as those of `recomputed`.
     """
-    cut = Cut(joint, volatile, recomputed(joint, volatile, what))
+    cut = BackwardCut(joint, volatile, recomputed(joint, volatile, what))
     saved = tuple(n for n in joint.graph.nodes if n in cut.saved)
-    whole = Part(cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads)
+    whole = BackwardPart(
+        cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads
+    )
     backward = backward_piece(joint, cut, whole)
     halves = halve(joint, cut, whole, backward)
     return Split(forward_piece(joint, saved, volatile), backward, saved, halves)
@@ -53,7 +63,7 @@ def split(
 
 def forward_piece(
     joint: Joint, saved: Sequence[fx.Node] = (), volatile: Collection[int] = ()
-) -> Piece:
+) -> Subgraph:
     """The forward of a joint graph, with the values of `saved` behind its outputs.
 
     Args:
@@ -65,7 +75,7 @@ def forward_piece(
     rebound = [node for _, node in joint.rebinds]
     live = live_nodes(graph, [*joint.outputs, *rebound, *saved])
     state = [(n, t) for n, t in joint.state if n in live]
-    builder = Builder(joint.recorder.locations)
+    builder = SubgraphBuilder(joint.recorder.locations)
     for node in (*(n for n, _ in state), *joint.inputs):
         builder.placeholder(node)
     for node in graph.nodes:
@@ -77,7 +87,7 @@ def forward_piece(
     values += _saved(builder, saved, changing)
     values += _rebound(builder, joint)
     builder.graph.output(tuple(values))
-    return Piece(
+    return Subgraph(
         graph=builder.graph,
         owner=joint.owner,
         state=tuple(t for _, t in state),
@@ -92,14 +102,16 @@ def forward_piece(
     )
 
 
-def _saved(builder: Builder, saved: Sequence[fx.Node], changing: set[int | None]) -> list[fx.Node]:
+def _saved(
+    builder: SubgraphBuilder, saved: Sequence[fx.Node], changing: set[int | None]
+) -> list[fx.Node]:
     """Saved values. A value is copied if this call, or a later one, changes its memory."""
     return [
         builder.clone(n, dense=False) if memory_of(n) in changing else builder.of(n) for n in saved
     ]
 
 
-def _rebound(builder: Builder, joint: Joint) -> list[fx.Node]:
+def _rebound(builder: SubgraphBuilder, joint: Joint) -> list[fx.Node]:
     """The new tensors of rebound slots, which are contiguous and share no memory."""
     return [
         builder.clone(node, dense=True)

@@ -15,13 +15,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from .subgraphs import Piece, fake_of, results
+from .subgraphs import Subgraph, fake_of, results
 
 _ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Product:
+class GradientProduct:
     """A gradient that is the product of two matrices, and that nothing else uses.
 
     Attributes:
@@ -38,7 +38,7 @@ class Product:
         return len(self.nodes) % 2 == 0
 
 
-def find_products(piece: Piece) -> dict[int, Product]:
+def find_products(piece: Subgraph) -> dict[int, GradientProduct]:
     """The gradients of a piece that are products, by their index among its gradients."""
     every = results(piece.graph)
     first = piece.returned + len(piece.rebinds)
@@ -50,7 +50,7 @@ def find_products(piece: Piece) -> dict[int, Product]:
     return product_of
 
 
-def _product(gradient: fx.Node, parameter: torch.Tensor) -> Product | None:
+def _product(gradient: fx.Node, parameter: torch.Tensor) -> GradientProduct | None:
     nodes = [gradient]
     while nodes[0].target is _ATEN.t.default and len(nodes[0].users) == 1:
         nodes.insert(0, nodes[0].all_input_nodes[0])
@@ -61,7 +61,7 @@ def _product(gradient: fx.Node, parameter: torch.Tensor) -> Product | None:
     assert isinstance(right, fx.Node)
     if parameter.is_sparse or any(fake_of(n).dtype != parameter.dtype for n in (left, right)):
         return None
-    return Product(tuple(nodes), (left, right))
+    return GradientProduct(tuple(nodes), (left, right))
 
 
 def is_expanded_for_products(node: fx.Node) -> bool:

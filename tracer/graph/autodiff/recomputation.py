@@ -21,11 +21,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ...errors import TraceError
 from ...method.joint import Joint
-from ...values.interface import Call, MethodTarget, Target, Write
+from ...values.interface import MethodTarget, Target, TracedCall, Write
 from ...values.operators import (
     written_values,
 )
-from .backward import Cut
+from .backward import BackwardCut
 from .subgraphs import fake_of, has_effect, is_view, memory_of
 
 
@@ -57,7 +57,7 @@ def what_again(target: Target, fused: bool, between: Sequence[Write]) -> Recompu
     return Recompute.CHEAP if is_cheap else Recompute.NOTHING
 
 
-def refuse_twice(call: Call, joint: Joint) -> None:
+def refuse_twice(call: TracedCall, joint: Joint) -> None:
     """Refuse to compute all of a call again if the second time would differ from the first.
 
     Raises:
@@ -81,7 +81,7 @@ def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> froz
 
     Args:
         joint: a joint graph that was traced with a derivative.
-        volatile: as for `Cut`.
+        volatile: as for `BackwardCut`.
         what: how much to compute again.
     """
     if what is Recompute.NOTHING or not joint.cotangents:
@@ -89,16 +89,16 @@ def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> froz
     forward = [n for n in joint.graph.nodes if n.op == "call_function" and n.name in joint.forward]
     if what is Recompute.ALL:
         return frozenset(forward)
-    plain = Cut(joint, volatile)
+    plain = BackwardCut(joint, volatile)
     free = [i for i, (node, _) in enumerate(joint.state) if not plain.is_changed(node)]
     fixed = _fixed(joint)
     again = _by_torch(joint, free, fixed)
     chosen = frozenset(n for n in forward if n in again and n not in fixed)
-    less = kept_bytes(Cut(joint, volatile, chosen)) < kept_bytes(plain)
+    less = kept_bytes(BackwardCut(joint, volatile, chosen)) < kept_bytes(plain)
     return chosen if less else frozenset()
 
 
-def kept_bytes(cut: Cut) -> int:
+def kept_bytes(cut: BackwardCut) -> int:
     """The bytes that a forward saves for its backward; state does not count, it lives anyway."""
     return sum(fake_of(node).nbytes for node in cut.saved)
 

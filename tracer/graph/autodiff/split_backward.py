@@ -26,9 +26,9 @@ from ...method.purity.simplify import (
 from ...values.operators import (
     written_values,
 )
-from .backward import Cut, Part, backward_piece
+from .backward import BackwardCut, BackwardPart, backward_piece
 from .subgraphs import (
-    Piece,
+    Subgraph,
     has_effect,
     is_view,
     memory_of,
@@ -50,13 +50,15 @@ class SplitBackward:
         left: nodes of the joint graph whose values are left to `weight`.
     """
 
-    input: Piece | None
-    weight: Piece
+    input: Subgraph | None
+    weight: Subgraph
     kept: tuple[int, ...]
     left: tuple[fx.Node, ...]
 
 
-def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward | None:
+def halve(
+    joint: Joint, cut: BackwardCut, whole: BackwardPart, backward: Subgraph
+) -> SplitBackward | None:
     """Cut a backward in two; None if nothing of it can be put off.
 
     Args:
@@ -76,7 +78,7 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
     used = set(map(cut.origin, sources))
     kept_indices = tuple(i for i, node in enumerate(whole.inputs) if node in used)
     left = tuple(n for n in cut.body if n in first and n in used)
-    early = Part(
+    early = BackwardPart(
         nodes=[n for n in cut.body if n in first],
         inputs=whole.inputs,
         returns=True,
@@ -84,7 +86,7 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
         left=left,
         masks={n: _mask(n, first) for n in first & second},
     )
-    late = Part(
+    late = BackwardPart(
         nodes=[n for n in cut.body if n in second],
         inputs=[*(whole.inputs[i] for i in kept_indices), *left],
         returns=False,
@@ -104,7 +106,7 @@ def _mask(node: fx.Node, side: set[fx.Node]) -> list[bool]:
     return [bool(flag) and index in used for index, flag in enumerate(mask)]
 
 
-def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
+def sides(joint: Joint, cut: BackwardCut) -> tuple[set[fx.Node], set[fx.Node]] | None:
     """The nodes of the first half and of the second; masked operators may be in both.
 
     None if the backward cannot be cut, or nothing of it can be put off.

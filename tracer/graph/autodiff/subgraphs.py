@@ -39,7 +39,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Subgraph:
     """A graph to run on its own.
 
     Its placeholders are the state, then the inputs. Its output is a tuple: the returned values,
@@ -72,7 +72,7 @@ class Piece:
     locations: dict[fx.Node, Location]
 
 
-def piece_on(piece: Piece, tensors: Sequence[StateTensor]) -> Piece:
+def piece_on(piece: Subgraph, tensors: Sequence[StateTensor]) -> Subgraph:
     """The piece for another instance of its actor, which has these tensors."""
     of = {slot.path: (tensor, slot) for tensor in tensors for slot in tensor.slots}
     return replace(
@@ -163,7 +163,7 @@ def has_effect(node: fx.Node) -> bool:
     )
 
 
-class Builder:
+class SubgraphBuilder:
     """Copies nodes of a joint graph into a graph of their own."""
 
     def __init__(self, locations: dict[str, Location]) -> None:
@@ -236,7 +236,10 @@ def state_references(values: Sequence[fx.Node], state: set[int | None]) -> tuple
 
 
 def returned_values(
-    builder: Builder, values: Sequence[fx.Node], inputs: Sequence[fx.Node], state: set[int | None]
+    builder: SubgraphBuilder,
+    values: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    state: set[int | None],
 ) -> tuple[list[fx.Node], tuple[tuple[int, int], ...], tuple[int, ...]]:
     """Make values fit to be returned: contiguous, no lazy conjugates, no reference to state.
 

@@ -27,15 +27,15 @@ from ....ir.location import Location
 from ...torch_modes import is_autocast_on
 from ...values.actor_state import Slot
 from ..autodiff import products as sums
-from ..autodiff.products import Product, find_products, is_expanded_for_products
-from ..autodiff.subgraphs import Piece, memory_of, results
+from ..autodiff.products import GradientProduct, find_products, is_expanded_for_products
+from ..autodiff.subgraphs import Subgraph, memory_of, results
 from .accumulate import accumulate
 from .bodies import Compiler, Compute, FusedBody, GraphBody, Locate, Run
 from .constant_folding import fold_constants
 from .direct_calls import call_of
 from .fusible import make_fusible
 from .locator import Locator, show
-from .strides import Comparison, compared, laid_out
+from .strides import StrideComparison, compared, laid_out
 
 _serial = itertools.count()
 _FUNCTION = "BODY"
@@ -45,7 +45,9 @@ LARGE = 1 << 20
 """From this number of bytes on, a gradient is added to `.grad` at once, and not at the end."""
 
 
-def make_body(piece: Piece, name: str, source: Callable[[], Source] | None = None) -> GraphBody:
+def make_body(
+    piece: Subgraph, name: str, source: Callable[[], GeneratedSource] | None = None
+) -> GraphBody:
     """The body of a piece. Its code is generated when it is needed.
 
     It takes the piece's inputs and returns a tuple: `(None,)` if nothing is returned. It runs under
@@ -60,22 +62,22 @@ def make_body(piece: Piece, name: str, source: Callable[[], Source] | None = Non
     return _make(source_of(piece) if source is None else source, piece, name)
 
 
-def source_of(piece: Piece) -> Callable[[], Source]:
+def source_of(piece: Subgraph) -> Callable[[], GeneratedSource]:
     """A function that gives the source of a piece's body, and writes it when it is called first."""
-    return functools.cache(lambda: _source(_Writer(piece, {})))
+    return functools.cache(lambda: _source(_BodyWriter(piece, {})))
 
 
-def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
+def _refit(piece: Subgraph, name: str, compiler: Compiler | None) -> GraphBody:
     products = find_products(piece)
     if compiler is None:
-        return _make(lambda: _source(_Writer(piece, products)), piece, name)
+        return _make(lambda: _source(_BodyWriter(piece, products)), piece, name)
     fusible = make_fusible(piece, products)
     compute = compiler(fusible.module, fusible.examples)
-    return _make(lambda: _source(_Writer(piece, products, compute)), piece, name, FusedBody)
+    return _make(lambda: _source(_BodyWriter(piece, products, compute)), piece, name, FusedBody)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GeneratedSource:
     """Generated code, which can run for any actor with the same graph.
 
     Attributes:
@@ -93,17 +95,17 @@ class Source:
     globals: dict[str, Any]
     holders: tuple[tuple[str, int], ...]
     locations: dict[int, Location]
-    settled: Callable[[frozenset[str]], Source] | None = None
+    settled: Callable[[frozenset[str]], GeneratedSource] | None = None
 
 
-def _source(writer: _Writer) -> Source:
+def _source(writer: _BodyWriter) -> GeneratedSource:
     if not writer.strides:
         return _written(writer, frozenset())
     settled = functools.cache(lambda names: _written(writer, names))
     return replace(_written(writer, None), settled=settled)
 
 
-def _written(writer: _Writer, names: frozenset[str] | None) -> Source:
+def _written(writer: _BodyWriter, names: frozenset[str] | None) -> GeneratedSource:
     """The source that lays out the results of these names; None: it compares all results."""
     writer.differing = names
     lines = list(writer.lines())
@@ -113,25 +115,28 @@ def _written(writer: _Writer, names: frozenset[str] | None) -> Source:
     holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     named = tuple((name, number) for name, number in holders.items() if name is not None)
-    return Source(text, code, writer.globals, named, locations)
+    return GeneratedSource(text, code, writer.globals, named, locations)
 
 
-def _slots(piece: Piece) -> list[Slot]:
+def _slots(piece: Subgraph) -> list[Slot]:
     """The slots of the tensors that a body looks up, adds gradients to, or replaces."""
     tensors = (*piece.state, *(gradient.tensor for gradient in piece.gradients))
     return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
 
 
 def _make(
-    source: Callable[[], Source], piece: Piece, name: str, kind: type[GraphBody] = GraphBody
+    source: Callable[[], GeneratedSource],
+    piece: Subgraph,
+    name: str,
+    kind: type[GraphBody] = GraphBody,
 ) -> GraphBody:
     new_gradients: dict[int, torch.Tensor] = {}
     return kind(
         generate=lambda: _generate(source(), piece, name, new_gradients),
         graph=piece.graph,
         locations=piece.locations,
-        state=_Held([tensor.slots[0] for tensor in piece.state]),
-        trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
+        state=_SlotTensors([tensor.slots[0] for tensor in piece.state]),
+        trained=_SlotTensors([gradient.tensor.slots[0] for gradient in piece.gradients]),
         new_gradients=new_gradients,
         rebinds=bool(piece.rebinds),
         refit=functools.partial(_refit, piece, name),
@@ -139,7 +144,7 @@ def _make(
 
 
 def _generate(
-    source: Source, piece: Piece, name: str, new_gradients: dict[int, torch.Tensor]
+    source: GeneratedSource, piece: Subgraph, name: str, new_gradients: dict[int, torch.Tensor]
 ) -> tuple[Run, Locate]:
     file = f"<cg {name} #{next(_serial)}>"
     shown = "cg_" + re.sub(r"\W", "_", name)
@@ -167,12 +172,12 @@ def _generate(
                 locator.add(target.__code__, new.locations)
                 show(file, new.text)
 
-        comparison = Comparison(settle)
+        comparison = StrideComparison(settle)
         names |= {"COMPARE": comparison.compare, "COMPARED": comparison.end}
     return run, locator
 
 
-class _Held:
+class _SlotTensors:
     """The tensors that some slots hold now."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -185,7 +190,7 @@ class _Held:
 _Line = tuple[str, Location | None]
 
 
-class _Writer:
+class _BodyWriter:
     """Writes the source of one body; `globals` holds what the source refers to.
 
     Args:
@@ -200,8 +205,8 @@ class _Writer:
 
     def __init__(
         self,
-        piece: Piece,
-        products: Mapping[int, Product],
+        piece: Subgraph,
+        products: Mapping[int, GradientProduct],
         compute: Compute | None = None,
     ) -> None:
         self.piece = piece

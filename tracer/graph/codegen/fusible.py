@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..autodiff.products import ADD_PRODUCT, Product
-from ..autodiff.subgraphs import Piece, fake_of, results
+from ..autodiff.products import ADD_PRODUCT, GradientProduct
+from ..autodiff.subgraphs import Subgraph, fake_of, results
 from ..layouts.asked import ASKED
 
 CLONE = torch.ops.aten.clone.default
@@ -32,7 +32,7 @@ class Fusible:
     examples: tuple[torch.Tensor, ...]
 
 
-def make_fusible(piece: Piece, products: Mapping[int, Product]) -> Fusible:
+def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fusible:
     """Copy the graph of a piece; in the copy, gradients that are products are added to `.grad`.
 
     Args:
@@ -60,7 +60,7 @@ def make_fusible(piece: Piece, products: Mapping[int, Product]) -> Fusible:
     return Fusible(fx.GraphModule(piece.owner, graph), _examples(piece))
 
 
-def _examples(piece: Piece) -> tuple[torch.Tensor, ...]:
+def _examples(piece: Subgraph) -> tuple[torch.Tensor, ...]:
     nodes = [node for node in piece.graph.nodes if node.op == "placeholder"]
     dense = (*(False for _ in piece.state), *piece.dense)
     return tuple(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ..autodiff.subgraphs import Piece, is_view, results, written_in_place
+from ..autodiff.subgraphs import Subgraph, is_view, results, written_in_place
 
 _ATEN = torch.ops.aten
 _OF_STRIDES = frozenset(
@@ -28,7 +28,7 @@ _OF_STRIDES = frozenset(
 """Views that are possible for some strides only."""
 
 
-def compared(piece: Piece) -> dict[fx.Node, tuple[int, ...]]:
+def compared(piece: Subgraph) -> dict[fx.Node, tuple[int, ...]]:
     """The results whose strides a piece depends on, with their strides in the trace."""
     graph = piece.graph
     needed = {n for n in results(graph)[: piece.returned + len(piece.rebinds)] if n is not None}
@@ -71,7 +71,7 @@ def _agree(value: torch.Tensor, strides: tuple[int, ...]) -> bool:
 
 
 @dataclass(eq=False)
-class Comparison:
+class StrideComparison:
     """The comparison of results in the first run of a body.
 
     Attributes:

@@ -15,7 +15,7 @@ from ....ir.layout import WHOLE, Cut, Intervals, Layout, Position, merge
 
 
 @dataclass(frozen=True, slots=True)
-class Product(Cut):
+class CutProduct(Cut):
     """The cut of a dimension with several factors that are cut, each by itself.
 
     Rows and heads, both cut and then viewed as one dimension, are such a product. No type has it:
@@ -45,13 +45,13 @@ def unmerged(layout: Layout, shape: Sequence[int]) -> tuple[Layout, tuple[int, .
     """
     dims: list[tuple[int, Cut]] = []
     for size, cut in zip(shape, layout.cuts, strict=True):
-        dims += cut.parts if isinstance(cut, Product) else ((size, cut),)
+        dims += cut.parts if isinstance(cut, CutProduct) else ((size, cut),)
     return replace(layout, cuts=tuple(cut for _, cut in dims)), tuple(size for size, _ in dims)
 
 
 def is_interval(cut: Cut) -> bool:
     """True if each piece is one run of indices."""
-    return cut.blocks == 1 and not isinstance(cut, Product)
+    return cut.blocks == 1 and not isinstance(cut, CutProduct)
 
 
 def count(cut: Cut, axes: Mapping[str, int]) -> int:
@@ -61,7 +61,7 @@ def count(cut: Cut, axes: Mapping[str, int]) -> int:
 
 def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
     """The same cut of a dimension of `size`, in a form in which equal cuts are equal."""
-    if not cut or isinstance(cut, Product):
+    if not cut or isinstance(cut, CutProduct):
         return cut
     units = size // cut.blocks // cut.unit
     return replace(cut, unit=1) if units % count(cut, axes) == 0 else cut
@@ -82,7 +82,7 @@ def spread(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut
         return (WHOLE,) * len(sizes)
     if len(sizes) == 1:
         return (cut,)
-    if isinstance(cut, Product):
+    if isinstance(cut, CutProduct):
         return _spread_product(cut, sizes, axes)
     if not sizes or 0 in sizes:
         return None
@@ -117,7 +117,7 @@ def _by_axes(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[C
 
 
 def _spread_product(
-    cut: Product, sizes: Sequence[int], axes: Mapping[str, int]
+    cut: CutProduct, sizes: Sequence[int], axes: Mapping[str, int]
 ) -> tuple[Cut, ...] | None:
     """The cuts of factors, by matching runs of the product's factors with runs of `sizes`."""
     parts, left, spread_cuts = list(cut.parts), list(sizes), list[Cut]()
@@ -146,7 +146,7 @@ def join(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> 
     """The cut of a dimension whose factors have these cuts."""
     parts: list[tuple[int, Cut]] = []
     for cut, size in zip(cuts, sizes, strict=True):
-        parts += cut.parts if isinstance(cut, Product) else [(size, cut)]
+        parts += cut.parts if isinstance(cut, CutProduct) else [(size, cut)]
     merged: list[tuple[int, Cut]] = []
     for size, cut in reversed(parts):
         merged.insert(0, (size, cut))
@@ -160,11 +160,11 @@ def join(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> 
         return WHOLE
     if len(merged) == 1:
         return canonical(merged[0][1], merged[0][0], axes)
-    return Product(tuple(axis for _, cut in merged for axis in cut.axes), parts=tuple(merged))
+    return CutProduct(tuple(axis for _, cut in merged for axis in cut.axes), parts=tuple(merged))
 
 
 def _simple(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) -> Cut | None:
-    """The cut of a dimension whose factors have these cuts; None if it takes a `Product`."""
+    """The cut of a dimension whose factors have these cuts; None if it takes a `CutProduct`."""
     factors = [(cut, size) for cut, size in zip(cuts, sizes, strict=True) if size != 1 or cut]
     blocks = 1
     while factors and not factors[0][0]:

@@ -31,7 +31,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class LayoutTransfer:
     """A change of a value's layout.
 
     Attributes:
@@ -85,7 +85,7 @@ class Propagation:
     layouts: Mapping[fx.Node, Results]
     answers: Mapping[fx.Node, Answer]
     reads: Mapping[fx.Node, tuple[Version, ...]]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LayoutTransfer, ...]
     outputs: tuple[Version | None, ...]
     locations: Mapping[fx.Node, Location]
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...values.heap.snapshot import MISSING
 
 
-class Flat:
+class FlatValues:
     """Values of all nodes, as lists whose comparison spends its time in C.
 
     Attributes:

@@ -17,10 +17,10 @@ from torch.nn.modules import module as modules
 from ...errors import shorten
 from ...values.actor_state import StateTensor
 from ...values.heap.snapshot import MISSING
-from ...values.interface import Call, Guard
-from .flat import Flat
+from ...values.interface import Guard, TracedCall
+from .flat import FlatValues
 from .guard_builder import GuardBuilder
-from .nodes import Comparison, Difference, show_value
+from .nodes import Difference, GuardComparison, show_value
 from .tensors_alike import check_of, never
 
 _AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"
@@ -32,7 +32,7 @@ _GLOBAL_HOOKS = {
 
 
 def build_guard(
-    call: Call, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str, method: str
+    call: TracedCall, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str, method: str
 ) -> Guard | None:
     """A guard over the attributes `reads` (by object id) and the tensors `used`.
 
@@ -58,7 +58,7 @@ class _Guard:
     """State of an actor on which a trace relied."""
 
     def __init__(
-        self, call: Call, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str
+        self, call: TracedCall, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str
     ) -> None:
         state = call.state
         builder = GuardBuilder(state.objects[0][0], reads, used)
@@ -70,7 +70,7 @@ class _Guard:
             hooks = ((hooks, name) for name, hooks in _GLOBAL_HOOKS.items())
             self._roots += [(value, name, builder.node(value)) for value, name in hooks]
         self._roots += builder.classes()
-        self._flat = Flat()
+        self._flat = FlatValues()
         self._tensors: list[_Expected] = []
         self._places: list[tuple[Any, Any]] = []
         self._learned: list[int] = []
@@ -79,7 +79,7 @@ class _Guard:
         self._flatten()
 
     def _flatten(self) -> None:
-        flat = Flat()
+        flat = FlatValues()
         for value, _, node in self._roots:
             node.flatten(value, flat)
         self._flat = flat
@@ -120,7 +120,7 @@ class _Guard:
 
     def _look_closer(self) -> str | None:
         """Say what has changed. If only identities have, expect the new ones in later checks."""
-        met = Comparison()
+        met = GuardComparison()
         for value, path, node in self._roots:
             try:
                 difference = node.differ(value, path, met)

@@ -11,8 +11,16 @@ from ...errors import Verbatim
 from ...values.heap.kinds import is_plain, join
 from ...values.heap.snapshot import MISSING
 from ...values.specs import static_key
-from .flat import Flat
-from .nodes import Comparison, Difference, GuardNode, TensorNode, ValueNode, WeakNode, show_value
+from .flat import FlatValues
+from .nodes import (
+    Difference,
+    GuardComparison,
+    GuardNode,
+    TensorNode,
+    ValueNode,
+    WeakNode,
+    show_value,
+)
 
 _FEW = 16
 """The items of a longer list are compared in one go."""
@@ -36,7 +44,7 @@ class ContainerNode(GuardNode):
     pinned: Any = None
     items: list[GuardNode] = field(default_factory=list)
 
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
         if type(now) is not self.kind or keys_of(now) != self.keys:
             return Difference(path, self.show(), now)
         if self.pinned is not None and now is not self.pinned:
@@ -49,7 +57,7 @@ class ContainerNode(GuardNode):
                 return difference
         return None
 
-    def flatten(self, now: Any, flat: Flat) -> None:
+    def flatten(self, now: Any, flat: FlatValues) -> None:
         fixed = isinstance(now, tuple)
         if not fixed:
             flat.size(now)
@@ -106,7 +114,7 @@ class ObjectNode(GuardNode):
     slots: dict[str, GuardNode | None] = field(default_factory=dict)
     whole: tuple[str, ...] | None = None
 
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
         if type(now) is not self.kind and now is self.original:
             after = Verbatim(f"of class {type(now).__qualname__}")
             return Difference(path, f"of class {self.kind.__qualname__}", after)
@@ -148,7 +156,7 @@ class ObjectNode(GuardNode):
             present[key] = ValueNode(static_key, static_key(inherited), repr(inherited))
         return None
 
-    def flatten(self, now: Any, flat: Flat) -> None:
+    def flatten(self, now: Any, flat: FlatValues) -> None:
         if not isinstance(now, type):
             flat.of_type(now, self.kind)
         for name, present, absent in self.groups:
@@ -183,7 +191,7 @@ def _differ_in(
     space: Any,
     present: dict[str, GuardNode],
     path: str,
-    met: Comparison,
+    met: GuardComparison,
 ) -> Difference | None:
     for key, node in present.items():
         if key not in space:
@@ -194,7 +202,7 @@ def _differ_in(
     return None
 
 
-def _differ(node: GuardNode, now: Any, path: str, met: Comparison) -> Difference | None:
+def _differ(node: GuardNode, now: Any, path: str, met: GuardComparison) -> Difference | None:
     if node.has_children:
         pair = (id(node), id(now))
         if pair in met.met:
@@ -204,7 +212,7 @@ def _differ(node: GuardNode, now: Any, path: str, met: Comparison) -> Difference
 
 
 def _flatten_entry(
-    node: GuardNode, holder: Any, key: Any, value: Any, flat: Flat, fixed: bool
+    node: GuardNode, holder: Any, key: Any, value: Any, flat: FlatValues, fixed: bool
 ) -> None:
     """Add what is at one place; `fixed` if nothing else can get there unnoticed."""
     if isinstance(node, TensorNode):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...errors import Verbatim
-from .flat import Flat
+from .flat import FlatValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Difference:
 
 
 @dataclass(eq=False, slots=True)
-class Comparison:
+class GuardComparison:
     """One thorough comparison: what has been met on the way.
 
     Attributes:
@@ -58,11 +58,11 @@ class GuardNode:
     has_children: ClassVar[bool] = False
     may_move: ClassVar[bool] = False
 
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
         """The difference of the value that is there now; None if there is none."""
         raise NotImplementedError
 
-    def flatten(self, now: Any, flat: Flat) -> None:
+    def flatten(self, now: Any, flat: FlatValues) -> None:
         """Add what is compared before every execution."""
 
     def show(self) -> str:
@@ -84,10 +84,10 @@ class ValueNode(GuardNode):
     key: Any
     shown: str
 
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
         return None if self.key_of(now) == self.key else Difference(path, self.shown, now)
 
-    def flatten(self, now: Any, flat: Flat) -> None:
+    def flatten(self, now: Any, flat: FlatValues) -> None:
         if self.key_of is elements:
             flat.digest(now, elements, self.key)
         elif isinstance(now, set):
@@ -103,7 +103,7 @@ class IdentityNode(GuardNode):
 
     value: Any
 
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
         if now is self.value or (type(now) is type(self.value) and _equal(self.value, now)):
             return None
         return Difference(path, repr(self.value), now)
@@ -123,7 +123,7 @@ class TensorNode(GuardNode):
 
     may_move: ClassVar[bool] = True
 
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
         if not isinstance(now, torch.Tensor):
             return Difference(path, "a tensor", now)
         known, where = met.tensors.setdefault(self.number, (now, path))
@@ -141,7 +141,7 @@ class WeakNode(GuardNode):
 
     may_move: ClassVar[bool] = True
 
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
         return None if isinstance(now, weakref.ref) else Difference(path, "a reference", now)
 
     def show(self) -> str:

@@ -19,12 +19,12 @@ from ....ir.location import Location
 from ...errors import TraceError
 from ...values.actor_state import ActorState, Slot, StateTensor
 from ...values.heap.reach import has_fake, reaches_tensor
-from ...values.heap.snapshot import Change, show
-from ...values.interface import Call
+from ...values.heap.snapshot import StateChange, show
+from ...values.interface import TracedCall
 from ...values.operators import (
     storage_key,
 )
-from .watch import Watch
+from .watch import AttributeWatch
 
 _ATTRIBUTE_REMEDY = (
     "mark the method with @cg.opaque; or keep what changes in a buffer (self.register_buffer), "
@@ -65,17 +65,17 @@ class Initialization:
     """
 
     owner: int | None
-    change: Change
+    change: StateChange
     refusal: Callable[[], TraceError]
 
 
 def sort_changes(
-    changes: Iterable[Change],
-    call: Call,
+    changes: Iterable[StateChange],
+    call: TracedCall,
     fakes: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
-    watch: Watch,
+    watch: AttributeWatch,
 ) -> tuple[list[Rebind], list[Initialization]]:
     """Sort the changes of a call: rebound tensors, and changes that perhaps only the first makes.
 
@@ -103,12 +103,14 @@ def sort_changes(
 
 
 class _Judge:
-    def __init__(self, call: Call, fakes: Sequence[torch.Tensor], watch: Watch) -> None:
+    def __init__(
+        self, call: TracedCall, fakes: Sequence[torch.Tensor], watch: AttributeWatch
+    ) -> None:
         self.call = call
         self.watch = watch
         self.state = {id(f): t for f, t in zip(fakes, call.state.tensors, strict=True)}
 
-    def judge(self, change: Change) -> Rebind | Initialization:
+    def judge(self, change: StateChange) -> Rebind | Initialization:
         tensor = self.state.get(id(change.before))
         if tensor is None and not reaches_tensor(change.after, self._known()):
             return self._initialization(change)
@@ -147,11 +149,11 @@ class _Judge:
         state = self.call.state
         return {id(value) for value, _ in (*state.objects, *state.containers)}
 
-    def _initialization(self, change: Change) -> Initialization:
+    def _initialization(self, change: StateChange) -> Initialization:
         owner = _owners(self.call.state).get(id(change.holder))
         return Initialization(None if change.key is None else owner, change, self._refusal(change))
 
-    def _normed(self, change: Change) -> str:
+    def _normed(self, change: StateChange) -> str:
         """Return what to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
         owner = _owners(self.call.state).get(id(change.holder))
         obj = next((obj for obj, _ in self.call.state.objects if id(obj) == owner), None)
@@ -189,7 +191,7 @@ class _Judge:
                     self._line(rebind.slot.holder, rebind.slot.key),
                 )
 
-    def _refusal(self, change: Change) -> Callable[[], TraceError]:
+    def _refusal(self, change: StateChange) -> Callable[[], TraceError]:
         remedy = _ATTRIBUTE_REMEDY
         if has_fake(change.after):
             remedy = f"return the value, for the step to hand on; {remedy}{_WARM_UP}"
@@ -204,7 +206,7 @@ class _Judge:
             )
         return partial(self._error, change, reason, remedy)
 
-    def _error(self, change: Change, reason: str, remedy: str) -> TraceError:
+    def _error(self, change: StateChange, reason: str, remedy: str) -> TraceError:
         return self.call.refusal(reason, remedy, self._line(change.holder, change.key))
 
     def _line(self, container: Any, key: Any) -> Location | None:

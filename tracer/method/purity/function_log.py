@@ -33,7 +33,7 @@ class Unlike(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """One call of a torch function: its arguments, torch's settings and its result."""
 
     function: Any
@@ -68,7 +68,7 @@ class FunctionLog:
         self.mode = mode
         self.state = state
         self.inputs = inputs
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.ends: Form = ()
         self.complete = True
         self.busy = False
@@ -98,7 +98,7 @@ class FunctionLog:
         finally:
             self.busy = False
         self.complete = self._note_result(result)
-        self.entries.append(Entry(function, arguments, settings, result))
+        self.entries.append(LogEntry(function, arguments, settings, result))
         return result
 
     def note_operator(self) -> None:
@@ -142,7 +142,9 @@ class FunctionLog:
         """The tensor with this number."""
         return self._held[number]
 
-    def fold(self, start: int, first: int, folded: Entry, outputs: Sequence[torch.Tensor]) -> None:
+    def fold(
+        self, start: int, first: int, folded: LogEntry, outputs: Sequence[torch.Tensor]
+    ) -> None:
         """Replace all entries since `start` by one.
 
         Args:
@@ -240,11 +242,11 @@ class Rerun:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[LogEntry],
         number_of: Numbers,
         result_of: Callable[[Any], Any] = lambda result: result,
     ) -> None:
-        self._next: Iterator[Entry] = iter(entries)
+        self._next: Iterator[LogEntry] = iter(entries)
         self._number_of = number_of
         self._result_of = result_of
         self._failed = False

@@ -15,13 +15,13 @@ from ...values.specs import static_key
 
 
 @dataclass(frozen=True, slots=True)
-class _Constant:
+class _NumberTensor:
     """A tensor that was made of Python numbers."""
 
     value: torch.Tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Constant) and same_bits(self.value, other.value)
+        return isinstance(other, _NumberTensor) and same_bits(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(self.value.shape)
@@ -95,9 +95,9 @@ class OpLog:
             return tuple((key, self._form(item)) for key, item in value.items())
         return _Scalar(static_key(value))
 
-    def _tensor(self, value: torch.Tensor) -> _Constant | Verbatim:
+    def _tensor(self, value: torch.Tensor) -> _NumberTensor | Verbatim:
         if type(value) is torch.Tensor:
-            return _Constant(value)
+            return _NumberTensor(value)
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._held)

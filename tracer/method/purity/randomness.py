@@ -13,7 +13,7 @@ import torch
 from ...error_translation import refusal_here
 from ...source import is_torch_file
 from ...values.heap.snapshot import GENERATORS, Snapshot
-from ...values.interface import Call
+from ...values.interface import TracedCall
 
 _REMEDY = (
     "draw with torch functions (torch.rand, dropout), which a step seeds by itself; or mark the "
@@ -65,7 +65,7 @@ def generator_watched(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def random_state_watched(call: Call) -> Iterator[None]:
+def random_state_watched(call: TracedCall) -> Iterator[None]:
     """Refuse a call that draws from, or seeds, a generator outside the graph while it is traced.
 
     Python's and NumPy's draws would be baked into the graph, and `torch.manual_seed` would act

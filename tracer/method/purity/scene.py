@@ -11,14 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...values.actor_state import put_state
 from ...values.heap.snapshot import Snapshot
-from ...values.interface import Call
+from ...values.interface import TracedCall
 from .changes import Initialization
 from .checkpoints import checkpoints_as_eager
 from .fake_types import real_kinds
 from .module_paths import padded_rows_zeroed, without_fused_recurrence
 from .randomness import generator_watched
 from .side_effects import SideEffects
-from .watch import Watch
+from .watch import AttributeWatch
 
 
 class Scene:
@@ -32,12 +32,12 @@ class Scene:
         initial: changes that it has made, and that perhaps only the first call makes.
     """
 
-    def __init__(self, call: Call, mode: FakeTensorMode) -> None:
+    def __init__(self, call: TracedCall, mode: FakeTensorMode) -> None:
         self.call = call
         self.mode = mode
         self.state: Sequence[torch.Tensor] = ()
         self.inputs: Sequence[torch.Tensor] = ()
-        self.watch = Watch(call.state)
+        self.watch = AttributeWatch(call.state)
         self.initial: list[Initialization] = []
 
     @contextmanager

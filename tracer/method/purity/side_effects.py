@@ -18,8 +18,8 @@ from ...source import is_installed
 from ...values.actor_state import ActorState
 from ...values.heap.kinds import is_foreign
 from ...values.heap.reach import NEAR, has_fake, reach_near, reaches_tensor
-from ...values.heap.snapshot import Change
-from ...values.interface import Call
+from ...values.heap.snapshot import StateChange
+from ...values.interface import TracedCall
 from .changes import Initialization
 
 _REMEDY = (
@@ -48,7 +48,7 @@ class SideEffects:
         depth = NEAR if self._strict else 0
         self._snapshot = reach_near(function, known, classes, depth).snapshot()
 
-    def check(self, call: Call) -> list[Initialization]:
+    def check(self, call: TracedCall) -> list[Initialization]:
         """Look for changes that a call has made.
 
         Returns:
@@ -69,7 +69,7 @@ class SideEffects:
                 raise _lost(call, change)
         return [Initialization(None, c, partial(_lost, call, c)) for c in changes]
 
-    def _counts(self, change: Change) -> bool:
+    def _counts(self, change: StateChange) -> bool:
         hidden = isinstance(change.key, str) and change.key.startswith("__")
         return has_fake(change.after) or (self._strict and not hidden)
 
@@ -81,7 +81,7 @@ class SideEffects:
         self._snapshot.clear_caches()
 
 
-def _lost(call: Call, change: Change) -> TraceError:
+def _lost(call: TracedCall, change: StateChange) -> TraceError:
     return call.refusal(
         f"it changes '{change.path}', outside of the actor's attributes ({change.words()}); a "
         "traced method runs once, so the change would be lost",

@@ -31,7 +31,7 @@ class UsesGradients(BaseException):
     """
 
 
-class Watch:
+class AttributeWatch:
     """Notes accesses to the attributes of an actor's objects, inside a `with` block.
 
     The classes of the objects get methods that take notes, so the objects keep their classes.
@@ -49,7 +49,7 @@ class Watch:
         self._trainers = {id(trainer) for trainer in state.trainers}
         self._patched: list[tuple[type, str, Any]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> AttributeWatch:
         self.reads.update((id(obj), set()) for obj, _ in self._state.objects)
         classes = {type(obj): self._noting for obj, _ in self._state.objects}
         classes |= {type(trainer): self._forbidding for trainer in self._state.trainers}

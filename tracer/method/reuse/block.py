@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..purity.dispatch_modes import OpRecorder, nodes_so_far
-from ..purity.function_log import Entry, Form, FunctionLog, OfGraph, Unlike, form_of, renumbered
+from ..purity.function_log import Form, FunctionLog, LogEntry, OfGraph, Unlike, form_of, renumbered
 from .templates import First, Template, like
 
 
@@ -36,7 +36,7 @@ class Block:
     """
 
     name: str
-    entries: Sequence[Entry]
+    entries: Sequence[LogEntry]
     taken: tuple[Form, ...]
     ends: Form
     stand_ins: Sequence[torch.Tensor]
@@ -63,7 +63,7 @@ Copier: TypeAlias = Callable[[Block, Sequence[torch.Tensor]], tuple[torch.Tensor
 """Takes a block and other tensors, and gives the block's results for them."""
 
 
-class Copy(OfGraph):
+class BlockFunction(OfGraph):
     """A block as a function that the method calls."""
 
     def __init__(self, block: Block, copy: Copier) -> None:
@@ -74,13 +74,13 @@ class Copy(OfGraph):
         return self._copy(self.block, taken)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Copy) and other.block is self.block
+        return isinstance(other, BlockFunction) and other.block is self.block
 
     def __hash__(self) -> int:
         return id(self.block)
 
 
-class Numbering:
+class TensorNumbers:
     """Numbers of the tensors of a module that is compared with a block."""
 
     def __init__(self, block: Block, log: FunctionLog) -> None:
@@ -113,7 +113,7 @@ class Numbering:
         return [*map(self.result_of, result)] if type(result) is list else result
 
 
-class Recording:
+class BlockRecording:
     """The part of a trace in which a module is called."""
 
     def __init__(self, copy: Copier, log: FunctionLog, recorder: OpRecorder) -> None:
@@ -169,15 +169,17 @@ class Recording:
                 known_block.first = first
                 block = known_block
         arguments: Form = (tuple(numbers), ())
-        copy = Entry(Copy(block, self._copy), arguments, entries[0].settings, tuple(outputs))
+        copy = LogEntry(
+            BlockFunction(block, self._copy), arguments, entries[0].settings, tuple(outputs)
+        )
         log.fold(self._entries, count, copy, outputs)
         self._recorder.log.note_block(name, taken, self._mark)
         self._recorder.log.note_result("", tuple(outputs))
         return block
 
     def _entry(
-        self, entry: Entry, number: Callable[[int], int], stand_ins: Sequence[torch.Tensor]
-    ) -> Entry:
+        self, entry: LogEntry, number: Callable[[int], int], stand_ins: Sequence[torch.Tensor]
+    ) -> LogEntry:
         """An entry of the log as an entry of the block.
 
         Raises:

@@ -28,8 +28,8 @@ from ..purity.dispatch_modes import (
     nodes_so_far,
 )
 from ..purity.function_log import FunctionLog, Rerun, Unlike, form_of
-from ..purity.watch import Watch
-from .block import Block, Copy, Numbering, Recording
+from ..purity.watch import AttributeWatch
+from .block import Block, BlockFunction, BlockRecording, TensorNumbers
 from .templates import BlocksMisled, Emitter, Template, graph_so_far
 
 Handler: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -94,7 +94,7 @@ class ModuleCalls:
         classes: frozenset[type],
         log: FunctionLog,
         outer: Handler,
-        watch: Watch,
+        watch: AttributeWatch,
         wanted: bool,
         recorder: OpRecorder | None,
     ) -> None:
@@ -156,7 +156,7 @@ class ModuleCalls:
             return call(module, *args, **kwargs)
         writes = len(self._watch.writes)
         assert self._recorder is not None
-        recording = Recording(self.copy, self._log, self._recorder)
+        recording = BlockRecording(self.copy, self._log, self._recorder)
         result = call(module, *args, **kwargs)
         new_block: Block | None = None
         if len(self._watch.writes) == writes:
@@ -188,7 +188,7 @@ class ModuleCalls:
             Unlike: the module is not like the block.
         """
         self._blocks.tried = True
-        numbering = Numbering(block, self._log)
+        numbering = TensorNumbers(block, self._log)
         writes = len(self._watch.writes)
         self._inner = inner = Rerun(block.entries, numbering.number_of, numbering.result_of)
         try:
@@ -199,7 +199,7 @@ class ModuleCalls:
             return self._taken_over(block, numbering, inner, result, writes)
 
     def _taken_over(
-        self, block: Block, numbering: Numbering, inner: Rerun, result: Any, writes: int
+        self, block: Block, numbering: TensorNumbers, inner: Rerun, result: Any, writes: int
     ) -> Any:
         """The result of a module whose Python has called the torch functions of a block.
 
@@ -215,7 +215,7 @@ class ModuleCalls:
             raise Unlike
         self.used = True
         self._stand_ins.update(map(id, block.stand_ins))
-        copied = self._outer(Copy(block, self.copy), numbering.taken, {})
+        copied = self._outer(BlockFunction(block, self.copy), numbering.taken, {})
         instead = {id(old): new for old, new in zip(block.given, copied, strict=True)}
         return pytree.tree_unflatten([instead.get(id(leaf), leaf) for leaf in leaves], spec)
 

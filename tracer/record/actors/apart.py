@@ -100,7 +100,7 @@ def _shown(holder: Held) -> str:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _ReadOnlyState:
     """A tensor or an object that an opaque method must not change.
 
     Attributes:
@@ -118,13 +118,13 @@ def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use])
     """Let the opaque functions of a local actor check that they change no shared state."""
     values = sharing.holdings[actor].values
     tensors = [
-        _Watched(one, other, ref(values[one.path]))
+        _ReadOnlyState(one, other, ref(values[one.path]))
         for holders in sharing.memory
         for one in holders
         if one.actor == actor and (other := _other_user(one, holders, uses)) is not None
     ]
     objects = [
-        _Watched(one, other, values[one.path])
+        _ReadOnlyState(one, other, values[one.path])
         for holders in sharing.objects
         for one in holders
         if one.actor == actor
@@ -139,7 +139,7 @@ def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use])
 
 
 def _checking(
-    body: Body, name: str, tensors: Sequence[_Watched], objects: Sequence[_Watched]
+    body: Body, name: str, tensors: Sequence[_ReadOnlyState], objects: Sequence[_ReadOnlyState]
 ) -> Body:
     """A body that raises a RuntimeError if it has changed state that another rank's actor uses."""
     looks = _LOOKS
@@ -162,7 +162,7 @@ def _checking(
     return run
 
 
-def _changed(name: str, watched: _Watched) -> RuntimeError:
+def _changed(name: str, watched: _ReadOnlyState) -> RuntimeError:
     return RuntimeError(
         f"the opaque method @{name} has changed {_shown(watched.held)}, which is "
         f"{_shown(watched.other)} as well; in processes each rank has a copy of its own, and "

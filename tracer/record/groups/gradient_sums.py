@@ -36,7 +36,7 @@ LARGE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Message:
+class GradientMessage:
     """Gradients of a bucket that are reduced as one tensor.
 
     Attributes:
@@ -264,19 +264,19 @@ class _Bucket:
         writes: the functions that put the reduced gradients back, one for each message.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[GradientMessage, ...]
     read: Function
     writes: tuple[Function, ...]
 
     def functions(self, group: GroupActor) -> Iterator[TracedPart]:
         """The bucket's functions with their bodies."""
-        messages: dict[int, list[_Held]] = {}
+        messages: dict[int, list[_MessageTensors]] = {}
         for rank in group.instances:
             tensors = group.tensors(rank)
             messages[rank] = [
-                _Held([tensors[p] for p in m.paths], m.is_flat) for m in self.messages
+                _MessageTensors([tensors[p] for p in m.paths], m.is_flat) for m in self.messages
             ]
-        reading = {rank: _Reading(rank_messages) for rank, rank_messages in messages.items()}
+        reading = {rank: _GradientReader(rank_messages) for rank, rank_messages in messages.items()}
         yield TracedPart(self.read, RankBodies.of(reading))
         for index, write in enumerate(self.writes):
             writing = {
@@ -306,7 +306,7 @@ def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
     return Program(name, [], [*travel, *back, Return(back[-1].results, ())])
 
 
-def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Message]:
+def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[GradientMessage]:
     """The messages of a bucket, from the last tensor to the first; small gradients share one."""
     together: dict[tuple[DType, frozenset[str], tuple[str, ...]], list[str]] = {}
     counts: Counter[tuple[DType, frozenset[str], tuple[str, ...]]] = Counter()
@@ -318,7 +318,7 @@ def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Mess
         dtype = ir_dtype(tensors[path].dtype)
         count = numel_at_rank(shape, layout, group.mesh)
         if count * dtype.itemsize >= LARGE or not _is_even(layout, shape, group.mesh):
-            yield Message((path,), TensorType(dtype, shape, None, layout), is_flat=False)
+            yield GradientMessage((path,), TensorType(dtype, shape, None, layout), is_flat=False)
             continue
         key = dtype, frozenset(axis for cut in layout.cuts for axis in cut.axes), layout.summands
         together.setdefault(key, []).append(path)
@@ -327,7 +327,7 @@ def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Mess
         axes = tuple((axis, size) for axis, size in group.mesh.grid if axis in cut)
         count = counts[dtype, cut, summands] * math.prod(size for _, size in axes)
         flat = Layout((Cut(tuple(axis for axis, _ in axes)),), summands)
-        yield Message(tuple(paths), TensorType(dtype, (count,), None, flat), is_flat=True)
+        yield GradientMessage(tuple(paths), TensorType(dtype, (count,), None, flat), is_flat=True)
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
@@ -339,7 +339,7 @@ def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _MessageTensors:
     """The tensors of a message on one rank."""
 
     tensors: Sequence[torch.Tensor]
@@ -368,7 +368,7 @@ class _Held:
 class _Gradients:
     """A function that works on the gradients of some messages."""
 
-    messages: Sequence[_Held]
+    messages: Sequence[_MessageTensors]
 
     def state(self) -> Sequence[torch.Tensor]:
         """Nothing, as the function reads no parameter."""
@@ -379,7 +379,7 @@ class _Gradients:
         return [tensor for message in self.messages for tensor in message.tensors]
 
 
-class _Reading(_Gradients):
+class _GradientReader(_Gradients):
     """Gives the gradients of some messages."""
 
     def __call__(self) -> Sequence[torch.Tensor]:

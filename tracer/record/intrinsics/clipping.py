@@ -55,7 +55,7 @@ def clip_grad_norm(
     session = recording("cg.clip_grad_norm")
     _check(actors, max_norm, norm_type)
     with torch.no_grad():
-        holders = Holders(tuple(actor._member for actor in actors))
+        holders = ClippedActors(tuple(actor._member for actor in actors))
         norms = [_norms(session, actor, norm_type, holders) for actor in actors]
         # The dtype of an actor that trains nothing does not count; torch's norm of nothing is 0.
         counted = [norm for norm in norms if norm.shape[0]]
@@ -77,7 +77,7 @@ def clip_grad_norm(
 
 
 def _norms(
-    session: Session | None, actor: ActorHandle, norm_type: float, holders: Holders
+    session: Session | None, actor: ActorHandle, norm_type: float, holders: ClippedActors
 ) -> Tensor:
     """The norms of an actor's gradients, (trained parameters,)."""
     group = actor._member.group
@@ -120,7 +120,7 @@ def _trained(actor: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Holders:
+class ClippedActors:
     """The actors whose gradients are clipped together. Several may hold the same parameter.
 
     A parameter counts for the actor that has trained it, or else for the first actor that holds
@@ -160,7 +160,7 @@ def _changed(member: Member) -> set[int]:
     return _ids(state.tensor for state in tensors if state.path in member.use.changes)
 
 
-def _no_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
+def _no_norms(actor: Any, norm_type: float, holders: ClippedActors) -> Tensor:
     """The fake of `gradient_norms`: its result without elements."""
     dtypes = [parameter.dtype for parameter in _trained(actor)]
     common = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
@@ -168,7 +168,7 @@ def _no_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
 
 
 @opaque(fake=_no_norms)
-def gradient_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
+def gradient_norms(actor: Any, norm_type: float, holders: ClippedActors) -> Tensor:
     """The norms of an actor's gradients, (parameters,).
 
     A parameter has norm 0 if it has no gradient, or counts for another actor.
@@ -184,7 +184,7 @@ def gradient_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
 
 
 @opaque
-def scale_gradients(actor: Any, coefficient: Tensor, holders: Holders) -> None:
+def scale_gradients(actor: Any, coefficient: Tensor, holders: ClippedActors) -> None:
     """Multiply each gradient that counts for this actor by a scalar."""
     counted_elsewhere = holders.left_to_others(actor)
     for parameter in _trained(actor):

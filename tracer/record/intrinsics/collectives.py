@@ -204,7 +204,7 @@ def scatter(value: torch.Tensor, actors: Sequence[ActorHandle], dim: int = 0) ->
 
 
 @dataclass
-class _Group:
+class _GroupedValues:
     """The values of a collective, and the trace to record it in.
 
     Attributes:
@@ -379,7 +379,7 @@ _AN_ACTOR = "a list of at least one actor"
 _GIVE_TENSORS = "give it tensors that actors' methods returned"
 
 
-def _group(collective: str, values: Tensors) -> _Group:
+def _group(collective: str, values: Tensors) -> _GroupedValues:
     """The group of a collective; local if the values are not on different single ranks.
 
     Raises:
@@ -401,7 +401,7 @@ def _group(collective: str, values: Tensors) -> _Group:
                 loc=loc,
                 remedy="give it tensors of one dtype and shape",
             )
-    group = _Group(collective, values, tuple(first.shape), session, [], (), loc)
+    group = _GroupedValues(collective, values, tuple(first.shape), session, [], (), loc)
     if session is not None:
         group.traced = [
             session.use_tensor(value, f"cg.{collective}", loc, _GIVE_TENSORS) for value in values

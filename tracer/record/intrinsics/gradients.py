@@ -22,7 +22,7 @@ from ...values.values import ObjectValue, TracedTensor
 from ..groups.gradient_sums import note_gradients
 from ..session.calls import PublicPart, agree, enter, public_part, tracing
 from ..session.session import Session, recording
-from ..session.tape import Entry, Reached
+from ..session.tape import ReachedCall, TapeEntry
 
 
 def backward(*losses: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ def _refuse_strays(strays: list[Value], loc: Location | None) -> None:
         )
 
 
-def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
+def _spend(entry: TapeEntry, op: Backward, loc: Location | None) -> None:
     if entry.spent is not None:
         first = f", first at {entry.spent.loc}" if entry.spent.loc is not None else ""
         where = f" of {entry.op.loc}" if entry.op.loc is not None else ""
@@ -136,14 +136,14 @@ def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
 
 def _reached(
     session: Session, losses: list[Value], loc: Location | None
-) -> tuple[list[Entry], list[Reached], list[Value]]:
+) -> tuple[list[TapeEntry], list[ReachedCall], list[Value]]:
     """The result of `Tape.reach` for a backward, after all its calls have derivatives.
 
     A call first asks for the gradients of all operands that may need them. Its derivative may give
     fewer, and then the backward may reach fewer calls. So this is repeated until nothing changes.
     """
 
-    def inputs_of(reached: Reached) -> tuple[int, ...]:
+    def inputs_of(reached: ReachedCall) -> tuple[int, ...]:
         symbol = reached.callee.vjps.get(_key(session, reached)[0])
         return (
             reached.grad_inputs if symbol is None else session.module.vjps[symbol.name].grad_inputs
@@ -155,7 +155,7 @@ def _reached(
             return entries, calls, strays
 
 
-def _derive(session: Session, calls: list[Reached], loc: Location | None) -> bool:
+def _derive(session: Session, calls: list[ReachedCall], loc: Location | None) -> bool:
     """Make the derivatives that the calls lack for their masks.
 
     Each rank first traces the derivatives of its own actors. Only then do the ranks exchange them,
@@ -165,7 +165,7 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> boo
         True if a derivative gives fewer gradients than it was asked for.
     """
     is_less = False
-    new_derivatives: list[tuple[Reached, str, TracedVjp | TraceError | None]] = []
+    new_derivatives: list[tuple[ReachedCall, str, TracedVjp | TraceError | None]] = []
     for reached in calls:
         key, between = _key(session, reached)
         callee = reached.callee
@@ -180,7 +180,7 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> boo
     return is_less
 
 
-def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
+def _key(session: Session, reached: ReachedCall) -> tuple[VjpKey, tuple[Write, ...]]:
     """The key of a derivative among those of its function, and the writes since the call.
 
     The writes are those to the function's actor, one for each function that writes, by name.
@@ -194,7 +194,7 @@ def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]
 
 
 def _trace(
-    session: Session, reached: Reached, name: str, between: tuple[Write, ...]
+    session: Session, reached: ReachedCall, name: str, between: tuple[Write, ...]
 ) -> TracedVjp | TraceError | None:
     callee = reached.callee
     target = callee.target

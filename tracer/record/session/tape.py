@@ -12,7 +12,7 @@ from ...values.interface import Callee
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class TapeEntry:
     """An op through which gradients flow.
 
     Attributes:
@@ -31,7 +31,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ReachedCall:
     """A call that a backward goes through, and the derivative that it needs.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reached:
         grad_inputs: the indices of the operands that need cotangents.
     """
 
-    entry: Entry
+    entry: TapeEntry
     call: Call
     callee: Callee
     grad_outputs: tuple[int, ...]
@@ -52,7 +52,7 @@ class Reached:
 class Tape:
     """Records, in order, the ops through which gradients flow, like the graph of autograd."""
 
-    _entries: list[Entry] = field(default_factory=list)
+    _entries: list[TapeEntry] = field(default_factory=list)
     _makers: dict[Value, int] = field(default_factory=dict)
     _lacking: dict[Value, tuple[Op, Callee | None]] = field(default_factory=dict)
 
@@ -65,11 +65,11 @@ class Tape:
 
         Args:
             op: a call, a collective or a transfer.
-            callee, needed, at: as in `Entry`.
+            callee, needed, at: as in `TapeEntry`.
         """
         if any(needed) if callee is None else callee.differentiable:
             self._makers.update(dict.fromkeys(op.results, len(self._entries)))
-            self._entries.append(Entry(op, callee, needed, at))
+            self._entries.append(TapeEntry(op, callee, needed, at))
         source = callee if callee is not None and callee.may_accumulate else None
         if source is None:
             lacking = self._lacking
@@ -98,8 +98,8 @@ class Tape:
         return list(calls.values())
 
     def reach(
-        self, losses: list[Value], inputs_of: Callable[[Reached], tuple[int, ...]]
-    ) -> tuple[list[Entry], list[Reached], list[Value]]:
+        self, losses: list[Value], inputs_of: Callable[[ReachedCall], tuple[int, ...]]
+    ) -> tuple[list[TapeEntry], list[ReachedCall], list[Value]]:
         """Find the ops that a backward from the losses goes through.
 
         Args:
@@ -116,8 +116,8 @@ class Tape:
         strays: list[Value] = []
         for loss in losses:
             self._push(loss, heap, strays)
-        entries: list[Entry] = []
-        calls: list[Reached] = []
+        entries: list[TapeEntry] = []
+        calls: list[ReachedCall] = []
         last = None
         # Latest first: all users of an entry's results are visited before the entry itself.
         while heap:
@@ -132,7 +132,7 @@ class Tape:
                 outputs = tuple(i for i, v in enumerate(entry.op.results) if v in reached)
                 may_reach = {i for output in outputs for i in entry.callee.reaching[output]}
                 asked = tuple(i for i in inputs if i in may_reach)
-                calls.append(Reached(entry, entry.op, entry.callee, outputs, asked))
+                calls.append(ReachedCall(entry, entry.op, entry.callee, outputs, asked))
                 inputs = inputs_of(calls[-1])
             for value in map(entry.op.operands.__getitem__, inputs):
                 if value not in reached:

@@ -35,7 +35,7 @@ from .kinds import (
     join,
     slots_of,
 )
-from .snapshot import MISSING, Names, Snapshot, read_cell
+from .snapshot import MISSING, ModuleNames, Snapshot, read_cell
 from .variables import closure_of, is_users, names_of
 
 NEAR = 3
@@ -149,7 +149,7 @@ class _Walk:
 
     def _visit_names(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
         ordered = tuple(sorted(names))
-        self._found.variables.append((Names(space, ordered), path))
+        self._found.variables.append((ModuleNames(space, ordered), path))
         for name in ordered:
             value = space.get(name, MISSING)
             self._visit(value, join(path, name))

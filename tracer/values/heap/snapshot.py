@@ -1,8 +1,8 @@
 """Snapshots of Python state: shallow copies of what can change, to name changes and undo them.
 
 No tensor is copied. Comparison goes by identity, and for plain data by value. A snapshot covers
-containers, attributes of classes, variables, arrays, generators and objects with slots; a `Kind`
-says how to copy each and how to put a copy back.
+containers, attributes of classes, variables, arrays, generators and objects with slots; a
+`ValueKind` says how to copy each and how to put a copy back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MISSING = _Missing()
 
 
 @dataclass(frozen=True, eq=False)
-class Names:
+class ModuleNames:
     """Some names of a module, which may be bound again."""
 
     space: dict[str, Any]
@@ -41,7 +41,7 @@ class Names:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Change:
+class StateChange:
     """One difference between a snapshot and a later moment.
 
     Attributes:
@@ -108,9 +108,9 @@ class Snapshot:
         self._copies = [(value, path, kind, kind.copy(value)) for value, path, kind in kinds]
         self._caches = [(cache, cache.cache_info().misses) for cache in caches]
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """Return the changes since the snapshot."""
-        changes: list[Change] = []
+        changes: list[StateChange] = []
         for value, path, kind, copy in self._copies:
             now = kind.read(value)
             if not kind.is_same(now, copy):
@@ -134,23 +134,25 @@ class Snapshot:
         self.clear_caches()
 
 
-def _differences(value: Any, path: str, kind: Kind, copy: Any, now: Any) -> Iterator[Change]:
+def _differences(
+    value: Any, path: str, kind: ValueKind, copy: Any, now: Any
+) -> Iterator[StateChange]:
     if not kind.has_parts or (isinstance(now, list) and len(now) != len(copy)):
         after = list(now) if now is value else now
-        yield Change(value, None, path or "a container", copy, after)
+        yield StateChange(value, None, path or "a container", copy, after)
     elif isinstance(now, dict):
         for key in {**copy, **now}:
             before, after = copy.get(key, MISSING), now.get(key, MISSING)
             if not same(before, after):
-                yield Change(value, key, join(path, key), before, after)
+                yield StateChange(value, key, join(path, key), before, after)
     else:
         for index, (before, after) in enumerate(zip(copy, now, strict=True)):
             if not same(before, after):
-                yield Change(value, index, join(path, index), before, after)
+                yield StateChange(value, index, join(path, index), before, after)
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class ValueKind:
     """Reads, restores and compares the contents of values of one kind.
 
     Attributes:
@@ -238,11 +240,11 @@ def _put_deque(container: collections.deque[Any], copy: Any) -> None:
     container.extend(copy)
 
 
-def _read_names(value: Names) -> dict[str, Any]:
+def _read_names(value: ModuleNames) -> dict[str, Any]:
     return {name: value.space[name] for name in value.names if name in value.space}
 
 
-def _put_names(value: Names, copy: dict[str, Any]) -> None:
+def _put_names(value: ModuleNames, copy: dict[str, Any]) -> None:
     for name in value.names:
         _put_part(value, name, copy.get(name, MISSING))
 
@@ -259,7 +261,7 @@ def _put_class(cls: type, copy: dict[str, Any]) -> None:
 
 
 def _parts_of(holder: Any) -> Any:
-    if isinstance(holder, Names):
+    if isinstance(holder, ModuleNames):
         return holder.space
     return vars(holder) if isinstance(holder, type) else holder
 
@@ -316,32 +318,35 @@ def _put_torch_bits(value: torch.Generator, copy: bytes) -> None:
     value.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8))
 
 
-_SLOTS = Kind(slots_of, _put_slots, same)
-_ELEMENTS = Kind(lambda value: value[:], _put_items, _equal)  # of a bytearray or an array
-_KINDS: tuple[tuple[type, Kind], ...] = (
-    (dict, Kind(_itself, _put_dict, _identical, has_parts=True)),
-    (list, Kind(_itself, _put_items, _identical, has_parts=True)),
-    (set, Kind(_itself, _put_dict, _identical)),
-    (collections.deque, Kind(_itself, _put_deque, _identical)),
-    (CellType, Kind(read_cell, _put_cell, same)),
-    (Names, Kind(_read_names, _put_names, _identical, has_parts=True)),
-    (type, Kind(_read_class, _put_class, _identical, has_parts=True)),
-    (np.ndarray, Kind(np.ndarray.copy, _put_array, _equal_arrays)),
-    (np.random.Generator, Kind(lambda value: value.bit_generator.state, _put_bits, _equal_states)),
+_SLOTS = ValueKind(slots_of, _put_slots, same)
+_ELEMENTS = ValueKind(lambda value: value[:], _put_items, _equal)  # of a bytearray or an array
+_KINDS: tuple[tuple[type, ValueKind], ...] = (
+    (dict, ValueKind(_itself, _put_dict, _identical, has_parts=True)),
+    (list, ValueKind(_itself, _put_items, _identical, has_parts=True)),
+    (set, ValueKind(_itself, _put_dict, _identical)),
+    (collections.deque, ValueKind(_itself, _put_deque, _identical)),
+    (CellType, ValueKind(read_cell, _put_cell, same)),
+    (ModuleNames, ValueKind(_read_names, _put_names, _identical, has_parts=True)),
+    (type, ValueKind(_read_class, _put_class, _identical, has_parts=True)),
+    (np.ndarray, ValueKind(np.ndarray.copy, _put_array, _equal_arrays)),
+    (
+        np.random.Generator,
+        ValueKind(lambda value: value.bit_generator.state, _put_bits, _equal_states),
+    ),
     (
         np.random.RandomState,
-        Kind(
+        ValueKind(
             partial(np.random.RandomState.get_state, legacy=False),
             np.random.RandomState.set_state,
             _equal_states,
         ),
     ),
-    (random.Random, Kind(random.Random.getstate, random.Random.setstate, _equal)),
-    (torch.Generator, Kind(_torch_bits, _put_torch_bits, _equal)),
+    (random.Random, ValueKind(random.Random.getstate, random.Random.setstate, _equal)),
+    (torch.Generator, ValueKind(_torch_bits, _put_torch_bits, _equal)),
 )
 
 
-def _kind_of(value: Any) -> Kind:
+def _kind_of(value: Any) -> ValueKind:
     for cls, kind in _KINDS:
         if isinstance(value, cls):
             return kind

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cg.backends.fake.op_recorder import Pool, Recording
+from cg.backends.fake.op_recorder import RecordingMode, ReplayMemory
 
 COUNT = int(os.environ.get("MOCK_NPUS", "8"))
 """How many devices the machine pretends to have."""
@@ -149,7 +149,7 @@ class NPUGraph:
         _drain()
         self.steps = _Steps()
         self._branches: dict[Stream, Stream] = {}
-        self._recording = Recording(self.steps, _pool)
+        self._recording = RecordingMode(self.steps, _pool)
         _thread.graph = self
         _library.mockCaptureBegin()
         self._recording.__enter__()
@@ -198,7 +198,7 @@ def _set_device(index: int) -> None:
 
 
 _thread = threading.local()
-_pool = Pool()
+_pool = ReplayMemory()
 _streams: list[Stream] = []
 _state: dict[str, Any] = {}
 _state["current"] = Stream()

@@ -50,7 +50,7 @@ def build(
     Returns:
         The graph. `meta["loc"]` of its nodes is the user's line of the op that they stem from.
     """
-    builder = Builder(propagation, position)
+    builder = LocalGraphBuilder(propagation, position)
     for version in inputs:
         builder.placeholder(version)
     for node in nodes:
@@ -59,7 +59,7 @@ def build(
     return builder.graph
 
 
-class Builder:
+class LocalGraphBuilder:
     """Makes the graph of one rank."""
 
     def __init__(self, propagation: Propagation, position: Position) -> None:
@@ -215,7 +215,7 @@ class Builder:
 class RankOp:
     """An op as one rank runs it; implements `LocalOp`."""
 
-    builder: Builder
+    builder: LocalGraphBuilder
     node: fx.Node
 
     @property

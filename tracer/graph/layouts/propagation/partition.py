@@ -20,8 +20,8 @@ from ....values.operators import (
 )
 from ...autodiff.subgraphs import has_effect, is_view
 from ..cases import LayoutError
-from ..cuts import Product
-from ..versions import Propagation, Transfer, Version
+from ..cuts import CutProduct
+from ..versions import LayoutTransfer, Propagation, Version
 from .rank_graphs import Graphs, Name, build_all, kind
 from .writes import StateWrites
 
@@ -57,10 +57,10 @@ class Partition:
             first.
     """
 
-    steps: tuple[tuple[Part, tuple[Transfer, ...]], ...]
+    steps: tuple[tuple[Part, tuple[LayoutTransfer, ...]], ...]
     inputs: tuple[Version, ...]
     outputs: tuple[Version | None, ...]
-    gathers: Mapping[int, tuple[Transfer, ...]]
+    gathers: Mapping[int, tuple[LayoutTransfer, ...]]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -97,7 +97,7 @@ def partition(
             order than the graph.
     """
     chosen = propagation.place.ranks if ranks is None else tuple(ranks)
-    return _Cutter(
+    return _Partitioner(
         propagation, nodes, outputs, given, state, chosen, stored or {}, buckets or {}
     ).all()
 
@@ -113,11 +113,11 @@ def exchanged(
 
     Stored state is not among them: it is gathered again wherever it is used.
     """
-    cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored, {})
+    cutter = _Partitioner(propagation, nodes, outputs, (), state, (), stored, {})
     return frozenset(transfer.after for transfer in cutter.exchanges())
 
 
-class _Cutter:
+class _Partitioner:
     """One partition."""
 
     def __init__(
@@ -192,7 +192,7 @@ class _Cutter:
         else:
             self._open(transfer.before, level)
 
-    def is_gather(self, transfer: Transfer) -> bool:
+    def is_gather(self, transfer: LayoutTransfer) -> bool:
         """True if a transfer gathers stored state from the pieces in which it rests."""
         node = transfer.before.node
         if node not in self.stored or not transfer.change.communicates:
@@ -252,12 +252,12 @@ class _Cutter:
             return self.opened.get(self.stored[version.node], 0)
         return self.available(transfer.before) + transfer.change.communicates
 
-    def exchanges(self) -> list[Transfer]:
+    def exchanges(self) -> list[LayoutTransfer]:
         """The transfers in which ranks exchange something, without gathers of stored state."""
         self._demand()
         return [t for t in self._wanted_exchanges() if not self.is_gather(t)]
 
-    def _wanted_exchanges(self) -> list[Transfer]:
+    def _wanted_exchanges(self) -> list[LayoutTransfer]:
         return [
             t
             for t in self.propagation.transfers
@@ -267,7 +267,7 @@ class _Cutter:
     def all(self) -> Partition:
         exchanges = self.exchanges()
         after = [self.available(t.after) - 1 for t in exchanges]
-        gathers: dict[int, list[Transfer]] = {}
+        gathers: dict[int, list[LayoutTransfer]] = {}
         for transfer in filter(self.is_gather, self._wanted_exchanges()):
             gathers.setdefault(self.available(transfer.after), []).append(transfer)
         last = max([*self.level.values(), *self.needed, *after, *gathers], default=0)
@@ -419,7 +419,7 @@ def _is_op(node: fx.Node, propagation: Propagation) -> bool:
 def _is_product(node: fx.Node, propagation: Propagation) -> bool:
     """True if a dimension of a result is a product of cut factors, which no type has."""
     layouts = (layout for layout in propagation.layouts[node] if layout is not None)
-    return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
+    return any(isinstance(cut, CutProduct) for layout in layouts for cut in layout.cuts)
 
 
 def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:

@@ -23,7 +23,7 @@ from ..change import DEFAULT, ORDER, Change, change_between
 from ..expansions import constant_of, replace_by, traced
 from ..functional import read_later, without_writes
 from ..rules.table import LINEAR, rule_of
-from ..versions import End, Propagation, Transfer, Version, rewire, text_of, text_of_cuts
+from ..versions import End, LayoutTransfer, Propagation, Version, rewire, text_of, text_of_cuts
 
 Locations: TypeAlias = Mapping[str, Location]
 
@@ -58,7 +58,7 @@ def propagate(
     Raises:
         LayoutError: an op has no rule, or layouts contradict each other.
     """
-    run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {}, ends)
+    run = _Propagator(graph, place, given, like or {}, pins or {}, allowed, locations or {}, ends)
     return run.all()
 
 
@@ -70,7 +70,7 @@ _WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
 """The changes that may be refused, in words."""
 
 
-class _Run:
+class _Propagator:
     """One propagation."""
 
     def __init__(
@@ -100,7 +100,7 @@ class _Run:
         self.layouts: dict[fx.Node, Results] = {}
         self.answers: dict[fx.Node, Answer] = {}
         self.reads: dict[fx.Node, tuple[Version, ...]] = {}
-        self.transfers: list[Transfer] = []
+        self.transfers: list[LayoutTransfer] = []
         self.versions: dict[fx.Node, list[Version]] = {}
         """The versions of each value that transfers start from; rules see the last one."""
         self.made: dict[Version, Version] = {}
@@ -282,7 +282,7 @@ class _Run:
         elif change is Change.REDUCE:
             instead = self._reduced_before(before, layout)
         if instead is None:
-            self.transfers.append(Transfer(before, target, change, user))
+            self.transfers.append(LayoutTransfer(before, target, change, user))
         self.made[target] = instead or target
         if change is Change.REDUCE:
             self.versions[node].append(self.made[target])

@@ -11,7 +11,7 @@ from torch import fx
 
 from .....ir.layout import Layout, Position, shape_of
 from ..cases import Shape
-from ..cuts import Product
+from ..cuts import CutProduct
 from ..versions import Propagation, Version
 from .local_graphs import build
 
@@ -103,7 +103,7 @@ class _Basis:
                 )
                 axes |= dict.fromkeys(axis for layout in layouts for axis in layout.axes)
         for layout, _ in shaped:
-            merged = (cut for cut in layout.cuts if isinstance(cut, Product))
+            merged = (cut for cut in layout.cuts if isinstance(cut, CutProduct))
             axes |= dict.fromkeys(axis for cut in merged for axis in cut.axes)
         cut = tuple((layout, shape) for layout, shape in shaped if any(layout.cuts))
         return _Basis(cut, tuple(axes))

@@ -14,12 +14,12 @@ from torch import fx
 
 from ....method.joint import Joint
 from ....values.actor_state import StateTensor
-from ...autodiff.backward import Cut
+from ...autodiff.backward import BackwardCut
 from ...autodiff.recomputation import Recompute, recomputed
 from ...autodiff.split_backward import sides
 from ...autodiff.subgraphs import written_in_place
 from ..cases import LayoutError
-from ..cuts import Product
+from ..cuts import CutProduct
 from ..versions import Propagation, Version, text_of
 from .partition import Partition, exchanged, partition
 
@@ -110,7 +110,7 @@ def _on_nodes(
     )
 
 
-class Cutter:
+class SectionCutter:
     """Cuts one joint graph.
 
     Args:
@@ -156,7 +156,7 @@ class Cutter:
     def _refuse_products(self) -> None:
         """Refuse outputs with a dimension that is a product of cut factors: no type has it."""
         for version in self._outputs:
-            if any(isinstance(cut, Product) for cut in version.layout.cuts):
+            if any(isinstance(cut, CutProduct) for cut in version.layout.cuts):
                 raise LayoutError(
                     f"{text_of(version)} is an output, and a dimension of it is cut as several "
                     "factors of it are, which no type says",
@@ -172,7 +172,7 @@ class Cutter:
     def sections(self, volatile: Collection[int], what: Recompute) -> Sections:
         """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
-        cut = Cut(joint, volatile, recomputed(joint, volatile, what))
+        cut = BackwardCut(joint, volatile, recomputed(joint, volatile, what))
         changing = {joint.state[index][0] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
         exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
@@ -200,7 +200,7 @@ class Cutter:
     def _halved(
         self,
         whole: Sections,
-        cut: Cut,
+        cut: BackwardCut,
         transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
     ) -> Sections:
@@ -242,7 +242,7 @@ class Cutter:
         layout = self._propagation.layout
         return tuple(Version(node, layout(node)) for node in self.joint.cotangents)
 
-    def _with_views(self, cut: Cut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    def _with_views(self, cut: BackwardCut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Nodes of the backward, with the views of saved values that it takes again."""
         all_nodes = set(nodes)
         sources = [s for node in nodes for s in node.all_input_nodes]
@@ -254,7 +254,7 @@ class Cutter:
 
     def _inputs(
         self,
-        cut: Cut,
+        cut: BackwardCut,
         nodes: Sequence[fx.Node],
         gives: Sequence[Version],
         gradients: Sequence[tuple[StateTensor, Version]],
@@ -303,7 +303,7 @@ class Cutter:
         return Section(takes, gives, gradients, parts, held)
 
 
-def _viewed(cut: Cut, node: fx.Node) -> fx.Node | None:
+def _viewed(cut: BackwardCut, node: fx.Node) -> fx.Node | None:
     """The base of a view; None for another node, or where the view was written in place."""
     return None if written_in_place(node) is not None else cut.base(node)
 
