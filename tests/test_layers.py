@@ -188,6 +188,25 @@ def test_modules_of_one_name_are_one_thing() -> None:
     assert new + gone == [], f"rename {new}, or take {gone} from SAME_THING"
 
 
+SAME_CLASS = {
+    "CollectivePort": "in each transport",
+    "GraphBody": "as the tracer makes it, and as what runs needs it",
+    "InputError": "of a step that is called, and of an execution",
+    "MpiWorld": "as backends need it, and as it is",
+}
+"""Names that several classes have, with the thing that they are in each place."""
+
+
+def test_a_name_of_a_class_has_one_owner() -> None:
+    names = Counter(
+        node.name.lstrip("_")
+        for file in modules()
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} == SAME_CLASS.keys()
+
+
 def test_the_environment_is_read_in_one_module() -> None:
     readers = set()
     for room in ROOMS:

@@ -17,7 +17,7 @@ from .groups import Line
 from .library import CommunicationError, Messenger
 
 
-class _StreamPort:
+class _LibraryPort:
     """The common part of the ports; `handle` is the stream as the library takes it."""
 
     stream: Stream
@@ -54,7 +54,7 @@ class _StreamPort:
         return CommunicationError(f"{self._line.group}: {error}")
 
 
-class StreamSendPort(_StreamPort):
+class StreamSendPort(_LibraryPort):
     """Sends a tensor's bytes."""
 
     needs_release = False
@@ -88,7 +88,7 @@ class StreamSendPort(_StreamPort):
         """A send makes no value."""
 
 
-class StreamRecvPort(_StreamPort):
+class StreamRecvPort(_LibraryPort):
     """Receives a tensor's bytes: into a slot of its channel, a given buffer, or memory of its own.
 
     Args:
@@ -153,7 +153,7 @@ class StreamRecvPort(_StreamPort):
         return value
 
 
-class CollectivePort(_StreamPort):
+class CollectivePort(_LibraryPort):
     """A collective. Its result is in memory of its own."""
 
     needs_release = False
