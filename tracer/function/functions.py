@@ -277,7 +277,7 @@ class Functions:
             actor=target.actor,
             random=joint.recorder.draws,
             aliases=piece.aliases,
-            loc=call.error_loc,
+            loc=call.declared_at,
             flops=self._pieces.flops(piece),
         )
 
@@ -341,7 +341,7 @@ class Functions:
             kind=FunctionKind.OPAQUE,
             effect=Effect.WRITE,
             actor=target.actor,
-            loc=call.error_loc,
+            loc=call.declared_at,
             shares=Shares.of({shared.other: Effect.WRITE for shared in target.shared}),
         )
         calls = calls_of_ranks(target, call)

@@ -179,8 +179,8 @@ class GroupMethods:
             self.group.played,
             joint.owner,
             effect,
-            self.call.error_loc,
-            None if actor is None else Stored(actor, self.call.error_loc, self.buckets.of),
+            self.call.declared_at,
+            None if actor is None else Stored(actor, self.call.declared_at, self.buckets.of),
             self.buckets.of,
         ).make()
 

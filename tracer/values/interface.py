@@ -279,10 +279,15 @@ class TracedCall:
     given: tuple[tuple[Any, str], ...] = ()
 
     @property
+    def declared_at(self) -> Location | None:
+        """The line of the function: where the method is defined, or else where it is called."""
+        return self.home or self.loc
+
+    @property
     def error_loc(self) -> Location | None:
         """The line to name where no line of the method's body is known."""
         is_users = self.home is not None and is_user_file(self.home.file)
-        return self.home if is_users else self.loc or self.home
+        return self.home if is_users else self.loc or self.home  # no line of cg helps a user
 
     def refusal(self, reason: str, remedy: str, loc: Location | None = None) -> TraceError:
         """The error for a call that cannot be traced."""
