@@ -132,7 +132,7 @@ def collect(
     Raises:
         TraceError: a parameter is not initialised yet (a lazy module).
     """
-    walk = _Walk()
+    walk = _StateWalk()
     walk.visit_object(actor, "")
     if trainers:
         walk.visit_trainers()
@@ -152,7 +152,7 @@ def reach(value: Any, behind: Callable[[Any], Iterable[Any]] = lambda value: ())
         value: where the walk begins.
         behind: gives what else to walk where there is such a value.
     """
-    walk = _Reach(behind)
+    walk = _StateReach(behind)
     walk.visit(value, "", None)
     walk.visit_trainers()
     return walk.state
@@ -164,7 +164,7 @@ _Place: TypeAlias = tuple[Any, Any, tuple[int, ...]] | None
 """The first three fields of a `Slot`; None inside of a set."""
 
 
-class _Walk:
+class _StateWalk:
     def __init__(self) -> None:
         self.state = ActorState()
         self._seen: set[int] = set()
@@ -237,7 +237,7 @@ class _Walk:
             self.visit(item, here, (container, key, ()) if addressable else None)
 
 
-class _Reach(_Walk):
+class _StateReach(_StateWalk):
     """A walk that takes tensors in sets, too, and skips parameters that are not initialised yet."""
 
     def __init__(self, behind: Callable[[Any], Iterable[Any]]) -> None:
