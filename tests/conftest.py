@@ -136,19 +136,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs more GPUs than there are, and make the fake device known to torch.
 
     Torch makes its threads for the backwards of devices once, at the first backward of a process.
+    It takes streams of one kind of device, so where it knows the fake one no GPU has a backward.
     """
-    if file_of(item.nodeid) != FORKS:
+    is_for_gpus = selects_gpus(item.config)
+    if file_of(item.nodeid) != FORKS and not is_for_gpus:
         from cg.backends.fake import torch_backend
 
         torch_backend.register()
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return
+    if not is_for_gpus:
+        pytest.skip("needs -m gpu, which leaves out the fake device")
     import torch  # tests of GPUs have imported it; who hands out the tests does without
 
     needed = marker.args[0] if marker.args else 1
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPU{'s' * (needed > 1)}")
+
+
+def selects_gpus(config: pytest.Config) -> bool:
+    """True in a run of the tests of GPUs, and of no others."""
+    return bool(config.option.markexpr.startswith("gpu"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -243,11 +252,13 @@ class Lanes(LoadScopeScheduling):
 
     Ranks wait a lot, for each other and for deadlines, and what computes alone fills these gaps.
     Whoever has no more of its kind helps the others. One process does all of a file, whose tests
-    share jobs and traces; but where `--times` makes a search long, its shards are handed out.
+    share jobs and traces; but where `--times` makes a search long, its shards are handed out, and
+    so are jobs on GPUs.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if self.config.getoption("--times") else file_of(nodeid)
+        is_split = self.config.getoption("--times") or selects_gpus(self.config)
+        return nodeid if is_split else file_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         does_jobs = node is not self.nodes[0]

@@ -25,11 +25,13 @@ SPACE, LINE = "\u0120", "\u010a"
 """How tokens of bytes write a space and the end of a line."""
 
 
-def write(folder: Path, sizes: Sizes, context: int, dtype: torch.dtype) -> None:
+def write(folder: Path, sizes: Sizes, context: int, dtype: torch.dtype, *, spare: int = 0) -> None:
     """Write the folder, which may be there already.
 
     Args:
         context: tokens of the longest sequence.
+        spare: rows of the embedding beyond the tokens. Transformers gives Qwen2's tokenizers an end
+            of text, which takes the first one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = sizes.config(context)
@@ -39,7 +41,7 @@ def write(folder: Path, sizes: Sizes, context: int, dtype: torch.dtype) -> None:
         parameters = dict(Qwen2ForCausalLM(config).named_parameters())
     weights = Drawn(0, config.initializer_range).load(parameters, dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer(sizes.vocabulary).save(str(folder / "tokenizer.json"))
+    tokenizer(sizes.vocabulary - spare).save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind) + "\n")
 

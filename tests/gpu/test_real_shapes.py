@@ -44,7 +44,7 @@ def check(size: str, device: str, folder: Path) -> None:
     from benchmarks.one_gpu import qwen2
 
     model = folder / "model"
-    random_model.write(model, getattr(qwen2, size), 64, torch.float32)
+    random_model.write(model, getattr(qwen2, size), 64, torch.float32, spare=1)
     found = []
     for name, each, where in (("run", case(), device), ("host", reference(case()), "cpu")):
         place = folder / name
