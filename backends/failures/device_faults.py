@@ -9,7 +9,7 @@ put on the device, and which of its methods use indices, at which lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,6 +30,9 @@ _FATAL: Final = (
     *("uncorrectable", "launch timed out", "aicore exception", "vector core exception"),
 )
 """Words of the errors of CUDA, HIP and CANN after which a device does nothing any more."""
+
+_ADVICE: Final = "to enable device-side assertions"
+"""Words of torch's advice, which is part of every error of CUDA, whatever its cause."""
 
 _CAUSES: Final = {
     ASSERTED: (
@@ -65,7 +68,7 @@ def fault_in(error: BaseException) -> BaseException | None:
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
         seen.add(id(at))
-        if type(at) in (RuntimeError, torch.AcceleratorError) and any(w in str(at) for w in _FATAL):
+        if type(at) in (RuntimeError, torch.AcceleratorError) and _words(at, _FATAL):
             return at
         at = at.__cause__ or at.__context__
     return None
@@ -78,7 +81,13 @@ def first_line(error: BaseException) -> str:
 
 def cause_of(error: BaseException) -> str:
     """The likely cause of a device's failure, in words; "" if nothing but its text is known."""
-    return next((cause for words, cause in _CAUSES.items() if words in str(error)), "")
+    return next((_CAUSES[words] for words in _words(error, _CAUSES)), "")
+
+
+def _words(error: BaseException, among: Iterable[str]) -> list[str]:
+    """Those words that the message of an error has, apart from torch's advice."""
+    text = str(error).replace(_ADVICE, "")
+    return [words for words in among if words in text]
 
 
 # -- uses of indices ----------------------------------------------------------------------------
