@@ -41,12 +41,12 @@ class CpuTransport:
         return CpuCommunicator(self.node, channels)
 
     def fail(
-        self, error: BaseException, refused: bool, resets: Sequence[Callable[[], None]]
+        self, error: BaseException | None, refused: bool, resets: Sequence[Callable[[], None]]
     ) -> BaseException:
         """Tell every rank that the execution has failed here.
 
         Args:
-            error: what was raised here.
+            error: what was raised here; None where that comes of a failure on another rank.
             refused: whether that was before this rank began its program.
             resets: called by `recover_if_due`, once all ranks have come, to make this rank ready
                 for another execution.

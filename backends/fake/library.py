@@ -39,7 +39,7 @@ class FakeComm:
         self.patience = patience
         self.size = size
         self.member = member
-        self.aborted = False
+        self.sending: list[int] = []
         self.graphs: WeakSet[FakeGraph] = WeakSet()
         self._last = threading.Event()
         self._last.set()
@@ -69,9 +69,7 @@ class FakeComm:
 
     def exchange(self, mine: bytes) -> list[bytes]:
         """The bytes of all members, in their order."""
-        sends = [
-            threading.Thread(target=self._send, args=(conn, mine)) for conn in self.peers.values()
-        ]
+        sends = [threading.Thread(target=self._send, args=(peer, mine)) for peer in self.peers]
         for thread in sends:
             thread.start()
         parts = {peer: conn.recv_bytes() for peer, conn in self.peers.items()}
@@ -80,19 +78,34 @@ class FakeComm:
         parts[self.member] = mine
         return [parts[member] for member in range(self.size)]
 
-    def break_off(self) -> None:
-        """Close the sockets; whoever waits for one, here or there, is told at once."""
-        for conn in self.peers.values():
-            if not conn.closed:
-                with contextlib.suppress(OSError):  # as when the other end has gone
-                    end = socket.socket(fileno=os.dup(conn.fileno()))
-                    with end:
-                        end.shutdown(socket.SHUT_RDWR)
-                conn.close()
+    def end_operations(self) -> None:
+        """End the operations under way here. As with NCCL, the other ends go on waiting.
 
-    def _send(self, conn: Connection, content: bytes) -> None:
+        Only where a send waits, which nothing else ends, is the other end told.
+        """
+        for peer, conn in self.peers.items():
+            how = socket.SHUT_RDWR if peer in self.sending else socket.SHUT_RD
+            with contextlib.suppress(OSError):  # as when the other end has gone
+                end = socket.socket(fileno=os.dup(conn.fileno()))
+                with end:
+                    end.shutdown(how)
+
+    def close(self) -> None:
+        """Close the sockets; whoever waits at another end is told at once."""
+        for conn in self.peers.values():
+            conn.close()
+
+    def send(self, peer: int, content: bytes) -> None:
+        """Send bytes to a member; returns when they are on their way."""
+        self.sending.append(peer)
+        try:
+            self.peers[peer].send_bytes(content)
+        finally:
+            self.sending.remove(peer)
+
+    def _send(self, peer: int, content: bytes) -> None:
         with contextlib.suppress(OSError):  # as when the communicator is aborted meanwhile
-            conn.send_bytes(content)
+            self.send(peer, content)
 
 
 def _dial(path: str) -> Connection:
@@ -139,6 +152,7 @@ class FakeLibrary:
         self.folder = folder or tempfile.gettempdir()
         self.calls: list[str] = []
         self.fault: str | None = None
+        self._aborted: list[FakeComm] = []
 
     def version(self) -> str:
         return "0"
@@ -148,6 +162,8 @@ class FakeLibrary:
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> FakeComm:
         self.device.before_work()
+        while self._aborted:  # those of all members are, so nobody waits at another end
+            self._aborted.pop().close()
         self.calls.append(f"connect {rank} of {size}")
         return FakeComm(self.folder, size, unique, rank, self.device.patience)
 
@@ -156,7 +172,7 @@ class FakeLibrary:
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: FakeComm, stream: int) -> None:
         def work() -> None:
-            comm.peers[peer].send_bytes(ctypes.string_at(pointer, nbytes))
+            comm.send(peer, ctypes.string_at(pointer, nbytes))
 
         self.put(f"send {nbytes}", stream, comm, work)
 
@@ -208,7 +224,7 @@ class FakeLibrary:
             outgoing = {m.peer: ctypes.string_at(m.pointer, m.nbytes) for m in messages if not m[0]}
             own_content = outgoing.pop(comm.member, b"")
             sends = [
-                threading.Thread(target=comm.peers[peer].send_bytes, args=(content,))
+                threading.Thread(target=comm.send, args=(peer, content))
                 for peer, content in outgoing.items()
             ]
             for thread in sends:
@@ -228,15 +244,15 @@ class FakeLibrary:
         return self.fault
 
     def abort(self, comm: FakeComm) -> None:
-        comm.aborted = True
         self.calls.append("abort")
+        comm.end_operations()
         self._outlive_graphs(comm)
-        comm.break_off()
+        self._aborted.append(comm)
 
     def destroy(self, comm: FakeComm) -> None:
         self.calls.append("destroy")
         self._outlive_graphs(comm)
-        comm.break_off()
+        comm.close()
 
     def _outlive_graphs(self, comm: FakeComm) -> None:
         """Wait until no graph has operations of the communicator, as NCCL does."""

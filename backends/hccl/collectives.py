@@ -122,6 +122,7 @@ class HcclCollectives(Collectives):
 
         def run(source: int, target: int) -> None:
             if nbytes:
-                self.library.broadcast(target, target, nbytes, root, self.line.comm, self.handle)
+                with self.line as comm:
+                    self.library.broadcast(target, target, nbytes, root, comm, self.handle)
 
         return maker(type_, self.device), before, run, same

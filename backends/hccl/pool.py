@@ -90,6 +90,9 @@ class HcclPool(Pool):
         """Break nothing off, since HCCL cannot; `reset` waits for the operations under way."""
         self._is_broken = True
 
+    def release_device(self) -> None:
+        """Do nothing, since HCCL breaks nothing off: its operations end by HCCL_EXEC_TIMEOUT."""
+
     def reset(self) -> None:
         """Return if all operations under way have ended; collective.
 

@@ -31,6 +31,10 @@ CONNECT_SECONDS = 120.0
 
 ABORT_SECONDS = 10.0
 
+IN_USE_SECONDS = 1.0
+"""Seconds to wait for a call of NCCL before its communicator is aborted all the same: the call may
+be what waits for the device."""
+
 NARROW = 2
 """Multiprocessors for messages in the background, at the least. While a receive waits it occupies
 them, and as many as NCCL sees fit cost an H200 up to a quarter of what it computes meanwhile."""
@@ -121,6 +125,9 @@ class NcclPool(Pool):
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         super().__init__(world, device, library)
         self._stuck: list[str] = []
+        self._releasing = threading.Lock()
+        self._aborting: list[threading.Thread] = []
+        self._left: dict[CommunicatorGroup, str | None] = {}
         self._tf32 = False
 
     def join(self, channels: Iterable[Channel]) -> Lease:
@@ -141,33 +148,39 @@ class NcclPool(Pool):
     def abort(self) -> None:
         """Break off all operations under way.
 
-        Graphs go first: a communicator is not given up while a graph has an operation of it, and
-        waits for the graph to be dropped. Then all communicators at once: one waits for its
-        operations to leave their streams, where they may stand behind those of another one.
+        A communicator is not given up while a graph has an operation of it, so graphs go first.
         """
         self._is_broken = True
         self._drop_graphs()
-        communicators = self._take()
-        stuck: dict[CommunicatorGroup, str | None] = dict.fromkeys(
-            (group for group, _ in communicators), f"it takes longer than {ABORT_SECONDS:g} s"
-        )
-
-        def abort(group: CommunicatorGroup, comm: object) -> None:
-            try:
-                self.library.abort(comm)
-                stuck[group] = None
-            except CommunicationError as error:  # it must not hide the failure that has led here
-                stuck[group] = str(error)
-
-        threads = []
-        for group, comm in communicators:
-            thread = threading.Thread(target=abort, args=(group, comm), daemon=True)
-            thread.start()
-            threads.append(thread)
+        self.release_device()
         deadline = monotonic() + ABORT_SECONDS
-        for thread in threads:
+        for thread in self._aborting:
             thread.join(max(deadline - monotonic(), 0.0))
-        self._stuck += [f"{group}: {why}" for group, why in stuck.items() if why is not None]
+        self._aborting.clear()
+        self._stuck += [f"{group}: {why}" for group, why in self._left.items() if why is not None]
+        self._left.clear()
+
+    def release_device(self) -> None:
+        """Break off all operations under way, and leave it to `abort` to wait for that.
+
+        NCCL first tells its kernels to end; then it waits for graphs to be dropped. All
+        communicators end at once: one waits for its operations to leave their streams, where they
+        may stand behind those of another one.
+        """
+        with self._releasing:
+            self._is_broken = True
+            for group, comm in self._take(IN_USE_SECONDS):
+                self._left[group] = f"it takes longer than {ABORT_SECONDS:g} s"
+                thread = threading.Thread(target=self._abort, args=(group, comm), daemon=True)
+                thread.start()
+                self._aborting.append(thread)
+
+    def _abort(self, group: CommunicatorGroup, comm: object) -> None:
+        try:
+            self.library.abort(comm)
+            self._left[group] = None
+        except CommunicationError as error:  # it must not hide the failure that has led here
+            self._left[group] = str(error)
 
     def reset(self) -> None:
         """Make all communicators anew after operations were broken off; collective.

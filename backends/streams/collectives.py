@@ -136,7 +136,8 @@ class Collectives(ABC):
 
         def run(source: int, target: int) -> None:
             if nbytes:
-                self.library.broadcast(source, target, nbytes, root, self.line.comm, self.handle)
+                with self.line as comm:
+                    self.library.broadcast(source, target, nbytes, root, comm, self.handle)
 
         before = dense if self.line.member == root else nothing
         return maker(type_, self.device), before, run, same
@@ -147,8 +148,9 @@ class Collectives(ABC):
 
         def run(source: int, target: int) -> None:
             if count:
-                comm, handle = self.line.comm, self.handle
-                self.library.all_reduce(source, target, count, code, number, comm, handle)
+                handle = self.handle
+                with self.line as comm:
+                    self.library.all_reduce(source, target, count, code, number, comm, handle)
 
         up, down = self._through(reduction, type_.dtype)
         room = maker(TensorType(reduction.through, type_.shape), self.device)
@@ -161,8 +163,9 @@ class Collectives(ABC):
 
         def run(source: int, target: int) -> None:
             if count:
-                comm, handle = self.line.comm, self.handle
-                self.library.reduce_scatter(source, target, count, code, number, comm, handle)
+                handle = self.handle
+                with self.line as comm:
+                    self.library.reduce_scatter(source, target, count, code, number, comm, handle)
 
         up, down = self._through(reduction, type_.dtype)
         parts_first = self._parts_first(op.dim)
@@ -237,7 +240,8 @@ class Collectives(ABC):
         """Send and receive those messages that are not empty."""
         nonempty = [message for message in messages if message.nbytes]
         if nonempty:
-            self.library.batch(nonempty, self.line.comm, self.handle)
+            with self.line as comm:
+                self.library.batch(nonempty, comm, self.handle)
 
     def _of_others(self, receives: bool, pointer: int, nbytes: int) -> list[RawMessage]:
         """A message with each other member; their parts stand one behind the other."""
@@ -247,7 +251,8 @@ class Collectives(ABC):
     def _all_gathers(self, nbytes: int) -> Callable[[int, int], None]:
         def run(source: int, target: int) -> None:
             if nbytes:
-                self.library.all_gather(source, target, nbytes, self.line.comm, self.handle)
+                with self.line as comm:
+                    self.library.all_gather(source, target, nbytes, comm, self.handle)
 
         return run
 

@@ -100,6 +100,10 @@ class StreamCommunicator:
         """Let `holder` drop its graphs before operations are broken off."""
         self._pool.hold(holder)
 
+    def release_device(self) -> None:
+        """Let the device go on where it waits for a rank that has failed; for any thread."""
+        self._pool.release_device()
+
     def break_off(self) -> None:
         """Break off the operations under way, which wait for ranks that have failed."""
         self._pool.abort()

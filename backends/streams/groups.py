@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from ...ir.attributes import Traffic
 from ...ir.types import format_ranks
+from .library import CommunicationError
+
+BROKEN_OFF = "its messages are broken off, since a rank has failed"
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,39 @@ class CommunicatorGroup:
 
 
 class Line:
-    """This rank's membership of a communicator; `comm` is another one after a reset."""
+    """This rank's membership of a communicator.
 
-    __slots__ = ("comm", "group", "member")
+    A block `with line as comm:` uses the communicator, which nobody gives up meanwhile.
 
-    def __init__(self, group: CommunicatorGroup, member: int) -> None:
+    Args:
+        in_use: held by whoever uses or takes away a communicator of this rank.
+
+    Attributes:
+        comm: another one after a reset; None while operations are broken off.
+    """
+
+    __slots__ = ("_in_use", "comm", "group", "member")
+
+    def __init__(self, group: CommunicatorGroup, member: int, in_use: Lock) -> None:
         self.group = group
         self.member = member
         self.comm: Any = None
+        self._in_use = in_use
+
+    def __enter__(self) -> Any:
+        """The communicator.
+
+        Raises:
+            CommunicationError: its operations are broken off.
+        """
+        self._in_use.acquire()
+        if self.comm is None:
+            self._in_use.release()
+            raise CommunicationError(BROKEN_OFF)
+        return self.comm
+
+    def __exit__(self, *_: object) -> None:
+        self._in_use.release()
 
     @property
     def peer(self) -> int:

@@ -70,7 +70,7 @@ class Pool(ABC):
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         self._is_broken = False
-        self._taking = Lock()
+        self._using = Lock()
         self._world = world
         self._device = device
         self._library = library
@@ -101,6 +101,14 @@ class Pool(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Break off all operations under way, if the library can do that."""
+
+    @abstractmethod
+    def release_device(self) -> None:
+        """Let the device go on where it waits for a rank that has failed, if the library can.
+
+        For any thread, while the host is in a call that waits for the device: as when a kernel is
+        loaded, which happens once the device has nothing to do. The host calls `abort` later.
+        """
 
     @abstractmethod
     def reset(self) -> None:
@@ -156,8 +164,12 @@ class Pool(ABC):
         if self._is_broken:
             return failures
         for line in self._lines():
-            with self._taking:
+            if not self._using.acquire(blocking=False):
+                return failures  # the host is in a call of the library, which may wait
+            try:
                 error = None if line.comm is None else self.library.error(line.comm)
+            finally:
+                self._using.release()
             if error is not None:
                 failures.append(f"{line.group}: {error}")
         return failures
@@ -179,13 +191,19 @@ class Pool(ABC):
         lines = tuple(self._groups.values())  # at once: groups may be added by another thread
         return [line for line in lines if line is not None and line.comm is not None]
 
-    def _take(self) -> list[tuple[CommunicatorGroup, Any]]:
-        """All communicators, out of their lines, to be given up."""
+    def _take(self, seconds: float = -1) -> list[tuple[CommunicatorGroup, Any]]:
+        """All communicators, out of their lines, to be given up.
+
+        Args:
+            seconds: to wait for a call of the library that uses one; without end if negative.
+        """
+        is_held = self._using.acquire(timeout=seconds)
         communicators = []
-        with self._taking:
-            for line in self._lines():
-                communicators.append((line.group, line.comm))
-                line.comm = None
+        for line in self._lines():
+            communicators.append((line.group, line.comm))
+            line.comm = None
+        if is_held:
+            self._using.release()
         return communicators
 
     def _check_devices(self, new: Sequence[CommunicatorGroup]) -> None:
@@ -257,7 +275,7 @@ class Pool(ABC):
         No graph may have operations of them: a plan drops its graphs before it is closed.
         """
         lines = [line for line in map(self._groups.pop, groups) if line is not None]
-        with self._taking:
+        with self._using:
             comms = [line.comm for line in lines if line.comm is not None]
             for line in lines:
                 line.comm = None
@@ -278,7 +296,7 @@ class Pool(ABC):
         for group in groups:  # in the same order on all ranks, so that none waits in a circle
             line = self._groups.get(group)
             if line is None and rank in group.ranks:
-                line = Line(group, group.ranks.index(rank))
+                line = Line(group, group.ranks.index(rank), self._using)
             if line is not None:
                 line.comm = self._joined(group, keys[group], line.member)
             self._groups[group] = line
@@ -340,7 +358,8 @@ class Pool(ABC):
             if line.group.collective:
                 stream = self._stream(Stream.COLLECTIVE)
                 at = source.data_ptr(), target.data_ptr()
-                self.library.all_gather(*at, FLOAT_BYTES, line.comm, stream)
+                with line as comm:
+                    self.library.all_gather(*at, FLOAT_BYTES, comm, stream)
             else:
                 self._warm_edge(line, source.data_ptr(), target.data_ptr())
         self.device.synchronize()
@@ -349,10 +368,12 @@ class Pool(ABC):
         """Send a number over the line of two ranks; `source` and `target` are pointers to it."""
         if line.member == 0:
             stream = self._stream(Stream.SEND)
-            self.library.send(source, FLOAT_BYTES, line.peer, line.comm, stream)
+            with line as comm:
+                self.library.send(source, FLOAT_BYTES, line.peer, comm, stream)
         else:
             stream = self._stream(Stream.RECV)
-            self.library.recv(target, FLOAT_BYTES, line.peer, line.comm, stream)
+            with line as comm:
+                self.library.recv(target, FLOAT_BYTES, line.peer, comm, stream)
 
     def _stream(self, kind: Stream) -> Any:
         return self.handle(self.device.stream(kind))

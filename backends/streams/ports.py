@@ -80,7 +80,8 @@ class StreamSendPort(_LibraryPort):
         if self._nbytes and not self.rehearses:
             line, at = self._line, value.data_ptr()
             try:
-                self._library.send(at, self._nbytes, line.peer, line.comm, self._handle)
+                with line as comm:
+                    self._library.send(at, self._nbytes, line.peer, comm, self._handle)
             except CommunicationError as error:
                 raise self._failed(error) from error
 
@@ -143,7 +144,8 @@ class StreamRecvPort(_LibraryPort):
         if self._nbytes and not self.rehearses:
             line, at = self._line, into.data_ptr()
             try:
-                self._library.recv(at, self._nbytes, line.peer, line.comm, self._handle)
+                with line as comm:
+                    self._library.recv(at, self._nbytes, line.peer, comm, self._handle)
             except CommunicationError as error:
                 raise self._failed(error) from error
 

@@ -40,6 +40,8 @@ class DeviceSession:
     Attributes:
         watch: called with the number of each execution that has been put on the device; None if
             this rank has no device.
+        is_released: whether this execution's messages were broken off ahead of its end here, so
+            that what the host has met since comes of that.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class DeviceSession:
         timeout: float | None,
     ) -> None:
         self.watch: Callable[[int], None] | None = None
+        self.is_released = False
         self._world = world
         self._transport = transport
         self._streams = streams
@@ -72,6 +75,7 @@ class DeviceSession:
             lambda: put_by(executable),
             world.end_job,
             lambda: noted(device.torch_device),
+            self._release_if_failed_elsewhere,
         )
         say_faults(world.end_job)
         self.watch = partial(self._watchdog.watch, self._on_device.work)
@@ -85,6 +89,7 @@ class DeviceSession:
             TransportError: the state of an actor is in doubt.
         """
         self._transport.recover_if_due()
+        self.is_released = False
         if self._lost:
             raise TransportError(
                 "an earlier execution failed while messages were under way between devices; what "
@@ -156,6 +161,17 @@ class DeviceSession:
         finally:  # also if Ctrl-C comes meanwhile: the other ranks break off as well
             for communicator in self._streams:
                 communicator.break_off()
+
+    def _release_if_failed_elsewhere(self) -> None:
+        """Let the device go on if a rank has failed whose message the host waits for.
+
+        The watchdog calls it where the host does not get on, as when the driver loads a kernel and
+        waits for the device first. The host then learns of the failure as it would have otherwise.
+        """
+        if not self.is_released and self._transport.control.has_failed_elsewhere():
+            self.is_released = True
+            for communicator in self._streams:
+                communicator.release_device()
 
     def _end_what_is_ahead(self) -> None:
         """Wait for work that the device had before the failed execution: its messages are whole.

@@ -234,7 +234,8 @@ class RankRuntime(Runtime):
         if session is not None:
             session.note_failure(has_begun)
             resets.append(session.tell_what_is_lost)
-        agreed = self._transport.fail(error, not has_begun, resets)
+        is_released = session is not None and session.is_released
+        agreed = self._transport.fail(None if is_released else error, not has_begun, resets)
         numbering.next = execution if self._control.refused else execution + 1
         if session is not None:
             session.break_off()

@@ -145,8 +145,12 @@ def test_fallbacks_on_fake_devices(tmp_path: Path) -> None:
     assert few in found["step.graphs.txt"]
 
 
-def test_failures_on_fake_devices() -> None:
-    assert play("device_failure_job", fake=True).count("failures are as they should be") == 2
+@pytest.mark.parametrize("words", [(), ("--strict",)])
+def test_failures_on_fake_devices(words: tuple[str, ...]) -> None:
+    """Also where the host of the other rank waits for its device, as when a kernel is loaded."""
+    job = ["-m", "tests.mpi.device_job", *words, "tests.mpi.device_failure_job"]
+    ended = run(2, job, variables={"CG_TIMEOUT": "60"}, seconds=250, warm=True)
+    assert ended.output.count("failures are as they should be") == 2, ended.output
 
 
 def test_interruptions_on_fake_devices() -> None:

@@ -175,11 +175,18 @@ class Control:
 
     # -- failure ----------------------------------------------------------------------------
 
-    def fail(self, error: BaseException, refused: bool = False) -> BaseException:
+    def has_failed_elsewhere(self) -> bool:
+        """True if another rank of this machine has failed in this execution; for any thread."""
+        if not self._guarded:
+            return False
+        others = (rank for rank in self._node.local if rank != self._node.rank)
+        return any(self._errors.last_failed(rank) == self.epoch for rank in others)
+
+    def fail(self, error: BaseException | None, refused: bool = False) -> BaseException:
         """Tell every rank that the execution has failed here.
 
         Args:
-            error: what was raised here.
+            error: what was raised here; None where that comes of a failure on another rank.
             refused: whether that was before this rank began its program.
 
         Returns:

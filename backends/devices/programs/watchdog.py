@@ -29,6 +29,9 @@ from .tail import last_stream
 INTERVAL = 0.25
 """Seconds between two looks."""
 
+STUCK = 1.0
+"""Seconds after which a driver that takes nothing seems to wait for the device."""
+
 GRACE = 2.0
 """Seconds past the timeout in which the host may find out by itself that it waits in vain."""
 
@@ -93,6 +96,8 @@ class Watchdog:
             by that thread, or by the one that learns of it.
         noted: returns the error that an execution has noted on the device, if one has. The next
             execution on this rank raises the error if it comes in time.
+        release: called where the host puts work on the device and does not get on, while the device
+            has ended all earlier executions. If another rank has failed, it lets the device go on.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class Watchdog:
         putting: Callable[[], Position | None] = lambda: None,
         end: Callable[[str], None] | None = None,
         noted: Callable[[], str | None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self._device = device
         self._timeout = timeout
@@ -112,6 +118,7 @@ class Watchdog:
         self._putting = putting
         self._end = bark if end is None else end
         self._noted = noted
+        self._release = release
         self._noted_since: float | None = None
         self._put: tuple[Position, float] | None = None
         self._line: deque[Put] = deque()
@@ -197,6 +204,8 @@ class Watchdog:
         if at is None or self._put is None or self._put[0] != at:
             self._put = None if at is None else (at, now)
             return None
+        if now - self._put[1] > STUCK and not _on_device():
+            self._release()
         if self._timeout is None or now - self._put[1] < self._timeout + GRACE:
             return None
         return (

@@ -213,6 +213,26 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
     dog.close()
 
 
+def test_a_driver_that_waits_with_nothing_ahead(watching: Watching) -> None:
+    """Messages that an earlier execution waits for are not broken off."""
+    released: list[float] = []
+    dog = Watchdog(
+        loose_device(),
+        10.0,
+        list,
+        lambda _: None,
+        lambda: AT,
+        release=lambda: released.append(watching.now),
+    )
+    watching.watch(2)
+    for seconds, done in ((0.0, 0), (watchdog.STUCK + 0.1, 0), (0.1, 1)):
+        assert released == []
+        assert watching.after(seconds, done) is None
+        assert dog.look() is None
+    assert released == [watching.now]
+    dog.close()
+
+
 def test_an_execution_that_does_not_end(watching: Watching) -> None:
     watching.watch(4)
     assert watching.after(9, done=0) is None

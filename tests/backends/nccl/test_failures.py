@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -167,8 +168,8 @@ def test_a_library_that_cannot_be_loaded_is_no_binding(bound: Bound) -> None:
 def test_ports_say_whom_it_concerns(bound: Bound) -> None:
     type_ = TensorType(DType.F32, (4,))
     edge, group = (
-        Line(CommunicatorGroup((2, 5), False), 0),
-        Line(CommunicatorGroup((0, 1, 2), True), 1),
+        Line(CommunicatorGroup((2, 5), False), 0, Lock()),
+        Line(CommunicatorGroup((0, 1, 2), True), 1, Lock()),
     )
     edge.comm = group.comm = bound.comm
     bound.break_("send", "recv", "all_gather")
