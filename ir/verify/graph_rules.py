@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ops import Alloc, Call, Collective, Op, Recv, Send, Value, Wait
+from ..ops import Alloc, Call, Collective, Free, Op, Recv, Send, Value, Wait
 from ..ops.module import (
     FunctionKind,
     Module,
     Program,
 )
+from ..ops.storage import SharedStorage
 from ..text.diagnostics import (
     Diagnostic,
 )
@@ -24,12 +25,18 @@ def check_graphs(module: Module, program: Program) -> Iterator[Diagnostic]:
     a row.
     """
     by_hosts: set[Value] = set()
+    storage = SharedStorage(program, module.functions)
+    received: set[Value] = set()
     last: int | None = None
     ended: set[int] = set()
     for op in program.ops:
         problem = _needs_host(op, module, by_hosts)
         if isinstance(op, Alloc):
             continue
+        if isinstance(op, Wait) and problem is not None:
+            received.update(map(storage.of, op.results))
+        elif isinstance(op, Free) and not received.isdisjoint(map(storage.of, op.operands[:1])):
+            problem = "free gives back what came from host to host"
         if op.graph is not None and problem is not None:
             yield Diagnostic(f"{problem}, and is in graph {op.graph}", op, program, help=_HELP)
         if op.graph != last and last is not None:

@@ -16,6 +16,7 @@ from ...ir.ops import (
     Communication,
     Constant,
     Copy,
+    Free,
     Op,
     Recv,
     Reserve,
@@ -34,12 +35,15 @@ from ..placement.fabrics import Fabrics
 LEAST = 2
 """The least number of ops worth a graph. A single call is enough, as it may be a whole model."""
 
+_GIVEN_BACK = "the memory of a message from host to host is given back"
+
 
 @dataclass(frozen=True)
 class Capture(Pass):
     """Number the longest runs of ops that a device can do without the host.
 
-    The host is needed for opaque methods, for random numbers and for messages between hosts.
+    The host is needed for opaque methods, for random numbers and for messages between hosts, whose
+    memory it gives back behind the run.
     Receives that are under way meanwhile are not part of a graph. All ops between two such places
     are one graph, which a single launch puts on the device from the third execution on.
 
@@ -83,6 +87,7 @@ class Capture(Pass):
         changed = False
         for program in module.programs:
             if fabrics.of_rank(program.rank or 0) is not None:
+                changed = _free_late(module, program, fabrics, messages) or changed
                 changed = _number(module, program, fabrics, messages) or changed
         return changed
 
@@ -106,14 +111,7 @@ def cuts(
     module: Module, program: Program, fabrics: Fabrics, messages: bool = True
 ) -> list[DeviceExit]:
     """The cuts that keep a rank's program from being one graph, in order."""
-    hosts: set[Value] = set()
-    reasons: dict[int, str] = {}
-    for index, op in enumerate(program.ops):
-        reason = _reason(op, module, fabrics, hosts)
-        if not messages and isinstance(op, Communication | Wait):
-            reason = "messages are announced"
-        if reason is not None:
-            reasons[index] = reason
+    reasons = _of_hosts(module, program, fabrics, messages)
     in_turn = {id_ for id_, channel in module.channels.items() if fabrics.is_one_by_one(channel)}
     while True:
         crossing = _crossing(program, reasons)
@@ -125,6 +123,43 @@ def cuts(
     return [
         DeviceExit(program.ops[index], index, reason) for index, reason in sorted(reasons.items())
     ]
+
+
+def _of_hosts(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> dict[int, str]:
+    """The ops that the host has to do by themselves, by index, with the reason."""
+    storage = SharedStorage(program, module.functions)
+    hosts: set[Value] = set()
+    received: set[Value] = set()
+    reasons: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        reason = _reason(op, module, fabrics, hosts)
+        if isinstance(op, Wait) and reason is not None:
+            received.update(map(storage.of, op.results))
+        elif isinstance(op, Free) and storage.of(op.operands[0]) in received:
+            reason = _GIVEN_BACK
+        if not messages and isinstance(op, Communication | Wait):
+            reason = "messages are announced"
+        if reason is not None:
+            reasons[index] = reason
+    return reasons
+
+
+def _free_late(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> bool:
+    """Let hosts give back memory of messages behind the ops that need no host, not among them."""
+    reasons = _of_hosts(module, program, fabrics, messages)
+    ops: list[Op] = []
+    frees: list[Op] = []
+    for index, op in enumerate(program.ops):
+        if reasons.get(index) == _GIVEN_BACK:
+            frees.append(op)
+            continue
+        if index in reasons or isinstance(op, Return):
+            ops += frees
+            frees.clear()
+        ops.append(op)
+    changed = ops != program.ops
+    program.ops[:] = ops
+    return changed
 
 
 def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:

@@ -2,6 +2,7 @@
 
     CG_DEVICE=fake mpiexec -n 2 python -m tests.mpi.rehearsal_job train
 
+With `train-by-hosts` the messages of stages go by the hosts, and the loss between the devices.
 Between the graphs of a step each actor has an update that is opaque, as a trainer has. `refuse`
 checks that each rank refuses what a GPU refuses, and `host` prints the losses alone.
 """
@@ -56,7 +57,7 @@ class Stage(torch.nn.Module):
         self.optimizer.zero_grad()
 
 
-def train() -> None:
+def train(backend: str = "auto") -> None:
     stages = [Stage.on(rank)(rank) for rank in range(cg.world_size())]
 
     @cg.trace
@@ -65,7 +66,7 @@ def train() -> None:
         for mx, my in cg.microbatches((x, y), 4):
             h = mx
             for stage in stages:
-                h = stage.forward(h)
+                h = cg.via(stage.forward(h), backend)
             losses.append(stages[-1].loss(h, my))
         loss = cg.mean(losses)
         cg.backward(loss)
@@ -116,7 +117,8 @@ def refuse() -> None:
 
 
 def main() -> None:
-    {"train": train, "refuse": refuse}[sys.argv[1]]()
+    run = {"train": train, "train-by-hosts": lambda: train("cpu"), "refuse": refuse}
+    run[sys.argv[1]]()
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ def losses(ended: Ended) -> set[str]:
     return set(re.findall(r"trained: (.*)", ended.output))
 
 
-def test_a_pipeline_does_not_stand_still_where_the_device_waits() -> None:
-    """It did while receives were posted early."""
-    values = losses(rehearse("train", CG_TIMEOUT="30"))
-    assert values == losses(rehearse("train", device="cpu"))
+@pytest.mark.parametrize("word", ["train", "train-by-hosts"])
+def test_a_pipeline_does_not_stand_still_where_the_device_waits(word: str) -> None:
+    """It did while receives were posted early, and sends by hosts begun when a host waits."""
+    values = losses(rehearse(word, CG_TIMEOUT="30"))
+    assert values == losses(rehearse(word, device="cpu"))
 
 
 def test_what_a_gpu_refuses_is_refused_everywhere() -> None:

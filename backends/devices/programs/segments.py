@@ -47,6 +47,9 @@ def cut(code: Code, binder: DeviceBinder) -> None:
         behind = StreamEvent(order) if several else None
         segment = make(number, first, last, range(first, last), order, behind)
         segments.append(segment)
+        if binder.stages_sends and segment.has_messages:
+            instructions.append(binder.copies.move_on)  # as `start_sends` says
+            infos.append(KEEP._replace(op=code.infos[first].op, awaited=code.infos[first].op))
         instructions.append(segment)
         interface, at = segment.interface, code.infos[first].op
         infos.append(InstructionInfo(Role.COMPUTE, interface.reads, interface.gives, op=at))
