@@ -254,7 +254,7 @@ def run_passes(
                 f"step {module.name} is compiled with the schedule '{fallback.name}' instead of "
                 f"'{schedule.name}', which finds no order that mixes forwards and backwards: "
                 f"{_why(error)}",
-                stacklevel=4,
+                stacklevel=5,
             )
             choice = f"{fallback.name}: no order mixes forwards and backwards"
             return replace(scheduled, choice=choice)

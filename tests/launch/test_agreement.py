@@ -11,8 +11,8 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
+from cg.launch.api.compile_options import CompileOptions
 from cg.launch.runtime.agreement import text_of
-from cg.launch.world.comparison import interval
 from cg.launch.world.world import use_world
 
 
@@ -71,7 +71,7 @@ def test_what_each_rank_may_have_of_its_own(one: Any, other: Any) -> None:
     ("given", "every"), [(None, None), (True, 1), (False, 0), (1, 1), (64, 64)]
 )
 def test_intervals(given: Any, every: int | None) -> None:
-    assert interval(given) == every
+    assert CompileOptions(check_inputs=given).compared_every == every
 
 
 @pytest.mark.parametrize("given", ["all", 1.5, [1]])
