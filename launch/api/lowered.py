@@ -38,7 +38,7 @@ from .compile_options import CompileOptions
 from .compiled import Compiled
 from .compiled_programs import Variant
 from .dumps import Dump, make_dump
-from .fusing import Fused, Fusing
+from .fusing import Fusing
 from .optimistic import Optimistic
 from .parameter_names import check_keywords
 from .select_schedule import (
@@ -369,16 +369,11 @@ class Lowered:
                 sink.add("costs.json", replace(costs, remat=()).to_json())
             self._dump_graphs(module, sink, is_driven)
         fallbacks = _fallbacks(module, self._world, dumped)
-        fused = self._fuse(fusing, module, options.fuse, sink)
-        return Variant(trace, scheduled, fused, fallbacks, definition(self._step.fn))
-
-    def _fuse(self, fusing: Fusing, module: Module, fuse: str | None, sink: Dump | None) -> Fused:
-        if fuse is None:
-            return fusing.plain(module, self._world)
-        fused = fusing.apply(module, self._world)
-        if sink is not None:
+        make_bodies = fusing.plain if options.fuse is None else fusing.apply
+        fused = make_bodies(module, self._world)
+        if sink is not None and options.fuse is not None:
             sink.add("fused.txt", fused.describe())
-        return fused
+        return Variant(trace, scheduled, fused, fallbacks, definition(self._step.fn))
 
     def _dump_graphs(self, module: Module, sink: Dump, is_driven: bool) -> None:
         """Write which device graphs the programs have, if any rank has a device."""

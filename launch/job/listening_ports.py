@@ -69,9 +69,9 @@ def close_control_port(manager: int) -> None:
                 _drop_everything(shared)
 
 
-def _control_port(manager: int, root: Path = Path("/")) -> int | None:
+def _control_port(manager: int) -> int | None:
     try:
-        words = (root / f"proc/{manager}/cmdline").read_bytes().decode().split("\0")
+        words = Path(f"/proc/{manager}/cmdline").read_bytes().decode().split("\0")
         return int(words[words.index("--control-port") + 1].rpartition(":")[2])
     except (OSError, ValueError, IndexError):
         return None
