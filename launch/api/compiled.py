@@ -24,8 +24,9 @@ from ..runtime.agreement import call_text
 from ..runtime.numbering import Numbering, check_state
 from ..runtime.runtime import Runtime, make_runtime
 from ..world.comparison import CallFacts
+from .compile_options import CompileOptions
 from .compiled_programs import Programs, Variant
-from .option_checks import check_executions
+from .parameter_names import check_executions
 from .repeated import Repeated
 from .selection import selection
 from .step_lock import lock_of
@@ -49,21 +50,14 @@ class Compiled(Programs):
         self,
         variants: Sequence[Variant],
         world: World,
-        *,
-        seed: int,
-        timeout: float | None,
-        patience: float | None,
+        options: CompileOptions,
         driver: int | None,
-        max_inflight: int,
         numbering: Numbering,
-        every: int | None,
     ) -> None:
         super().__init__(variants, world, driver)
         self._lock = lock_of(world)
-        self._seed = seed
-        self._timeout = timeout
+        self._options = options
         self._numbering = numbering
-        self._every = every
         self._select = selection([variant.trace.inputs for variant in variants])
         self._runtimes: list[Runtime | None] = [None] * len(variants)
         place = variants[0].trace.outputs.place  # of the step, and so of all variants
@@ -76,7 +70,7 @@ class Compiled(Programs):
             for index in range(len(variants)):
                 self._runtime(index)
         else:
-            self._made = self._make_graph(driver, max_inflight, patience)
+            self._made = self._make_graph(driver)
             self._launch = self._made.launch
             self._picks = [variant.pick(driver) for variant in variants]
             guarded = any(variant.trace.guards for variant in variants)
@@ -91,7 +85,7 @@ class Compiled(Programs):
             `inputs=cg.on(rank)` also `executions`, how many that rank has started: save those of
             that rank, for others know of them when they have served. All are ints.
         """
-        state = {"seed": self._seed, "calls": self._numbering.next}
+        state = {"seed": self._options.chosen_seed, "calls": self._numbering.next}
         if self._made is not None:
             state["executions"] = self._made.started
         return state
@@ -111,7 +105,7 @@ class Compiled(Programs):
             ValueError: it is of a run with another seed, or of another kind of step.
         """
         counts = ("calls",) if self._made is None else ("calls", "executions")
-        check_state(self._world, self._name, state, self._seed, counts)
+        check_state(self._world, self._name, state, self._options.chosen_seed, counts)
         graphs.check_idle(self._world, self._name)
         self._numbering.next = state["calls"]
         if self._made is not None:
@@ -343,12 +337,12 @@ class Compiled(Programs):
             chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
             return chosen.module, record(
                 self._world,
-                chosen.linked(self._seed),
+                chosen.linked(self._options.chosen_seed),
                 chosen.parameters,
                 lambda: chosen.inputs(args, kwargs),
                 executions,
                 self._facts(chosen),
-                timeout=self._timeout,
+                timeout=self._options.call_timeout,
             )
 
     def _runtime(self, index: int) -> Runtime:
@@ -359,9 +353,9 @@ class Compiled(Programs):
             with torch.inference_mode(False):  # its buffers are written to in any mode
                 runtime = self._runtimes[index] = make_runtime(
                     self._world,
-                    variant.linked(self._seed),
+                    variant.linked(self._options.chosen_seed),
                     variant.parameters,
-                    timeout=self._timeout,
+                    timeout=self._options.call_timeout,
                     numbering=self._numbering,
                     call=self._facts(variant),
                 )
@@ -371,14 +365,14 @@ class Compiled(Programs):
     def _facts(self, variant: Variant) -> CallFacts:
         """The facts on calls of a variant that messages and the comparison of arguments need."""
         spec = variant.trace.inputs
-        return CallFacts(spec, variant.loc, call_text(spec, variant.loc), self._every)
+        words = call_text(spec, variant.loc)
+        return CallFacts(spec, variant.loc, words, self._options.compared_every)
 
-    def _make_graph(
-        self, driver: int, max_inflight: int, patience: float | None
-    ) -> graphs.OpenGraph:
+    def _make_graph(self, driver: int) -> graphs.OpenGraph:
+        options = self._options
         variants = [
             execution_contexts.GraphVariant(
-                variant.linked(self._seed),
+                variant.linked(options.chosen_seed),
                 variant.trace.guards_of,
                 variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
             )
@@ -386,7 +380,7 @@ class Compiled(Programs):
         ]
         with torch.inference_mode(False):
             open_graph = graphs.make_graph(
-                self._world, self._name, driver, variants, max_inflight, self._timeout
+                self._world, self._name, driver, variants, options.in_flight, options.call_timeout
             )
         for index, variant in enumerate(self.variants):
             bound = {
@@ -394,8 +388,8 @@ class Compiled(Programs):
                 for rank, contexts in open_graph.graph.contexts.items()
             }
             self._watched.append(watch(self._world, variant.module, bound))
-        open_graph.graph.patience = patience
-        open_graph.graph.limit = self._timeout
+        open_graph.graph.patience = options.execute_timeout
+        open_graph.graph.limit = options.call_timeout
         return open_graph
 
     def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:

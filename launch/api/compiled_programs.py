@@ -15,7 +15,7 @@ from ...ir.ops import Call, Collective, Recv, Send
 from ...ir.ops.module import Channel, Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.printer import format_program
-from ...ir.types import FutureType, TensorType, Type
+from ...ir.types import tensor_bytes
 from ...passes.frontend.stored_values import Way, ways_of
 from ...passes.manager.manager import PassReport
 from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
@@ -278,9 +278,9 @@ def cost_of(module: Module, rank: int) -> Cost:
         calls=len(calls),
         flops=sum(module.functions[op.fn.name].flops.total for op in calls),
         messages_sent=len(sends),
-        bytes_sent=sum(_nbytes(op.operands[0].type) for op in sends),
+        bytes_sent=sum(tensor_bytes(op.operands[0].type) for op in sends),
         messages_received=len(receives),
-        bytes_received=sum(_nbytes(op.result.type) for op in receives),
+        bytes_received=sum(tensor_bytes(op.result.type) for op in receives),
         collectives=len(collectives),
         gathers=len(gathers),
         bytes_gathered=sum(map(_received, gathers)),
@@ -291,9 +291,5 @@ def cost_of(module: Module, rank: int) -> Cost:
 
 def _received(op: Collective) -> int:
     """Bytes that a rank receives from others: those that a gather adds, or a reduction removes."""
-    return abs(_nbytes(op.result.type) - sum(_nbytes(value.type) for value in op.operands))
-
-
-def _nbytes(type_: Type) -> int:
-    value = type_.value if isinstance(type_, FutureType) else type_
-    return value.nbytes if isinstance(value, TensorType) else 0
+    own_bytes = sum(tensor_bytes(value.type) for value in op.operands)
+    return abs(tensor_bytes(op.result.type) - own_bytes)

@@ -13,10 +13,10 @@ from ...backends.base import World
 from ...ir.ops.module import Module
 from ...passes.manager.manager import PassReport, format_reports
 from ...passes.simulate.program_grid import format_grid
-from ..environment.config import Config
 from ..pictures.program_timeline import picture_in_units
 from ..pictures.timeline_html import timeline_html
 from ..pictures.timeline_svg import timeline_svg
+from .compile_options import CompileOptions
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Dump:
         (self.directory / f"{self.prefix}.{name}").write_text(text, encoding="utf-8")
 
 
-def make_dump(settings: Config, directory: Path | None, name: str, world: World) -> Dump | None:
+def make_dump(options: CompileOptions, name: str, world: World) -> Dump | None:
     """Make the dump of a compilation; None if it writes nothing.
 
     Args:
-        settings: of the environment.
-        directory: that the caller asks for, before that of the environment.
+        options: of the compilation; their folder comes before that of the environment.
         name: of the step.
         world: this process's; ranks other than rank 0 add their number to the names of files.
     """
-    directory = directory or settings.dump
+    settings = options.settings
+    directory = settings.dump if options.dump is None else Path(options.dump)
     rank = world.rank
     if directory is None:
         return None

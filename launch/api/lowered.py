@@ -12,17 +12,16 @@ from weakref import WeakSet
 from ...backends.base import World
 from ...backends.failures.fallbacks import Fallbacks
 from ...backends.failures.participants import is_device_only
-from ...backends.fusion.fuse import check_name
 from ...ir.ops.clone import clone
 from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from ...ir.pipeline.costs import Costs
 from ...ir.text.printer import format_module
+from ...passes.base import Pipeline
 from ...passes.lower.capture import describe
 from ...passes.lower.fuse import Fuse
 from ...passes.manager.manager import PassManager
 from ...passes.manager.pipelines import default_pipeline
-from ...passes.manager.registry import Switches, parse_switches
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ...passes.simulate.stage_memory import recomputable
@@ -30,19 +29,18 @@ from ...tracer.method.binding import definition
 from ...tracer.record.actors.undo import Undo
 from ...tracer.record.trace import Trace
 from ...tracer.torch_modes import Ambient
-from ..environment.config import config
 from ..runtime.agreement import check_compilation, check_fuse
 from ..runtime.numbering import Numbering
 from ..world.communicators import check_transports
-from ..world.comparison import interval
 from ..world.devices import fabrics_of
 from ..world.world import check_late_settings
+from .compile_options import CompileOptions
 from .compiled import Compiled
 from .compiled_programs import Variant
 from .dumps import Dump, make_dump
-from .fusing import Fused, Fusing
+from .fusing import Fusing
 from .optimistic import Optimistic
-from .option_checks import check_keywords, check_options
+from .parameter_names import check_keywords
 from .select_schedule import (
     check_costs,
     choose_remat,
@@ -204,31 +202,28 @@ class Lowered:
                 f"max_inflight={max_inflight!r}: it is the number of executions of "
                 f"{self._step.name} that may be in flight, an int of at least 1"
             )
+        options = CompileOptions(
+            schedule=schedule,
+            passes=passes,
+            dump=dump,
+            seed=seed,
+            timeout=timeout,
+            max_inflight=max_inflight,
+            fuse=fuse,
+            fsdp=fsdp,
+            check_inputs=check_inputs,
+        )
         if schedule is not None and wants_costs(schedule):
-            measure = functools.partial(self._measure, passes, seed, timeout)
+            measure = functools.partial(self._measure, options)
             schedule = with_costs(schedule, measure, self._world)
         check_costs(schedule)
-        check_options(passes, seed, timeout, fsdp)
-        if fuse is not None:
-            check_name(fuse)
         with lock_of(self._world).held(self._step.name):
-            lowered = self._for_fusing(fuse, passes)
+            lowered = self._for_fusing(options)
             if schedule is not None and wants_memory(schedule):
                 schedule = with_memory(schedule, [trace.module for trace in lowered.traces])
             if schedule is not None and wants_remat(schedule):
                 lowered, schedule = lowered._rematerialized(schedule)
-            return lowered._compile(
-                self._step.number(),
-                schedule=schedule,
-                passes=passes,
-                dump=dump,
-                seed=seed,
-                timeout=timeout,
-                max_inflight=max_inflight,
-                fuse=fuse,
-                fsdp=fsdp,
-                check_inputs=check_inputs,
-            )
+            return lowered._compile(replace(options, schedule=schedule), self._step.number())
 
     def compile_optimistic(
         self,
@@ -261,26 +256,21 @@ class Lowered:
                 "compile_optimistic() keeps the stages as they are traced; compile() chooses those "
                 "that recompute, and cg.remat(actor.method) in the step says it for both"
             )
+        options = CompileOptions(
+            schedule=schedule,
+            passes=passes,
+            seed=seed,
+            timeout=timeout,
+            fsdp=fsdp,
+            check_inputs=check_inputs,
+        )
         with lock_of(self._world).held(self._step.name):
             bold = Lowered(self._step, [self._again[0](optimistic=True)], self._world)
             numbering = self._step.number()
-            plain, bold_program = (
-                lowered._compile(
-                    numbering,
-                    schedule=schedule,
-                    passes=passes,
-                    seed=seed,
-                    timeout=timeout,
-                    fsdp=fsdp,
-                    check_inputs=check_inputs,
-                )
-                for lowered in (self, bold)
-            )
+            plain, bold_program = (lowered._compile(options, numbering) for lowered in (self, bold))
             return Optimistic(plain, bold_program, self._world, numbering)
 
-    def _measure(
-        self, passes: str, seed: int | None, timeout: float | None, schedule: Schedule
-    ) -> Costs:
+    def _measure(self, options: CompileOptions, schedule: Schedule) -> Costs:
         """Measure the step on the arguments that it was lowered for, and undo its effects."""
         if self._example is None or self._step.driver is not None:
             raise ValueError(
@@ -290,6 +280,7 @@ class Lowered:
             )
         args, kwargs = self._example
         undo = Undo(self.trace.instances)
+        passes, seed, timeout = options.passes, options.seed, options.timeout
         with self.compile(schedule=schedule, passes=passes, seed=seed, timeout=timeout) as compiled:
             undo.remember()
             try:
@@ -297,14 +288,14 @@ class Lowered:
             finally:
                 undo.restore()
 
-    def _for_fusing(self, fuse: str | None, passes: str) -> Lowered:
+    def _for_fusing(self, options: CompileOptions) -> Lowered:
         """The step with backwards for fused kernels, if a compiler makes any; collective.
 
         A trace decides what is kept for a backward, so the step is traced once more.
         """
-        check_fuse(self._world, self._step.name, fuse)
+        check_fuse(self._world, self._step.name, options.fuse)
         has_backward = any(trace.module.vjps for trace in self.traces)
-        if fuse is None or not has_backward or Fuse.name in _switches(passes).off:
+        if options.fuse is None or not has_backward or Fuse.name in options.switches.off:
             return self
         if self._fused is None:
             again = [
@@ -331,90 +322,58 @@ class Lowered:
         trace = again(remat=actors)
         return Lowered(self._step, [trace], self._world), schedule
 
-    def _compile(
-        self,
-        numbering: Numbering,
-        *,
-        schedule: Schedule | None = None,
-        passes: str = "",
-        dump: Path | str | None = None,
-        seed: int | None = None,
-        timeout: float | None = None,
-        max_inflight: int | None = None,
-        fuse: str | None = None,
-        fsdp: Residency | None = None,
-        check_inputs: bool | int | None = None,
-    ) -> Compiled:
-        check_options(passes, seed, timeout, fsdp)
-        every = interval(check_inputs)
+    def _compile(self, options: CompileOptions, numbering: Numbering) -> Compiled:
         for trace in self.traces:
             check_transports(trace.module.program)
-        settings = config()
-        check_late_settings(settings)
-        switches = _switches(passes)
-        is_driven = max_inflight is not None and self._step.driver is not None
-        if is_driven:
+        check_late_settings(options.settings)
+        switches = options.switches
+        driver = None if options.max_inflight is None else self._step.driver
+        if driver is not None:
             for trace in self.traces:
                 check_keywords(self._step.fn, trace.inputs, Compiled.execute)
-        chosen_seed = int(settings.seed if seed is None else seed)
-        options = {
-            "schedule": schedule,
-            "passes": ",".join(filter(None, (settings.passes, passes))),
-            "seed": chosen_seed,
-            "max_inflight": max_inflight,
-            "fuse": fuse,
-            "fsdp": None if fsdp is None else fsdp.text,
-            "check_inputs": every,
-        }
-        check_compilation(self._world, self._step.name, self.traces, options)
+        check_compilation(self._world, self._step.name, self.traces, options.agreed())
         pipeline_of = functools.partial(
             default_pipeline,
             switches=switches,
             fabrics=fabrics_of(self._world),
-            in_flight=max_inflight if is_driven and max_inflight is not None else 0,
-            fuse=fuse,
-            prefetch=1 if fsdp is None else fsdp.prefetch,
+            in_flight=0 if driver is None else options.in_flight,
+            fuse=options.fuse,
+            prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
         )
-        folder = None if dump is None else Path(dump)
         variants = []
-        costs = costs_of(schedule)
         for trace, fusing in zip(self.traces, self._fusing, strict=True):
-            dumped = make_dump(settings, folder, self._step.name, self._world)
-            sink = dumped if dumped is not None and dumped.is_wanted else None
-            chosen = choose_residency(fsdp, schedule, trace.module, pipeline_of)
-            pipeline = functools.partial(pipeline_of, fsdp=chosen)
-            scheduled = run_passes(schedule, trace.module, pipeline, sink)
-            module = scheduled.module
-            if sink is not None:
-                sink.finish(module, scheduled.reports)
-                if scheduled.choice:
-                    sink.add("schedule.txt", f"{scheduled.choice}\n")
-                if costs is not None:
-                    sink.add("costs.json", replace(costs, remat=()).to_json())
-                self._dump_graphs(module, sink, is_driven)
-            fallbacks = _fallbacks(module, self._world, dumped)
-            fused = self._fuse(fusing, module, fuse, sink)
-            loc = definition(self._step.fn)
-            variants.append(Variant(trace, scheduled, fused, fallbacks, loc))
-        return Compiled(
-            variants,
-            self._world,
-            seed=chosen_seed,
-            timeout=settings.timeout if timeout is None else timeout,
-            patience=settings.given_timeout if timeout is None else timeout,
-            driver=None if max_inflight is None else self._step.driver,
-            max_inflight=max_inflight or 0,
-            numbering=numbering,
-            every=every,
-        )
+            variants.append(self._variant(trace, fusing, options, pipeline_of, driver is not None))
+        return Compiled(variants, self._world, options, driver, numbering)
 
-    def _fuse(self, fusing: Fusing, module: Module, fuse: str | None, sink: Dump | None) -> Fused:
-        if fuse is None:
-            return fusing.plain(module, self._world)
-        fused = fusing.apply(module, self._world)
+    def _variant(
+        self,
+        trace: Trace,
+        fusing: Fusing,
+        options: CompileOptions,
+        pipeline_of: Callable[..., Pipeline],
+        is_driven: bool,
+    ) -> Variant:
+        """Compile one of the traces."""
+        dumped = make_dump(options, self._step.name, self._world)
+        sink = dumped if dumped is not None and dumped.is_wanted else None
+        chosen = choose_residency(options.fsdp, options.schedule, trace.module, pipeline_of)
+        pipeline = functools.partial(pipeline_of, fsdp=chosen)
+        scheduled = run_passes(options.schedule, trace.module, pipeline, sink)
+        module = scheduled.module
         if sink is not None:
+            sink.finish(module, scheduled.reports)
+            if scheduled.choice:
+                sink.add("schedule.txt", f"{scheduled.choice}\n")
+            costs = costs_of(options.schedule)
+            if costs is not None:
+                sink.add("costs.json", replace(costs, remat=()).to_json())
+            self._dump_graphs(module, sink, is_driven)
+        fallbacks = _fallbacks(module, self._world, dumped)
+        make_bodies = fusing.plain if options.fuse is None else fusing.apply
+        fused = make_bodies(module, self._world)
+        if sink is not None and options.fuse is not None:
             sink.add("fused.txt", fused.describe())
-        return fused
+        return Variant(trace, scheduled, fused, fallbacks, definition(self._step.fn))
 
     def _dump_graphs(self, module: Module, sink: Dump, is_driven: bool) -> None:
         """Write which device graphs the programs have, if any rank has a device."""
@@ -431,11 +390,6 @@ class Lowered:
         reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
         PassManager(pipeline[: reached[0] + 1]).run(module)
         return module
-
-
-def _switches(passes: str) -> Switches:
-    """The passes that are left out: by CG_PASSES, then by an option."""
-    return parse_switches(config().passes).then(parse_switches(passes))
 
 
 def _fallbacks(module: Module, world: World, dumped: Dump | None) -> Fallbacks:

@@ -41,9 +41,7 @@ PipelineOf = Callable[[Schedule | None], Pipeline]
 
 def wants_costs(schedule: Schedule | None) -> bool:
     """True if a schedule is a search whose costs are to be measured."""
-    if not isinstance(schedule, Schedule) or not is_search(schedule):
-        return False
-    return bool(dict(schedule.options).get("measure"))
+    return bool(_search_options(schedule).get("measure"))
 
 
 def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: World) -> Schedule:
@@ -76,9 +74,7 @@ def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: 
 
 def costs_of(schedule: Schedule | None) -> Costs | None:
     """The costs that a search goes by, if it has any."""
-    if not isinstance(schedule, Schedule) or not is_search(schedule):
-        return None
-    costs: Costs | None = dict(schedule.options)["costs"]
+    costs: Costs | None = _search_options(schedule).get("costs")
     return costs
 
 
@@ -98,10 +94,8 @@ def check_costs(schedule: Schedule | None) -> None:
 
 def wants_memory(schedule: Schedule | None) -> bool:
     """True if a search is given memory in bytes, and no costs with the bytes of stages."""
-    if not isinstance(schedule, Schedule) or not is_search(schedule):
-        return False
     costs = costs_of(schedule)
-    is_in_bytes = dict(schedule.options)["max_bytes"] is not None
+    is_in_bytes = _search_options(schedule).get("max_bytes") is not None
     return is_in_bytes and (costs is None or costs.activation_bytes is None)
 
 
@@ -127,9 +121,7 @@ def with_memory(schedule: Schedule, modules: Sequence[Module]) -> Schedule:
 
 def wants_remat(schedule: Schedule | None) -> bool:
     """True if a search may choose stages that recompute."""
-    if not isinstance(schedule, Schedule) or not is_search(schedule):
-        return False
-    return bool(dict(schedule.options)["remat"])
+    return bool(_search_options(schedule).get("remat"))
 
 
 def choose_remat(
@@ -173,6 +165,13 @@ def _with_bytes(costs: Costs, memories: Sequence[StageMemory]) -> Costs:
         activation_bytes=tuple(map(max, zip(*activations, strict=True))),
         weight_bytes=tuple(map(max, zip(*weights, strict=True))),
     )
+
+
+def _search_options(schedule: Schedule | None) -> dict[str, Any]:
+    """The options of a search; none of other schedules."""
+    if not isinstance(schedule, Schedule) or not is_search(schedule):
+        return {}
+    return dict(schedule.options)
 
 
 def _with(schedule: Schedule, **options: Any) -> Schedule:
@@ -240,9 +239,9 @@ def run_passes(
     try:
         return _run(_select_schedule(schedule, module, pipeline_of), module, pipeline_of, sink)
     except IRError as error:
-        if schedule is None or not is_search(schedule):
+        options = _search_options(schedule)
+        if schedule is None or not options:
             raise
-        options = dict(schedule.options)
         if options["max_activations"] is not None or options["max_bytes"] is not None:
             raise
         for fallback in (gpipe(), looped_bfs()):
@@ -254,7 +253,7 @@ def run_passes(
                 f"step {module.name} is compiled with the schedule '{fallback.name}' instead of "
                 f"'{schedule.name}', which finds no order that mixes forwards and backwards: "
                 f"{_why(error)}",
-                stacklevel=4,
+                stacklevel=5,
             )
             choice = f"{fallback.name}: no order mixes forwards and backwards"
             return replace(scheduled, choice=choice)

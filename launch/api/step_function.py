@@ -20,6 +20,7 @@ from ..runtime.driven_graphs import check_outside
 from ..runtime.numbering import Numbering, check_state
 from ..world.devices import torch_device
 from ..world.world import world
+from .compile_options import CompileOptions
 from .compiled import Compiled
 from .lowered import Again, Definition, Lowered
 from .step_lock import lock_of
@@ -97,7 +98,7 @@ class Step:
             if compiled is None:
                 if self._actors is None:
                     self._actors = ActorNames(self.__wrapped__)
-                compiled = self.lower(*args, **kwargs)._compile(self._numbering)
+                compiled = self.lower(*args, **kwargs)._compile(CompileOptions(), self._numbering)
                 self._compiled[key] = compiled
         return compiled
 

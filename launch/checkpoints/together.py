@@ -39,6 +39,6 @@ def together(work: Callable[[], T], what: str = "write") -> T:
     return result
 
 
-def on_rank_0(work: Callable[[], None], what: str = "write") -> None:
+def on_rank_0(work: Callable[[], None]) -> None:
     """Do something on rank 0; if it fails there, it fails on all ranks. Collective."""
-    together(work if world().rank == 0 else lambda: None, what)
+    together(work if world().rank == 0 else lambda: None)

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any, NoReturn
 
 from ...tracer.source import traceback_location
 from ..environment.detect import Launch
+from .listening_ports import is_socket
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a job that Ctrl-C ended, as shells have it."""
@@ -209,7 +209,7 @@ def _end_before_mpi(launch: Launch) -> Callable[[int], None]:
     """
 
     def end(code: int) -> None:
-        if launch.pmi_socket is None or not _is_socket(launch.pmi_socket):
+        if launch.pmi_socket is None or not is_socket(launch.pmi_socket):
             return
         greeting = b"cmd=init pmi_version=1 pmi_subversion=1\n"
         with socket.socket(fileno=os.dup(launch.pmi_socket)) as link:
@@ -222,10 +222,3 @@ def _end_before_mpi(launch: Launch) -> Callable[[int], None]:
                     link.recv(PMI_LINE)
 
     return end
-
-
-def _is_socket(descriptor: int) -> bool:
-    try:
-        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
-    except OSError:
-        return False

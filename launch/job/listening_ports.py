@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..environment.detect import Launch
@@ -61,7 +61,9 @@ def close_control_port(manager: int) -> None:
         manager: the process above this rank, on whose command line the port is.
     """
     port = _control_port(manager)
-    for descriptor in _sockets() if port is not None else ():
+    if port is None:
+        return
+    for descriptor in filter(is_socket, map(int, os.listdir("/proc/self/fd"))):
         with socket.socket(fileno=os.dup(descriptor)) as shared:
             is_tcp = shared.family in (socket.AF_INET, socket.AF_INET6)
             listens = is_tcp and shared.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -69,21 +71,20 @@ def close_control_port(manager: int) -> None:
                 _drop_everything(shared)
 
 
-def _control_port(manager: int, root: Path = Path("/")) -> int | None:
+def _control_port(manager: int) -> int | None:
     try:
-        words = (root / f"proc/{manager}/cmdline").read_bytes().decode().split("\0")
+        words = Path(f"/proc/{manager}/cmdline").read_bytes().decode().split("\0")
         return int(words[words.index("--control-port") + 1].rpartition(":")[2])
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _sockets() -> Iterator[int]:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                yield int(name)
-        except OSError:
-            continue
+def is_socket(descriptor: int) -> bool:
+    """True if a descriptor of this process is open, and is a socket's."""
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
 
 
 def _drop_everything(shared: socket.socket) -> None:

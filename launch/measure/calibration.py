@@ -9,10 +9,10 @@ from statistics import fmean
 
 from ...backends.base import World
 from ...ir.attributes import Action, Task
-from ...ir.ops import Call, Collective, Op, Send, Value, Wait
-from ...ir.ops.module import Channel, Module
+from ...ir.ops import Call, Collective, Op, Send, Wait
+from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs, Link
-from ...ir.types import FutureType, TensorType
+from ...ir.types import FutureType, tensor_bytes
 from .link_benchmark import try_edge
 from .message_latency import MessageLatency, message_latencies
 from .recording import RecordedTimes
@@ -152,7 +152,7 @@ def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
     channels = tuple(module.channels.values())
     for channel in channels:
         links = []
-        for rank, peer in _edges_of(channel):
+        for rank, peer in pairwise(channel.ranks):
             edge = (min(rank, peer), max(rank, peer))
             if edge not in edges:
                 edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead, channels)
@@ -173,10 +173,7 @@ def _as_seen(
         seen: the latencies of messages that a rank has waited for.
         before: milliseconds that a sender spends before the message leaves.
     """
-    more = [
-        message.time - before - links[message.op.chan].time(_nbytes(message.op.operands[0]))
-        for message in seen
-    ]
+    more = [message.time - before - _message_time(message.op, links) for message in seen]
     if not more:
         return dict(links)
     extra = fmean(more)
@@ -185,9 +182,9 @@ def _as_seen(
     }
 
 
-def _edges_of(channel: Channel) -> list[tuple[int, int]]:
-    """The edges between neighbouring ranks of a channel: one if it joins two ranks."""
-    return list(pairwise(channel.ranks))
+def _message_time(op: Send, links: Mapping[int, Link]) -> float:
+    """The time of a message over the link of its channel."""
+    return links[op.chan].time(tensor_bytes(op.operands[0].type))
 
 
 def _slowest(links: Iterable[Link]) -> Link | None:
@@ -203,7 +200,7 @@ def _largest_messages(module: Module) -> dict[tuple[int, int], int]:
             if isinstance(op, Send):
                 rank = program.rank or 0
                 edge = (min(rank, op.peer), max(rank, op.peer))
-                sizes[edge] = max(sizes[edge], _nbytes(op.operands[0]))
+                sizes[edge] = max(sizes[edge], tensor_bytes(op.operands[0].type))
     return sizes
 
 
@@ -218,10 +215,5 @@ def _between_stages(
                 forward = op.task.action is Action.FORWARD
                 before = op.task.stage if forward else op.task.stage - 1
                 if before >= 0:
-                    times[before].append(post + links[op.chan].time(_nbytes(op.operands[0])))
+                    times[before].append(post + _message_time(op, links))
     return tuple(fmean(durations) if durations else 0.0 for durations in times)
-
-
-def _nbytes(value: Value) -> int:
-    type_ = value.type.value if isinstance(value.type, FutureType) else value.type
-    return type_.nbytes if isinstance(type_, TensorType) else 0

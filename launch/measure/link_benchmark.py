@@ -44,7 +44,7 @@ def try_edge(
     edge: tuple[int, int],
     largest: int,
     overhead: float,
-    channels: Sequence[Channel] = (),
+    channels: Sequence[Channel],
 ) -> Link:
     """Measure latency and bandwidth between two ranks; collective, though others send nothing.
 

@@ -18,6 +18,7 @@ from ...backends.base import World
 from ..environment.config import environment
 from ..world.clocks import ClockReading
 from ..world.single_rank_world import SingleRankWorld
+from ..world.world import mpi_version
 
 PACKAGES = ("cg", "numpy", "mpi4py")
 
@@ -140,10 +141,7 @@ def _version(package: str) -> str | None:
 def _mpi() -> str | None:
     """The MPI library, if the program has loaded one."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is None:
-        return None
-    text: str = mpi.Get_library_version()
-    return " ".join(text.strip("\0").splitlines()[0].split())
+    return None if mpi is None else mpi_version(mpi)
 
 
 def _processor() -> str:

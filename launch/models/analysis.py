@@ -109,10 +109,6 @@ class _AnalysisRun:
     def _bit(self, layer: int) -> int:
         return 1 << layer
 
-    @property
-    def _of_layers(self) -> int:
-        return (1 << len(self.layers)) - 1
-
     def _parameters(self, sources: int) -> frozenset[str]:
         shifted = sources >> len(self.layers)
         return frozenset(name for i, name in enumerate(self.names) if shifted >> i & 1)
@@ -154,7 +150,11 @@ class _AnalysisRun:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         number = self.number[id(module)]
         if self.inside or number != self.entered:
-            raise self._disorder(number)
+            raise ValueError(
+                f"{type(self.model).__name__} runs {self.chain.path_of(number)} out of order, or "
+                "more than once; cg.cut_layers cuts a model that runs its layers once, one after "
+                "the other"
+            )
         self.inside = True
         self.entered += 1
         layer = self.layers[number]
@@ -176,12 +176,6 @@ class _AnalysisRun:
         self.flops[-1] = self.dependence.flops - self.last
         self.last = self.dependence.flops
         self.flops.append(0)
-
-    def _disorder(self, number: int) -> ValueError:
-        return ValueError(
-            f"{type(self.model).__name__} runs {self.chain.path_of(number)} out of order, or more "
-            "than once; cg.cut_layers cuts a model that runs its layers once, one after the other"
-        )
 
     def end(self, output: Any) -> None:
         self._count()
@@ -251,7 +245,7 @@ class _AnalysisRun:
     def _refusal(self, index: int, moving: set[int], owned: Mapping[str, set[int]]) -> str | None:
         """Why the model cannot be cut in front of a layer."""
         first = self.chain.path_of(index)
-        behind = f"{self.chain.path_of(index - 1)}"
+        behind = self.chain.path_of(index - 1)
         if not moving:
             return f"{first} takes nothing that {behind} gives"
         for position, sources in enumerate(self.layers[index].sources):

@@ -10,9 +10,9 @@ from functools import cache
 def balance(
     costs: Sequence[float],
     parts: int,
-    before: float = 0.0,
-    after: float = 0.0,
-    may_cut: Callable[[int], bool] = lambda index: True,
+    before: float,
+    after: float,
+    may_cut: Callable[[int], bool],
 ) -> list[int] | None:
     """Cut costs into contiguous runs of one or more.
 

@@ -25,7 +25,7 @@ class Chain:
         return f"{self.path}.{index}" if self.path else str(index)
 
 
-def find_chain(model: nn.Module, path: str | None = None) -> Chain:
+def find_chain(model: nn.Module, path: str | None) -> Chain:
     """Find the layers of a model.
 
     Without a path it is the `ModuleList` or `Sequential` with most parameters, among those that are

@@ -69,8 +69,7 @@ def _costs(
     analysis: Analysis,
     costs: Sequence[float] | Literal["flops", "bytes"],
 ) -> ModelCosts:
-    counted = costs == "flops" and any(analysis.flops)
-    if counted:
+    if costs == "flops" and any(analysis.flops):
         return ModelCosts("FLOPs", analysis.flops)
     if isinstance(costs, str):
         if costs not in ("flops", "bytes"):

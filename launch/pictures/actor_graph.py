@@ -24,7 +24,7 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.ops.module import Channel, Function, Module, Program
-from ...ir.types import FutureType, TensorType, Type, format_ranks
+from ...ir.types import TensorType, format_ranks, promised
 from .model import WorkKind
 from .op_boxes import OpBoxes
 
@@ -178,14 +178,13 @@ class _GraphMaker:
             node.count += 1
 
     def _node(self, rank: int, op: Op) -> GraphNode:
-        box = self._boxes[rank].of(op) if not isinstance(op, Collective) else None
         if isinstance(op, Collective):
-            types = ", ".join(str(_plain(value)) for value in op.results)
+            types = ", ".join(str(promised(value.type)) for value in op.results)
             ranks = f"ranks {format_ranks(op.group.ranks)}"
             return GraphNode(rank, op.opcode, ranks, WorkKind.MESSAGE, layout=types)
-        assert box is not None
         if not isinstance(op, Call):
             return GraphNode(rank, op.opcode, "", None)
+        box = self._boxes[rank].of(op)
         actor = self._module.functions[op.fn.name].actor
         title = _title(self._module.functions[op.fn.name].body_name, actor)
         laid_out = [type_ for type_ in self._types(op, given=True) if type_ is not None]
@@ -267,7 +266,7 @@ class _GraphMaker:
         if origin.channel is not None and ranks[0] != ranks[1]:
             edge.transport = self._transport(origin.channel)
         travels = bool(edge.transport) or laid_out is None
-        type_ = _plain(value) if travels else laid_out
+        type_ = promised(value.type) if travels else laid_out
         # Of all microbatches the first alone counts.
         seen = self._seen.setdefault(pair, set())
         first = next((microbatch for microbatch, _ in seen), mb)
@@ -302,10 +301,6 @@ _PARTS = {
     ".vjp.weight": "weights' grad of ",
 }
 """The names of the parts of a derivative, for readers."""
-
-
-def _plain(value: Value) -> Type:
-    return value.type.value if isinstance(value.type, FutureType) else value.type
 
 
 def _title(function: str, actor: str | None) -> str:

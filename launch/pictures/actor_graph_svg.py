@@ -15,17 +15,17 @@ _BETWEEN = 26
 _CHARACTER = 6.1
 
 
-def graph_svg(graph: ActorGraph, title: str = "") -> str:
+def graph_svg(graph: ActorGraph) -> str:
     """Draw an actor graph. Nodes and edges tell about themselves in tooltips."""
-    return _GraphDrawing(graph, title or f"@{graph.name}").draw()
+    return _GraphDrawing(graph).draw()
 
 
 class _GraphDrawing:
     """Draws one SVG."""
 
-    def __init__(self, graph: ActorGraph, title: str) -> None:
+    def __init__(self, graph: ActorGraph) -> None:
         self._graph = graph
-        self._title = title
+        self._title = f"@{graph.name}"
         self._lines: list[str] = []
         self._at: dict[Key, tuple[float, float]] = {}
         self._bands: dict[int, tuple[float, float]] = {}

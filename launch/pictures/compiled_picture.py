@@ -28,7 +28,7 @@ def timeline_of(
         note = "predicted" if measured is None else "measured"
         times = measured if predicted is None else predicted
         assert times is not None
-        return picture_of_programs(times, module, note=note)
+        return picture_of_programs(times, module, note)
     return one_above_the_other(
         picture_of_programs(predicted, module), picture_of_programs(measured, module)
     )
@@ -39,7 +39,7 @@ def write_compiled(
     timeline: Picture,
     transport: Transport,
     path: Path,
-    traced: Mapping[str, Function] | None = None,
+    traced: Mapping[str, Function],
 ) -> None:
     """Draw the actor graph and the timeline of a scheduled module.
 

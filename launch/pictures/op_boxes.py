@@ -9,7 +9,7 @@ from ...ir.attributes import Effect, Stream
 from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
 from ...ir.ops.module import Module, Program
 from ...ir.text.printer import format_op
-from ...ir.types import FutureType, TensorType, Type
+from ...ir.types import TensorType, promised
 from .model import KIND_OF, TimeSlice, WorkKind
 
 
@@ -125,12 +125,7 @@ class OpBoxes:
 
 def _nbytes(op: Op) -> int | None:
     """Bytes of tensors that an op carries or makes."""
-    types = [_plain(value.type) for value in op.results]
-    if isinstance(op, Send):
-        types = [_plain(value.type) for value in op.operands]
+    values = op.operands if isinstance(op, Send) else op.results
+    types = [promised(value.type) for value in values]
     sizes = [type_.nbytes for type_ in types if isinstance(type_, TensorType)]
     return sum(sizes) if sizes else None
-
-
-def _plain(type_: Type) -> Type:
-    return type_.value if isinstance(type_, FutureType) else type_

@@ -15,15 +15,12 @@ from .model import NUDGE, End, Picture, TimeSlice, TrackKey, lay_out
 from .op_boxes import OpBoxes
 
 
-def picture_of_programs(
-    times: ProgramTimes, module: Module, title: str = "", note: str = ""
-) -> Picture:
+def picture_of_programs(times: ProgramTimes, module: Module, note: str = "") -> Picture:
     """The picture of programs: each rank's computation and, on paper, its messages by stream.
 
     Args:
         times: of the programs of `module`, simulated or recorded.
         module: scheduled.
-        title: the name of the step, if it is empty.
         note: as in `Picture`.
     """
     boxes = {program.rank or 0: OpBoxes(module, program) for program in module.programs}
@@ -54,7 +51,7 @@ def picture_of_programs(
             start = message.start if travels else message.start - NUDGE
             end = message.ready - NUDGE if travels else message.ready
             arrows.append(((tail, max(0.0, start)), (head, end)))
-    return lay_out(title or f"@{module.name}", note, boxes, slices, arrows)
+    return lay_out(f"@{module.name}", note, boxes, slices, arrows)
 
 
 def _ends(message: Message) -> tuple[int, int] | None:
@@ -84,4 +81,4 @@ def picture_in_units(module: Module) -> Picture:
     }
     simulation = simulate_programs(module, Costs(functions=dict.fromkeys(loose, 1.0)))
     note = "on paper: F, B, W and each call outside of them take 1 ms, transfers none"
-    return picture_of_programs(simulation, module, note=note)
+    return picture_of_programs(simulation, module, note)

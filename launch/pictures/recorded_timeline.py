@@ -75,7 +75,7 @@ class Records:
         return sorted(numbers)
 
 
-def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
+def picture_of_records(records: Records, title: str, note: str) -> Picture:
     """A row for each rank, a track for each stream, a slice for each instruction.
 
     Where executions overlap on a rank, each has tracks of its own.

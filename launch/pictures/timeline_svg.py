@@ -30,17 +30,12 @@ _ARROWS = 600
 """The most messages with arrows: more arrows would hide the boxes that they connect."""
 
 
-def timeline_svg(picture: Picture, width: float | None = None) -> str:
-    """Draw a timeline.
+def timeline_svg(picture: Picture) -> str:
+    """Draw a timeline, so wide that the labels of most boxes fit, within limits.
 
     Each slice tells about itself in a tooltip. Slices that are too short to be seen are left out.
-
-    Args:
-        picture: the timeline to draw.
-        width: of the time axis in pixels; None for a width at which the boxes' labels fit, within
-            limits.
     """
-    return _TimelineDrawing(picture, width).draw()
+    return _TimelineDrawing(picture).draw()
 
 
 def tooltip(each: TimeSlice) -> str:
@@ -57,11 +52,11 @@ def tooltip(each: TimeSlice) -> str:
 class _TimelineDrawing:
     """Draws one SVG."""
 
-    def __init__(self, picture: Picture, width: float | None) -> None:
+    def __init__(self, picture: Picture) -> None:
         self._picture = picture
         self._bands = stack(picture)
         self._end = picture.end
-        self._width = _natural_width(picture) if width is None else width
+        self._width = _natural_width(picture)
         self._per_ms = self._width / self._end if self._end else 0.0
         names = [band.row.name for band in self._bands]
         streams = any(len(band.lanes) > 1 for band in self._bands)

@@ -15,8 +15,6 @@ BETWEEN_TRACKS, BETWEEN_SOURCES, BETWEEN_RANKS = 2, 4, 14
 class Lane:
     """A track and its place."""
 
-    row: int
-    index: int
     track: Track
     top: int
     height: int
@@ -36,14 +34,14 @@ def stack(picture: Picture) -> list[Band]:
     """The rows one below the other, from 0 down."""
     bands: list[Band] = []
     top = BETWEEN_RANKS // 2
-    for index, row in enumerate(picture.rows):
+    for row in picture.rows:
         if bands:
             same = bands[-1].row.rank == row.rank
             top += BETWEEN_SOURCES if same else BETWEEN_RANKS
         first, lanes = top, []
-        for at, track in enumerate(row.tracks):
+        for track in row.tracks:
             height = TALL if track.stream == "compute" else SHORT
-            lanes.append(Lane(index, at, track, top, height))
+            lanes.append(Lane(track, top, height))
             top += height + BETWEEN_TRACKS
         top -= BETWEEN_TRACKS if row.tracks else 0
         bands.append(Band(row, first, top - first, tuple(lanes)))

@@ -13,10 +13,7 @@ from ..environment.detect import Launch
 from ..job import failure
 from ..job import listening_ports as ports
 from ..job import process_manager as manager
-from . import (
-    allocator,
-    cores,
-)
+from . import allocator, cores
 
 
 def prepare() -> Config:

@@ -42,7 +42,7 @@ class _Bounds:
         return ClockReading(at, (self.low + self.high) // 2, half)
 
 
-def compare_clocks(world: World, rounds: int = ROUNDS) -> list[ClockReading]:
+def compare_clocks(world: World) -> list[ClockReading]:
     """A reading for each rank, the same on all ranks; collective.
 
     Every rank comes to a barrier before any rank leaves it. So rank 0 comes before another rank
@@ -53,7 +53,7 @@ def compare_clocks(world: World, rounds: int = ROUNDS) -> list[ClockReading]:
     if world.is_virtual:
         return [ClockReading(perf_counter_ns(), 0, 0)] * world.size
     came, left = [], []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         came.append(perf_counter_ns())
         world.allgather(None)
         left.append(perf_counter_ns())

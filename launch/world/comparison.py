@@ -143,25 +143,3 @@ class ArgumentComparison:
             "batch ahead or behind: look for an if, continue, break or except that one rank alone "
             f"takes. {since}"
         )
-
-
-def interval(check_inputs: object) -> int | None:
-    """Read `check_inputs` of `compile`: compare every n-th execution; 0: none; None: some.
-
-    Raises:
-        TypeError: it is no bool, int or None.
-        ValueError: it is less than 1.
-    """
-    if check_inputs is None or isinstance(check_inputs, bool):
-        return None if check_inputs is None else int(check_inputs)
-    if not isinstance(check_inputs, int):
-        raise TypeError(
-            f"check_inputs={check_inputs!r}: True or False, an int n to compare the arguments of "
-            "every n-th execution, or None for the first few and some of the later ones"
-        )
-    if check_inputs < 1:
-        raise ValueError(
-            f"check_inputs={check_inputs}: compare the arguments of every n-th execution, with n "
-            "at least 1; False compares none"
-        )
-    return check_inputs

@@ -206,10 +206,7 @@ def fabrics_of(world: World) -> Fabrics | None:
 
 def _gather(world: World) -> Fabrics | None:
     device = world.device
-    own_fabric = None
-    if device is not None:
-        device_fabric = device.fabric
-        own_fabric = device_fabric or Fabric("?", frozenset())
+    own_fabric = None if device is None else device.fabric or Fabric("?", frozenset())
     everyone = world.allgather(own_fabric)
     if not any(everyone):
         return None

@@ -26,10 +26,7 @@ from ..environment.foreign import command, described, is_handed_on
 from ..job import failure
 from ..job import listening_ports as ports
 from ..job.rank_registry import RankRegistry
-from . import (
-    devices,
-    shared_memory,
-)
+from . import devices, shared_memory
 from .mpi_world import MpiWorld
 from .single_rank_world import SingleRankWorld
 from .waiting import WorldError, ending_after
@@ -369,10 +366,14 @@ def _started_as(launch: Launch) -> str:
     return f"{launch.launcher} started this process as rank {launch.rank}{of} ({launch.variable})"
 
 
+def mpi_version(mpi: Any) -> str:
+    """The version text of the MPI library that was loaded: its first line."""
+    return " ".join(mpi.Get_library_version().strip("\0").splitlines()[0].split())
+
+
 def _library(mpi: Any) -> str:
-    version = " ".join(mpi.Get_library_version().strip("\0").splitlines()[0].split())
     paths = sorted(path for path in _mapped_files() if re.search(r"/libmpi[^/]*\.so", path))
-    return ", ".join([version, *paths])
+    return ", ".join([mpi_version(mpi), *paths])
 
 
 def _unlink_segments(started: MpiWorld) -> None:

@@ -11,8 +11,8 @@ import torch
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
+from cg.launch.api.compile_options import CompileOptions
 from cg.launch.runtime.agreement import text_of
-from cg.launch.world.comparison import interval
 from cg.launch.world.world import use_world
 
 
@@ -71,7 +71,7 @@ def test_what_each_rank_may_have_of_its_own(one: Any, other: Any) -> None:
     ("given", "every"), [(None, None), (True, 1), (False, 0), (1, 1), (64, 64)]
 )
 def test_intervals(given: Any, every: int | None) -> None:
-    assert interval(given) == every
+    assert CompileOptions(check_inputs=given).compared_every == every
 
 
 @pytest.mark.parametrize("given", ["all", 1.5, [1]])
@@ -84,3 +84,30 @@ def test_check_inputs_of_another_type(given: Any) -> None:
 def test_check_inputs_below_1(given: int) -> None:
     with pytest.raises(ValueError, match="at least 1; False compares none"):
         doubled.lower(torch.ones(2)).compile(check_inputs=given)
+
+
+def test_options_that_must_be_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CG_PASSES", "-overlap")
+    monkeypatch.setenv("CG_SEED", "3")
+    options = CompileOptions(passes="-cse", dump="here", timeout=1.0, check_inputs=True)
+    assert options.agreed() == {
+        "schedule": None,
+        "passes": "-overlap,-cse",
+        "seed": 3,
+        "max_inflight": None,
+        "fuse": None,
+        "fsdp": None,
+        "check_inputs": 1,
+    }
+
+
+def test_options_keep_the_settings_that_they_were_made_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CG_TIMEOUT", "7")
+    options = CompileOptions()
+    monkeypatch.setenv("CG_TIMEOUT", "9")
+    assert (options.call_timeout, options.execute_timeout) == (7.0, 7.0)
+    assert CompileOptions(timeout=2.0).execute_timeout == 2.0
+    monkeypatch.delenv("CG_TIMEOUT")
+    assert CompileOptions().execute_timeout is None

@@ -360,6 +360,7 @@ def test_auto_falls_back_with_a_word(body: Any, costs: Any) -> None:
     lowered = cg.trace(step).lower(X)
     with pytest.warns(UserWarning, match="with the schedule 'gpipe' instead of 'auto', which") as w:
         compiled = lowered.compile(schedule=cg.schedules.auto(costs=costs))
+    assert w[0].filename == __file__  # where `compile` is called
     assert __file__ in str(w[0].message)
     torch.testing.assert_close(compiled(X), body(*eager, X))
     for one, other in zip(actors, eager, strict=True):

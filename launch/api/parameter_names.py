@@ -1,16 +1,13 @@
-"""Validate keyword names and compile options."""
+"""Tell the names of a step's parameters from those of cg's own methods."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 from torch.utils._pytree import tree_unflatten
 
-from ...backends.driven.timeouts import seconds
-from ...passes.simulate.residency import Residency
 from ...tracer.errors import TraceError
 from ...tracer.method.binding import definition
 from ...tracer.record.session.inputs import InputSpec
@@ -54,25 +51,6 @@ def check_executions(inputs: InputSpec, method: str) -> None:
             f"compiled.repeated(n).{method}(...) to say how often it runs, with the arguments of "
             "the step alone in the second call"
         )
-
-
-def check_options(passes: object, seed: object, timeout: object, fsdp: object = None) -> None:
-    """Return if these can be options of `compile`.
-
-    Raises:
-        TypeError: one is of another type.
-        ValueError: the timeout is no time.
-    """
-    if not isinstance(passes, str):
-        raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap,-cse'")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
-        raise TypeError(f"seed={seed!r}: an int, or None for that of CG_SEED")
-    if fsdp is not None and not isinstance(fsdp, Residency):
-        raise TypeError(f"fsdp={fsdp!r}: what cg.fsdp(...) returns, or None")
-    if timeout is not None:
-        limit = seconds(timeout)
-        if limit is not None and limit <= 0:
-            raise ValueError(f"timeout={timeout!r}: seconds, more than 0; None for CG_TIMEOUT")
 
 
 def _names_of(inputs: InputSpec) -> list[str]:

@@ -1,0 +1,128 @@
+"""The options of a compilation, checked once and passed on as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
+
+from ...backends.driven.timeouts import seconds
+from ...backends.fusion.fuse import check_name
+from ...passes.manager.registry import Switches, parse_switches
+from ...passes.schedules import Schedule
+from ...passes.simulate.residency import Residency
+from ..environment.config import Config, config
+
+_MAY_DIFFER = frozenset({"dump", "timeout", "settings"})
+"""The fields that need not be equal on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """The options of `Lowered.compile`, which explains them, beside the environment's settings.
+
+    Fields hold what the user has given, and properties what that means in this environment.
+
+    Attributes:
+        max_inflight: None if all ranks run the step together, so that it needs no driver.
+        settings: of the environment, at the time of the compilation.
+
+    Raises:
+        TypeError: an option is of another type.
+        ValueError: `timeout` is no time, `check_inputs` is less than 1, or there is no such `fuse`.
+    """
+
+    schedule: Schedule | None = None
+    passes: str = ""
+    dump: Path | str | None = None
+    seed: int | None = None
+    timeout: float | None = None
+    max_inflight: int | None = None
+    fuse: str | None = None
+    fsdp: Residency | None = None
+    check_inputs: bool | int | None = None
+    settings: Config = field(default_factory=config)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.passes, str):
+            raise TypeError(f"passes={self.passes!r}: a string that names some, as '-overlap,-cse'")
+        if self.seed is not None and (
+            isinstance(self.seed, bool) or not isinstance(self.seed, Integral)
+        ):
+            raise TypeError(f"seed={self.seed!r}: an int, or None for that of CG_SEED")
+        if self.fsdp is not None and not isinstance(self.fsdp, Residency):
+            raise TypeError(f"fsdp={self.fsdp!r}: what cg.fsdp(...) returns, or None")
+        if self.timeout is not None:
+            limit = seconds(self.timeout)
+            if limit is not None and limit <= 0:
+                raise ValueError(
+                    f"timeout={self.timeout!r}: seconds, more than 0; None for CG_TIMEOUT"
+                )
+        if self.fuse is not None:
+            check_name(self.fuse)
+        _check_interval(self.check_inputs)
+
+    @property
+    def switches(self) -> Switches:
+        """The passes that are left out: by CG_PASSES, then by `passes`.
+
+        Raises:
+            UnknownPassError, OptionError: as in `parse_switches`.
+        """
+        return parse_switches(self.settings.passes).then(parse_switches(self.passes))
+
+    @property
+    def chosen_seed(self) -> int:
+        """The seed of the step's random numbers."""
+        return int(self.settings.seed if self.seed is None else self.seed)
+
+    @property
+    def call_timeout(self) -> float | None:
+        """The seconds that a call on all ranks may take; None: any number."""
+        return self.settings.timeout if self.timeout is None else self.timeout
+
+    @property
+    def execute_timeout(self) -> float | None:
+        """The seconds that `execute` waits for an execution in flight to end; None: any number."""
+        return self.settings.given_timeout if self.timeout is None else self.timeout
+
+    @property
+    def in_flight(self) -> int:
+        """The most executions that are in flight; 0 where nothing drives the step."""
+        return self.max_inflight or 0
+
+    @property
+    def compared_every(self) -> int | None:
+        """Compare the arguments of every n-th execution; 0: of none; None: of some."""
+        return None if self.check_inputs is None else int(self.check_inputs)
+
+    def agreed(self) -> dict[str, object]:
+        """The options that must be equal on all ranks, by name."""
+        given = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
+        return given | {
+            "passes": ",".join(filter(None, (self.settings.passes, self.passes))),
+            "seed": self.chosen_seed,
+            "fsdp": None if self.fsdp is None else self.fsdp.text,
+            "check_inputs": self.compared_every,
+        }
+
+
+def _check_interval(check_inputs: object) -> None:
+    """Return if this can be `check_inputs` of `compile`.
+
+    Raises:
+        TypeError: it is no bool, int or None.
+        ValueError: it is less than 1.
+    """
+    if check_inputs is None or isinstance(check_inputs, bool):
+        return
+    if not isinstance(check_inputs, int):
+        raise TypeError(
+            f"check_inputs={check_inputs!r}: True or False, an int n to compare the arguments of "
+            "every n-th execution, or None for the first few and some of the later ones"
+        )
+    if check_inputs < 1:
+        raise ValueError(
+            f"check_inputs={check_inputs}: compare the arguments of every n-th execution, with n "
+            "at least 1; False compares none"
+        )
