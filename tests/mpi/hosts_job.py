@@ -22,7 +22,10 @@ torch.set_num_threads(1)
 
 @cg.actor
 class TanhStage(torch.nn.Module):
-    """A part of a model, alike wherever it is made."""
+    """A part of a model, alike wherever it is made.
+
+    It is `LinearStage` of tests/stages.py, which a program that is started by its path has not.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()

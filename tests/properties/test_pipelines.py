@@ -55,12 +55,11 @@ class Pool:
         self.traces = SharedTraces()
 
     def place(self, pipe: Pipe, world: VirtualWorld) -> list[Any]:
-        made = [
-            ActorHandle(f"stage{i}", rank, ResidualStage, world, instance)
-            for i, rank in enumerate(pipe.ranks)
-            for instance in [self.instances[i, pipe.frozen_at(i)]]
-        ]
-        return [made[index] for index in pipe.actors]
+        handles = []
+        for i, rank in enumerate(pipe.ranks):
+            instance = self.instances[i, pipe.frozen_at(i)]
+            handles.append(ActorHandle(f"stage{i}", rank, ResidualStage, world, instance))
+        return [handles[index] for index in pipe.actors]
 
 
 @pytest.fixture(scope="module")
