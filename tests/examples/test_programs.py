@@ -13,32 +13,15 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
-RANKS = 4
+from ..stages import TrainedStage
+
+RANKS, WIDTH = 4, 8
 
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
     with use_world(VirtualWorld(RANKS)):
         yield
-
-
-@cg.actor
-class Stage(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(8, 8)
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.linear(x))
-
-    def loss(self, h: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(h, y)
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def training(stages: list[Any]) -> cg.Step:
@@ -60,7 +43,7 @@ def training(stages: list[Any]) -> cg.Step:
 
 
 def test_training_learns_as_plain_python_does() -> None:
-    stages, plain = ([Stage.on(r)(r) for r in range(RANKS)] for _ in range(2))
+    stages, plain = ([TrainedStage.on(r)(r, WIDTH) for r in range(RANKS)] for _ in range(2))
     x, y = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
     eager = training(plain).__wrapped__
     compiled = training(stages).lower(x, y).compile(schedule=cg.schedules.one_f_one_b())
@@ -71,12 +54,12 @@ def test_training_learns_as_plain_python_does() -> None:
 
 
 @cg.actor
-class Normed(Stage):
+class NormedStage(TrainedStage):
     """A stage with statistics, which every microbatch updates."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.norm = nn.BatchNorm1d(8)
+        super().__init__(seed, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
@@ -84,7 +67,7 @@ class Normed(Stage):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_batch_norm_in_a_pipeline(schedule: str) -> None:
-    stages, plain = ([Normed.on(r)(r) for r in range(RANKS)] for _ in range(2))
+    stages, plain = ([NormedStage.on(r)(r) for r in range(RANKS)] for _ in range(2))
     x, y = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
     eager = training(plain).__wrapped__
     compiled = training(stages).lower(x, y).compile(schedule=cg.schedules.by_name(schedule))
@@ -96,7 +79,7 @@ def test_batch_norm_in_a_pipeline(schedule: str) -> None:
 
 
 def test_a_step_is_compiled_for_each_signature() -> None:
-    stages = [Stage.on(rank)(rank) for rank in range(RANKS)]
+    stages = [TrainedStage.on(rank)(rank, WIDTH) for rank in range(RANKS)]
     step = training(stages)
     for rows in (16, 8, 16):
         x = torch.ones(rows, 8)

@@ -21,7 +21,7 @@ from cg.launch.pictures.actor_graph_svg import graph_svg
 from cg.launch.pictures.model import WorkKind
 from cg.launch.world.world import use_world
 
-from .stage import Stage
+from ..stages import TrainedStage
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -39,7 +39,7 @@ def world() -> Iterator[None]:
 
 
 def training() -> Compiled:
-    stages = [Stage.on(0)(), Stage.on(1)()]
+    stages = [TrainedStage.on(rank)(rank) for rank in range(2)]
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
+from ..stages import TrainedStage
 from ..tracer.groups.training import Block, Model, batch, step_of
 
 
@@ -20,21 +21,6 @@ from ..tracer.groups.training import Block, Model, batch, step_of
 def two_ranks() -> Iterator[None]:
     with use_world(VirtualWorld(2)):
         yield
-
-
-@cg.actor
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 @cg.actor
@@ -84,7 +70,7 @@ def gradients(layers: list[Any]) -> list[torch.Tensor]:
 
 def lowered() -> cg.Lowered:
     torch.manual_seed(0)
-    layers = [Layer.on(rank)() for rank in range(2)]
+    layers = [TrainedStage.on(rank)(rank) for rank in range(2)]
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +225,7 @@ def test_steps_that_cannot_be_traced_again_say_what_to_do() -> None:
 
 
 def test_several_signatures_are_not_measured() -> None:
-    layer = Layer.on(0)()
+    layer = TrainedStage.on(0)(0)
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,9 @@ def as_is(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
 
 @cg.actor
-class Stage(nn.Module):
+class BatchNormStage(nn.Module):
+    """Two products around a batch norm and dropout."""
+
     def __init__(self, seed: int, drops: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -95,7 +97,7 @@ X = torch.randn(4 * M, WIDTH, generator=torch.Generator().manual_seed(0))
 
 def trained(drops: float = 0.0, steps: int = 3, **options: Any) -> tuple[Any, list[Tensor], Any]:
     """The compiled step, its losses, and what the actors hold behind them."""
-    stages = [Stage.on(rank)(rank, drops) for rank in range(2)]
+    stages = [BatchNormStage.on(rank)(rank, drops) for rank in range(2)]
     compiled = training(stages).compile(seed=3, **options)
     losses = [compiled(X) for _ in range(steps)]
     held = [copy.deepcopy(stage.state_dict()) for stage in stages]
@@ -103,7 +105,7 @@ def trained(drops: float = 0.0, steps: int = 3, **options: Any) -> tuple[Any, li
 
 
 def of_actors(compiled: Any) -> dict[str, str]:
-    return {name: why for name, why in compiled.fused.items() if name.startswith("stage")}
+    return {name: why for name, why in compiled.fused.items() if name.startswith("batchnormstage")}
 
 
 def assert_close(one: Any, other: Any) -> None:
@@ -199,7 +201,7 @@ def test_products_add_up_by_themselves() -> None:
 def test_without_it_gradients_have_the_bits_of_autograd() -> None:
     """The optimizer clears gradients, so what the actors hold are sums over microbatches."""
     _, _, found = trained(passes="-fuse-accumulation", schedule=cg.schedules.gpipe())
-    stages = [Stage.on(rank)(rank, 0.0) for rank in range(2)]
+    stages = [BatchNormStage.on(rank)(rank, 0.0) for rank in range(2)]
     for _ in range(3):
         losses = []
         for h in X.chunk(M):
@@ -229,7 +231,7 @@ def test_the_plan_says_what_is_compiled(as_is: list[torch.fx.GraphModule], tmp_p
 
 
 def test_graphs_are_compiled_once_for_all_schedules(as_is: list[torch.fx.GraphModule]) -> None:
-    lowered = training([Stage.on(rank)(rank) for rank in range(2)])
+    lowered = training([BatchNormStage.on(rank)(rank) for rank in range(2)])
     lowered.compile(schedule=cg.schedules.gpipe(), fuse="graph")
     count = len(as_is)
     lowered.compile(schedule=cg.schedules.one_f_one_b(), fuse="graph")

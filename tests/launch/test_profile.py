@@ -23,7 +23,7 @@ from cg.launch.pictures.model import WorkKind
 from cg.launch.world.world import use_world
 from tests.mpi.profile_job import check_trace, events_of
 
-from .stage import Stage
+from ..stages import TrainedStage
 
 
 @cg.actor
@@ -44,7 +44,7 @@ def world() -> Iterator[None]:
 
 
 def training(name: str = "step") -> Compiled:
-    stages = [Stage.on(0)(), Stage.on(1)()]
+    stages = [TrainedStage.on(rank)(rank) for rank in range(2)]
 
     def step(x: torch.Tensor) -> torch.Tensor:
         losses = [stages[1].forward(stages[0].forward(mx)).mean() for mx in cg.microbatches(x, 3)]

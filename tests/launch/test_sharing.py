@@ -25,7 +25,9 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
 
 @cg.actor
-class Stage(nn.Module):
+class SharingStage(nn.Module):
+    """A linear layer, its own or one that another stage has, too."""
+
     def __init__(self, seed: int, linear: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -142,7 +144,7 @@ def assert_as_plain(build: Callable[[], Callable[..., Any]], schedule: str) -> N
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_optimizer_in_an_actor_of_its_own(two_ranks: None, schedule: str) -> None:
     def build() -> Callable[..., Any]:
-        stages = [make(Stage, rank, rank) for rank in range(2)]
+        stages = [make(SharingStage, rank, rank) for rank in range(2)]
         optimizers = [optimizer_of(stage) for stage in stages]
         last = [call for o in optimizers for call in (o.step, o.zero)]
         return train_with(stages, [], [*last, *(stage.size for stage in stages)])
@@ -153,7 +155,7 @@ def test_an_optimizer_in_an_actor_of_its_own(two_ranks: None, schedule: str) -> 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_that_the_optimizer_clears_first(two_ranks: None, schedule: str) -> None:
     def build() -> Callable[..., Any]:
-        stages = [make(Stage, rank, rank) for rank in range(2)]
+        stages = [make(SharingStage, rank, rank) for rank in range(2)]
         optimizers = [optimizer_of(stage) for stage in stages]
         return train_with(stages, [o.zero for o in optimizers], [o.step for o in optimizers])
 
@@ -163,8 +165,8 @@ def test_gradients_that_the_optimizer_clears_first(two_ranks: None, schedule: st
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_module_that_two_stages_of_a_rank_train(two_ranks: None, schedule: str) -> None:
     def build() -> Callable[..., Any]:
-        ends = [make(Stage, 0, 0), make(Stage, 1, 1)]
-        stages = [ends[0], make(Stage, 0, 2, ends[0].local.linear), ends[1]]
+        ends = [make(SharingStage, 0, 0), make(SharingStage, 1, 1)]
+        stages = [ends[0], make(SharingStage, 0, 2, ends[0].local.linear), ends[1]]
         optimizers = [optimizer_of(stage) for stage in ends]
         return train_with(stages, [], [c for o in optimizers for c in (o.step, o.zero)])
 
@@ -172,7 +174,7 @@ def test_a_module_that_two_stages_of_a_rank_train(two_ranks: None, schedule: str
 
 
 def test_the_text_says_what_is_shared(two_ranks: None) -> None:
-    stages = [make(Stage, rank, rank) for rank in range(2)]
+    stages = [make(SharingStage, rank, rank) for rank in range(2)]
     optimizer = optimizer_of(stages[0])
     one, other, third = stages[0].name, stages[1].name, optimizer.name
     lowered = cg.trace(train_with(stages, [], [optimizer.step])).lower(*batch())
@@ -185,7 +187,7 @@ def test_the_text_says_what_is_shared(two_ranks: None) -> None:
 
 def test_actors_that_share_nothing_say_nothing(two_ranks: None) -> None:
     settings_ = {"width": 4}
-    stages = [make(Stage, 0, 0), make(Stage, 0, 1)]
+    stages = [make(SharingStage, 0, 0), make(SharingStage, 0, 1)]
     assert "shares" not in cg.trace(train_with(stages, [], [])).lower(*batch()).as_text()
     notes = [make(Notes, rank, "a", settings_) for rank in range(2)]  # of different ranks
 
@@ -202,7 +204,7 @@ def test_what_two_actors_write_to(two_ranks: None, make_it: Callable[[], Any]) -
 
     def build() -> tuple[Callable[..., Any], Any]:
         into = make_it()
-        stage = make(Stage, 1, 1)
+        stage = make(SharingStage, 1, 1)
         late, early = make(Notes, 0, "late", into), make(Notes, 0, "early", into)
 
         def step(x: Tensor) -> Any:
@@ -223,7 +225,7 @@ def test_executions_in_flight_take_turns_on_what_actors_share() -> None:
     """The next execution's first actor waits for the last execution's second one."""
     with use_world(VirtualWorld(2)):
         into: list[str] = []
-        stage = make(Stage, 1, 1)
+        stage = make(SharingStage, 1, 1)
         early, late = make(Notes, 0, "early", into), make(Notes, 0, "late", into)
 
         @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
@@ -240,7 +242,7 @@ def test_executions_in_flight_take_turns_on_what_actors_share() -> None:
 
 
 def test_state_that_another_actor_has_written_is_not_used_as_it_was(two_ranks: None) -> None:
-    stage = make(Stage, 0, 0)
+    stage = make(SharingStage, 0, 0)
     optimizer = optimizer_of(stage)
 
     @cg.trace
@@ -254,7 +256,7 @@ def test_state_that_another_actor_has_written_is_not_used_as_it_was(two_ranks: N
 
 
 def test_a_gradient_of_weights_that_the_optimizer_has_changed(two_ranks: None) -> None:
-    stage = make(Stage, 0, 0)
+    stage = make(SharingStage, 0, 0)
     optimizer = optimizer_of(stage)
 
     @cg.trace
@@ -282,7 +284,7 @@ def test_an_actor_that_holds_the_handle_of_another(two_ranks: None) -> None:
 
     def build() -> tuple[Callable[..., Any], Any]:
         into: list[str] = []
-        stage = make(Stage, 1, 1)
+        stage = make(SharingStage, 1, 1)
         late = make(Notes, 0, "late", into)
         early = make(Caller, 0, make(Notes, 0, "early", into))
 
@@ -307,9 +309,9 @@ def test_any_pattern_of_sharing(seed: int, schedule: str) -> None:
 
     def build() -> Callable[..., Any]:
         draw = random.Random(seed)
-        stages = [make(Stage, rank, rank) for rank in (0, 1)]
+        stages = [make(SharingStage, rank, rank) for rank in (0, 1)]
         if draw.random() < 0.5:
-            stages.insert(1, make(Stage, 0, 2, draw.choice([None, stages[0].local.linear])))
+            stages.insert(1, make(SharingStage, 0, 2, draw.choice([None, stages[0].local.linear])))
         first: Calls = []
         last: Calls = [stage.size for stage in stages]
         for rank in (0, 1):

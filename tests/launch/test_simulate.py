@@ -23,7 +23,9 @@ X = torch.ones(M, WIDTH)
 
 
 @cg.actor
-class Stage(nn.Module):
+class ScalingStage(nn.Module):
+    """A factor for each feature, and an opaque check."""
+
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
@@ -60,7 +62,7 @@ def step_of(stages: list[Any], m: int = M) -> cg.Step:
 @pytest.fixture
 def stages() -> Iterator[list[Any]]:
     with use_world(VirtualWorld(2)):
-        yield [Stage.on(rank)() for rank in range(2)]
+        yield [ScalingStage.on(rank)() for rank in range(2)]
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def compiled(stages: list[Any]) -> cg.Compiled:
 def messages() -> Iterator[cg.Compiled]:
     """Driven by rank 0."""
     with use_world(VirtualWorld(2)):
-        actor = Stage.on(1)()
+        actor = ScalingStage.on(1)()
 
         @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
         def ask(text: Any) -> Any:
@@ -184,7 +186,7 @@ def test_a_search_with_costs_settles_on_the_fastest_programs() -> None:
     schedule = cg.schedules.auto(4, costs)
     m, x = 8, torch.ones(8, WIDTH)
     with use_world(VirtualWorld(4)):
-        lowered = step_of([Stage.on(rank)() for rank in range(4)], m).lower(x)
+        lowered = step_of([ScalingStage.on(rank)() for rank in range(4)], m).lower(x)
         found = [
             lowered.compile(schedule=one).simulate(costs).makespan
             for one in cg.schedules.candidates(schedule)

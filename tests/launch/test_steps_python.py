@@ -32,7 +32,9 @@ class Doubled(torch.autograd.Function):
 
 
 @cg.actor
-class Stage(nn.Module):
+class SwallowingStage(nn.Module):
+    """Methods that users write; some swallow the errors by which tracing refuses them."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -101,7 +103,7 @@ class Stage(nn.Module):
 
 @pytest.fixture
 def stage() -> Any:
-    return Stage.on(0)()
+    return SwallowingStage.on(0)()
 
 
 def refused(step: Callable[..., Any], *args: Any) -> TraceError:
@@ -116,7 +118,7 @@ def refused(step: Callable[..., Any], *args: Any) -> TraceError:
 
 def twins() -> tuple[Any, Any]:
     """Two actors with the same weights, one to compile, one to run eagerly."""
-    return Stage.on(0)(), Stage.on(0)()
+    return SwallowingStage.on(0)(), SwallowingStage.on(0)()
 
 
 def weights(stage: Any) -> torch.Tensor:
@@ -184,7 +186,7 @@ def test_training_in_the_steps_own_python_is_refused(stage: Any) -> None:
 
 
 def test_training_in_methods_is_as_before(stage: Any) -> None:
-    eager = Stage.on(0)()
+    eager = SwallowingStage.on(0)()
 
     def step(stage: Any) -> Callable[[Any], Any]:
         def train(x: Any) -> Any:
@@ -352,7 +354,7 @@ def with_notes(first: Any, last: Any, x: Any) -> Any:
 @pytest.mark.parametrize("body", [over_all, with_notes])
 @pytest.mark.parametrize("costs", [None, cg.Costs()])
 def test_auto_falls_back_with_a_word(body: Any, costs: Any) -> None:
-    actors, eager = (Stage.on(0)(), Stage.on(0)()), (Stage.on(0)(), Stage.on(0)())
+    actors, eager = twins(), twins()
 
     def step(x: Any) -> Any:
         return body(*actors, x)
@@ -372,7 +374,7 @@ def test_auto_falls_back_with_a_word(body: Any, costs: Any) -> None:
 
 
 def test_a_loop_carried_dependency_is_named() -> None:
-    first, last = Stage.on(0)(), Stage.on(0)()
+    first, last = twins()
 
     def carried(parts: Any, detach: bool = False) -> Any:
         h = torch.zeros(2, 4)

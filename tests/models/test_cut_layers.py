@@ -71,7 +71,9 @@ def test_parts_are_the_model_bit_for_bit(family: str, stages: int) -> None:
 
 
 @cg.actor
-class Stage(nn.Module):
+class CutStage(nn.Module):
+    """A part of a model that `cg.cut_layers` has cut, without a loss."""
+
     def __init__(self, cuts: Any, index: int) -> None:
         super().__init__()
         self.part = cuts.part(index)
@@ -104,7 +106,7 @@ def test_a_pipeline_trains_as_the_model(family: str, stages: int) -> None:
     weights = torch.randn_like(wanted)
     with use_world(VirtualWorld(stages)):
         cuts = cg.cut_layers(model, stages, example=inputs)
-        actors = [Stage.on(index)(cuts, index) for index in range(stages)]
+        actors = [CutStage.on(index)(cuts, index) for index in range(stages)]
 
         @cg.trace
         def step(inputs: dict[str, torch.Tensor], weights: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
 from .families import model_of, transformers
-from .training import Stage
+from .training import TrainedPart
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,7 +62,7 @@ def test_nothing_is_lost_at_any_call(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with use_world(VirtualWorld(2)):
         cuts = cg.cut_layers(model, 2)
-        actors = [Stage.on(index)(cuts, index) for index in range(2)]
+        actors = [TrainedPart.on(index)(cuts, index) for index in range(2)]
 
         def save(step: int) -> None:
             name = runs / f"step-{step}"
@@ -109,7 +109,7 @@ def test_a_full_disk_keeps_nothing_of_the_save(
 
     with use_world(VirtualWorld(2)):
         cuts = cg.cut_layers(model_of("Llama", 2), 2)
-        actors = [Stage.on(index)(cuts, index) for index in range(2)]
+        actors = [TrainedPart.on(index)(cuts, index) for index in range(2)]
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", full)
             with pytest.raises(OSError, match=r"No space left on device: \d+ bytes are needed"):

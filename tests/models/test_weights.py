@@ -17,7 +17,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
 from .families import model_of, transformers
-from .training import Stage, batch, training_step
+from .training import TrainedPart, batch, training_step
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,10 +46,10 @@ def place(cuts: Any, shape: Shape, weights: Any) -> list[Any]:
     actors = []
     for index in range(stages):
         if size == 1:
-            actors.append(Stage.on(index, init=weights)(cuts, index))
+            actors.append(TrainedPart.on(index, init=weights)(cuts, index))
         else:
             grid = cg.mesh(range(index * size, (index + 1) * size), dp=dp, tp=tp)
-            actors.append(Stage.on(grid, plan=plan, init=weights)(cuts, index))
+            actors.append(TrainedPart.on(grid, plan=plan, init=weights)(cuts, index))
     return actors
 
 
@@ -202,7 +202,7 @@ def test_an_actor_whose_tensors_the_folder_lacks(folders: dict[str, Path], tmp_p
     with use_world(VirtualWorld(2)):
         cuts = cg.cut_layers(empty("Llama"), 2)
         with pytest.raises(
-            ValueError, match=r"lacks tensors that stage\d+ has: .model.norm.weight'"
+            ValueError, match=r"lacks tensors that trainedpart\d+ has: .model.norm.weight'"
         ):
             place(cuts, (2, 1, 1), weights)
 
@@ -302,12 +302,12 @@ def test_checkpoints_that_do_not_fit(saved: Path, folders: dict[str, Path], tmp_
         optimizers.write_bytes(whole)
         cg.load_checkpoint(saved, actors)
         assert actors[0].local.optimizer.state
-        fewer = Stage.on(0)(cg.cut_layers(model_of("Llama", layers=1), 1), 0)
+        fewer = TrainedPart.on(0)(cg.cut_layers(model_of("Llama", layers=1), 1), 0)
         with pytest.raises(ValueError, match=r"no actor has, .*'model.layers.1.*another model"):
             cg.load_checkpoint(saved, [fewer])
         more = cg.cut_layers(model_of("Llama", layers=3), 2)
-        with pytest.raises(KeyError, match=r"has no 'model.layers.2.*, which stage\d+ has"):
-            cg.load_checkpoint(saved, [Stage.on(i)(more, i) for i in range(2)])
+        with pytest.raises(KeyError, match=r"has no 'model.layers.2.*, which trainedpart\d+ has"):
+            cg.load_checkpoint(saved, [TrainedPart.on(i)(more, i) for i in range(2)])
 
 
 def test_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -332,8 +332,8 @@ def test_actors_that_cannot_be_saved(dry_run: bool, tmp_path: Path) -> None:
     save = partial(cg.save_checkpoint, tmp_path / "step-1", dry_run=dry_run)
     with use_world(VirtualWorld(2)):
         cuts = cg.cut_layers(model_of("Llama"), 2)
-        actors = [Stage.on(i)(cuts, i, rate=0.1 * (i + 1)) for i in range(2)]
-        with pytest.raises(ValueError, match=r"of stage\d+ and stage\d+ have other options"):
+        actors = [TrainedPart.on(i)(cuts, i, rate=0.1 * (i + 1)) for i in range(2)]
+        with pytest.raises(ValueError, match=r"of trainedpart\d+ and trainedpart\d+ have other op"):
             save(actors)
         plain = cg.actor(torch.nn.Linear).on(0)(2, 2)
         with pytest.raises(ValueError, match=r"linear\d* has no part of a model"):
@@ -342,7 +342,7 @@ def test_actors_that_cannot_be_saved(dry_run: bool, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"'steps' of counting\d* is no tensor of the model"):
             save([Counting.on(0)(whole)])
         with pytest.raises(ValueError, match="the state of a checkpoint is JSON"):
-            save([Stage.on(0)(whole, 0)], state={"texts": whole})
+            save([TrainedPart.on(0)(whole, 0)], state={"texts": whole})
     assert not list(tmp_path.iterdir())
 
 
@@ -355,7 +355,7 @@ class Wide(torch.nn.Module):
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     with use_world(VirtualWorld(2)):
         cuts = cg.cut_layers(model_of("Llama"), 2)
-        actors = [Stage.on(i)(cuts, i) for i in range(2)]
+        actors = [TrainedPart.on(i)(cuts, i) for i in range(2)]
         cg.save_checkpoint(tmp_path / "step-1", actors, dry_run=True)
         cg.save(tmp_path / "all.safetensors", {"0.": actors[0]}, dry_run=True)
         wide = cg.actor(Wide).on(0)()

@@ -12,7 +12,7 @@ import cg
 
 
 @cg.actor
-class Stage(nn.Module):
+class TrainedPart(nn.Module):
     """A part of a language model, and what trains it."""
 
     def __init__(self, cuts: Any, index: int, rate: float = 0.01) -> None:

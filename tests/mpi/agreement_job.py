@@ -24,7 +24,9 @@ torch.set_num_threads(1)
 
 
 @cg.actor
-class Stage(nn.Module):
+class DropoutStage(nn.Module):
+    """Dropout behind a linear layer, and a method that is called as it is."""
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -65,7 +67,7 @@ def meet() -> None:
 
 
 mine = cg.rank()
-stages = [Stage.on(rank)(rank) for rank in range(cg.world_size())]
+stages = [DropoutStage.on(rank)(rank) for rank in range(cg.world_size())]
 first, last = stages[0], stages[-1]
 X, Y = torch.ones(4, 4), torch.zeros(4, 4)
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 
 import cg
-from tests.properties.test_clipping import LOUD, QUIET, Stage, assert_same, batch, make, rounds
+from tests.properties.test_clipping import (
+    LOUD,
+    QUIET,
+    ClippedStage,
+    assert_same,
+    batch,
+    make,
+    rounds,
+)
 from tests.tracer.groups.test_clipping_groups import PLAN, Actor, X
 
 
@@ -45,7 +53,7 @@ def outside() -> None:
     torch.testing.assert_close(step(X), torch.nn.utils.clip_grad_norm_(parameters, 0.1))
 
 
-def raises(stages: list[Stage]) -> None:
+def raises(stages: list[ClippedStage]) -> None:
     """An exception of the first program is the caller's; one rank's is everybody's."""
     for stage in stages:
         if stage.is_local:

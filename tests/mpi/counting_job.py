@@ -23,7 +23,9 @@ X = torch.ones(32)
 
 
 @cg.actor
-class Stage(nn.Module):
+class CheckedStage(nn.Module):
+    """Dropout, and a check of its inputs that raises."""
+
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.5)
@@ -42,7 +44,7 @@ class Counted:
     """A step, and the same one that is called only for executions that count."""
 
     def __init__(self, check_inputs: bool) -> None:
-        self.stages = stages = [Stage.on(rank)() for rank in range(2)]
+        self.stages = stages = [CheckedStage.on(rank)() for rank in range(2)]
 
         @cg.trace
         def step(x: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def apart(counted: Counted, folder: Path, compares: bool) -> None:
 
 def driven() -> None:
     """What the driver refuses does not count; what another rank refuses has begun, and does."""
-    stages = [Stage.on(rank)() for rank in range(2)]
+    stages = [CheckedStage.on(rank)() for rank in range(2)]
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def step(x: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ torch.set_num_threads(1)
 
 
 @cg.actor
-class Stage(nn.Module):
+class FailingStage(nn.Module):
+    """Methods that fail, each in a way of its own."""
+
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
@@ -77,7 +79,7 @@ def seen(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)}
 
 
-stages = [Stage.on(rank)(rank) for rank in range(cg.world_size())]
+stages = [FailingStage.on(rank)(rank) for rank in range(cg.world_size())]
 last = stages[-1]
 X = torch.ones(2, 4)
 

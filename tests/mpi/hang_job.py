@@ -54,7 +54,9 @@ def await_hang() -> None:
 
 
 @cg.actor
-class Stage(nn.Module):
+class HangingStage(nn.Module):
+    """Methods that hang, each in a way of its own."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
 
@@ -110,7 +112,7 @@ def told() -> Iterator[None]:
         fcntl.flock(GATE, fcntl.LOCK_UN)
 
 
-first, second, third = (Stage.on(rank)() for rank in range(3))
+first, second, third = (HangingStage.on(rank)() for rank in range(3))
 X = torch.zeros(2)
 
 

@@ -21,8 +21,11 @@ torch.set_num_threads(1)
 
 
 @cg.actor
-class Stage(torch.nn.Module):
-    """A part of a model, alike wherever it is made."""
+class TanhStage(torch.nn.Module):
+    """A part of a model, alike wherever it is made.
+
+    It is `LinearStage` of tests/stages.py, which a program that is started by its path has not.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -49,7 +52,7 @@ class Echo:
 def train() -> list[float]:
     """Some steps of a pipeline, whose last stage comes back to the first rank; their losses."""
     ranks = [*range(cg.world_size()), 0]
-    stages = [Stage.on(rank)(number) for number, rank in enumerate(ranks)]
+    stages = [TanhStage.on(rank)(number) for number, rank in enumerate(ranks)]
 
     @cg.trace
     def step(x, y):

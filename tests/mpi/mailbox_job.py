@@ -16,19 +16,12 @@ from cg.backends.program.linked import LinkedProgram
 from cg.backends.transports import registry
 from cg.launch.world import world as worlds
 from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
+from tests.stages import LinearStage
 
 
 @cg.actor
-class Half(torch.nn.Module):
-    """Half of a model."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
+class RefusingStage(LinearStage):
+    """A linear stage, and a method that raises for a negative sum."""
 
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def refuse(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,8 +61,8 @@ def conform(case: Case, world: Any, transport: CpuTransport) -> None:
 
 def train(world: Any) -> None:
     """A value goes by the mailbox, and its gradient comes back by it."""
-    halves = [Half.on(rank)(rank) for rank in (0, 1)]
-    plain = torch.nn.ModuleList([Half(rank) for rank in (0, 1)])
+    halves = [RefusingStage.on(rank)(rank) for rank in (0, 1)]
+    plain = torch.nn.ModuleList([RefusingStage(rank) for rank in (0, 1)])
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +85,7 @@ def train(world: Any) -> None:
 
 def fail(world: Any) -> None:
     """An error of a method reaches both ranks, and the step can be called again."""
-    halves = [Half.on(rank)(rank) for rank in (0, 1)]
+    halves = [RefusingStage.on(rank)(rank) for rank in (0, 1)]
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:

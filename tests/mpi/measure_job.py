@@ -6,14 +6,14 @@ import torch
 
 import cg
 from cg.launch.measure import link_benchmark as edges
-from tests.properties.pipelines import Pipe, Stage, inputs, make_step
+from tests.properties.pipelines import Pipe, ResidualStage, inputs, make_step
 
 
 def main() -> None:
     torch.set_num_threads(1)
     edges.SIDE = 64  # a fake device is no faster than its host
     pipe = Pipe(tuple(range(cg.world_size())), 4, schedule="zb-h1")
-    stages = [Stage.on(rank)(rank) for rank in pipe.ranks]
+    stages = [ResidualStage.on(rank)(rank) for rank in pipe.ranks]
     lowered = cg.trace(make_step(pipe, stages)).lower(*inputs(pipe))
     compiled = lowered.compile(schedule=cg.schedules.by_name(pipe.schedule))
     costs = cg.measure(compiled, *inputs(pipe), executions=2)

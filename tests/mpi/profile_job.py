@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 import cg
+from tests.stages import LinearStage
 
+WIDTH = 16
 Event = dict[str, Any]
 ROUNDING = 0.002
 """Microseconds; a trace is written to the nanosecond."""
@@ -52,13 +54,8 @@ def check_trace(events: Sequence[Event], ranks: int, uncertainty: float) -> None
 
 
 @cg.actor
-class Stage(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
+class SpeakingStage(LinearStage):
+    """A linear stage, and a method of objects."""
 
     @cg.opaque
     def say(self, text: str) -> str:
@@ -68,7 +65,7 @@ class Stage(torch.nn.Module):
 def main() -> None:
     folder = Path(sys.argv[1])
     size = cg.world_size()
-    stages = [Stage.on(rank)() for rank in range(size)]
+    stages = [SpeakingStage.on(rank)(rank, WIDTH) for rank in range(size)]
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +84,7 @@ def main() -> None:
             text = stage.say(text)
         return text
 
-    x = torch.zeros(8, 16)
+    x = torch.zeros(8, WIDTH)
     compiled = step.lower(x).compile()
     with cg.profile(folder) as profile:
         compiled(x)

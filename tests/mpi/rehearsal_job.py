@@ -21,7 +21,9 @@ STEPS = 6
 
 
 @cg.actor
-class Stage(torch.nn.Module):
+class RehearsedStage(torch.nn.Module):
+    """Some layers, and methods that mix devices."""
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -58,7 +60,7 @@ class Stage(torch.nn.Module):
 
 
 def train(backend: str = "auto") -> None:
-    stages = [Stage.on(rank)(rank) for rank in range(cg.world_size())]
+    stages = [RehearsedStage.on(rank)(rank) for rank in range(cg.world_size())]
 
     @cg.trace
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -91,7 +93,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def refuse() -> None:
-    stage = Stage.on(0)(0)
+    stage = RehearsedStage.on(0)(0)
     x = torch.ones(2, 16)
 
     def in_a_step(name: str) -> str:

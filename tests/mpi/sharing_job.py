@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import cg
 from cg.passes.schedules import by_name
 from tests.launch.test_apart import IDS, Average, Configured, First, Last, Log, Settings, tied
-from tests.launch.test_sharing import SCHEDULES, Notes, Optimizer, Stage, batch, train_with
+from tests.launch.test_sharing import SCHEDULES, Notes, Optimizer, SharingStage, batch, train_with
 
 
 def make(cls: Any, rank: int, *args: Any) -> Any:
@@ -41,11 +41,11 @@ class Plain:
 
 def optimizers(schedule: str) -> None:
     """An optimizer beside each stage: what one process gets without cg."""
-    stages = [make(Stage, rank, rank) for rank in range(2)]
+    stages = [make(SharingStage, rank, rank) for rank in range(2)]
     beside = [optimizer_of(stage) for stage in stages]
     step = cg.trace(train_with(stages, [], [c for o in beside for c in (o.step, o.zero)]))
     compiled = step.lower(*batch()).compile(schedule=by_name(schedule))
-    plain = [Plain(Stage(rank)) for rank in range(2)]
+    plain = [Plain(SharingStage(rank)) for rank in range(2)]
     mine = [Optimizer(stage.local.parameters()) for stage in plain]
     eager = train_with(plain, [], [c for o in mine for c in (o.step, o.zero)])
     for seed in range(4):
@@ -56,7 +56,7 @@ def optimizers(schedule: str) -> None:
 def notes() -> None:
     """The second note needs no value; the list alone keeps it behind the first."""
     into: list[str] = []
-    stage = make(Stage, 1, 1)
+    stage = make(SharingStage, 1, 1)
     late, early = make(Notes, 0, "late", into), make(Notes, 0, "early", into)
 
     @cg.trace

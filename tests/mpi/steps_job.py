@@ -17,26 +17,12 @@ from torch import nn
 import cg
 from cg.tracer.errors import TraceError
 from cg.tracer.record.session.inputs import InputError
+from tests.launch.test_steps_python import SwallowingStage
 
 
 @cg.actor
-class Stage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x)
-
-    def loss(self, x: Any) -> Any:
-        return self.linear(x).square().mean()
-
-    def swallows(self, x: Any) -> Any:
-        try:
-            return x * float(x.sum())
-        except Exception:
-            return x * 0
+class ComplexStage(SwallowingStage):
+    """A stage with methods of complex numbers."""
 
     def conjugate(self, z: Any) -> Any:
         return z.conj()
@@ -45,7 +31,7 @@ class Stage(nn.Module):
         return torch.view_as_real(z)[..., 1]
 
 
-first, last = Stage.on(0)(), Stage.on(1)()
+first, last = ComplexStage.on(0)(), ComplexStage.on(1)()
 plain = nn.Linear(4, 4)
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -157,7 +143,7 @@ def fallback() -> None:
         warnings.simplefilter("always")
         compiled = lowered.compile(schedule=cg.schedules.auto())
     assert any("with the schedule 'gpipe' instead" in str(each.message) for each in caught)
-    module = Stage()
+    module = ComplexStage()
     torch.testing.assert_close(compiled(X), module.loss(module(module(X))))
 
 

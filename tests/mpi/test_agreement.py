@@ -144,8 +144,12 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(reports: Reports) 
 @pytest.mark.parametrize(
     ("scenario", "calls"),
     [
-        ("branched", "@stage0.loss, and rank 0 to that of @stage0.forward"),
-        ("uneven", "@stage0.forward for f32[1,4], and rank 0 to that of @stage0.forward for f32[2"),
+        ("branched", "@dropoutstage0.loss, and rank 0 to that of @dropoutstage0.forward"),
+        (
+            "uneven",
+            "@dropoutstage0.forward for f32[1,4], and rank 0 to that of "
+            "@dropoutstage0.forward for f32[2",
+        ),
     ],
 )
 def test_a_branch_that_depends_on_the_rank(scenario: str, calls: str) -> None:

@@ -59,11 +59,11 @@ def test_an_exception_reaches_every_rank_and_the_step_can_run_again(
         assert len(errors) == 3
         for error in errors:
             assert error["error"] == "RemoteError"
-            assert (error["rank"], error["actor"], error["method"]) == (2, "stage2", "check")
+            assert (error["rank"], error["actor"], error["method"]) == (2, "failingstage2", "check")
             assert error["type"] == "ValueError"
             assert error["cause"] == ("ValueError" if rank == 2 else "NoneType")
             message = error["message"]
-            assert message.startswith("ValueError on rank 2 in stage2.check: negative input")
+            assert message.startswith("ValueError on rank 2 in failingstage2.check: negative input")
             assert "called from " + str(JOB) in message
             assert "h = stages[2].check(x) + h  # the line that calls" in message
             assert "# the line that raises" in message
@@ -73,7 +73,7 @@ def test_an_exception_reaches_every_rank_and_the_step_can_run_again(
 def test_an_exception_in_a_traced_line(survived: dict[str, Reports]) -> None:
     for error, after in survived["raises_in_graph"].values():
         assert (error["error"], error["type"], error["rank"]) == ("RemoteError", "IndexError", 2)
-        assert error["message"].startswith("IndexError on rank 2 in stage2.look: ")
+        assert error["message"].startswith("IndexError on rank 2 in failingstage2.look: ")
         assert "h = stages[2].look(part)" in error["message"]
         assert re.search(r"raised at \S+failure_job.py:\d+, in look\n", error["message"])
         assert after["loss"] > 0
@@ -83,7 +83,7 @@ def test_an_uncaught_exception_ends_the_job() -> None:
     ended = fail("uncaught")
     assert ended.code != 0
     assert re.search(
-        r"\[rank \d\] cg\.\S*RemoteError: ValueError on rank 2 in stage2", ended.output
+        r"\[rank \d\] cg\.\S*RemoteError: ValueError on rank 2 in failingstage2", ended.output
     )
 
 

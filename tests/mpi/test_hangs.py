@@ -56,7 +56,7 @@ def graphs() -> Messages:
 
 def check(message: str, method: str, step: str, comment: str) -> None:
     """Rank 1 is in that method of that step, and at the line with that comment."""
-    where = rf"rank 1 .*runs stage1\.{method} \({HERE}\).*, called at {HERE}, in {step} \(`%"
+    where = rf"rank 1 .*runs hangingstage1\.{method} \({HERE}\).*, called at {HERE}, in {step} \(`%"
     assert re.search(where, message), message
     since = r"rank 1 (runs .* for \d+\.\d s at most, called|has not answered in \d\.\d s)"
     assert re.search(since, message), message
@@ -114,7 +114,7 @@ def check_end(ended: Ended, late: bool = True) -> None:
     assert (
         not late or "'step' has not been closed: executions of it are in flight (1)" in ended.output
     )
-    where = rf"\[rank 0\]   @step \d: rank 1 runs stage1\.late \({HERE}\)"
+    where = rf"\[rank 0\]   @step \d: rank 1 runs hangingstage1\.late \({HERE}\)"
     assert re.search(where, ended.output), ended.output
     line = rf"\[rank 0\]     its Python is at {HERE}, in late: time\.sleep\(3600\)  # for ever"
     assert re.search(line, ended.output), ended.output

@@ -35,7 +35,8 @@ def test_what_a_gpu_refuses_is_refused_everywhere() -> None:
     assert ended.code == 0, ended.output
     mixed = "Expected all tensors to be on the same device, but found at least two devices, fake:0"
     refusals = {
-        "mixes": f"Stage.mixes cannot be traced: it raised FakeTensorDeviceMismatchError: {mixed}",
+        "mixes": "RehearsedStage.mixes cannot be traced: it raised "
+        f"FakeTensorDeviceMismatchError: {mixed}",
         "mixes_by_hand": mixed,
         "draws_on_the_host": "Expected a 'fake' device type for generator but found 'cpu'",
         "asks_numpy": "can't convert fake:0 device type tensor to numpy",

@@ -15,9 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import cg
-from cg.tracer.values.plan import (
-    Sharding,
-)
+from cg.tracer.values.plan import Sharding
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 8, 4, 4, 12
 
@@ -92,13 +90,13 @@ class Mlp(Block):
 
     def __init__(self, digits: Digits) -> None:
         super().__init__(digits)
-        self.act = ACTIVATIONS[digits.take(len(ACTIVATIONS))]
+        self.activation = ACTIVATIONS[digits.take(len(ACTIVATIONS))]
         self.residual = digits.take(2)
         self.up = nn.Linear(WIDTH, 12, bias=digits.take(3) > 0)
         self.down = nn.Linear(12, WIDTH)
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        out = self.down(self.act(self.up(h)))
+        out = self.down(self.activation(self.up(h)))
         return h + out if self.residual else out
 
 
@@ -107,12 +105,12 @@ class Gated(Block):
 
     def __init__(self, digits: Digits) -> None:
         super().__init__(digits)
-        self.act = ACTIVATIONS[digits.take(6)]
+        self.activation = ACTIVATIONS[digits.take(6)]
         self.gate, self.up = (nn.Linear(WIDTH, 12, bias=False) for _ in range(2))
         self.down = nn.Linear(12, WIDTH, bias=False)
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        return h + self.down(self.act(self.gate(h)) * self.up(h))
+        return h + self.down(self.activation(self.gate(h)) * self.up(h))
 
 
 class Attention(Block):
@@ -157,8 +155,8 @@ class Attention(Block):
         if self.kind == 4:
             return causal & mask[:, None, None, :]
         if self.kind == 5:
-            far = torch.zeros(LENGTH, LENGTH, dtype=h.dtype, device=h.device)
-            return far.masked_fill(~causal, float("-inf")) + self.slope
+            zeros = torch.zeros(LENGTH, LENGTH, dtype=h.dtype, device=h.device)
+            return zeros.masked_fill(~causal, float("-inf")) + self.slope
         return None
 
 
@@ -195,33 +193,35 @@ class Multihead(Block):
 
     def __init__(self, digits: Digits) -> None:
         super().__init__(digits)
-        self.padded, self.causal, self.wanted = digits.take(2), digits.take(2), digits.take(3)
-        bias, zero, keys = digits.take(2) > 0, digits.take(4) == 3, digits.take(4) == 3
-        self.first = digits.take(2) > 0
+        self.is_padded, self.is_causal = digits.take(2), digits.take(2)
+        self.weights_form = digits.take(3)
+        has_bias = digits.take(2) > 0
+        has_zero, has_kv_bias = digits.take(4) == 3, digits.take(4) == 3
+        self.batch_first = digits.take(2) > 0
         self.inner = nn.MultiheadAttention(
             WIDTH,
             HEADS,
-            bias=bias,
-            add_bias_kv=keys,
-            add_zero_attn=zero,
-            batch_first=self.first,
+            bias=has_bias,
+            add_bias_kv=has_kv_bias,
+            add_zero_attn=has_zero,
+            batch_first=self.batch_first,
         )
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=h.device).triu(1)
-        x = h if self.first else h.transpose(0, 1)
+        x = h if self.batch_first else h.transpose(0, 1)
         out, weights = self.inner(
             x,
             x,
             x,
-            key_padding_mask=~mask if self.padded else None,
-            attn_mask=causal if self.causal else None,
-            need_weights=self.wanted > 0,
-            average_attn_weights=self.wanted == 1,
+            key_padding_mask=~mask if self.is_padded else None,
+            attn_mask=causal if self.is_causal else None,
+            need_weights=self.weights_form > 0,
+            average_attn_weights=self.weights_form == 1,
         )
-        if self.wanted == 2:
+        if self.weights_form == 2:
             out = out + weights.mean()
-        return h + (out if self.first else out.transpose(0, 1))
+        return h + (out if self.batch_first else out.transpose(0, 1))
 
 
 class Encoder(Block):
@@ -363,10 +363,10 @@ class Convolution(Block):
         pad = {"kernel_size": size, "padding": size // 2, "padding_mode": mode}
         self.first = nn.Conv1d(WIDTH, 12, **pad) if kind else nn.Conv1d(WIDTH, 12, 1)
         self.second = nn.Conv1d(12, WIDTH, 1, bias=digits.take(2) > 0)
-        self.act = ACTIVATIONS[digits.take(8)]
+        self.activation = ACTIVATIONS[digits.take(8)]
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        return h + self.second(self.act(self.first(h.transpose(1, 2)))).transpose(1, 2)  # type: ignore[no-any-return]
+        return h + self.second(self.activation(self.first(h.transpose(1, 2)))).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class Images(Block):
@@ -395,17 +395,20 @@ class Recurrent(Block):
 
     def __init__(self, digits: Digits) -> None:
         super().__init__(digits)
-        self.kind, self.both, layers = digits.take(3), digits.take(2), 1 + digits.take(2)
-        size = WIDTH // 2 if self.both else WIDTH
+        self.kind, self.is_bidirectional = digits.take(3), digits.take(2) > 0
+        layer_count = 1 + digits.take(2)
+        size = WIDTH // 2 if self.is_bidirectional else WIDTH
         cls: Any = (nn.LSTM, nn.GRU, nn.RNN)[self.kind]
-        self.inner = cls(WIDTH, size, layers, batch_first=True, bidirectional=self.both > 0)
+        self.inner = cls(
+            WIDTH, size, layer_count, batch_first=True, bidirectional=self.is_bidirectional
+        )
         self.uses_state = digits.take(2)
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
         out, state = self.inner(h)
         if self.uses_state:
-            last = state[0] if self.kind == 0 else state
-            return out + last.mean((0, 2))[:, None, None]  # type: ignore[no-any-return]
+            hidden = state[0] if self.kind == 0 else state
+            return out + hidden.mean((0, 2))[:, None, None]  # type: ignore[no-any-return]
         return out  # type: ignore[no-any-return]
 
 
@@ -417,11 +420,11 @@ class Cell(Block):
         self.inner = nn.GRUCell(WIDTH, WIDTH) if digits.take(2) else nn.RNNCell(WIDTH, WIDTH)
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        state, outs = torch.zeros_like(h[:, 0]), []
+        state, states = torch.zeros_like(h[:, 0]), []
         for x in h.unbind(1):
             state = self.inner(x, state)
-            outs.append(state)
-        return torch.stack(outs, 1)
+            states.append(state)
+        return torch.stack(states, 1)
 
 
 class Positions(Block):
@@ -457,11 +460,11 @@ class Checkpointed(Block):
         super().__init__(digits)
         self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.act = ACTIVATIONS[digits.take(8)]
+        self.activation = ACTIVATIONS[digits.take(8)]
         self.nested = digits.take(2)
 
     def inner(self, h: Tensor) -> Tensor:
-        return self.down(self.act(self.up(self.norm(h))))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.up(self.norm(h))))  # type: ignore[no-any-return]
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
         out = checkpoint(self.inner, h, use_reentrant=False)
@@ -484,14 +487,14 @@ class Twice(Block):
         self.alias = self.inner if digits.take(2) else nn.Identity()
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        once = torch.tanh(self.inner(h))
+        hidden = torch.tanh(self.inner(h))
         if self.kind == 0:
-            return self.inner(once)  # type: ignore[no-any-return]
+            return self.inner(hidden)  # type: ignore[no-any-return]
         if self.kind == 1:
-            return once @ self.inner.weight.T
+            return hidden @ self.inner.weight.T
         if self.kind == 2:
-            return self.alias(once) + self.inner.weight[0] + self.inner.weight[:, 1]
-        return once + functional.linear(h, self.inner.weight.t(), self.inner.bias)
+            return self.alias(hidden) + self.inner.weight[0] + self.inner.weight[:, 1]
+        return hidden + functional.linear(h, self.inner.weight.t(), self.inner.bias)
 
 
 class Frozen(Block):
@@ -546,7 +549,7 @@ class Views(Block):
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
         x = h * self.gain
-        runs: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+        operations: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
             self.write_slices,
             self.write_under_mask,
             self.chunks,
@@ -560,7 +563,7 @@ class Views(Block):
             self.strides,
             self.activate_in_place,
         )
-        return runs[self.kind](x, mask)
+        return operations[self.kind](x, mask)
 
     def write_slices(self, x: Tensor, mask: Tensor) -> Tensor:
         x[:, 0] += x[:, 1]
@@ -672,13 +675,13 @@ class Odd(Block):
         if self.kind == 3:
             return torch.einsum("blw,rw,rv->blv", self.inner(h), self.extra, self.extra)
         if self.kind == 4:
-            low = self.extra.T @ self.extra
-            return functional.linear(h, self.inner.weight + low, self.inner.bias)
+            update = self.extra.T @ self.extra
+            return functional.linear(h, self.inner.weight + update, self.inner.bias)
         if self.kind == 5:
             norm = torch.linalg.vector_norm(self.inner(h), dim=-1, keepdim=True)
             return functional.normalize(h, dim=-1) + torch.logsumexp(norm * h, -1, keepdim=True)
-        both = torch.baddbmm(h, h @ h.mT, h.sin(), beta=0.5, alpha=0.1)
-        return torch.addcmul(both, h, self.extra[0], value=0.3) + torch.outer(*self.extra).mean()
+        product = torch.baddbmm(h, h @ h.mT, h.sin(), beta=0.5, alpha=0.1)
+        return torch.addcmul(product, h, self.extra[0], value=0.3) + torch.outer(*self.extra).mean()
 
 
 class Autocast(Block):
@@ -718,14 +721,14 @@ class Functional(Block):
         if self.kind == 1:
             return self.other(x)  # type: ignore[no-any-return]
         if self.kind == 2:
-            changed = {n: p * 0.5 for n, p in self.other.named_parameters()}
-            return torch.func.functional_call(self.other, changed, (x,))  # type: ignore[no-any-return]
+            halved = {name: parameter * 0.5 for name, parameter in self.other.named_parameters()}
+            return torch.func.functional_call(self.other, halved, (x,))  # type: ignore[no-any-return]
         if self.kind == 3:
             return x * self.extra[0] + sum(self.extra) + self.named["b"]  # type: ignore[no-any-return]
         if self.kind == 4:
-            pairs = torch.view_as_complex(widened(x).unflatten(-1, (-1, 2)).contiguous())
-            turned = pairs * torch.polar(torch.ones_like(pairs.real), pairs.real.detach())
-            return torch.view_as_real(turned).flatten(-2).to(h.dtype)
+            numbers = torch.view_as_complex(widened(x).unflatten(-1, (-1, 2)).contiguous())
+            rotated = numbers * torch.polar(torch.ones_like(numbers.real), numbers.real.detach())
+            return torch.view_as_real(rotated).flatten(-2).to(h.dtype)
         if self.kind == 5:  # of a mixture of experts, all of which are computed
             gates, chosen = self.other(h).topk(2, -1)
             weights = torch.zeros_like(x).scatter(-1, chosen, gates.softmax(-1))

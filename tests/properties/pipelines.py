@@ -28,7 +28,7 @@ ANY = ("auto", "1f1b", "gpipe")
 
 
 @cg.actor
-class Stage(nn.Module):
+class ResidualStage(nn.Module):
     """A stage; tensors are float64[1, WIDTH] and the like."""
 
     def __init__(self, number: int, frozen: int = 0) -> None:
@@ -182,7 +182,7 @@ def make_step(pipe: Pipe, stages: Sequence[Any]) -> Callable[[Tensor, Tensor], T
 
 def make_stages(pipe: Pipe) -> list[Any]:
     """The stages' actors, in the present world."""
-    make: Callable[[int], Any] = Stage.on
+    make: Callable[[int], Any] = ResidualStage.on
     made = [make(rank)(index, pipe.frozen_at(index)) for index, rank in enumerate(pipe.ranks)]
     return [made[index] for index in pipe.actors]
 

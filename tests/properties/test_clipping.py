@@ -23,7 +23,7 @@ MOST = {3: 2.0, 6: 11.0}
 
 
 @cg.actor
-class Stage(nn.Module):
+class ClippedStage(nn.Module):
     """Tensors are float64[rows, WIDTH]. Writes down the sizes of the gradients it updates by."""
 
     def __init__(self, number: int, drops: bool = False) -> None:
@@ -61,7 +61,7 @@ class Stage(nn.Module):
 
     def restart(self, number: int) -> None:
         """Be as new."""
-        self.load_state_dict(Stage(number).state_dict())
+        self.load_state_dict(ClippedStage(number).state_dict())
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
@@ -119,7 +119,9 @@ def rounds(stages: Sequence[Any], most: float, count: int = 1) -> Callable[..., 
     return step
 
 
-def plainly(stages: Sequence[Stage], most: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def plainly(
+    stages: Sequence[ClippedStage], most: float, x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor]:
     """One step, in PyTorch alone."""
     total = torch.zeros((), dtype=torch.float64)
     for part, target in zip(x.chunk(M), y.chunk(M), strict=True):
@@ -145,7 +147,7 @@ def batch(seed: int, count: int = 1, size: float = 1.0) -> tuple[Tensor, Tensor]
 def make(schedule: str, drops: bool = False) -> list[Any]:
     vee = schedule in ("zb-v", "dualpipe-v")
     ranks = (*range(P), *reversed(range(P))) if vee else tuple(range(P))
-    return [Stage.on(rank)(number, drops) for number, rank in enumerate(ranks)]
+    return [ClippedStage.on(rank)(number, drops) for number, rank in enumerate(ranks)]
 
 
 def state(stage: Any) -> list[Any]:

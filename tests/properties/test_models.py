@@ -14,7 +14,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from ..sampling import examples, shards
-from .models import Difference, Program, check, draw_program, hold, program_of, quiet
+from .model_programs import Program, draw_program, program_of
+from .models import Difference, check, compare_tensors, quiet
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,7 +43,7 @@ def test_what_is_drawn_trains_as_in_plain_torch(program: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("expected", "actual"),
     [
         (None, torch.zeros(2)),
         (torch.zeros(2), None),
@@ -52,7 +53,7 @@ def test_what_is_drawn_trains_as_in_plain_torch(program: Program) -> None:
         (torch.tensor(1.0), torch.tensor(float("nan"))),
     ],
 )
-def test_differences_are_seen(wanted: Any, found: Any) -> None:
+def test_differences_are_seen(expected: Any, actual: Any) -> None:
     with pytest.raises(Difference, match="a value"):
-        hold("a value", wanted, found, 5e-4)
-    hold("a value", wanted, wanted, 0.0)
+        compare_tensors("a value", expected, actual, 5e-4)
+    compare_tensors("a value", expected, expected, 0.0)

@@ -30,7 +30,16 @@ from cg.passes.schedules import Pipeline
 from cg.tracer.record.actors.actors import ActorHandle
 
 from ..sampling import examples
-from .pipelines import WIDTH, Pipe, Stage, assert_close, draw_pipe, gradients, inputs, make_step
+from .pipelines import (
+    WIDTH,
+    Pipe,
+    ResidualStage,
+    assert_close,
+    draw_pipe,
+    gradients,
+    inputs,
+    make_step,
+)
 from .traces import SharedTraces
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,15 +51,15 @@ class Pool:
     """Instances that many pipelines use one after another, so that methods are traced once."""
 
     def __init__(self) -> None:
-        self.instances = {(n, f): Stage(n, f) for n in range(STAGES) for f in range(3)}
+        self.instances = {(n, f): ResidualStage(n, f) for n in range(STAGES) for f in range(3)}
         self.traces = SharedTraces()
 
     def place(self, pipe: Pipe, world: VirtualWorld) -> list[Any]:
-        made = [
-            ActorHandle(f"stage{i}", rank, Stage, world, self.instances[i, pipe.frozen_at(i)])
-            for i, rank in enumerate(pipe.ranks)
-        ]
-        return [made[index] for index in pipe.actors]
+        handles = []
+        for i, rank in enumerate(pipe.ranks):
+            instance = self.instances[i, pipe.frozen_at(i)]
+            handles.append(ActorHandle(f"stage{i}", rank, ResidualStage, world, instance))
+        return [handles[index] for index in pipe.actors]
 
 
 @pytest.fixture(scope="module")

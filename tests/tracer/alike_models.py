@@ -129,7 +129,7 @@ class Layer(nn.Module):
 
 
 @cg.actor
-class Stage(nn.Module):
+class LayeredStage(nn.Module):
     """Some layers."""
 
     def __init__(self, count: int = 1) -> None:

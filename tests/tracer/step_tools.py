@@ -8,7 +8,7 @@ torch.fx, and stands for the definition that the real tracer is held against.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -68,6 +68,27 @@ def has_effect(effect: Effect, kind: FunctionKind = FunctionKind.GRAPH) -> Calla
 
 writes = has_effect(Effect.WRITE)
 opaque = has_effect(Effect.WRITE, FunctionKind.OPAQUE)
+
+
+class PlainStage(torch.nn.Module):
+    """A linear layer of 4 features; `Bench.stages` makes actors of it and of its subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x)
+
+    def weight(self) -> Any:
+        return self.linear.weight
+
+    @writes
+    def update(self) -> None: ...
+
+    @opaque
+    def say(self, x: Any) -> Any:
+        return Opaque()
 
 
 class _Random(TorchDispatchMode):
@@ -247,6 +268,11 @@ class Bench:
         self.peers = Solo(size)
         self.actor = ActorFactory(lambda: self.peers)
         self.tracer = EagerTracer()
+
+    def stages(self, cls: type[torch.nn.Module], ranks: Iterable[int] = (0,)) -> list[Any]:
+        """An actor on each rank, named `stage0` and so on whatever the class is called."""
+        actor: Any = self.actor(type("Stage", (cls,), {}))
+        return [actor.on(rank)() for rank in ranks]
 
     def trace(self, fn: Any, *args: Any, **kwargs: Any) -> Trace:
         return self.trace_at(fn, args, kwargs)

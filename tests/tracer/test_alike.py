@@ -20,7 +20,7 @@ from cg.tracer.values.specs import TensorSpec
 
 from ..sampling import examples, scale
 from . import alike_models as models
-from .alike_models import CHANGES, SIZE, Layer, Stage
+from .alike_models import CHANGES, SIZE, Layer, LayeredStage
 from .function_tools import Run, assert_equal, cotangents, run_eager, signature, state_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,15 +50,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-Build = Callable[[], Stage]
+Build = Callable[[], LayeredStage]
 
 
 def stage(*changes: Callable[[Layer], None] | None) -> Build:
     """Makes a stage of layers, each of which something may be done to; always the same."""
 
-    def build() -> Stage:
+    def build() -> LayeredStage:
         torch.manual_seed(0)
-        made = Stage(len(changes))
+        made = LayeredStage(len(changes))
         for layer, change in zip(made.layers, changes, strict=True):
             assert isinstance(layer, Layer)
             if change is not None:
@@ -256,7 +256,7 @@ def test_bodies_are_bound_to_their_actors() -> None:
     assert not torch.equal(body(X)[0], one(X).detach())
 
 
-class Skips(Stage):
+class Skips(LayeredStage):
     """Uses the input of a layer after it: gradients add up in the order of plain Python."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ class Skips(Stage):
         return x * first
 
 
-class Keeps(Stage):
+class Keeps(LayeredStage):
     """Returns what is inside of it."""
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
@@ -278,7 +278,7 @@ class Keeps(Stage):
         return tuple(kept)
 
 
-class InPlace(Stage):
+class InPlace(LayeredStage):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
@@ -287,7 +287,7 @@ class InPlace(Stage):
         return x
 
 
-class Summed(Stage):
+class Summed(LayeredStage):
     """The last layer gets a gradient that is expanded."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class Summed(Stage):
         return x.sum()
 
 
-class Leaks(Stage):
+class Leaks(LayeredStage):
     """A layer hands a value over past its results."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class Leaks(Stage):
         return x + found[-1]
 
 
-class Modes(Stage):
+class Modes(LayeredStage):
     """Calls its layers under other settings of torch."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ class Modes(Stage):
             return x * self.layers[0](x)  # type: ignore[no-any-return]
 
 
-class Twice(Stage):
+class Twice(LayeredStage):
     """Calls every layer twice, so that each has two gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -330,8 +330,8 @@ class Twice(Stage):
 
 
 @pytest.mark.parametrize("kind", [Skips, Keeps, InPlace, Summed, Leaks, Modes, Twice])
-def test_methods_around_equal_layers(kind: type[Stage]) -> None:
-    def build() -> Stage:
+def test_methods_around_equal_layers(kind: type[LayeredStage]) -> None:
+    def build() -> LayeredStage:
         torch.manual_seed(0)
         return kind(3)
 

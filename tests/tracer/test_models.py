@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         return token, self.model(token, past_key_values=first.past_key_values).logits
 
 
-class Stage(nn.Module):
+class DecoderLayers(nn.Module):
     """A pipeline stage made of decoder layers, as a user cuts a model."""
 
     def __init__(self, model: Any, layers: slice) -> None:
@@ -106,7 +106,7 @@ def test_eager_attention_and_autocast() -> None:
 def test_stages_of_decoder_layers(family: str) -> None:
     hidden = torch.randn(2, 7, 16, requires_grad=True)
     model = causal_lm(family, num_key_value_heads=2)
-    check_equal(Stage(model, slice(1, 2)), "forward", hidden)
+    check_equal(DecoderLayers(model, slice(1, 2)), "forward", hidden)
 
 
 def test_a_cache_inside_a_method() -> None:

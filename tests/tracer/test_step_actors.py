@@ -137,15 +137,15 @@ def test_attributes_that_are_not_methods(factory: ActorFactory) -> None:
 
 
 def test_modules_list_their_own_methods(factory: ActorFactory) -> None:
-    class Stage(torch.nn.Module):
+    class TwoMethods(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return x
 
         def loss(self, x: Any) -> Any:
             return x
 
-    stage = factory(Stage).on(1)()  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="the methods of Stage are: forward, loss"):
+    stage = factory(TwoMethods).on(1)()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="the methods of TwoMethods are: forward, loss"):
         _ = stage.weight
     assert stage.state_dict() == {}
     assert torch.equal(stage(torch.ones(2)), torch.ones(2))

@@ -13,17 +13,11 @@ from cg.tracer.record.intrinsics.gradients import backward
 from cg.tracer.record.intrinsics.microbatches import mean, microbatches
 from cg.tracer.record.trace import Trace
 
-from .step_tools import Bench, opaque, writes
+from .step_tools import Bench, PlainStage, opaque
 
 
-class Stage(torch.nn.Module):
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-        self.linear.requires_grad_(not frozen)
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x)
+class ManyResultsStage(PlainStage):
+    """Takes and gives several values, of which some have no gradient."""
 
     def several(self, x: Any) -> Any:
         h = self.linear(x)
@@ -31,9 +25,6 @@ class Stage(torch.nn.Module):
 
     def join(self, a: Any, b: Any, k: Any) -> Any:
         return (self.linear(a) + b + k).sum()
-
-    @writes
-    def update(self) -> None: ...
 
     @opaque
     def log(self, x: Any) -> Any:
@@ -46,7 +37,9 @@ def bench() -> Bench:
 
 
 def stage(bench: Bench, rank: int = 0, frozen: bool = False) -> Any:
-    return bench.actor(type("Stage", (Stage,), {})).on(rank)(frozen)
+    (actor,) = bench.stages(ManyResultsStage, [rank])
+    actor.local.requires_grad_(not frozen)
+    return actor
 
 
 X = torch.ones(4, 4)

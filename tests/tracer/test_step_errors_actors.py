@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from cg.tracer.errors import TraceError
-from cg.tracer.record.actors.factory import ActorFactory
 from cg.tracer.record.intrinsics.gradients import backward
 from cg.tracer.record.intrinsics.microbatches import mean, microbatches
 
-from .step_tools import Bench, Opaque, Solo, line_of, opaque, refusal, writes
+from .step_tools import Bench, PlainStage, line_of, opaque, refusal
 
 X = torch.ones(4, 4)
 REAL = torch.ones(4, 4)
@@ -22,24 +21,12 @@ MODULE = torch.nn.Linear(4, 4)
 ARRAY = np.ones((4, 4))
 
 
-class Stage(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-        self.register_buffer("table", torch.zeros(4, 4))
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x)
+class MisusedStage(PlainStage):
+    """Methods that a step or a method may not use so."""
 
     def pair(self, x: Any) -> Any:
         y = x * 1
         return y, y[0]
-
-    def weight(self) -> Any:
-        return self.linear.weight
-
-    @writes
-    def update(self) -> None: ...
 
     def fails(self, x: Any) -> Any:
         raise ValueError("no such thing")
@@ -54,10 +41,6 @@ class Stage(torch.nn.Module):
         return list(microbatches(x, 2))
 
     @opaque
-    def say(self, x: Any) -> Any:
-        return Opaque()
-
-    @opaque
     def keep(self, x: Any) -> Any:
         return x * 2
 
@@ -68,7 +51,7 @@ def bench() -> Bench:
 
 
 def stage(bench: Bench) -> Any:
-    return bench.actor(type("Stage", (Stage,), {})).on(0)()
+    return bench.stages(MisusedStage)[0]
 
 
 class Square(torch.autograd.Function):
@@ -326,6 +309,6 @@ def test_backward_of_what_is_no_loss(bench: Bench) -> None:
 
 
 def test_actors_of_another_world(bench: Bench) -> None:
-    other = ActorFactory(lambda: Solo(2))(type("Stage", (Stage,), {})).on(1)()  # type: ignore[attr-defined]
+    (other,) = Bench(2).stages(MisusedStage, [1])
     error = refusal(bench, lambda x: other.forward(x), X)
     assert error.reason.startswith("stage0 was made in another world")

@@ -17,23 +17,18 @@ from cg.tracer.record.intrinsics.gradients import backward
 from cg.tracer.values.opaque import opaque
 from cg.tracer.values.values import OBJECT
 
-from .step_tools import Bench, refusal
+from .step_tools import Bench, PlainStage, refusal
 from .test_step_equality import Compiled
 
 
-class Stage(torch.nn.Module):
+class OptimizedStage(PlainStage):
+    """Writes to its state by an optimizer, in place, and in an opaque method."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
         self.register_buffer("count", torch.zeros(4))
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         self.kept: list[Any] = []
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x)
-
-    def weight(self) -> Any:
-        return self.linear.weight
 
     def tick(self) -> None:
         self.count.add_(1)
@@ -66,8 +61,7 @@ def bench() -> Bench:
 
 
 def stages(bench: Bench) -> list[Any]:
-    cls: Any = bench.actor(type("Stage", (Stage,), {}))
-    return [cls.on(rank)() for rank in range(2)]
+    return bench.stages(OptimizedStage, range(2))
 
 
 def test_live_state_after_a_write(bench: Bench) -> None:

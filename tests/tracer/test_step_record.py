@@ -15,7 +15,7 @@ from cg.tracer.record.intrinsics.microbatches import microbatches
 from cg.tracer.record.step import trace_step
 from cg.tracer.values.values import OBJECT
 
-from .step_tools import Bench, Opaque, calls, opaque, refusal, text, writes
+from .step_tools import Bench, PlainStage, calls, refusal, text, writes
 
 
 class Batch(NamedTuple):
@@ -23,14 +23,12 @@ class Batch(NamedTuple):
     labels: Any
 
 
-class Stage(torch.nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-        self.register_buffer("count", torch.zeros(()))
+class CountingStage(PlainStage):
+    """Counts its updates, and has methods of several signatures."""
 
-    def forward(self, x: Any) -> Any:
-        return self.linear(x).relu()
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
 
     def several(self, x: Any, scale: float = 1.0, *, options: Any = None) -> Any:
         return {"a": x["in"] * scale, "b": [x["in"] + 1, None, "text", 7]}
@@ -38,13 +36,6 @@ class Stage(torch.nn.Module):
     @writes
     def update(self) -> None:
         self.count.add_(1)
-
-    def weight(self) -> Any:
-        return self.linear.weight
-
-    @opaque
-    def say(self, x: Any) -> Any:
-        return Opaque()
 
     @staticmethod
     def double(x: Any) -> Any:
@@ -57,8 +48,7 @@ def bench() -> Bench:
 
 
 def stages(bench: Bench) -> list[Any]:
-    actor = bench.actor(type("Stage", (Stage,), {}))
-    return [actor.on(rank)() for rank in range(3)]
+    return bench.stages(CountingStage, range(3))
 
 
 X = torch.ones(4, 4)

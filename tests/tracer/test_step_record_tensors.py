@@ -10,17 +10,10 @@ import torch
 from cg.ir.ops import Call, Constant
 from cg.ir.types import Place
 
-from .step_tools import Bench, calls, text
+from .step_tools import Bench, PlainStage, calls, text
 
 
-class Stage(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x).relu()
-
+class DropoutStage(PlainStage):
     def dropped(self, x: Any) -> Any:
         return torch.nn.functional.dropout(x)
 
@@ -31,8 +24,7 @@ def bench() -> Bench:
 
 
 def stages(bench: Bench) -> list[Any]:
-    actor = bench.actor(type("Stage", (Stage,), {}))
-    return [actor.on(rank)() for rank in range(3)]
+    return bench.stages(DropoutStage, range(3))
 
 
 X = torch.ones(4, 4)

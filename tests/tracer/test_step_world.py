@@ -17,7 +17,7 @@ from cg.tracer.record.intrinsics.microbatches import mean, microbatches
 from cg.tracer.record.step import trace_step
 from cg.tracer.record.trace import Trace
 
-from .step_tools import EagerTracer, writes
+from .step_tools import EagerTracer, PlainStage
 
 RANKS = 3
 PATIENCE = 120.0
@@ -68,10 +68,8 @@ class TurnTracer(EagerTracer):
             return super().trace(*args)
 
 
-class Stage(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
+class NotedStage(PlainStage):
+    """Gives a value that is no tensor beside one that is."""
 
     def forward(self, x: Any) -> Any:
         return {"h": self.linear(x), "note": ("static", 3, None)}
@@ -82,9 +80,6 @@ class Stage(torch.nn.Module):
     def fails(self, x: Any) -> Any:
         raise ValueError("no such thing")
 
-    @writes
-    def update(self) -> None: ...
-
 
 def everywhere(fn: Callable[[list[Any]], Callable[..., Any]]) -> list[Trace | BaseException]:
     """Trace the step that `fn` makes of three actors, on every rank of a world of threads."""
@@ -94,7 +89,7 @@ def everywhere(fn: Callable[[list[Any]], Callable[..., Any]]) -> list[Trace | Ba
     def run(rank: int) -> None:
         try:
             peers = ThreadPeers(rank, exchange)
-            actor: Any = ActorFactory(lambda: peers)(type("Stage", (Stage,), {}))
+            actor: Any = ActorFactory(lambda: peers)(type("Stage", (NotedStage,), {}))
             step = fn([actor.on(r)() for r in range(RANKS)])
             exchange.barrier.wait()  # nobody initialises weights while another traces
             outcomes[rank] = trace_step(

@@ -124,7 +124,9 @@ def test_a_backward_is_laid_out_as_well() -> None:
 
 
 @cg.actor
-class Stage(Layer):
+class StridedStage(Layer):
+    """A layer with a loss."""
+
     def loss(self, x: Tensor) -> Tensor:
         return self.forward(x).square().mean()
 
@@ -132,7 +134,7 @@ class Stage(Layer):
 @pytest.mark.parametrize("call", [WAYS["softplus"], turned], ids=["softplus", "turned"])
 def test_a_pipeline_sends_what_lies_in_another_way(call: Any) -> None:
     with use_world(VirtualWorld(2)):
-        stages = [Stage.on(rank)(call) for rank in range(2)]  # type: ignore[attr-defined]
+        stages = [StridedStage.on(rank)(call) for rank in range(2)]  # type: ignore[attr-defined]
 
         @cg.trace
         def step(x: Tensor) -> Tensor:

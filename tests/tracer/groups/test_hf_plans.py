@@ -96,15 +96,16 @@ def test_styles() -> None:
 
 
 def test_a_part_of_a_model_has_a_part_of_its_plan() -> None:
-    class Stage(nn.Module):
+    class LastLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = Model().model.layers[1:]
 
     plan = hf(Model())
-    names = [name for name, _ in Stage().named_parameters()]
-    plan.check(Stage, names, [("forward", "h")])
-    assert layouts(Stage(), plan)["layers.0.attention.q_proj.weight"] == f"{Cut(('tp',))},{Cut()}"
+    names = [name for name, _ in LastLayers().named_parameters()]
+    plan.check(LastLayers, names, [("forward", "h")])
+    projection = layouts(LastLayers(), plan)["layers.0.attention.q_proj.weight"]
+    assert projection == f"{Cut(('tp',))},{Cut()}"
     with pytest.raises(ValueError, match="the plan of Model matches no tensor of Linear; its tens"):
         plan.check(nn.Linear, ["weight", "bias"], [("forward", "input_ids")])
 

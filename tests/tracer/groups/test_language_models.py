@@ -27,7 +27,7 @@ def model_of(family: str, attention: str) -> Any:
 
 
 @cg.actor
-class Stage(nn.Module):
+class DecoderStage(nn.Module):
     """Some of a model's decoder layers; the first has the embedding, the last norm and head."""
 
     def __init__(self, family: str, attention: str, index: int, count: int) -> None:
@@ -91,7 +91,7 @@ def test_losses_are_those_of_one_process(
     steps = 20 if scale() > 1 else 5
     with use_world(VirtualWorld(4 * stages)):
         actors = [
-            Stage.on(cg.mesh(range(4 * i, 4 * i + 4), dp=2, tp=2), plan=plan)(
+            DecoderStage.on(cg.mesh(range(4 * i, 4 * i + 4), dp=2, tp=2), plan=plan)(
                 family, attention, i, stages
             )
             for i in range(stages)
@@ -116,7 +116,7 @@ def test_losses_are_those_of_one_process(
             embedding = plan.of_tensor("model.embed_tokens.weight") is not None
             assert _reductions(compiled, "mb = 0") == embedding + 2 * 2
         found = [compiled(tokens, labels).item() for _ in range(steps)]
-    reference = Stage(family, attention, 0, 1)
+    reference = DecoderStage(family, attention, 0, 1)
     for step_number, mine in enumerate(found):
         total = 0.0
         for pair in zip(tokens.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):

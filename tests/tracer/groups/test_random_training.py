@@ -37,7 +37,7 @@ from .training import (
     Attention,
     Mlp,
     Model,
-    Stage,
+    RecordingStage,
     alone,
     batch,
     compare_all,
@@ -87,7 +87,7 @@ class Layer:
         is_stored: whether its parameters are cut along `dp` where they rest.
     """
 
-    cls: type[Stage]
+    cls: type[RecordingStage]
     place: Mesh
     plan: str
     is_stored: bool
@@ -143,7 +143,7 @@ class Case:
 @st.composite
 def layers(draw: st.DrawFn, place: Mesh, has_attention: bool) -> Layer:
     axes = dict(place.grid)
-    cls: type[Stage] = Attention if has_attention and draw(st.booleans()) else Mlp
+    cls: type[RecordingStage] = Attention if has_attention and draw(st.booleans()) else Mlp
     names = sorted(OF_ATTENTION if cls is Attention else OF_AN_MLP)
     if HEADS % axes["tp"] and cls is Attention:
         names.remove("heads")

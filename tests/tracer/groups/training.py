@@ -27,7 +27,7 @@ from cg.tracer.values.plan import Sharding
 WIDTH, HEADS, VOCABULARY, LENGTH = 8, 4, 10, 3
 
 
-class Stage(nn.Module):
+class RecordingStage(nn.Module):
     """A part of a model; keeps the gradients that its last update has found.
 
     Attributes:
@@ -80,7 +80,7 @@ class Signs:
 
 
 @cg.actor
-class Mlp(Stage):
+class Mlp(RecordingStage):
     """Integers, of which a layer makes integers."""
 
     def __init__(self, seed: int, optimizer: str = "signs", width: int = WIDTH) -> None:
@@ -95,7 +95,7 @@ class Mlp(Stage):
 
 
 @cg.actor
-class Residual(Stage):
+class Residual(RecordingStage):
     """A layer whose outputs are cut beside a sum with what it takes, which is not."""
 
     def __init__(self, seed: int, optimizer: str = "signs") -> None:
@@ -121,7 +121,7 @@ class Pair(nn.Module):
 
 
 @cg.actor
-class Tower(Stage):
+class Tower(RecordingStage):
     """Several pairs of layers in a list; stored in pieces, each is a bucket."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Tower(Stage):
 
 
 @cg.actor
-class Block(Stage):
+class Block(RecordingStage):
     """A layer with a norm, and with dropout if wanted."""
 
     def __init__(self, seed: int, optimizer: str = "adam", rate: float = 0.0) -> None:
@@ -166,7 +166,7 @@ class Block(Stage):
 
 
 @cg.actor
-class Attention(Stage):
+class Attention(RecordingStage):
     """Self-attention with several heads; without softmax, of integers."""
 
     def __init__(self, seed: int, optimizer: str = "adam", causal: bool = True) -> None:
@@ -208,7 +208,7 @@ class Written(Attention):
 
 
 @cg.actor
-class Language(Stage):
+class Language(RecordingStage):
     """An embedding, and the loss of the words to come; both of a cut vocabulary."""
 
     def __init__(self, seed: int, optimizer: str = "adam") -> None:
@@ -232,7 +232,7 @@ TOWER_PLAN = {
     "blocks.*.down.weight": cg.cut(1, "tp"),
 }
 MLP_PLAN = {**ROWS, "up.*": cg.cut(0, "tp"), "down.weight": cg.cut(1, "tp")}
-PLANS: Mapping[type[Stage], Mapping[str, Sharding]] = {
+PLANS: Mapping[type[RecordingStage], Mapping[str, Sharding]] = {
     Mlp: MLP_PLAN,
     Residual: {**ROWS, "up.*": cg.cut(0, "tp")},
     Tower: TOWER_PLAN,
@@ -274,9 +274,9 @@ def meshes(name: str) -> tuple[Mesh, ...]:
 class Model:
     """Stages, each as its class and what its constructor takes, in order; the last has the loss."""
 
-    stages: Sequence[tuple[type[Stage], tuple[Any, ...]]]
+    stages: Sequence[tuple[type[RecordingStage], tuple[Any, ...]]]
 
-    def plain(self) -> list[Stage]:
+    def plain(self) -> list[RecordingStage]:
         return [cls(*args) for cls, args in self.stages]
 
     def on(
@@ -315,7 +315,7 @@ def step_of(stages: Sequence[Any], count: int) -> Callable[..., Any]:
     return step
 
 
-def plain_step(stages: Sequence[Stage], count: int, x: Tensor, y: Tensor) -> Any:
+def plain_step(stages: Sequence[RecordingStage], count: int, x: Tensor, y: Tensor) -> Any:
     """The same in one process."""
     losses, outputs = [], []
     for part, target in zip(x.chunk(count), y.chunk(count), strict=True):
@@ -352,7 +352,7 @@ class Held:
     parameters: Mapping[str, Tensor]
 
     @staticmethod
-    def of(stage: Stage) -> Held:
+    def of(stage: RecordingStage) -> Held:
         return Held(stage.found, {n: p.detach().clone() for n, p in stage.named_parameters()})
 
 
@@ -435,7 +435,7 @@ def compare_all(stages: Sequence[Any], found: Any, moment: Moment, exact: bool, 
             compare(stage, rank, instance, held, exact)
 
 
-def compare(stage: Any, rank: int, instance: Stage, held: Held, exact: bool) -> None:
+def compare(stage: Any, rank: int, instance: RecordingStage, held: Held, exact: bool) -> None:
     """Hold a rank's pieces of gradients and parameters against the whole ones."""
     assert instance.found.keys() == held.found.keys()
     mine = dict(instance.named_parameters())
@@ -473,7 +473,7 @@ def assert_close(found: Any, expected: Any, exact: bool, what: str) -> None:
     )
 
 
-def note(made: Any, instance: Stage) -> None:
+def note(made: Any, instance: RecordingStage) -> None:
     """Add what a rank holds to a hash."""
     for tensor in (*instance.found.values(), *instance.parameters()):
         made.update(tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -1,0 +1,45 @@
+"""Small stages of pipelines, which tests of several rooms train.
+
+A test whose stage does something of its own derives from one of these, or has a class of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import cg
+
+
+@cg.actor
+class LinearStage(nn.Module):
+    """A linear layer with tanh, and a loss. x, h, y: float32 [rows, width].
+
+    Args:
+        seed: of the weights, which are alike wherever the stage is made.
+        width: of the layer.
+    """
+
+    def __init__(self, seed: int, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+    def loss(self, h: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(h, y)
+
+
+@cg.actor
+class TrainedStage(LinearStage):
+    """A linear stage that has an optimizer."""
+
+    def __init__(self, seed: int, width: int = 4) -> None:
+        super().__init__(seed, width)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
