@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ from ..base import Port
 from ..device import Device, Event, Queue
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
+from ..program.instructions import Instruction
 
 
 class Copies:
     """The copies between a device and its host that the messages of one program need.
+
+    Another thread may look after messages while the host is in a call that waits for its device:
+    whoever does holds `looking`. The host holds it throughout an execution, but for such calls.
 
     Args:
         device: of this rank.
@@ -32,10 +37,12 @@ class Copies:
     Attributes:
         queue: the stream of copies.
         compute: the stream of the other work of a program.
+        looking: held by the thread that looks after messages.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.looking = Lock()
         self.compute = device.stream(Stream.COMPUTE)
         self.queue = device.stream(Stream.COPY)
         self._pending: deque[tuple[Event | None, Callable[[], None]]] = deque()
@@ -60,6 +67,19 @@ class Copies:
             pending.popleft()
             start()
         return True
+
+    def aside(self, instruction: Instruction) -> Instruction:
+        """An instruction that may wait for the device, and does nothing for messages of hosts."""
+        looking = self.looking
+
+        def run() -> bool:
+            looking.release()
+            try:
+                return instruction()
+            finally:
+                looking.acquire()
+
+        return run
 
     def forget(self) -> None:
         """Drop the messages that have not been started."""

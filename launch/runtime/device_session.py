@@ -75,6 +75,7 @@ class DeviceSession:
             lambda: put_by(executable),
             world.end_job,
             lambda: noted(device.torch_device),
+            self._on_device.look_after_messages,
             self._release_if_failed_elsewhere,
         )
         say_faults(world.end_job)

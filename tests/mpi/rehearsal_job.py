@@ -10,6 +10,7 @@ checks that each rank refuses what a GPU refuses, and `host` prints the losses a
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -37,6 +38,12 @@ class RehearsedStage(torch.nn.Module):
 
     def loss(self, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.mse_loss(h, y)
+
+    @cg.opaque(fake=lambda self, h, y: h.new_zeros(()))
+    def slow_loss(self, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Rank 0 has put all of its messages on their way before the first one is used."""
+        time.sleep(0.05)
+        return self.loss(h, y)
 
     def mixes(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.zeros(x.shape, device="cpu")
@@ -76,10 +83,22 @@ def train(backend: str = "auto") -> None:
             stage.update()
         return loss
 
+    @cg.trace
+    def evaluate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for mx, my in cg.microbatches((x, y), 8):  # more than there are slots
+            h = mx
+            for stage in stages:
+                h = cg.via(stage.forward(h), backend)
+            losses.append(stages[-1].slow_loss(h, my))
+        return cg.mean(losses)
+
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 16, 16, generator=generator)
     compiled = step.lower(x, y).compile(schedule=cg.schedules.one_f_one_b())
     losses = [float(compiled(x, y)) for _ in range(STEPS)]
+    with torch.no_grad():
+        losses.append(float(evaluate(x, y)))
     print(f"rank {cg.rank()} trained: {' '.join(f'{loss:.6f}' for loss in losses)}", flush=True)
 
 

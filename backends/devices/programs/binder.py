@@ -64,7 +64,7 @@ class DeviceBinder(Binder):
         copies: between the device and its host, for messages that go by the host.
         order: the streams of the program.
         segments: the parts of the program that are captured when it is bound, in order.
-        stages_sends: whether tensors of the device are sent by way of the host.
+        has_host_sends: whether the program sends by a transport of hosts.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DeviceBinder(Binder):
         self._code.progress.append(self.copies.move_on)
         self.order = StreamOrder(device)
         self.segments: tuple[CapturedSegment, ...] = ()
-        self.stages_sends = False
+        self.has_host_sends = False
         self._made: dict[Value, StreamEvent] = {}
         self._done: dict[Value, StreamEvent] = {}
         self._slots: dict[Value, StreamEvent] = {}
@@ -152,8 +152,6 @@ class DeviceBinder(Binder):
 
     def _issue(self, op: Op, port: Port) -> None:
         if isinstance(port, StreamPort):
-            if self.stages_sends and op.graph is None:
-                self.start_sends()
             sources = tuple(map(self._register, op.operands))
             self._emit(self._on_stream(op, port), InstructionInfo(Role.ISSUE, sources, port=port))
             return
@@ -166,19 +164,10 @@ class DeviceBinder(Binder):
         if sends is None and not isinstance(op, Recv):
             # This message would overtake those that are still being copied.
             self._emit(self.copies.move_on, KEEP, self._at)
-        self.stages_sends |= sends is not None
+        self.has_host_sends |= not isinstance(op, Recv)
         if sends is not None or receives is not None:
             port = self._staged(op, port, sends, receives)
         super()._issue(op, port)
-
-    def start_sends(self) -> None:
-        """Wait until all sends by way of the host have begun, ahead of a message of the device.
-
-        The host begins them when it waits for a message. A call that waits for the device is none:
-        if the message of the device depends on a rank that waits for one of the sends, no rank
-        would get on.
-        """
-        self._emit(self.copies.move_on, KEEP, self._at)
 
     def _staged(
         self, op: Op, port: Port, sends: TensorType | None, receives: TensorType | None

@@ -117,11 +117,6 @@ class CapturedSegment:
         if any(body.rebinds for body in stateful_bodies if isinstance(body, GraphBody)):
             self._stay(_REBINDS)
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether messages of the device are part of it."""
-        return bool(self._ports)
-
     def __call__(self) -> bool:
         """Put the segment's work on the streams."""
         self.at = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from ...program.linked import LinkedProgram
 from .binder import DeviceBinder, landed
 from .capture import WARM_UPS
 from .pending_work import PendingWork
-from .segments import cut
+from .segments import cut, set_aside
 from .tail import follow_tails
 
 
@@ -37,6 +38,9 @@ class DeviceExecutable(Executable):
         code = binder.bind()
         if any(op.graph is not None for op in linked.program.ops):
             cut(code, binder)
+        self._looks_after = binder.has_host_sends and bool(binder.messages)
+        if self._looks_after:
+            set_aside(code, binder)
         self.segments = binder.segments
         super().__init__(linked, code)
         self._device = device
@@ -71,7 +75,8 @@ class DeviceExecutable(Executable):
             landed_inputs = [landed(value, device) for value in inputs]
             if not self.segments:
                 order.fork()
-            outputs = super().run(landed_inputs, pause, execution, checked)
+            with self._copies.looking if self._looks_after else nullcontext():
+                outputs = super().run(landed_inputs, pause, execution, checked)
             order.join()
             returned = [value for value in outputs if isinstance(value, Tensor)]
             device.keep(returned, device.caller())
@@ -79,6 +84,18 @@ class DeviceExecutable(Executable):
                 for _, loan in segment.lent:
                     loan.hand_to_caller(device)
         return outputs
+
+    def look_after_messages(self) -> None:
+        """Move messages of hosts on, if the host is in a call that may wait for the device.
+
+        Another thread calls it while the host does not get on.
+        """
+        looking = self._copies.looking
+        if self._looks_after and looking.acquire(blocking=False):
+            try:
+                self._engine.move_on()
+            finally:
+                looking.release()
 
     def reset(self) -> None:
         """Forget the execution in progress and the graphs, whose messages are gone."""

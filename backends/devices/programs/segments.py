@@ -47,14 +47,22 @@ def cut(code: Code, binder: DeviceBinder) -> None:
         behind = StreamEvent(order) if several else None
         segment = make(number, first, last, range(first, last), order, behind)
         segments.append(segment)
-        if binder.stages_sends and segment.has_messages:
-            instructions.append(binder.copies.move_on)  # as `start_sends` says
-            infos.append(KEEP._replace(op=code.infos[first].op, awaited=code.infos[first].op))
         instructions.append(segment)
         interface, at = segment.interface, code.infos[first].op
         infos.append(InstructionInfo(Role.COMPUTE, interface.reads, interface.gives, op=at))
     code.instructions[:], code.infos[:] = instructions, infos
     binder.segments = tuple(segments)
+
+
+def set_aside(code: Code, binder: DeviceBinder) -> None:
+    """Let another thread look after messages of hosts during what may wait for the device."""
+    ops = binder.linked.program.ops
+    by_stream = {ops[index].result for index, _ in binder.messages}
+    for at, (instruction, info) in enumerate(zip(code.instructions, code.infos, strict=True)):
+        op = ops[info.op]
+        puts = isinstance(op, Call) or not by_stream.isdisjoint((*op.operands, *op.results))
+        if puts and instruction != binder.copies.move_on:
+            code.instructions[at] = binder.copies.aside(instruction)
 
 
 class SegmentMaker:

@@ -96,6 +96,8 @@ class Watchdog:
             by that thread, or by the one that learns of it.
         noted: returns the error that an execution has noted on the device, if one has. The next
             execution on this rank raises the error if it comes in time.
+        look_after: called where the host puts work on the device and does not get on: it may be in
+            a call that waits, while messages of hosts are under way.
         release: called where the host puts work on the device and does not get on, while the device
             has ended all earlier executions. If another rank has failed, it lets the device go on.
     """
@@ -109,6 +111,7 @@ class Watchdog:
         putting: Callable[[], Position | None] = lambda: None,
         end: Callable[[str], None] | None = None,
         noted: Callable[[], str | None] = lambda: None,
+        look_after: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self._device = device
@@ -118,6 +121,7 @@ class Watchdog:
         self._putting = putting
         self._end = bark if end is None else end
         self._noted = noted
+        self._look_after = look_after
         self._release = release
         self._noted_since: float | None = None
         self._put: tuple[Position, float] | None = None
@@ -204,8 +208,10 @@ class Watchdog:
         if at is None or self._put is None or self._put[0] != at:
             self._put = None if at is None else (at, now)
             return None
-        if now - self._put[1] > STUCK and not _on_device():
-            self._release()
+        if now - self._put[1] > STUCK:
+            self._look_after()
+            if not _on_device():
+                self._release()
         if self._timeout is None or now - self._put[1] < self._timeout + GRACE:
             return None
         return (
