@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ops import Alloc, Call, Collective, Op, Recv, Send, Value, Wait
-from ..ops.module import (
-    FunctionKind,
-    Module,
-    Program,
-)
-from ..text.diagnostics import (
-    Diagnostic,
-)
+from ..ops.module import FunctionKind, Module, Program
+from ..text.diagnostics import Diagnostic
 
 _HELP = "capture numbers the ops of graphs; leave graph out where the host has to do something"
 

@@ -134,10 +134,10 @@ def test_backward_sees_the_state_of_its_own_forward(method: str) -> None:
     vjp = trace_vjp(actor, method, (0,), (0,), X.clone().requires_grad_())
     alone = []
     for x in (X, X + 1):
-        saved = vjp.forward_body(x)[1:]
-        alone.append((saved, copy.deepcopy(vjp.backward_body(*saved, torch.ones(2, 3)))))
+        saved = vjp.first.only_body(x)[1:]
+        alone.append((saved, copy.deepcopy(vjp.second.only_body(*saved, torch.ones(2, 3)))))
     for saved, (expected,) in alone:
-        (again,) = vjp.backward_body(*saved, torch.ones(2, 3))
+        (again,) = vjp.second.only_body(*saved, torch.ones(2, 3))
         assert torch.equal(again, expected)
 
 
@@ -206,10 +206,10 @@ def test_gradients_go_to_the_live_parameters() -> None:
     actor = nn.Linear(3, 3)
     vjp = trace_vjp(actor, "forward", (0,), (), X)
     actor.load_state_dict(nn.Linear(3, 3).state_dict(), assign=True)
-    vjp.backward_body(*vjp.forward_body(X)[1:], torch.ones(2, 3))
+    vjp.second.only_body(*vjp.first.only_body(X)[1:], torch.ones(2, 3))
     first = actor.weight.grad
     assert torch.equal(first, X.sum(0).expand(3, 3))
-    vjp.backward_body(*vjp.forward_body(X)[1:], torch.ones(2, 3))
+    vjp.second.only_body(*vjp.first.only_body(X)[1:], torch.ones(2, 3))
     assert actor.weight.grad is first
     assert torch.equal(first, 2 * X.sum(0).expand(3, 3))
 
@@ -407,11 +407,11 @@ def test_an_update_may_not_overtake_a_backward_that_reads_what_it_changes() -> N
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
     assert vjp.backward.effect is Effect.ACCUMULATE
     # It is given a copy of what the buffer was for its forward.
-    result = vjp.forward_body(X)
-    before = vjp.backward_body(*result[1:], torch.ones(X.shape))
+    result = vjp.first.only_body(X)
+    before = vjp.second.only_body(*result[1:], torch.ones(X.shape))
     actor.linear.zero_grad()
     actor.scale.zero_()
-    assert_equal(vjp.backward_body(*result[1:], torch.ones(X.shape)), before)
+    assert_equal(vjp.second.only_body(*result[1:], torch.ones(X.shape)), before)
 
     functions = Functions()
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)

@@ -109,7 +109,7 @@ def test_no_more_is_saved_than_by_eager_autograd(case: str) -> None:
     count = len(trace(actor, "forward", *inputs).declaration.outputs)
     needed = tuple(i for i, x in enumerate(inputs) if x.requires_grad)
     vjp = trace_vjp(actor, "forward", tuple(range(count)), needed, *inputs)
-    result = vjp.forward_body(*[x.detach() for x in inputs])
+    result = vjp.first.only_body(*[x.detach() for x in inputs])
     saved = result[count:]
     state = storages([*actor.parameters(), *actor.buffers()])
     assert not set(storages(saved)) & set(state)
@@ -126,7 +126,7 @@ def test_saved_inputs_are_aliases() -> None:
     assert vjp.forward.aliases == ((1, 0),)
     assert len(vjp.forward.outputs) == 2
     given = x.detach()
-    assert vjp.forward_body(given)[1] is given
+    assert vjp.first.only_body(given)[1] is given
 
 
 def test_effects_of_the_backward() -> None:
@@ -157,7 +157,7 @@ def test_forward_and_vjp_forward_draw_the_same_random_numbers() -> None:
     assert vjp.forward.random
     assert not vjp.backward.random
     results = []
-    for function in (traced.body, vjp.forward_body, actor):
+    for function in (traced.body, vjp.first.only_body, actor):
         torch.manual_seed(0)
         results.append([*function(x.detach())[:2], torch.rand(1)])
     for other in results[1:]:
@@ -216,10 +216,10 @@ def test_an_error_at_run_time_names_the_users_line() -> None:
 
 def test_nodes_of_the_backward_have_the_line_of_their_forward() -> None:
     vjp = trace_vjp(Fails(), "forward", (0,), (), torch.zeros(2, dtype=torch.int64))
-    saved = list(vjp.forward_body(torch.tensor([0, 1]))[1:])
+    saved = list(vjp.first.only_body(torch.tensor([0, 1]))[1:])
     with pytest.raises(RuntimeError) as caught:
-        vjp.backward_body(*saved, torch.ones(7, 7))
-    loc = vjp.backward_body.locate(caught.value.__traceback__)  # type: ignore[attr-defined]
+        vjp.second.only_body(*saved, torch.ones(7, 7))
+    loc = vjp.second.only_body.locate(caught.value.__traceback__)  # type: ignore[attr-defined]
     with open(__file__, encoding="utf-8") as source:
         assert loc is not None
         assert ".tanh()" in source.readlines()[loc.line - 1]

@@ -115,12 +115,12 @@ def run(
     found: list[Any] = []
     for seed in range(2):
         torch.manual_seed(seed)
-        result = list(vjp.forward_body(*[x.detach() for x in inputs]))
+        result = list(vjp.first.only_body(*[x.detach() for x in inputs]))
         saved = len(vjp.backward.inputs) - len(vjp.vjp.grad_outputs)
         cut = len(result) - saved
         given = result[cut:] + cotangents([result[i] for i in vjp.vjp.grad_outputs])
         if not halves:
-            found += list(vjp.backward_body(*given))[: len(vjp.vjp.grad_inputs)]
+            found += list(vjp.second.only_body(*given))[: len(vjp.vjp.grad_inputs)]
             continue
         bodies = {half.declaration.name: half.body for half in vjp.halves}
         left: list[Any] = []
@@ -129,7 +129,7 @@ def run(
             count = len(vjp.vjp.grad_inputs)
             found += made[:count]
             left = made[count:]
-        weight = bodies.get(vjp.vjp.weight or "", vjp.backward_body)
+        weight = bodies.get(vjp.vjp.weight or "", vjp.second.only_body)
         assert list(weight(*[given[i] for i in vjp.vjp.kept], *left)) == [None]
     grads = {name: p.grad for name, p in actor.named_parameters()}
     for parameter in actor.parameters():
@@ -170,7 +170,7 @@ def test_nothing_is_computed_twice() -> None:
     vjp = make_vjp(make(), inputs)
     first, second = (half.body for half in vjp.halves)
     assert matmuls(first) == matmuls(second) == 4
-    assert matmuls(vjp.backward_body) == 8
+    assert matmuls(vjp.second.only_body) == 8
     assert [half.declaration.effect for half in vjp.halves] == [Effect.ACCUMULATE] * 2
 
 
@@ -219,7 +219,7 @@ def test_recomputing_saves_inputs_alone_and_is_exact(case: str, halves: bool) ->
     vjp = make_vjp(actor, inputs, remat=True)
     given = [x.detach() for x in inputs]
     count = len(vjp.forward.outputs) - len(vjp.backward.inputs) + len(vjp.vjp.grad_outputs)
-    assert all(any(value is x for x in given) for value in vjp.forward_body(*given)[count:])
+    assert all(any(value is x for x in given) for value in vjp.first.only_body(*given)[count:])
     if halves and vjp.vjp.weight is None:
         return
     again = run(vjp, actor, inputs, halves)

@@ -254,7 +254,8 @@ class _PartPlan:
         reads, inputs = self.reads(state), self.inputs(state)
         if self.part is not None:
             source = self.part.bodies.at(rank)
-            placeholder_of = dict(zip(self.versions, _placeholders(source), strict=True))
+            placeholders = source.find_nodes(op="placeholder")
+            placeholder_of = dict(zip(self.versions, placeholders, strict=True))
             node_of = dict(zip(self.part.outputs, _returned(source), strict=True))
             builder.copy(source, [placeholder_of[version] for version in (*reads, *inputs)])
         else:
@@ -431,10 +432,6 @@ def _total(one: Flops, other: Flops) -> Flops:
 def _transfers(partition: Partition) -> Iterator[LayoutTransfer]:
     for _, transfers in partition.steps:
         yield from transfers
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _returned(graph: fx.Graph) -> Sequence[fx.Node]:

@@ -19,14 +19,8 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from ...values.actor_state import ActorState
-from ...values.operators import (
-    is_random,
-    storage_key,
-)
-from ..purity.dispatch_modes import (
-    OpRecorder,
-    nodes_so_far,
-)
+from ...values.operators import is_random, storage_key
+from ..purity.dispatch_modes import OpRecorder, nodes_so_far
 from ..purity.function_log import FunctionLog, Rerun, Unlike, form_of
 from ..purity.watch import AttributeWatch
 from .block import Block, BlockFunction, BlockRecording, TensorNumbers

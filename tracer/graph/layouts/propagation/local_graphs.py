@@ -17,9 +17,7 @@ from torch import fx
 from .....ir.layout import Layout, Position, Region, overlap, shape_of, within
 from .....ir.layout import whole as whole_region
 from .....ir.location import Location
-from ....values.operators import (
-    storage_key,
-)
+from ....values.operators import storage_key
 from ..cases import Answer, Shape
 from ..cuts import unmerged
 from ..expansions import fake_mode_of

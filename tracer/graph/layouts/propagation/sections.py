@@ -182,7 +182,8 @@ class SectionCutter:
             if what is not Recompute.ALL
             else ()
         )
-        cotangents = self._cotangents()
+        layout = self._propagation.layout
+        cotangents = tuple(Version(node, layout(node)) for node in joint.cotangents)
         inputs = self._inputs(cut, cut.body, self._input_grads, self._gradients, transferred, state)
         saved = tuple(v for v in inputs if v not in cotangents)
         takes = (*saved, *cotangents)
@@ -237,10 +238,6 @@ class SectionCutter:
             weight=self._section(weight_nodes, weight_takes, (), late, early_transferred, state),
             kept=kept_indices,
         )
-
-    def _cotangents(self) -> tuple[Version, ...]:
-        layout = self._propagation.layout
-        return tuple(Version(node, layout(node)) for node in self.joint.cotangents)
 
     def _with_views(self, cut: BackwardCut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Nodes of the backward, with the views of saved values that it takes again."""

@@ -54,11 +54,7 @@ def _stack(case: Case) -> Answer:
 
 
 def _split(case: Case) -> Answer:
-    return _parts(case, [shape[_dim(case)] for shape in _shapes(case)])
-
-
-def _shapes(case: Case) -> Sequence[tuple[int, ...]]:
-    return [case.shape(i) for i in range(len(case.shapes))]
+    return _parts(case, [case.shape(i)[_dim(case)] for i in range(len(case.shapes))])
 
 
 def _dim(case: Case) -> int:
