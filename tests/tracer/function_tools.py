@@ -115,7 +115,7 @@ def runs_of(
     def run(seed: int) -> Run:
         torch.manual_seed(seed)
         result = vjp.first.only_body(*(v.detach() for v in values))
-        assert len(result) == len(vjp.forward.outputs)
+        assert len(result) == len(vjp.first.declaration.outputs)
         chosen = [result[i] for i in outputs]
         grads = vjp.second.only_body(*result[count:], *cotangents(chosen))
         dependent = vjp.vjp.grad_inputs

@@ -169,8 +169,8 @@ def test_batch_norm_whose_result_is_not_used() -> None:
 def test_batch_norm_in_training_saves_no_statistics() -> None:
     net = nn.BatchNorm1d(3)
     vjp = trace_vjp(net, "forward", (0,), (0,), X.clone().requires_grad_())
-    assert vjp.backward.effect is Effect.ACCUMULATE
-    shapes = [getattr(t, "shape", None) for t in vjp.forward.outputs[1:]]
+    assert vjp.second.declaration.effect is Effect.ACCUMULATE
+    shapes = [getattr(t, "shape", None) for t in vjp.first.declaration.outputs[1:]]
     assert shapes == [(2, 3), (3,), (3,)]
 
 
@@ -189,7 +189,7 @@ def test_checkpoint_recomputes_batch_norm_as_eager_does() -> None:
         run_traced(ours, "forward", (x,), {}, 0), run_eager(theirs, "forward", (x,), {}, 0), 0.0
     )
     vjp = trace_vjp(Net(), "forward", (0,), (0,), X.clone().requires_grad_())
-    assert vjp.backward.effect is Effect.WRITE
+    assert vjp.second.declaration.effect is Effect.WRITE
 
 
 def test_parameters_are_looked_up_when_a_body_runs() -> None:
@@ -405,7 +405,7 @@ def test_an_update_may_not_overtake_a_backward_that_reads_what_it_changes() -> N
     functions = Functions()
     assert functions.trace(adapt, signature(X), "adapt", None).declaration.effect is Effect.UPDATE
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
-    assert vjp.backward.effect is Effect.ACCUMULATE
+    assert vjp.second.declaration.effect is Effect.ACCUMULATE
     # It is given a copy of what the buffer was for its forward.
     result = vjp.first.only_body(X)
     before = vjp.second.only_body(*result[1:], torch.ones(X.shape))
@@ -415,5 +415,5 @@ def test_an_update_may_not_overtake_a_backward_that_reads_what_it_changes() -> N
 
     functions = Functions()
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
-    assert vjp.backward.effect is Effect.ACCUMULATE
+    assert vjp.second.declaration.effect is Effect.ACCUMULATE
     assert functions.trace(adapt, signature(X), "adapt", None).declaration.effect is Effect.WRITE

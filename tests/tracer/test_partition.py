@@ -115,16 +115,16 @@ def test_no_more_is_saved_than_by_eager_autograd(case: str) -> None:
     assert not set(storages(saved)) & set(state)
     assert len(storages(saved)) == len(saved)
     assert sum(storages(saved).values()) <= saved_by_eager(actor, inputs)
-    for value, type_ in zip(saved, vjp.forward.outputs[count:], strict=True):
+    for value, type_ in zip(saved, vjp.first.declaration.outputs[count:], strict=True):
         assert tuple(value.shape) == type_.shape  # type: ignore[union-attr]
-    assert vjp.backward.inputs[: len(saved)] == vjp.forward.outputs[count:]
+    assert vjp.second.declaration.inputs[: len(saved)] == vjp.first.declaration.outputs[count:]
 
 
 def test_saved_inputs_are_aliases() -> None:
     x = rand(5, 8)
     vjp = trace_vjp(nn.Linear(8, 4), "forward", (0,), (0,), x)
-    assert vjp.forward.aliases == ((1, 0),)
-    assert len(vjp.forward.outputs) == 2
+    assert vjp.first.declaration.aliases == ((1, 0),)
+    assert len(vjp.first.declaration.outputs) == 2
     given = x.detach()
     assert vjp.first.only_body(given)[1] is given
 
@@ -132,10 +132,10 @@ def test_saved_inputs_are_aliases() -> None:
 def test_effects_of_the_backward() -> None:
     x = rand(5, 8)
     net = nn.Linear(8, 4)
-    assert trace_vjp(net, "forward", (0,), (0,), x).backward.effect is Effect.ACCUMULATE
+    assert trace_vjp(net, "forward", (0,), (0,), x).second.declaration.effect is Effect.ACCUMULATE
     net.requires_grad_(False)
-    assert trace_vjp(net, "forward", (0,), (0,), x).backward.effect is Effect.ACCUMULATE
-    assert trace_vjp(nn.Tanh(), "forward", (0,), (0,), x).backward.effect is Effect.PURE
+    assert trace_vjp(net, "forward", (0,), (0,), x).second.declaration.effect is Effect.ACCUMULATE
+    assert trace_vjp(nn.Tanh(), "forward", (0,), (0,), x).second.declaration.effect is Effect.PURE
 
 
 def test_forward_and_vjp_forward_draw_the_same_random_numbers() -> None:
@@ -154,8 +154,8 @@ def test_forward_and_vjp_forward_draw_the_same_random_numbers() -> None:
     traced = trace(actor, "forward", x)
     vjp = trace_vjp(actor, "forward", (0,), (0,), x)
     assert traced.declaration.random
-    assert vjp.forward.random
-    assert not vjp.backward.random
+    assert vjp.first.declaration.random
+    assert not vjp.second.declaration.random
     results = []
     for function in (traced.body, vjp.first.only_body, actor):
         torch.manual_seed(0)

@@ -390,14 +390,14 @@ class _SectionWriter:
         """Gather a stored parameter."""
         base = version.node.name
         rest = self._hand(gather.read, (), f"{base}.rest")
-        full = self._travel(rest, gather.full, f"{base}.full")
+        full = self._travel(rest, gather.make, f"{base}.full")
         self._values[version] = self._hand(gather.make, (full,), base)
 
     def reduce(self, reduce: GradientReduction, version: Version) -> None:
         """Reduce a gradient to the pieces that ranks store, and add these to `.grad`."""
         base = version.node.name
         terms = self._hand(reduce.lay, (self._values[version],), f"{base}.terms")
-        total = self._travel(terms, reduce.total, f"{base}.total")
+        total = self._travel(terms, reduce.add, f"{base}.total")
         self._done = self._hand(reduce.add, (total,), "done")
 
     def _hand(self, part: TracedPart, operands: tuple[Value, ...], name: str) -> Value:
@@ -408,7 +408,9 @@ class _SectionWriter:
         self._ops.append(CallOp(operands, (result,), fn=Symbol(function.name), loc=self._loc))
         return result
 
-    def _travel(self, value: Value, type_: TensorType, name: str) -> Value:
+    def _travel(self, value: Value, to: TracedPart, name: str) -> Value:
+        """Transfer a value to the layout in which a function takes it."""
+        (type_,) = to.declaration.inputs
         result = Value(self._names.fresh(name), type_)
         self._ops.append(TransferOp((value,), (result,), loc=self._loc))
         return result

@@ -210,16 +210,6 @@ class TracedVjp:
     gradients: Mapping[str, GradientLayout] = field(default_factory=dict)
 
     @property
-    def forward(self) -> Function:
-        """The declaration of the forward."""
-        return self.first.declaration
-
-    @property
-    def backward(self) -> Function:
-        """The declaration of the backward."""
-        return self.second.declaration
-
-    @property
     def parts(self) -> tuple[TracedPart, ...]:
         """All its functions."""
         return (self.first, self.second, *self.halves, *self.called)

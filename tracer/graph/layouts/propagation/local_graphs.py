@@ -237,18 +237,15 @@ class RankOp:
         return arguments
 
     @property
-    def position(self) -> Position:
-        return self.builder.position
-
-    @property
     def operands(self) -> tuple[Region, ...]:
         return tuple(map(self.builder.region, self.builder.reads(self.node)))
 
     @property
     def results(self) -> tuple[Region | None, ...]:
+        position = self.builder.position
         pairs = zip(self._answer.results, self.shapes, strict=True)
         return tuple(
-            None if layout is None or shape is None else layout.region(shape, self.position)
+            None if layout is None or shape is None else layout.region(shape, position)
             for layout, shape in pairs
         )
 

@@ -32,14 +32,12 @@ class Part:
         nodes: its nodes of the graph that is partitioned.
         inputs: the values that it takes, contiguous.
         outputs: the values that it gives.
-        key: a hash of its structure; parts with the same key have the same `bodies`.
-        bodies: the graphs of the ranks.
+        bodies: the graphs of the ranks; parts of the same structure share them.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[Version, ...]
     outputs: tuple[Version, ...]
-    key: str
     bodies: Graphs
 
 
@@ -337,7 +335,7 @@ class _Partitioner:
         key = self._key(names, inputs, nodes, outputs)
         if key not in graphs:
             graphs[key] = build_all(self.propagation, self.ranks, inputs, nodes, outputs)
-        return Part(tuple(nodes), inputs, outputs, key, graphs[key])
+        return Part(tuple(nodes), inputs, outputs, graphs[key])
 
     def _inputs(
         self, level: int, nodes: Sequence[fx.Node], outputs: Iterable[Version]

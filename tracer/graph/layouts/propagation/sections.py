@@ -49,14 +49,12 @@ class Sections:
     Attributes:
         forward: gives the outputs, then the saved values.
         backward: takes the saved values, then cotangents; gives cotangents of inputs.
-        saved: the number of saved values.
         input, weight: the halves of the backward, as `SplitBackward` has them.
         kept: indices of those inputs of the backward that `weight` takes as well.
     """
 
     forward: Section
     backward: Section
-    saved: int
     input: Section | None = None
     weight: Section | None = None
     kept: tuple[int, ...] = ()
@@ -195,7 +193,7 @@ class SectionCutter:
             transferred,
             state,
         )
-        whole = Sections(self.forward(saved), backward, len(saved))
+        whole = Sections(self.forward(saved), backward)
         return self._halved(whole, cut, transferred, state)
 
     def _halved(
