@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.utils._device as torch_device
 
-from ..ir.location import (
-    Location,
-)
+from ..ir.location import Location
 from .errors import TraceError
 
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled

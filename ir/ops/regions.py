@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
-from ..layout import (
-    Region,
-    covers,
-    format_region,
-    is_region,
-    overlap,
-    shape_of,
-    volume,
-    whole,
-)
+from ..layout import Region, covers, format_region, is_region, overlap, shape_of, volume, whole
 from ..phases import Phase
 from ..types import Place, TensorType
 from .base import Op, Value
@@ -108,7 +99,7 @@ class Reserve(Op):
                     value,
                 )
             expect_type(value, TensorType(type_.dtype, shape_of(region)), "its region has")
-        _check_tiles(self, self.regions, whole(type_.shape), "the whole")
+        _check_tiles(self.regions, whole(type_.shape), "the whole")
 
 
 @dataclass(eq=False, slots=True)
@@ -176,7 +167,7 @@ class Assemble(Op):
             _check_region(self, region, whole(type_.shape), f"%{self.result.name}", value)
             expect_type(value, TensorType(type_.dtype, shape_of(region)), "its region has")
         if context.phase is Phase.SCHEDULED:
-            _check_tiles(self, self.regions, whole(type_.shape), "the result")
+            _check_tiles(self.regions, whole(type_.shape), "the result")
 
     def check_operand_places(self, context: Context) -> None:
         type_ = expect_tensor(self.result, self)
@@ -192,7 +183,7 @@ class Assemble(Op):
         pieces = type_.regions()
         for rank, parts in self.by_rank().items():
             regions = [region for _, region in parts]
-            _check_tiles(self, regions, pieces[rank], f"the part of rank {rank}")
+            _check_tiles(regions, pieces[rank], f"the part of rank {rank}")
 
 
 def _check_region(op: Op, region: Region, held: Region, noun: str, value: Value) -> None:
@@ -216,7 +207,7 @@ def _check_region(op: Op, region: Region, held: Region, noun: str, value: Value)
         )
 
 
-def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, noun: str) -> None:
+def _check_tiles(regions: Sequence[Region], piece: Region, noun: str) -> None:
     """Raise unless regions tile a piece, which `noun` names."""
     disjoint = _are_rows(regions)
     for index, region in enumerate(regions):

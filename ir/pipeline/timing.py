@@ -202,7 +202,7 @@ def _advance(
     lanes: Lanes,
     arrivals: array[float],
     microbatches: int,
-    hold: Hold | None = None,
+    hold: Hold | None,
 ) -> dict[int, int]:
     """Fill in `starts`; return for each rank the number of the task that it is stuck at, or -1.
 

@@ -50,9 +50,9 @@ def format_program(program: Program, locations: bool = False) -> str:
     return "\n".join(_program(program, _OpPrinter(locations), "")) + "\n"
 
 
-def format_op(op: Op, locations: bool = False) -> str:
+def format_op(op: Op) -> str:
     """The text of one op, on one line, without indentation."""
-    return _OpPrinter(locations).format(op)
+    return _OpPrinter(locations=False).format(op)
 
 
 def format_value(value: Value) -> str:
@@ -64,11 +64,6 @@ def format_location(loc: Location) -> str:
     """The text of a location: `loc("train.py":12 in step)`."""
     where = f"{_quote(loc.file)}:{loc.line}"
     return f"loc({where} in {_string(loc.function)})" if loc.function else f"loc({where})"
-
-
-def format_attribute(value: Any) -> str:
-    """The text of the value of an attribute of an op or a declaration."""
-    return _FORMATS[type(value)](value)
 
 
 def _program(
@@ -160,7 +155,7 @@ def _declared(declaration: Function | Vjp | Channel, skip: set[str]) -> str:
         value = getattr(declaration, f.name)
         if f.name not in skip and not _is_absent(f, value):
             is_function = isinstance(declaration, Vjp) and isinstance(value, str)
-            text = _symbol(value) if is_function else format_attribute(value)
+            text = _symbol(value) if is_function else _FORMATS[type(value)](value)
             attributes.append(f"{f.name} = {text}")
     return f"{{{', '.join(attributes)}}}"
 

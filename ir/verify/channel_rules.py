@@ -11,15 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise, zip_longest
 from typing import TypeAlias
 
-from ..ops import (
-    OP_CLASSES,
-    Collective,
-    Communication,
-    PointToPoint,
-    Recv,
-    Send,
-    attribute_names,
-)
+from ..ops import OP_CLASSES, Collective, Communication, PointToPoint, Recv, Send, attribute_names
 from ..ops.module import Channel, Module, Program
 from ..ops.rules import Problem, bare, same_but_place
 from ..phases import Phase, has_futures

@@ -28,18 +28,7 @@ from math import inf
 from typing import TypeAlias
 
 from ..attributes import Stream
-from ..ops import (
-    Collective,
-    Communication,
-    Free,
-    Op,
-    Recv,
-    Return,
-    Value,
-    View,
-    Wait,
-    batch_of,
-)
+from ..ops import Collective, Communication, Free, Op, Recv, Return, Value, View, Wait, batch_of
 from ..ops.module import Module, Program
 from ..ops.storage import SharedStorage
 from ..text.diagnostics import IRError

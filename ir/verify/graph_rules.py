@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ops import Alloc, Call, Collective, Free, Op, Recv, Send, Value, Wait
-from ..ops.module import (
-    FunctionKind,
-    Module,
-    Program,
-)
+from ..ops.module import FunctionKind, Module, Program
 from ..ops.storage import SharedStorage
-from ..text.diagnostics import (
-    Diagnostic,
-)
+from ..text.diagnostics import Diagnostic
 
 _HELP = "capture numbers the ops of graphs; leave graph out where the host has to do something"
 

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...ir.ops import (
-    Communication,
-    Constant,
-    Op,
-    Recv,
-    Return,
-    Slice,
-    Value,
-    View,
-    Wait,
-)
+from ...ir.ops import Communication, Constant, Op, Recv, Return, Slice, Value, View, Wait
 from ...ir.ops.module import Function, Program
 from ...ir.ops.storage import SharedStorage
 from ...ir.types import FutureType, TensorType, UnitType

@@ -92,25 +92,13 @@ class Capture(Pass):
         return changed
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceExit:
-    """An op at which a program leaves its device.
-
-    Attributes:
-        op: the op, which the host has to do.
-        index: the index of the op in the program.
-        reason: the reason, in words.
-    """
-
-    op: Op
-    index: int
-    reason: str
-
-
-def cuts(
+def _cuts(
     module: Module, program: Program, fabrics: Fabrics, messages: bool = True
-) -> list[DeviceExit]:
-    """The cuts that keep a rank's program from being one graph, in order."""
+) -> dict[int, str]:
+    """The ops that the host has to do, by index in order, each with the reason in words.
+
+    They keep a rank's program from being one graph.
+    """
     reasons = _of_hosts(module, program, fabrics, messages)
     in_turn = {id_ for id_, channel in module.channels.items() if fabrics.is_one_by_one(channel)}
     while True:
@@ -120,9 +108,7 @@ def cuts(
         if not crossing:
             break
         reasons.update(crossing)
-    return [
-        DeviceExit(program.ops[index], index, reason) for index, reason in sorted(reasons.items())
-    ]
+    return dict(sorted(reasons.items()))
 
 
 def _of_hosts(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> dict[int, str]:
@@ -171,7 +157,7 @@ def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
             continue
         if (
             fabrics.of_rank(program.rank or 0) is None
-            or cuts(module, program, fabrics)
+            or _cuts(module, program, fabrics)
             or _too_little(program, ())
         ):
             return False
@@ -292,25 +278,23 @@ def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
             lines.append(f"rank {program.rank}: nothing to do")
             continue
         graphs = {op.graph for op in program.ops if op.graph is not None}
-        program_cuts = cuts(module, program, fabrics, messages)
+        cuts = _cuts(module, program, fabrics, messages)
         summary = f"{len(graphs)} graphs"
-        if not program_cuts and graphs == {MAIN}:
+        if not cuts and graphs == {MAIN}:
             summary = "one graph, the whole program"
-        elif not program_cuts and messages and graphs == {MAIN, TAIL}:
+        elif not cuts and messages and graphs == {MAIN, TAIL}:
             summary = "one graph and its tail, the whole program"
         lines.append(f"rank {program.rank}: {summary}")
-        lines += _counted("cut", [cut.reason for cut in program_cuts])
-        lines += _counted(
-            "left out", _left_out(program, {cut.index for cut in program_cuts}, messages)
-        )
+        lines += _counted("cut", cuts.values())
+        lines += _counted("left out", _left_out(program, cuts, messages))
     return "\n".join(lines) + "\n"
 
 
-def _counted(label: str, reasons: Sequence[str]) -> list[str]:
+def _counted(label: str, reasons: Iterable[str]) -> list[str]:
     return [f"  {label} {count} times: {reason}" for reason, count in Counter(reasons).items()]
 
 
-def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[str]:
+def _left_out(program: Program, left_to_host: Collection[int], messages: bool) -> list[str]:
     """For each part between cuts that is no graph, the reason."""
     parts = [
         part.values()
@@ -327,7 +311,7 @@ def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[
 
 def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> bool:
     before = [op.graph for op in program.ops]
-    left_to_host = {cut.index for cut in cuts(module, program, fabrics, messages)}
+    left_to_host = _cuts(module, program, fabrics, messages)
     for op in program.ops:
         op.graph = None
     number = 0

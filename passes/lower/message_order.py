@@ -28,7 +28,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 def message_order(
-    module: Module, channels: Collection[int], pairs: bool = True
+    module: Module, channels: Collection[int], pairs: bool
 ) -> list[tuple[Key, ...]] | None:
     """The messages of some channels in an order that every rank can follow.
 

@@ -106,7 +106,8 @@ class PassManager:
                 self._after_change(step, pass_, module)
             is_stale = not isinstance(pass_, CheckTypes) and (is_stale or report.changed)
             if pass_.ensures is not None or (is_stale and step == len(self.pipeline)):
-                self._after_phase(module)
+                if self.verify and not self.each:
+                    verify(module)
                 is_stale = False
             if self.on_pass is not None:
                 self.on_pass(pass_, module, report)
@@ -123,11 +124,6 @@ class PassManager:
         except IRError as error:
             error.add_note(f"the module was valid until pass '{pass_.name}' changed it")
             raise
-
-    def _after_phase(self, module: Module) -> None:
-        """Verify the module where a phase ends, unless it is verified after each pass."""
-        if self.verify and not self.each:
-            verify(module)
 
 
 def run_on_copy(

@@ -18,7 +18,7 @@ _LEAD = 2
 """The units of time between an early send and the first use of its value."""
 
 
-def global_order(work: ProgramWork, schedule: Schedule, window: int = 1) -> list[int]:
+def global_order(work: ProgramWork, schedule: Schedule, window: int) -> list[int]:
     """The indices of nodes and early ops in an order that every rank can follow.
 
     In each round, every rank runs its tasks in the order of `schedule`. The ranks of a group run a

@@ -163,16 +163,6 @@ class ReshardingPlan:
     neutral: tuple[int, ...] = ()
     reduce: ReduceOp = ReduceOp.SUM
 
-    @property
-    def messages(self) -> tuple[RegionMessage, ...]:
-        """The messages of all rounds."""
-        return tuple(
-            message
-            for step in self.rounds
-            if isinstance(step, RegionMessages)
-            for message in step.messages
-        )
-
     def received(self) -> Counter[int]:
         """The number of elements that each rank receives from others, in all rounds."""
         return sum((step.received() for step in self.rounds), Counter[int]())

@@ -102,7 +102,7 @@ class Residency:
         if self.memory is None:
             return fsdp
         if self.keep != AUTO:
-            self._expect_fit(fsdp, compiled(fsdp))
+            self._expect_fit(compiled(fsdp))
             return fsdp
         demotions = {actor: tuple(_demotions(b)) for actor, b in _buckets(self, module).items()}
         chosen = self._fewest(fsdp, demotions, compiled)
@@ -112,7 +112,7 @@ class Residency:
             # have demoted too little.
             chosen = _demoted(fsdp, demotions, {a: len(d) for a, d in demotions.items()})
             scheduled = compiled(chosen)
-        self._expect_fit(chosen, scheduled)
+        self._expect_fit(scheduled)
         return chosen
 
     def _fewest(
@@ -139,7 +139,7 @@ class Residency:
     def _fits(self, module: Module, rank: int) -> bool:
         return self.memory is None or memory_plan(module, rank).peak <= self.memory
 
-    def _expect_fit(self, chosen: Fsdp, module: Module) -> None:
+    def _expect_fit(self, module: Module) -> None:
         peaks = {rank: memory_plan(module, rank).peak for rank in range(module.world)}
         worst = max(peaks, key=peaks.__getitem__)
         assert self.memory is not None, "there is a bound"

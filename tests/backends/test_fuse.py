@@ -84,9 +84,9 @@ def test_gradients() -> None:
     torch.manual_seed(0)
     plain = Product()
     vjp = trace_vjp(plain, "forward", (0,), (), X)
-    fused = vjp.backward_body.refit(fuser("inductor"))  # type: ignore[attr-defined]
+    fused = vjp.second.only_body.refit(fuser("inductor"))  # type: ignore[attr-defined]
     with torch.no_grad():
-        out, *saved = vjp.forward_body(X)
+        out, *saved = vjp.first.only_body(X)
 
     def gradients(body: Any, times: int) -> list[Tensor]:
         plain.zero_grad()
@@ -95,7 +95,7 @@ def test_gradients() -> None:
         return [p.grad.clone() for p in plain.parameters() if p.grad is not None]
 
     for times in (1, 3):
-        right, found = gradients(vjp.backward_body, times), gradients(fused, times)
+        right, found = gradients(vjp.second.only_body, times), gradients(fused, times)
         assert len(found) == 3
         torch.testing.assert_close(found, right)
         assert all(p.grad is not None and p.grad.stride() == p.stride() for p in plain.parameters())

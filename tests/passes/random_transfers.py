@@ -23,6 +23,8 @@ from cg.passes.placement.resharding_plan import (
     GatherRound,
     MoveRound,
     ReduceRound,
+    RegionMessage,
+    RegionMessages,
     ReshardingPlan,
 )
 
@@ -188,6 +190,12 @@ def restricted(array: Any, region: Region | None) -> Any:
     if region is not None:
         found[selected(region)] = array[selected(region)]
     return found
+
+
+def messages_of(plan: ReshardingPlan) -> tuple[RegionMessage, ...]:
+    """The messages of all rounds."""
+    steps = [step for step in plan.rounds if isinstance(step, RegionMessages)]
+    return tuple(message for step in steps for message in step.messages)
 
 
 def logical(type_: TensorType, held: Mapping[int, Any]) -> Any:

@@ -21,7 +21,7 @@ from cg.passes.placement.lower_transfers import LowerTransfers
 from cg.passes.placement.resharding import plan
 
 from ..sampling import examples, scaled
-from .random_transfers import Types, as_module, is_valid, transfers
+from .random_transfers import Types, as_module, is_valid, messages_of, transfers
 
 LINE = Location("step.py", 7, "y = cg.transfer(x)")
 
@@ -47,7 +47,7 @@ def test_a_lowered_transfer_is_a_program_of_the_planned_messages(
     found = plan(*types)
     made = [op for op in module.program.ops if isinstance(op, Transfer)]
     assert [(op.operands[0].type.place, op.result.type.place) for op in made] == [
-        (Place.of(message.source), Place.of(message.target)) for message in found.messages
+        (Place.of(message.source), Place.of(message.target)) for message in messages_of(found)
     ]
     for op in new_ops(module):
         assert (op.loc, op.mb) == (LINE, 3)

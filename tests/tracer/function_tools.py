@@ -114,10 +114,10 @@ def runs_of(
 
     def run(seed: int) -> Run:
         torch.manual_seed(seed)
-        result = vjp.forward_body(*(v.detach() for v in values))
-        assert len(result) == len(vjp.forward.outputs)
+        result = vjp.first.only_body(*(v.detach() for v in values))
+        assert len(result) == len(vjp.first.declaration.outputs)
         chosen = [result[i] for i in outputs]
-        grads = vjp.backward_body(*result[count:], *cotangents(chosen))
+        grads = vjp.second.only_body(*result[count:], *cotangents(chosen))
         dependent = vjp.vjp.grad_inputs
         assert len(grads) == max(len(dependent), 1)  # a unit where there are none
         of_input = dict(zip(dependent, grads, strict=False))

@@ -110,9 +110,9 @@ class Tracing:
             assert callable(traced.body)
             return _as_run(actor, traced.body(value.detach()), [None] * len(inputs))
         vjp = self.functions.trace_vjp(target, call, f"{name}.vjp", needed, inputs, None)
-        results = vjp.forward_body(value.detach())
+        results = vjp.first.only_body(value.detach())
         saved = results[len(specs) :]
-        made = vjp.backward_body(*saved, *cotangents([results[i] for i in needed]))
+        made = vjp.second.only_body(*saved, *cotangents([results[i] for i in needed]))
         gradients = made[: len(inputs)]  # a unit stands for none
         return _as_run(actor, results[: len(specs)], gradients)
 

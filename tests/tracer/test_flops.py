@@ -113,8 +113,8 @@ def test_forward(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
 def test_both_halves_of_a_backward(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     traced = trace_vjp(kind(), "forward", (0,), (0,), x.clone().requires_grad_())
-    count, (out, *saved) = counted(traced.forward_body, x)
-    assert traced.forward.flops.total == count
-    count, _ = counted(traced.backward_body, *saved, torch.ones_like(out))
-    assert traced.backward.flops.total == count
+    count, (out, *saved) = counted(traced.first.only_body, x)
+    assert traced.first.declaration.flops.total == count
+    count, _ = counted(traced.second.only_body, *saved, torch.ones_like(out))
+    assert traced.second.declaration.flops.total == count
     assert sum(half.declaration.flops.total for half in traced.halves) in (0, count)

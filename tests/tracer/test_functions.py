@@ -145,8 +145,8 @@ def test_masks_choose_outputs_and_inputs() -> None:
     actor = Many()
     x, y, n = rand(3, 4), rand(2, 4), torch.arange(3)
     vjp = trace_vjp(actor, "forward", (1,), (), x, y, n)
-    result = vjp.forward_body(x.detach(), y.detach(), n)
-    assert vjp.backward_body(*result[6:], torch.tensor(2.0)) == (None,)  # a unit
+    result = vjp.first.only_body(x.detach(), y.detach(), n)
+    assert vjp.second.only_body(*result[6:], torch.tensor(2.0)) == (None,)  # a unit
     grads = torch.autograd.grad(actor(x, y, n)["pair"][0], list(actor.used.parameters()))
     assert torch.equal(actor.used.weight.grad, 2 * grads[0])
 
@@ -306,9 +306,9 @@ def test_shared_gradients_are_not_shared_memory() -> None:
     actor = Actor()
     check_equal(actor, "forward", rand(3))
     vjp = trace_vjp(actor, "forward", (0,), (0,), rand(3))
-    result = vjp.forward_body(torch.ones(3))
+    result = vjp.first.only_body(torch.ones(3))
     cotangent = torch.ones(3)
-    (grad,) = vjp.backward_body(*result[1:], cotangent)
+    (grad,) = vjp.second.only_body(*result[1:], cotangent)
     actor.a.grad.zero_()
     assert actor.b.grad.sum() == 3
     assert cotangent.sum() == 3

@@ -48,7 +48,7 @@ def test_gradients_live_on_the_device() -> None:
     net = mlp().cuda()
     x = rand(5, 8)
     vjp = trace_vjp(net, "forward", (0,), (0,), x)
-    result = vjp.forward_body(x.detach())
-    (grad,) = vjp.backward_body(*result[1:], torch.ones(5, 8, device="cuda"))
+    result = vjp.first.only_body(x.detach())
+    (grad,) = vjp.second.only_body(*result[1:], torch.ones(5, 8, device="cuda"))
     assert grad.is_cuda
     assert all(p.grad is not None and p.grad.is_cuda for p in net.parameters())

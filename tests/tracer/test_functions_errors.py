@@ -316,6 +316,6 @@ def test_functions_of_the_step() -> None:
     assert traced.guard is None
     assert traced.body(torch.ones(3))[0].tolist() == [3, 3, 3]
     vjp = Functions().trace_vjp(target, signature(x, 3), "v", (0,), (0,), None)
-    saved = vjp.forward_body(torch.ones(3))[1:]
+    saved = vjp.first.only_body(torch.ones(3))[1:]
     assert saved == ()
-    assert vjp.backward_body(torch.ones(3))[0].tolist() == [3, 3, 3]
+    assert vjp.second.only_body(torch.ones(3))[0].tolist() == [3, 3, 3]

@@ -134,10 +134,10 @@ def test_backward_sees_the_state_of_its_own_forward(method: str) -> None:
     vjp = trace_vjp(actor, method, (0,), (0,), X.clone().requires_grad_())
     alone = []
     for x in (X, X + 1):
-        saved = vjp.forward_body(x)[1:]
-        alone.append((saved, copy.deepcopy(vjp.backward_body(*saved, torch.ones(2, 3)))))
+        saved = vjp.first.only_body(x)[1:]
+        alone.append((saved, copy.deepcopy(vjp.second.only_body(*saved, torch.ones(2, 3)))))
     for saved, (expected,) in alone:
-        (again,) = vjp.backward_body(*saved, torch.ones(2, 3))
+        (again,) = vjp.second.only_body(*saved, torch.ones(2, 3))
         assert torch.equal(again, expected)
 
 
@@ -169,8 +169,8 @@ def test_batch_norm_whose_result_is_not_used() -> None:
 def test_batch_norm_in_training_saves_no_statistics() -> None:
     net = nn.BatchNorm1d(3)
     vjp = trace_vjp(net, "forward", (0,), (0,), X.clone().requires_grad_())
-    assert vjp.backward.effect is Effect.ACCUMULATE
-    shapes = [getattr(t, "shape", None) for t in vjp.forward.outputs[1:]]
+    assert vjp.second.declaration.effect is Effect.ACCUMULATE
+    shapes = [getattr(t, "shape", None) for t in vjp.first.declaration.outputs[1:]]
     assert shapes == [(2, 3), (3,), (3,)]
 
 
@@ -189,7 +189,7 @@ def test_checkpoint_recomputes_batch_norm_as_eager_does() -> None:
         run_traced(ours, "forward", (x,), {}, 0), run_eager(theirs, "forward", (x,), {}, 0), 0.0
     )
     vjp = trace_vjp(Net(), "forward", (0,), (0,), X.clone().requires_grad_())
-    assert vjp.backward.effect is Effect.WRITE
+    assert vjp.second.declaration.effect is Effect.WRITE
 
 
 def test_parameters_are_looked_up_when_a_body_runs() -> None:
@@ -206,10 +206,10 @@ def test_gradients_go_to_the_live_parameters() -> None:
     actor = nn.Linear(3, 3)
     vjp = trace_vjp(actor, "forward", (0,), (), X)
     actor.load_state_dict(nn.Linear(3, 3).state_dict(), assign=True)
-    vjp.backward_body(*vjp.forward_body(X)[1:], torch.ones(2, 3))
+    vjp.second.only_body(*vjp.first.only_body(X)[1:], torch.ones(2, 3))
     first = actor.weight.grad
     assert torch.equal(first, X.sum(0).expand(3, 3))
-    vjp.backward_body(*vjp.forward_body(X)[1:], torch.ones(2, 3))
+    vjp.second.only_body(*vjp.first.only_body(X)[1:], torch.ones(2, 3))
     assert actor.weight.grad is first
     assert torch.equal(first, 2 * X.sum(0).expand(3, 3))
 
@@ -405,15 +405,15 @@ def test_an_update_may_not_overtake_a_backward_that_reads_what_it_changes() -> N
     functions = Functions()
     assert functions.trace(adapt, signature(X), "adapt", None).declaration.effect is Effect.UPDATE
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
-    assert vjp.backward.effect is Effect.ACCUMULATE
+    assert vjp.second.declaration.effect is Effect.ACCUMULATE
     # It is given a copy of what the buffer was for its forward.
-    result = vjp.forward_body(X)
-    before = vjp.backward_body(*result[1:], torch.ones(X.shape))
+    result = vjp.first.only_body(X)
+    before = vjp.second.only_body(*result[1:], torch.ones(X.shape))
     actor.linear.zero_grad()
     actor.scale.zero_()
-    assert_equal(vjp.backward_body(*result[1:], torch.ones(X.shape)), before)
+    assert_equal(vjp.second.only_body(*result[1:], torch.ones(X.shape)), before)
 
     functions = Functions()
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
-    assert vjp.backward.effect is Effect.ACCUMULATE
+    assert vjp.second.declaration.effect is Effect.ACCUMULATE
     assert functions.trace(adapt, signature(X), "adapt", None).declaration.effect is Effect.WRITE

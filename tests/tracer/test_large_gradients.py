@@ -61,10 +61,10 @@ X = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
 def run(module: nn.Module, times: int = 1) -> tuple[list[Tensor], list[int]]:
     traced = trace_vjp(module, "forward", (0,), (0,), X.clone().requires_grad_())
     with torch.no_grad():
-        out, *saved = traced.forward_body(X)
+        out, *saved = traced.first.only_body(X)
         with Watch(module) as watch:
             for _ in range(times):
-                (cotangent,) = traced.backward_body(*saved, torch.ones_like(out))
+                (cotangent,) = traced.second.only_body(*saved, torch.ones_like(out))
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     return [cotangent, *gradients], watch.counts
 

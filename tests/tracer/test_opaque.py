@@ -259,7 +259,7 @@ def test_training_by_traced_calls_and_an_optimizer() -> None:
     update = trace(actor, "update").body
     for i in range(3):
         for x in (X + i, X - i):
-            vjp.backward_body(*vjp.forward_body(x)[1:], torch.full((2, 3), 0.5))
+            vjp.second.only_body(*vjp.first.only_body(x)[1:], torch.full((2, 3), 0.5))
             plain(x).backward(torch.full((2, 3), 0.5))
         assert update() == (None,)
         plain.update()

@@ -109,33 +109,33 @@ def test_no_more_is_saved_than_by_eager_autograd(case: str) -> None:
     count = len(trace(actor, "forward", *inputs).declaration.outputs)
     needed = tuple(i for i, x in enumerate(inputs) if x.requires_grad)
     vjp = trace_vjp(actor, "forward", tuple(range(count)), needed, *inputs)
-    result = vjp.forward_body(*[x.detach() for x in inputs])
+    result = vjp.first.only_body(*[x.detach() for x in inputs])
     saved = result[count:]
     state = storages([*actor.parameters(), *actor.buffers()])
     assert not set(storages(saved)) & set(state)
     assert len(storages(saved)) == len(saved)
     assert sum(storages(saved).values()) <= saved_by_eager(actor, inputs)
-    for value, type_ in zip(saved, vjp.forward.outputs[count:], strict=True):
+    for value, type_ in zip(saved, vjp.first.declaration.outputs[count:], strict=True):
         assert tuple(value.shape) == type_.shape  # type: ignore[union-attr]
-    assert vjp.backward.inputs[: len(saved)] == vjp.forward.outputs[count:]
+    assert vjp.second.declaration.inputs[: len(saved)] == vjp.first.declaration.outputs[count:]
 
 
 def test_saved_inputs_are_aliases() -> None:
     x = rand(5, 8)
     vjp = trace_vjp(nn.Linear(8, 4), "forward", (0,), (0,), x)
-    assert vjp.forward.aliases == ((1, 0),)
-    assert len(vjp.forward.outputs) == 2
+    assert vjp.first.declaration.aliases == ((1, 0),)
+    assert len(vjp.first.declaration.outputs) == 2
     given = x.detach()
-    assert vjp.forward_body(given)[1] is given
+    assert vjp.first.only_body(given)[1] is given
 
 
 def test_effects_of_the_backward() -> None:
     x = rand(5, 8)
     net = nn.Linear(8, 4)
-    assert trace_vjp(net, "forward", (0,), (0,), x).backward.effect is Effect.ACCUMULATE
+    assert trace_vjp(net, "forward", (0,), (0,), x).second.declaration.effect is Effect.ACCUMULATE
     net.requires_grad_(False)
-    assert trace_vjp(net, "forward", (0,), (0,), x).backward.effect is Effect.ACCUMULATE
-    assert trace_vjp(nn.Tanh(), "forward", (0,), (0,), x).backward.effect is Effect.PURE
+    assert trace_vjp(net, "forward", (0,), (0,), x).second.declaration.effect is Effect.ACCUMULATE
+    assert trace_vjp(nn.Tanh(), "forward", (0,), (0,), x).second.declaration.effect is Effect.PURE
 
 
 def test_forward_and_vjp_forward_draw_the_same_random_numbers() -> None:
@@ -154,10 +154,10 @@ def test_forward_and_vjp_forward_draw_the_same_random_numbers() -> None:
     traced = trace(actor, "forward", x)
     vjp = trace_vjp(actor, "forward", (0,), (0,), x)
     assert traced.declaration.random
-    assert vjp.forward.random
-    assert not vjp.backward.random
+    assert vjp.first.declaration.random
+    assert not vjp.second.declaration.random
     results = []
-    for function in (traced.body, vjp.forward_body, actor):
+    for function in (traced.body, vjp.first.only_body, actor):
         torch.manual_seed(0)
         results.append([*function(x.detach())[:2], torch.rand(1)])
     for other in results[1:]:
@@ -216,10 +216,10 @@ def test_an_error_at_run_time_names_the_users_line() -> None:
 
 def test_nodes_of_the_backward_have_the_line_of_their_forward() -> None:
     vjp = trace_vjp(Fails(), "forward", (0,), (), torch.zeros(2, dtype=torch.int64))
-    saved = list(vjp.forward_body(torch.tensor([0, 1]))[1:])
+    saved = list(vjp.first.only_body(torch.tensor([0, 1]))[1:])
     with pytest.raises(RuntimeError) as caught:
-        vjp.backward_body(*saved, torch.ones(7, 7))
-    loc = vjp.backward_body.locate(caught.value.__traceback__)  # type: ignore[attr-defined]
+        vjp.second.only_body(*saved, torch.ones(7, 7))
+    loc = vjp.second.only_body.locate(caught.value.__traceback__)  # type: ignore[attr-defined]
     with open(__file__, encoding="utf-8") as source:
         assert loc is not None
         assert ".tanh()" in source.readlines()[loc.line - 1]

@@ -98,10 +98,10 @@ KINDS = (Straight, Turned, Odd, Tied, Written)
 def backward(module: nn.Module, x: Tensor, times: int, adds: bool) -> Counter[str]:
     """Run the backward of a call, and say what it has run the last time."""
     traced = trace_vjp(module, "forward", (0,), (0,), x.clone().requires_grad_())
-    body: Any = traced.backward_body
+    body: Any = traced.second.only_body
     body = body.refit(None) if adds else body
     with torch.no_grad():
-        out, *saved = traced.forward_body(x)
+        out, *saved = traced.first.only_body(x)
         for _ in range(times):
             with Ops() as ops:
                 body(*saved, whole(*out.shape, dtype=out.dtype))
@@ -157,12 +157,12 @@ def test_gradients_of_a_type_of_their_own(kind: type[nn.Module], adds: bool) -> 
     parameter = next(p for p in module.parameters() if p.ndim == 2)
     x = whole(5, SIZE, dtype=torch.bfloat16)
     traced = trace_vjp(module, "forward", (0,), (0,), x.clone().requires_grad_())
-    body: Any = traced.backward_body
+    body: Any = traced.second.only_body
     body = body.refit(None) if adds else body
     parameter.grad_dtype = torch.float32
     parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
     with torch.no_grad():
-        out, *saved = traced.forward_body(x)
+        out, *saved = traced.first.only_body(x)
         for _ in range(2):
             body(*saved, whole(*out.shape, dtype=out.dtype))
     product = x.float().t() @ whole(5, 3)

@@ -115,12 +115,12 @@ def run(
     found: list[Any] = []
     for seed in range(2):
         torch.manual_seed(seed)
-        result = list(vjp.forward_body(*[x.detach() for x in inputs]))
-        saved = len(vjp.backward.inputs) - len(vjp.vjp.grad_outputs)
+        result = list(vjp.first.only_body(*[x.detach() for x in inputs]))
+        saved = len(vjp.second.declaration.inputs) - len(vjp.vjp.grad_outputs)
         cut = len(result) - saved
         given = result[cut:] + cotangents([result[i] for i in vjp.vjp.grad_outputs])
         if not halves:
-            found += list(vjp.backward_body(*given))[: len(vjp.vjp.grad_inputs)]
+            found += list(vjp.second.only_body(*given))[: len(vjp.vjp.grad_inputs)]
             continue
         bodies = {half.declaration.name: half.body for half in vjp.halves}
         left: list[Any] = []
@@ -129,7 +129,7 @@ def run(
             count = len(vjp.vjp.grad_inputs)
             found += made[:count]
             left = made[count:]
-        weight = bodies.get(vjp.vjp.weight or "", vjp.backward_body)
+        weight = bodies.get(vjp.vjp.weight or "", vjp.second.only_body)
         assert list(weight(*[given[i] for i in vjp.vjp.kept], *left)) == [None]
     grads = {name: p.grad for name, p in actor.named_parameters()}
     for parameter in actor.parameters():
@@ -170,7 +170,7 @@ def test_nothing_is_computed_twice() -> None:
     vjp = make_vjp(make(), inputs)
     first, second = (half.body for half in vjp.halves)
     assert matmuls(first) == matmuls(second) == 4
-    assert matmuls(vjp.backward_body) == 8
+    assert matmuls(vjp.second.only_body) == 8
     assert [half.declaration.effect for half in vjp.halves] == [Effect.ACCUMULATE] * 2
 
 
@@ -181,7 +181,7 @@ def test_what_is_left_is_no_more_than_what_it_takes() -> None:
     first, second = (half.declaration for half in vjp.halves)
     left = first.outputs[1:]
     assert [t.shape for t in left if isinstance(t, TensorType)] == [(2, 6, 64)]
-    assert second.inputs == tuple(vjp.backward.inputs[i] for i in vjp.vjp.kept) + left
+    assert second.inputs == tuple(vjp.second.declaration.inputs[i] for i in vjp.vjp.kept) + left
     assert len(vjp.vjp.kept) == 3  # the input of each layer, and the cotangent
 
 
@@ -198,10 +198,10 @@ def test_a_convolution_is_in_both_halves_with_its_part_of_the_mask() -> None:
 def test_without_an_input_gradient_all_is_put_off() -> None:
     make, inputs = CASES["tied"]
     vjp = make_vjp(make(), inputs)
-    assert vjp.vjp.weight == vjp.backward.name
+    assert vjp.vjp.weight == vjp.second.declaration.name
     assert vjp.vjp.input is None
     assert vjp.halves == ()
-    assert vjp.vjp.kept == tuple(range(len(vjp.backward.inputs)))
+    assert vjp.vjp.kept == tuple(range(len(vjp.second.declaration.inputs)))
 
 
 def test_without_trained_parameters_nothing_is_put_off() -> None:
@@ -218,8 +218,12 @@ def test_recomputing_saves_inputs_alone_and_is_exact(case: str, halves: bool) ->
     kept = run(make_vjp(actor, inputs), actor, inputs, halves=False)
     vjp = make_vjp(actor, inputs, remat=True)
     given = [x.detach() for x in inputs]
-    count = len(vjp.forward.outputs) - len(vjp.backward.inputs) + len(vjp.vjp.grad_outputs)
-    assert all(any(value is x for x in given) for value in vjp.forward_body(*given)[count:])
+    count = (
+        len(vjp.first.declaration.outputs)
+        - len(vjp.second.declaration.inputs)
+        + len(vjp.vjp.grad_outputs)
+    )
+    assert all(any(value is x for x in given) for value in vjp.first.only_body(*given)[count:])
     if halves and vjp.vjp.weight is None:
         return
     again = run(vjp, actor, inputs, halves)

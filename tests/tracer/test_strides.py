@@ -117,9 +117,9 @@ def test_a_failure_before_the_end_of_the_first_run_leaves_the_comparison_in_plac
 
 def test_a_backward_is_laid_out_as_well() -> None:
     vjp = trace_vjp(Layer(WAYS["softplus"]), "forward", (0,), (0,), X)
-    (_, *saved) = vjp.forward_body(X.detach())
+    (_, *saved) = vjp.first.only_body(X.detach())
     for _ in range(2):
-        (gradient,) = vjp.backward_body(*saved, torch.ones(2, 4, 3))
+        (gradient,) = vjp.second.only_body(*saved, torch.ones(2, 4, 3))
     assert gradient.is_contiguous()
 
 

@@ -254,7 +254,8 @@ class _PartPlan:
         reads, inputs = self.reads(state), self.inputs(state)
         if self.part is not None:
             source = self.part.bodies.at(rank)
-            placeholder_of = dict(zip(self.versions, _placeholders(source), strict=True))
+            placeholders = source.find_nodes(op="placeholder")
+            placeholder_of = dict(zip(self.versions, placeholders, strict=True))
             node_of = dict(zip(self.part.outputs, _returned(source), strict=True))
             builder.copy(source, [placeholder_of[version] for version in (*reads, *inputs)])
         else:
@@ -389,14 +390,14 @@ class _SectionWriter:
         """Gather a stored parameter."""
         base = version.node.name
         rest = self._hand(gather.read, (), f"{base}.rest")
-        full = self._travel(rest, gather.full, f"{base}.full")
+        full = self._travel(rest, gather.make, f"{base}.full")
         self._values[version] = self._hand(gather.make, (full,), base)
 
     def reduce(self, reduce: GradientReduction, version: Version) -> None:
         """Reduce a gradient to the pieces that ranks store, and add these to `.grad`."""
         base = version.node.name
         terms = self._hand(reduce.lay, (self._values[version],), f"{base}.terms")
-        total = self._travel(terms, reduce.total, f"{base}.total")
+        total = self._travel(terms, reduce.add, f"{base}.total")
         self._done = self._hand(reduce.add, (total,), "done")
 
     def _hand(self, part: TracedPart, operands: tuple[Value, ...], name: str) -> Value:
@@ -407,7 +408,9 @@ class _SectionWriter:
         self._ops.append(CallOp(operands, (result,), fn=Symbol(function.name), loc=self._loc))
         return result
 
-    def _travel(self, value: Value, type_: TensorType, name: str) -> Value:
+    def _travel(self, value: Value, to: TracedPart, name: str) -> Value:
+        """Transfer a value to the layout in which a function takes it."""
+        (type_,) = to.declaration.inputs
         result = Value(self._names.fresh(name), type_)
         self._ops.append(TransferOp((value,), (result,), loc=self._loc))
         return result
@@ -431,10 +434,6 @@ def _total(one: Flops, other: Flops) -> Flops:
 def _transfers(partition: Partition) -> Iterator[LayoutTransfer]:
     for _, transfers in partition.steps:
         yield from transfers
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _returned(graph: fx.Graph) -> Sequence[fx.Node]:

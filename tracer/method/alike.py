@@ -22,15 +22,11 @@ from ..errors import TraceError, note_refusal, refusals_dropped
 from ..values.actor_state import ActorState, StateTensor
 from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 from ..values.specs import static_key
 from .joint import Joint, Wanted, ends, is_plain
 from .purity.changes import Rebind, sort_changes
-from .purity.dispatch_modes import (
-    FunctionGuard,
-)
+from .purity.dispatch_modes import FunctionGuard
 from .purity.function_log import Rerun, Unlike
 from .purity.randomness import random_state_watched
 from .purity.scene import Scene

@@ -25,9 +25,7 @@ from ..errors import TraceError, refusals_raised
 from ..values.actor_state import StateTensor
 from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall, result_spec
-from ..values.operators import (
-    storage_key,
-)
+from ..values.operators import storage_key
 from ..values.specs import ObjectSpec, Static, TensorSpec, Tree
 from .binding import explain_misfit
 from .purity.changes import Initialization, Rebind, sort_changes
@@ -42,9 +40,7 @@ from .purity.function_log import FunctionLog
 from .purity.op_log import OpLog
 from .purity.randomness import random_state_watched
 from .purity.scene import Scene
-from .purity.simplify import (
-    simplify,
-)
+from .purity.simplify import simplify
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
 

@@ -74,7 +74,7 @@ def _without_changes(call: TracedCall, derivative: Wanted | None, first: Joint) 
     return second
 
 
-def refuse_hidden_state(call: TracedCall, joint: Joint, blocks: Blocks | None = None) -> None:
+def refuse_hidden_state(call: TracedCall, joint: Joint, blocks: Blocks | None) -> None:
     """Check that a second run of the call does the same as its trace.
 
     The second run makes no graph, which saves most of the time. Some code behaves differently

@@ -18,9 +18,7 @@ from ...ir.location import Location
 from .actor_state import ActorState, reach
 from .group import GroupActor
 from .heap.kinds import is_foreign
-from .operators import (
-    storage_key,
-)
+from .operators import storage_key
 
 
 @dataclass

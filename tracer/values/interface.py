@@ -181,7 +181,7 @@ class TracedPart:
 
     @property
     def only_body(self) -> Body:
-        """The body that all ranks run."""
+        """The body, where there is one for all ranks."""
         assert self.body is not None
         assert not isinstance(self.body, RankBodies)
         return self.body
@@ -208,26 +208,6 @@ class TracedVjp:
     halves: tuple[TracedPart, ...] = ()
     called: tuple[TracedPart, ...] = ()
     gradients: Mapping[str, GradientLayout] = field(default_factory=dict)
-
-    @property
-    def forward(self) -> Function:
-        """The declaration of the forward."""
-        return self.first.declaration
-
-    @property
-    def backward(self) -> Function:
-        """The declaration of the backward."""
-        return self.second.declaration
-
-    @property
-    def forward_body(self) -> Body:
-        """The body of the forward, where there is one for all ranks."""
-        return self.first.only_body
-
-    @property
-    def backward_body(self) -> Body:
-        """The body of the backward, where there is one for all ranks."""
-        return self.second.only_body
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:

@@ -51,10 +51,6 @@ class Sharding:
         """Both: `cut(0, "tp") & cut(1, "dp")`."""
         return Sharding(self.cuts + other.cuts, self.parts + other.parts)
 
-    def of_parts(self, parts: Parts) -> Sharding:
-        """The same sharding of a tensor that consists of parts."""
-        return Sharding(self.cuts, (*self.parts, parts))
-
     def layout(self, mesh: Mesh, shape: tuple[int, ...], what: str) -> Layout | None:
         """The layout of a tensor of `shape` over a mesh; None if every rank holds a copy.
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from ...ir.attributes import NO_SHARES, Effect, Shares
 from .holdings import Actors, Held, Holding, Member, Shared, Use
 from .interface import Peers
-from .operators import (
-    storage_key,
-)
+from .operators import storage_key
 
 
 @dataclass

@@ -12,7 +12,7 @@ from .base import Pipeline
 _LABEL = re.compile(r"\s*(?:rank\s+)?(.*?)\s*[:|](.*)", re.S)
 
 
-def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
+def parse_table(text: str, file: str) -> dict[int, list[Task]]:
     """Read a table.
 
     The lines are for ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks or
@@ -86,6 +86,6 @@ def table_pipeline(text: str, file: str = "table") -> Pipeline:
     return Pipeline(tuple(homes[stage] for stage in sorted(homes)), len(microbatches))
 
 
-def table_order(pipeline: Pipeline, text: str, file: str = "table") -> Order:
+def table_order(pipeline: Pipeline, text: str, file: str) -> Order:
     """The order of a table; `validate` compares it with the pipeline."""
     return parse_table(text, file)

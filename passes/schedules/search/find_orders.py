@@ -85,10 +85,10 @@ def find_orders(
     costs: Costs,
     memory: float | tuple[float, ...],
     *,
-    splits: bool = True,
-    seed: int = 0,
-    seconds: float | None = None,
-    remat: bool = False,
+    splits: bool,
+    seed: int,
+    seconds: float | None,
+    remat: bool,
 ) -> tuple[Found, ...]:
     """The best orders that a search finds, best first: at least one, at most `CHOICES`.
 

@@ -159,20 +159,6 @@ class OrderProblem:
                 return rank, needed
         return None
 
-    def fits(self, lanes: Sequence[Sequence[int]]) -> bool:
-        """True if no rank exceeds its memory, if it runs its lanes in this order."""
-        for word, capacity in zip(lanes, self.capacities, strict=True):
-            held = 0.0
-            limit = capacity * (1.0 + ROUNDING) + ROUNDING
-            for lane in word:
-                action, k = divmod(lane, self.parts)
-                if action == 1 and held + self.needs[k] > limit:
-                    return False
-                held += self.grows[lane]
-                if held > limit:
-                    return False
-        return True
-
     def order(self, lanes: Sequence[Sequence[int]]) -> Order:
         """The order of tasks from the lanes of each rank; lanes take microbatches in order."""
         pipeline = self.pipeline

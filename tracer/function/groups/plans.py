@@ -209,7 +209,7 @@ def _sharding(
         else "use an axis whose size divides the number of heads"
     )
     part_name = "heads of keys and values" if is_keys else "heads"
-    return sharding.of_parts(Parts(used, count, part_name, remedy))
+    return Sharding(sharding.cuts, (Parts(used, count, part_name, remedy),))
 
 
 def _is_transposed(model: nn.Module, key: str) -> bool:

@@ -77,7 +77,7 @@ class Stored:
         pieces = {rank: flat.at(rank) for rank in tensors}
         reading = {rank: _PieceReader(tensor, flat.numel) for rank, tensor in tensors.items()}
         making = {rank: _Making(at) for rank, at in pieces.items()}
-        return ParameterGather(rest, full, _part(read, reading), _part(make, making))
+        return ParameterGather(_part(read, reading), _part(make, making))
 
     def reduces(self, path: str, before: Layout, after: Layout) -> GradientReduction | None:
         """The reduction of a gradient to pieces; None if the layouts ask for something else.
@@ -123,7 +123,7 @@ class Stored:
         )
         laying = {rank: _Laying(flat.at(rank)) for rank in tensors}
         adding = {rank: _Adding(tensor) for rank, tensor in tensors.items()}
-        return GradientReduction(terms, total, _part(lay, laying), _part(add, adding))
+        return GradientReduction(_part(lay, laying), _part(add, adding))
 
     @cached_property
     def _tensors(self) -> dict[int, dict[str, Tensor]]:
@@ -143,13 +143,10 @@ class ParameterGather:
     """The gather of one parameter.
 
     Attributes:
-        rest, full: the types of the flat tensor before and after the gather.
         read: the function that gives the flat piece.
         make: the function that makes the parameter from the gathered tensor.
     """
 
-    rest: TensorType
-    full: TensorType
     read: TracedPart
     make: TracedPart
 
@@ -159,13 +156,10 @@ class GradientReduction:
     """The reduction of one gradient.
 
     Attributes:
-        terms, total: the types of the flat tensor before and after the reduction.
         lay: the function that makes the gradient flat.
         add: the function that adds the flat piece to `.grad`.
     """
 
-    terms: TensorType
-    total: TensorType
     lay: TracedPart
     add: TracedPart
 

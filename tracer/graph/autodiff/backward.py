@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ...method.joint import Joint
-from ...method.purity.simplify import (
-    reshapes_in_place,
-)
+from ...method.purity.simplify import reshapes_in_place
 from ...values.actor_state import StateTensor
 from .subgraphs import (
     Gradient,

@@ -18,11 +18,7 @@ from torch import fx
 from ....ir.location import Location
 from ...method.purity.copy_node import copy_node
 from ...values.actor_state import Slot, StateTensor
-from ...values.operators import (
-    is_random,
-    storage_key,
-    writes_in_secret,
-)
+from ...values.operators import is_random, storage_key, writes_in_secret
 
 
 @dataclass(frozen=True)

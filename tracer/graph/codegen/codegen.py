@@ -46,7 +46,10 @@ LARGE = 1 << 20
 
 
 def make_body(
-    piece: Subgraph, name: str, source: Callable[[], GeneratedSource] | None = None
+    piece: Subgraph,
+    name: str,
+    source: Callable[[], GeneratedSource],
+    kind: type[GraphBody] = GraphBody,
 ) -> GraphBody:
     """The body of a piece. Its code is generated when it is needed.
 
@@ -56,10 +59,20 @@ def make_body(
     Args:
         piece: the piece.
         name: the name of the function, for tracebacks.
-        source: gives the source of a piece with the same graph, for any actor; None: the source is
-            written for this piece.
+        source: gives the source of a piece with the same graph, for any actor.
+        kind: the class of the body.
     """
-    return _make(source_of(piece) if source is None else source, piece, name)
+    new_gradients: dict[int, torch.Tensor] = {}
+    return kind(
+        generate=lambda: _generate(source(), piece, name, new_gradients),
+        graph=piece.graph,
+        locations=piece.locations,
+        state=_SlotTensors([tensor.slots[0] for tensor in piece.state]),
+        trained=_SlotTensors([gradient.tensor.slots[0] for gradient in piece.gradients]),
+        new_gradients=new_gradients,
+        rebinds=bool(piece.rebinds),
+        refit=functools.partial(_refit, piece, name),
+    )
 
 
 def source_of(piece: Subgraph) -> Callable[[], GeneratedSource]:
@@ -70,10 +83,10 @@ def source_of(piece: Subgraph) -> Callable[[], GeneratedSource]:
 def _refit(piece: Subgraph, name: str, compiler: Compiler | None) -> GraphBody:
     products = find_products(piece)
     if compiler is None:
-        return _make(lambda: _source(_BodyWriter(piece, products)), piece, name)
+        return make_body(piece, name, lambda: _source(_BodyWriter(piece, products)))
     fusible = make_fusible(piece, products)
     compute = compiler(fusible.module, fusible.examples)
-    return _make(lambda: _source(_BodyWriter(piece, products, compute)), piece, name, FusedBody)
+    return make_body(piece, name, lambda: _source(_BodyWriter(piece, products, compute)), FusedBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +135,6 @@ def _slots(piece: Subgraph) -> list[Slot]:
     """The slots of the tensors that a body looks up, adds gradients to, or replaces."""
     tensors = (*piece.state, *(gradient.tensor for gradient in piece.gradients))
     return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
-
-
-def _make(
-    source: Callable[[], GeneratedSource],
-    piece: Subgraph,
-    name: str,
-    kind: type[GraphBody] = GraphBody,
-) -> GraphBody:
-    new_gradients: dict[int, torch.Tensor] = {}
-    return kind(
-        generate=lambda: _generate(source(), piece, name, new_gradients),
-        graph=piece.graph,
-        locations=piece.locations,
-        state=_SlotTensors([tensor.slots[0] for tensor in piece.state]),
-        trained=_SlotTensors([gradient.tensor.slots[0] for gradient in piece.gradients]),
-        new_gradients=new_gradients,
-        rebinds=bool(piece.rebinds),
-        refit=functools.partial(_refit, piece, name),
-    )
 
 
 def _generate(

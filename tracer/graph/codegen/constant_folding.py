@@ -10,10 +10,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...values.operators import (
-    is_random,
-    written_values,
-)
+from ...values.operators import is_random, written_values
 from ..autodiff.subgraphs import memory_of, results
 
 SMALL = 1 << 16

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import fx
 
-from ....ir.layout import WHOLE, Cut, Layout, Position, Region
+from ....ir.layout import WHOLE, Cut, Layout, Region
 from ....ir.location import Location
 from ...errors import TraceError
 
@@ -103,7 +103,6 @@ class LocalOp(Protocol):
     Attributes:
         target: the op.
         arguments: its arguments by name, with a node of the rank's graph for each tensor.
-        position: the rank's coordinates on the mesh.
         operands: the regions of the operands that the rank holds.
         results: the regions of the results that the rank computes; None for a result that is no
             tensor.
@@ -115,8 +114,6 @@ class LocalOp(Protocol):
     def target(self) -> torch._ops.OpOverload: ...
     @property
     def arguments(self) -> Mapping[str, Any]: ...
-    @property
-    def position(self) -> Position: ...
     @property
     def operands(self) -> tuple[Region, ...]: ...
     @property

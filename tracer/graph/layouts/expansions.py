@@ -11,9 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ...method.purity.simplify import (
-    simplify,
-)
+from ...method.purity.simplify import simplify
 from .cases import Case, Expansion, Operand
 
 

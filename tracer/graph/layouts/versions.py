@@ -37,13 +37,11 @@ class LayoutTransfer:
     Attributes:
         before, after: the value in its old layout, and in the new one.
         change: the work that the transfer takes.
-        user: the op that needs it first; None for an output of the graph, or a pin.
     """
 
     before: Version
     after: Version
     change: Change
-    user: fx.Node | None
 
 
 @dataclass(frozen=True)

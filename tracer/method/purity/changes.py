@@ -21,9 +21,7 @@ from ...values.actor_state import ActorState, Slot, StateTensor
 from ...values.heap.reach import has_fake, reaches_tensor
 from ...values.heap.snapshot import StateChange, show
 from ...values.interface import TracedCall
-from ...values.operators import (
-    storage_key,
-)
+from ...values.operators import storage_key
 from .watch import AttributeWatch
 
 _ATTRIBUTE_REMEDY = (

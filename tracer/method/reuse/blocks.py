@@ -12,27 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from ...values.actor_state import ActorState
-from ...values.operators import (
-    is_random,
-    storage_key,
-)
-from ..purity.dispatch_modes import (
-    OpRecorder,
-    nodes_so_far,
-)
+from ...values.operators import is_random, storage_key
+from ..purity.dispatch_modes import OpRecorder, Run, nodes_so_far
 from ..purity.function_log import FunctionLog, Rerun, Unlike, form_of
 from ..purity.watch import AttributeWatch
 from .block import Block, BlockFunction, BlockRecording, TensorNumbers
 from .templates import BlocksMisled, Emitter, Template, graph_so_far
 
-Handler: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 _MANY = 6
 """The most blocks of one class that are kept, and compared with the next module."""
 
@@ -93,7 +86,7 @@ class ModuleCalls:
         blocks: Blocks,
         classes: frozenset[type],
         log: FunctionLog,
-        outer: Handler,
+        outer: Run,
         watch: AttributeWatch,
         wanted: bool,
         recorder: OpRecorder | None,

@@ -16,16 +16,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, t
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ....ir.location import Location
-from ...values.operators import (
-    storage_key,
-    writes_in_secret,
-    written_values,
-)
+from ...values.operators import storage_key, writes_in_secret, written_values
 from ..purity.copy_node import copy_node
-from ..purity.dispatch_modes import (
-    OpRecorder,
-    nodes_so_far,
-)
+from ..purity.dispatch_modes import OpRecorder, nodes_so_far
 from ..purity.function_log import CopiedFunction
 
 
@@ -157,7 +150,7 @@ class Template:
             self.cotangents.append(copies[node])
             self.memory[copies[node]] = storage_key(tensor)
         pending = [node for node in reversed(new) if node not in copies]
-        if not all(map(_is_operator, pending)) or not all(map(_is_plain, pending)):
+        if not all(node.op == "call_function" and _is_plain(node) for node in pending):
             raise BlocksMisled
         self.backward += map(copy, pending)
         for i, gradient in zip(sources, gradients, strict=True):
@@ -327,10 +320,6 @@ def _uses(node: fx.Node, users: Sequence[fx.Node]) -> int:
     for user in users:
         fx.node.map_arg((user.args, user.kwargs), operands.append)
     return operands.count(node)
-
-
-def _is_operator(node: fx.Node) -> bool:
-    return node.op == "call_function"
 
 
 def _is_pure(node: fx.Node, foreign: set[int | None]) -> bool:

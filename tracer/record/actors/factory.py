@@ -24,7 +24,6 @@ from ...values.mesh import describe
 from ...values.optimizer_state import move
 from ...values.plan import Plan, Sharding, whole
 from ...values.sharing import plays_all
-from ..groups.group_calls import as_plan
 from ..session.session import is_tracing
 from .actors import ELSEWHERE, RESERVED, ActorError, ActorHandle, member_of
 from .construct import Constructor
@@ -146,7 +145,8 @@ class ActorFactory:
         if isinstance(where, Mesh):
             if bucket_bytes < 1:
                 raise ValueError(f"{shown}: bucket_bytes is at least 1, not {bucket_bytes}")
-            mesh, chosen = where, as_plan(plan)
+            mesh = where
+            chosen = plan if isinstance(plan, Plan) else Plan.of(plan or {})
             return lambda *a, **k: self._make_group(
                 cls, mesh, chosen, store, init, bucket_bytes, peers, a, k
             )

@@ -17,7 +17,6 @@ from ....ir.types import Mesh, Place, TensorType
 from ...errors import TraceError
 from ...values.group import Group, GroupActor
 from ...values.mesh import describe
-from ...values.plan import Plan
 from ...values.specs import TensorSpec
 from ...values.values import ObjectValue, Traced, TracedTensor, share
 from ..session.arguments import Arguments
@@ -194,8 +193,3 @@ def group_of(
 
 def _shown(place: Place) -> str:
     return describe(place) if isinstance(place, Mesh) else f"ranks {place}"
-
-
-def as_plan(plan: Any) -> Plan:
-    """The user's plan, a `Plan` or a dict of shardings, as a `Plan`."""
-    return plan if isinstance(plan, Plan) else Plan.of(plan or {})

@@ -15,13 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from ....ir.types import Place
 from ...errors import shorten
 from ...method.guards.tensors_alike import check_of, never
-from ...torch_modes import (
-    AUTOCAST,
-    AUTOCAST_REMEDY,
-    default_device,
-    default_dtype,
-    is_autocast_on,
-)
+from ...torch_modes import AUTOCAST, AUTOCAST_REMEDY, default_device, default_dtype, is_autocast_on
 from ...values.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, show_type, static_key
 from ...values.values import NotAValue, ObjectMarker
 

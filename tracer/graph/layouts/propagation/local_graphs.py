@@ -17,9 +17,7 @@ from torch import fx
 from .....ir.layout import Layout, Position, Region, overlap, shape_of, within
 from .....ir.layout import whole as whole_region
 from .....ir.location import Location
-from ....values.operators import (
-    storage_key,
-)
+from ....values.operators import storage_key
 from ..cases import Answer, Shape
 from ..cuts import unmerged
 from ..expansions import fake_mode_of
@@ -239,18 +237,15 @@ class RankOp:
         return arguments
 
     @property
-    def position(self) -> Position:
-        return self.builder.position
-
-    @property
     def operands(self) -> tuple[Region, ...]:
         return tuple(map(self.builder.region, self.builder.reads(self.node)))
 
     @property
     def results(self) -> tuple[Region | None, ...]:
+        position = self.builder.position
         pairs = zip(self._answer.results, self.shapes, strict=True)
         return tuple(
-            None if layout is None or shape is None else layout.region(shape, self.position)
+            None if layout is None or shape is None else layout.region(shape, position)
             for layout, shape in pairs
         )
 

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....values.operators import (
-    is_random,
-)
+from ....values.operators import is_random
 from ...autodiff.subgraphs import has_effect, is_view
 from ..cases import LayoutError
 from ..cuts import CutProduct
@@ -34,14 +32,12 @@ class Part:
         nodes: its nodes of the graph that is partitioned.
         inputs: the values that it takes, contiguous.
         outputs: the values that it gives.
-        key: a hash of its structure; parts with the same key have the same `bodies`.
-        bodies: the graphs of the ranks.
+        bodies: the graphs of the ranks; parts of the same structure share them.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[Version, ...]
     outputs: tuple[Version, ...]
-    key: str
     bodies: Graphs
 
 
@@ -225,7 +221,8 @@ class _Partitioner:
     def _live(self) -> list[fx.Node]:
         """The ops that an output needs or that have an effect, and the ops that these need."""
         live = {version.node for version in self.outputs if version is not None}
-        ops = [node for node in self.nodes if _is_op(node, self.propagation)]
+        answers = self.propagation.answers
+        ops = [n for n in self.nodes if n in answers or n.target is operator.getitem]
         for node in reversed(ops):
             if node in live or has_effect(node):
                 live.add(node)
@@ -338,7 +335,7 @@ class _Partitioner:
         key = self._key(names, inputs, nodes, outputs)
         if key not in graphs:
             graphs[key] = build_all(self.propagation, self.ranks, inputs, nodes, outputs)
-        return Part(tuple(nodes), inputs, outputs, key, graphs[key])
+        return Part(tuple(nodes), inputs, outputs, graphs[key])
 
     def _inputs(
         self, level: int, nodes: Sequence[fx.Node], outputs: Iterable[Version]
@@ -410,10 +407,6 @@ def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> 
     last = {buckets[node]: node for node in ops if node in buckets}
     ends = [node for node in ops if node in last.values()]
     return set(ends[:-1])
-
-
-def _is_op(node: fx.Node, propagation: Propagation) -> bool:
-    return node in propagation.answers or node.target is operator.getitem
 
 
 def _is_product(node: fx.Node, propagation: Propagation) -> bool:

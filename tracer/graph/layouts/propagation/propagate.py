@@ -282,7 +282,7 @@ class _Propagator:
         elif change is Change.REDUCE:
             instead = self._reduced_before(before, layout)
         if instead is None:
-            self.transfers.append(LayoutTransfer(before, target, change, user))
+            self.transfers.append(LayoutTransfer(before, target, change))
         self.made[target] = instead or target
         if change is Change.REDUCE:
             self.versions[node].append(self.made[target])

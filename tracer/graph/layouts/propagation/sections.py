@@ -49,14 +49,12 @@ class Sections:
     Attributes:
         forward: gives the outputs, then the saved values.
         backward: takes the saved values, then cotangents; gives cotangents of inputs.
-        saved: the number of saved values.
         input, weight: the halves of the backward, as `SplitBackward` has them.
         kept: indices of those inputs of the backward that `weight` takes as well.
     """
 
     forward: Section
     backward: Section
-    saved: int
     input: Section | None = None
     weight: Section | None = None
     kept: tuple[int, ...] = ()
@@ -182,7 +180,8 @@ class SectionCutter:
             if what is not Recompute.ALL
             else ()
         )
-        cotangents = self._cotangents()
+        layout = self._propagation.layout
+        cotangents = tuple(Version(node, layout(node)) for node in joint.cotangents)
         inputs = self._inputs(cut, cut.body, self._input_grads, self._gradients, transferred, state)
         saved = tuple(v for v in inputs if v not in cotangents)
         takes = (*saved, *cotangents)
@@ -194,7 +193,7 @@ class SectionCutter:
             transferred,
             state,
         )
-        whole = Sections(self.forward(saved), backward, len(saved))
+        whole = Sections(self.forward(saved), backward)
         return self._halved(whole, cut, transferred, state)
 
     def _halved(
@@ -237,10 +236,6 @@ class SectionCutter:
             weight=self._section(weight_nodes, weight_takes, (), late, early_transferred, state),
             kept=kept_indices,
         )
-
-    def _cotangents(self) -> tuple[Version, ...]:
-        layout = self._propagation.layout
-        return tuple(Version(node, layout(node)) for node in self.joint.cotangents)
 
     def _with_views(self, cut: BackwardCut, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Nodes of the backward, with the views of saved values that it takes again."""

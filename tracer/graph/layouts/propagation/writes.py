@@ -13,9 +13,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
-from ....values.operators import (
-    written_values,
-)
+from ....values.operators import written_values
 from ...autodiff.subgraphs import is_view, memory_of
 from ..cases import LayoutError
 from ..versions import Propagation, Version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,22 +60,10 @@ def zeros(op: LocalOp, like: fx.Node) -> Any:
     return pieces if len(pieces) > 1 else pieces[0]
 
 
-def _filled(case: Case) -> Answer:
-    return made(case, {"size": 0})
-
-
-def _counted(case: Case) -> Answer:
-    return made(case, {}, whole_then_piece)
-
-
 def _like(case: Case) -> Answer:
     """The result is cut as the operand, whose values do not matter."""
     (operand,) = case.operands
     return Answer((operand.layout,), (Layout(operand.cuts),))
-
-
-def _filled_strided(case: Case) -> Answer:
-    return made(case, {}, _local_strided)
 
 
 def _local_strided(op: LocalOp) -> Any:
@@ -93,7 +82,7 @@ RULES: Mapping[object, Rule] = {
             *(_ATEN.empty.memory_format, _ATEN.new_zeros.default, _ATEN.new_ones.default),
             *(_ATEN.new_full.default, _ATEN.new_empty.default),
         ),
-        _filled,
+        partial(made, sizes={"size": 0}),
     ),
     **dict.fromkeys(
         (
@@ -101,10 +90,11 @@ RULES: Mapping[object, Rule] = {
             *(_ATEN.scalar_tensor.default, _ATEN.eye.default, _ATEN.eye.m),
             _ATEN.linspace.default,
         ),
-        _counted,
+        partial(made, sizes={}, local=whole_then_piece),
     ),
     **dict.fromkeys(
-        (_ATEN.empty_strided.default, _ATEN.new_empty_strided.default), _filled_strided
+        (_ATEN.empty_strided.default, _ATEN.new_empty_strided.default),
+        partial(made, sizes={}, local=_local_strided),
     ),
     **dict.fromkeys(
         (

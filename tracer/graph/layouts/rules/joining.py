@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,11 +55,7 @@ def _stack(case: Case) -> Answer:
 
 
 def _split(case: Case) -> Answer:
-    return _parts(case, [shape[_dim(case)] for shape in _shapes(case)])
-
-
-def _shapes(case: Case) -> Sequence[tuple[int, ...]]:
-    return [case.shape(i) for i in range(len(case.shapes))]
+    return _parts(case, [case.shape(i)[_dim(case)] for i in range(len(case.shapes))])
 
 
 def _dim(case: Case) -> int:
@@ -97,17 +94,8 @@ def _unbind(case: Case) -> Answer:
     return solve(case, Factors((dims,), results, sizes, each(0), keep, moves=True))
 
 
-def _gated(case: Case) -> Answer:
-    """One half of the dimension gates the other: it may be cut as two blocks."""
-    return _halves(case, (True,), False)
-
-
-def _gated_backward(case: Case) -> Answer:
-    return _halves(case, (False, True), True)
-
-
 def _halves(case: Case, both: Sequence[bool], result: bool) -> Answer:
-    """Lay out an op on halves of a dimension.
+    """Lay out an op in which one half of a dimension gates the other: it may be cut as two blocks.
 
     Args:
         case: the op.
@@ -152,8 +140,8 @@ RULES: Mapping[object, Rule] = {
         (_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unsafe_split.Tensor), _split
     ),
     _ATEN.unbind.int: _unbind,
-    _ATEN.glu.default: _gated,
-    _ATEN.glu_backward.default: _gated_backward,
+    _ATEN.glu.default: partial(_halves, both=(True,), result=False),
+    _ATEN.glu_backward.default: partial(_halves, both=(False, True), result=True),
     _ATEN.select_scatter.default: _select_scatter,
     _ATEN.slice_scatter.default: _slice_scatter,
 }

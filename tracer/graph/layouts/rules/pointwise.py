@@ -66,11 +66,7 @@ def _last(case: Case) -> Linear:
 
 
 def _scaled(case: Case) -> Linear:
-    return each(0) if _rounds_nowhere(case) else NOT_LINEAR
-
-
-def _rounds_nowhere(case: Case) -> bool:
-    return case.arguments.get("rounding_mode") is None
+    return each(0) if case.arguments.get("rounding_mode") is None else NOT_LINEAR
 
 
 def _choice(case: Case) -> Linear:

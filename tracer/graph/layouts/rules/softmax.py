@@ -8,6 +8,7 @@ vocabulary-parallel cross entropy does the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .views import named
 _ATEN = torch.ops.aten
 
 
-def _along(case: Case, expanded: Any) -> Answer | Expansion:
+def _along(expanded: Any, case: Case) -> Answer | Expansion:
     """An op along a dimension; if the dimension is cut, `expanded` replaces the op."""
     first = case.operands[0]
     dim = dim_of(case["dim"], len(first.shape))
@@ -32,29 +33,17 @@ def _along(case: Case, expanded: Any) -> Answer | Expansion:
     return solve(case, Factors((dims,) * len(case.operands), (dims,), sizes, (), keep))
 
 
-def _softmax(case: Case) -> Answer | Expansion:
-    return _along(case, _softmax_of)
-
-
-def _softmax_of(*, self: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+def _softmax(*, self: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
     powers = (accumulated(self) - self.amax(dim, keepdim=True)).exp()
     return powers / powers.sum(dim, keepdim=True)
 
 
-def _log_softmax(case: Case) -> Answer | Expansion:
-    return _along(case, _log_softmax_of)
-
-
-def _log_softmax_of(*, self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+def _log_softmax(*, self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     shifted = accumulated(self) - self.amax(dim, keepdim=True)
     return shifted - shifted.exp().sum(dim, keepdim=True).log()
 
 
-def _softmax_backward(case: Case) -> Answer | Expansion:
-    return _along(case, _softmax_backward_of)
-
-
-def _softmax_backward_of(
+def _softmax_backward(
     *, grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> torch.Tensor:
     wide = accumulated(output)
@@ -62,11 +51,7 @@ def _softmax_backward_of(
     return product - wide * product.sum(dim, keepdim=True)
 
 
-def _log_softmax_backward(case: Case) -> Answer | Expansion:
-    return _along(case, _log_softmax_backward_of)
-
-
-def _log_softmax_backward_of(
+def _log_softmax_backward(
     *, grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> torch.Tensor:
     wide = accumulated(grad_output)
@@ -81,9 +66,9 @@ def _safe_softmax(case: Case) -> Answer | Expansion:
 
 
 RULES: Mapping[object, Rule] = {
-    _ATEN._softmax.default: _softmax,
-    _ATEN._log_softmax.default: _log_softmax,
-    _ATEN._softmax_backward_data.default: _softmax_backward,
-    _ATEN._log_softmax_backward_data.default: _log_softmax_backward,
+    _ATEN._softmax.default: partial(_along, _softmax),
+    _ATEN._log_softmax.default: partial(_along, _log_softmax),
+    _ATEN._softmax_backward_data.default: partial(_along, _softmax_backward),
+    _ATEN._log_softmax_backward_data.default: partial(_along, _log_softmax_backward),
     _ATEN._safe_softmax.default: _safe_softmax,
 }

@@ -67,9 +67,6 @@ class _Notes:
     lookups: list[Lookup] = field(default_factory=list)
 
 
-_AWAITED = ("cpu",)
-"""Types of devices that the host waits for anyway."""
-
 _notes: dict[str, _Notes] = {}
 """By type of device. A process has one device of a type; graphs of all steps share its notes."""
 
@@ -88,7 +85,7 @@ def _checked(
             outside = outside & (ids != ignored)
         start = (0,) * ids.dim() if first is None else tuple(first)
         lookup = Lookup(op, size, tuple(ids.shape), start)
-        if ids.device.type not in _AWAITED:
+        if ids.device.type != "cpu":  # the host does not wait for the device
             _note(ids, outside, lookup)
         elif outside.any():
             at = int(outside.flatten().nonzero()[0])
