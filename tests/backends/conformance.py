@@ -18,6 +18,7 @@ import torch
 from cg.backends.base import Pause
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.virtual.world import VirtualExecutable
+from cg.ir.ops import Op, Recv, Send
 from cg.ir.ops.module import Module
 from cg.ir.text.parser import parse_module
 from cg.ir.types import DType, TensorType
@@ -63,16 +64,21 @@ class Case:
     objects: bool = False
     planned: bool = field(default=True)
 
-    def module(self, via: str | None = None, rendezvous: str = "") -> Module:
+    def module(
+        self, via: str | None = None, rendezvous: str = "", *, in_one_order: bool = False
+    ) -> Module:
         """The module as it is run.
 
         Args:
             via: the transport of its channels.
             rendezvous: that transport, if it does a rank's messages one after the other.
+            in_one_order: whether ranks post their messages in one order, as on devices.
         """
         module = parse_module(self.text)
         for id_, channel in module.channels.items():
             module.channels[id_] = replace(channel, via=via)
+        if in_one_order:
+            put_in_one_order(module)
         verify(module)
         if self.planned:
             streams = BatchMessages(rendezvous), AssignStreams(rendezvous)
@@ -96,6 +102,33 @@ class Case:
         """For each execution the outputs by rank, from the virtual world."""
         executable = VirtualExecutable(self.module(), {}, {}, poison=True)
         return [executable.run(self.inputs(i)) for i in range(EXECUTIONS)]
+
+
+def put_in_one_order(module: Module) -> None:
+    """Post receives by number and channel among the sends of their ranks, no earlier.
+
+    A host may wait for its device at any op. Ranks that all receive before they send then wait for
+    each other.
+    """
+    for program in module.programs:
+        ops: list[Op] = []
+        held: list[Recv] = []
+        for op in program.ops:
+            if isinstance(op, Recv):
+                held.append(op)
+                continue
+            awaited = [recv for recv in held if recv.result in op.operands]
+            last = max(map(_turn, [op, *awaited] if isinstance(op, Send) else awaited), default=())
+            due = sorted((recv for recv in held if _turn(recv) <= last), key=_turn)
+            held = [recv for recv in held if recv not in due]
+            ops += [*due, op]
+        program.ops[:] = ops
+
+
+def _turn(op: Send | Recv) -> tuple[int, ...]:
+    assert op.seq is not None, "messages are numbered"
+    assert op.chan is not None, "they have channels"
+    return op.seq, op.chan
 
 
 def hash_of(text: str) -> int:

@@ -7,7 +7,8 @@
 
 A name is a transport: `cpu`, `fake`, or a binding of NCCL. Each case that fits into the job runs
 with each transport, several times; with `--capture` what a device can replay is replayed. With
-`--nonblocking` NCCL's calls return before they are done.
+`--nonblocking` NCCL's calls return before they are done. With `--strict` the fake device waits in
+all calls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from cg.backends.cpu.transport import CpuTransport
 from cg.backends.devices.programs.executable import DeviceExecutable
-from cg.backends.fake.device import FABRIC
+from cg.backends.fake.device import FABRIC, FakeDevice
 from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator, make_pool
 from cg.backends.nccl.pool import NcclPool
@@ -32,7 +33,7 @@ from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
 from cg.passes.manager.manager import PassManager
 from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
-from tests.backends.devices.patience import loose_device
+from tests.backends.devices.patience import PATIENCE
 
 
 def main() -> None:
@@ -71,7 +72,8 @@ class Runner:
         self.replays = 0
         self.device: Any = None
         if name == "fake":
-            self.device = world.device = loose_device(world.rank)
+            strict = "--strict" in sys.argv
+            self.device = world.device = FakeDevice(world.rank, 0.0, strict, PATIENCE)
             self.pool = NcclPool(world, self.device, FakeLibrary(self.device))
         elif name != "cpu":
             self.device = world.device
@@ -86,7 +88,8 @@ class Runner:
         return not case.objects and (case.reduces is None or case.reduces in fabric.reduces)
 
     def run(self, case: Case) -> None:
-        module = case.module()
+        on_device = self.device is not None
+        module = case.module("nccl" if on_device else None, in_one_order=on_device)
         rank = self.world.rank
         expected = case.expected()
         if self.capture:

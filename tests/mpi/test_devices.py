@@ -99,7 +99,7 @@ def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 250
     return ended.output
 
 
-@pytest.mark.parametrize("words", [["cpu", "fake"], ["fake", "--capture"]])
+@pytest.mark.parametrize("words", [["cpu", "fake"], ["fake", "--capture"], ["fake", "--strict"]])
 def test_communicators_conform(words: list[str]) -> None:
     ended = run(2, ["-m", "tests.mpi.conformance_job", *words], seconds=100, warm=True)
     assert ended.code == 0, ended.output

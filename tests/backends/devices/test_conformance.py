@@ -27,6 +27,11 @@ def test_from_devices_by_hosts(case: Case) -> None:
     compare(case, "cpu")
 
 
+def test_no_case_relies_on_a_host_that_does_not_wait_for_its_device() -> None:
+    """`check-deadlock`, which each case runs, takes it to wait at each op."""
+    assert sum(bool(case.module("nccl", in_one_order=True)) for case in CASES) > 100
+
+
 def compare(case: Case, via: str | None) -> None:
     """Each execution gives what it gives in the virtual world."""
     actual = play(case.module(via), [case.inputs(i) for i in range(EXECUTIONS)])
