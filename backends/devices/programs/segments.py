@@ -60,7 +60,8 @@ def set_aside(code: Code, binder: DeviceBinder) -> None:
     by_stream = {ops[index].result for index, _ in binder.messages}
     for at, (instruction, info) in enumerate(zip(code.instructions, code.infos, strict=True)):
         op = ops[info.op]
-        puts = isinstance(op, Call) or not by_stream.isdisjoint((*op.operands, *op.results))
+        is_by_stream = not by_stream.isdisjoint((*op.operands, *op.results))
+        puts = isinstance(instruction, CapturedSegment) or isinstance(op, Call) or is_by_stream
         if puts and instruction != binder.copies.move_on:
             code.instructions[at] = binder.copies.aside(instruction)
 
