@@ -47,6 +47,7 @@ from finetuning.rows import Row, derived, disagreements, table
 from finetuning.shapes import SHAPES
 from provenance import provenance
 
+ROOT = Path(__file__).resolve().parent.parent
 GUESS = 40.0
 """Seconds that an arm is expected to take, before one like it has run."""
 MARGIN = 5.0
@@ -102,7 +103,8 @@ class Bench:
         more = {"CG_PASSES": arm.passes} if arm.passes else {}
         if not self.args.warm_cache:
             more |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"{stem}.cache")}
-        row |= {"command": shlex.join(["python", *command[1:]]), "passes": arm.passes}
+        words = [word.removeprefix(f"{ROOT}/") for word in command[1:]]
+        row |= {"command": shlex.join(["python", *words]), "passes": arm.passes}
         limit = min(self.args.timeout, self.left)
         began = time.monotonic()
         error = run(command, {**variables(shape), **more}, log, limit)

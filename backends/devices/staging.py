@@ -9,7 +9,8 @@ the host begins when its copy has passed, and messages begin in the order of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 
@@ -23,6 +24,9 @@ from ..device import Device, Event, Queue
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
 from ..program.instructions import Instruction
+
+LOOKING_SECONDS = 30.0
+"""Seconds after which nobody looks after messages any more: Ctrl-C has ended whoever did."""
 
 
 class Copies:
@@ -68,6 +72,16 @@ class Copies:
             start()
         return True
 
+    @contextmanager
+    def looked_after(self) -> Iterator[None]:
+        """Hold `looking` in a block with instructions that are put aside."""
+        self.looking.acquire(timeout=LOOKING_SECONDS)
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # Ctrl-C may have come where it was not held
+                self.looking.release()
+
     def aside(self, instruction: Instruction) -> Instruction:
         """An instruction that may wait for the device, and does nothing for messages of hosts."""
         looking = self.looking
@@ -77,7 +91,7 @@ class Copies:
             try:
                 return instruction()
             finally:
-                looking.acquire()
+                looking.acquire(timeout=LOOKING_SECONDS)
 
         return run
 

@@ -31,10 +31,6 @@ CONNECT_SECONDS = 120.0
 
 ABORT_SECONDS = 10.0
 
-IN_USE_SECONDS = 1.0
-"""Seconds to wait for a call of NCCL before its communicator is aborted all the same: the call may
-be what waits for the device."""
-
 NARROW = 2
 """Multiprocessors for messages in the background, at the least. While a receive waits it occupies
 them, and as many as NCCL sees fit cost an H200 up to a quarter of what it computes meanwhile."""
@@ -169,7 +165,7 @@ class NcclPool(Pool):
         """
         with self._releasing:
             self._is_broken = True
-            for group, comm in self._take(IN_USE_SECONDS):
+            for group, comm in self._take():
                 self._left[group] = f"it takes longer than {ABORT_SECONDS:g} s"
                 thread = threading.Thread(target=self._abort, args=(group, comm), daemon=True)
                 thread.start()

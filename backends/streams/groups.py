@@ -11,6 +11,8 @@ from ...ir.attributes import Traffic
 from ...ir.types import format_ranks
 from .library import CommunicationError
 
+USE_SECONDS = 30.0
+"""Seconds in which another thread has to be through with a communicator: it asks for errors."""
 BROKEN_OFF = "its messages are broken off, since a rank has failed"
 
 
@@ -62,9 +64,10 @@ class Line:
         """The communicator.
 
         Raises:
-            CommunicationError: its operations are broken off.
+            CommunicationError: its operations are broken off, or another thread holds it.
         """
-        self._in_use.acquire()
+        if not self._in_use.acquire(timeout=USE_SECONDS):
+            raise CommunicationError("another thread has been using it, and does not end")
         if self.comm is None:
             self._in_use.release()
             raise CommunicationError(BROKEN_OFF)

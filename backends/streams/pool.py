@@ -27,6 +27,10 @@ from ..errors import BindError
 from .groups import CommunicatorGroup, Lease, Line
 from .library import CommunicationError, Library
 
+IN_USE_SECONDS = 1.0
+"""Seconds to wait for a call of the library before its communicator is given up all the same: the
+call may be what waits for the device, or Ctrl-C has ended it halfway."""
+
 FLOAT_BYTES = 4
 
 
@@ -191,20 +195,24 @@ class Pool(ABC):
         lines = tuple(self._groups.values())  # at once: groups may be added by another thread
         return [line for line in lines if line is not None and line.comm is not None]
 
-    def _take(self, seconds: float = -1) -> list[tuple[CommunicatorGroup, Any]]:
-        """All communicators, out of their lines, to be given up.
-
-        Args:
-            seconds: to wait for a call of the library that uses one; without end if negative.
-        """
-        is_held = self._using.acquire(timeout=seconds)
+    def _take(self) -> list[tuple[CommunicatorGroup, Any]]:
+        """All communicators, out of their lines, to be given up."""
         communicators = []
-        for line in self._lines():
-            communicators.append((line.group, line.comm))
-            line.comm = None
-        if is_held:
-            self._using.release()
+        with self._unused():
+            for line in self._lines():
+                communicators.append((line.group, line.comm))
+                line.comm = None
         return communicators
+
+    @contextmanager
+    def _unused(self) -> Iterator[None]:
+        """Wait until no call uses a communicator, but not for long: it may be what waits."""
+        is_held = self._using.acquire(timeout=IN_USE_SECONDS)
+        try:
+            yield
+        finally:
+            if is_held:
+                self._using.release()
 
     def _check_devices(self, new: Sequence[CommunicatorGroup]) -> None:
         if not new:
@@ -275,7 +283,7 @@ class Pool(ABC):
         No graph may have operations of them: a plan drops its graphs before it is closed.
         """
         lines = [line for line in map(self._groups.pop, groups) if line is not None]
-        with self._using:
+        with self._unused():
             comms = [line.comm for line in lines if line.comm is not None]
             for line in lines:
                 line.comm = None

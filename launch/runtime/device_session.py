@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Lock
 from time import monotonic, sleep
 
 from ...backends.base import World
@@ -54,6 +55,7 @@ class DeviceSession:
     ) -> None:
         self.watch: Callable[[int], None] | None = None
         self.is_released = False
+        self._releasing = Lock()
         self._world = world
         self._transport = transport
         self._streams = streams
@@ -160,8 +162,9 @@ class DeviceSession:
         try:
             self._end_what_is_ahead()
         finally:  # also if Ctrl-C comes meanwhile: the other ranks break off as well
-            for communicator in self._streams:
-                communicator.break_off()
+            with self._releasing:  # a release that has begun is not to meet the next execution
+                for communicator in self._streams:
+                    communicator.break_off()
 
     def _release_if_failed_elsewhere(self) -> None:
         """Let the device go on if a rank has failed whose message the host waits for.
@@ -169,10 +172,11 @@ class DeviceSession:
         The watchdog calls it where the host does not get on, as when the driver loads a kernel and
         waits for the device first. The host then learns of the failure as it would have otherwise.
         """
-        if not self.is_released and self._transport.control.has_failed_elsewhere():
-            self.is_released = True
-            for communicator in self._streams:
-                communicator.release_device()
+        with self._releasing:
+            if not self.is_released and self._transport.control.has_failed_elsewhere():
+                self.is_released = True
+                for communicator in self._streams:
+                    communicator.release_device()
 
     def _end_what_is_ahead(self) -> None:
         """Wait for work that the device had before the failed execution: its messages are whole.

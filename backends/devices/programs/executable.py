@@ -75,7 +75,7 @@ class DeviceExecutable(Executable):
             landed_inputs = [landed(value, device) for value in inputs]
             if not self.segments:
                 order.fork()
-            with self._copies.looking if self._looks_after else nullcontext():
+            with self._copies.looked_after() if self._looks_after else nullcontext():
                 outputs = super().run(landed_inputs, pause, execution, checked)
             order.join()
             returned = [value for value in outputs if isinstance(value, Tensor)]
