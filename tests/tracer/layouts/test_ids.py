@@ -16,6 +16,7 @@ from torch.nn import functional
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from cg.tracer.graph.layouts.versions import End
 
 from ...sampling import examples
 from .simulation import check, layout, mesh, simulate
@@ -62,6 +63,26 @@ def test_indices_at_borders(name: str, data: st.DataObject) -> None:
     assert any(text in str(info.value) for text in places), str(info.value)
 
 
+@given(data=st.data())
+@examples(60)
+def test_gradients_by_frequency(data: st.DataObject) -> None:
+    """A row's gradient is divided by how often all ranks' ids ask for it, in each piece's rows."""
+    count = data.draw(st.integers(1, 8))
+    ids = torch.tensor(
+        data.draw(st.lists(st.integers(0, SIZE - 1), min_size=count, max_size=count))
+    )
+    padding = data.draw(st.sampled_from([-1, 0, 3, SIZE - 1]))
+    place = mesh(dp=2, tp=data.draw(st.sampled_from([2, 3, 9])))
+
+    def backward(gradient: Tensor, ids: Tensor) -> Tensor:
+        return torch.ops.aten.embedding_dense_backward(gradient, ids, SIZE, padding, True)
+
+    gradient = torch.randn(count, 3, dtype=torch.float64)
+    ends = [End(layout("tp,-"))]
+    layouts = [layout("-,-"), layout("-")]
+    check(backward, [gradient, ids], layouts, place, tolerance=1e-12, ends=ends)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +92,44 @@ class Model(nn.Module):
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(self.head(self.table(ids)), targets)
+
+
+def test_an_embedding_by_frequency_trains_as_on_one_rank() -> None:
+    """The vocabulary is cut, so each rank's first row must not collect the ids of others."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(SIZE, 4, scale_grad_by_freq=True)
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def loss(self, ids: Tensor) -> Tensor:
+            return self.table(ids).square().sum()
+
+        def update(self) -> None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    ids = torch.tensor([0, 4, 4, 6, 0, 0])
+    alone = Table()
+    losses = []
+    for _ in range(3):
+        losses.append(alone.loss(ids))
+        losses[-1].backward()
+        alone.update()
+    with use_world(VirtualWorld(2)):
+        model = cg.actor(Table).on(cg.mesh(tp=2), plan={"table.weight": cg.cut(0, "tp")})()
+
+        @cg.trace
+        def step(ids: Tensor) -> Tensor:
+            loss = model.loss(ids)
+            cg.backward(loss)
+            model.update()
+            return loss
+
+        compiled = step.lower(ids).compile()
+        torch.testing.assert_close([compiled(ids) for _ in range(3)], [x.detach() for x in losses])
 
 
 @pytest.mark.parametrize(
