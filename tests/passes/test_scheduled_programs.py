@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from cg.ir.ops import Call, Collective, Free, Op, Recv, Send, Wait
@@ -22,6 +22,7 @@ from cg.passes import schedules
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.registry import parse_pipeline
 
+from ..properties.hosts import Hosts, refusal
 from ..sampling import scaled
 from .meanings import Machine, World, run_async
 from .random_pipelines import Drawn, Maker, drawn_steps
@@ -124,6 +125,15 @@ def follows(op: Op, other: Op, was_later: bool) -> bool:
 
 @pytest.mark.parametrize("back", BACKS)
 @settings(max_examples=scaled(50))
+@example(
+    drawn=Drawn(
+        *(3, 3, [2, 0, 0], [0], [[]], [True], False, True, True, None),
+        saves=False,
+        gathered=True,
+    ),
+    moves=[(2, 260, 5)],
+    seed=0,
+)
 @given(
     drawn=drawn_steps(),
     moves=st.lists(
@@ -148,13 +158,14 @@ def test_mutants_are_judged_as_by_brute_force(
 
 
 def judge(module: Module, seed: int) -> None:
-    """check-deadlock refuses a module exactly if brute force gets stuck in it."""
+    """check-deadlock refuses a module exactly if brute force gets stuck in it, or hosts do."""
     try:
         finished = Machine(module, World(), chooser(seed)).run()
     except AssertionError:
         assume(False)  # a use after free: not what this checker is for
     if finished:
-        PassManager(parse_pipeline("check-deadlock")).run(module)
+        said = refusal(module)
+        assert said is None or ("its device" in said and Hosts(module).stand_still()), said
     else:
         with pytest.raises(IRError, match=r"deadlock|never freed"):
             PassManager(parse_pipeline("check-deadlock")).run(module)
