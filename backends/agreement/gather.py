@@ -1,18 +1,24 @@
-"""Gather and compare what ranks say before they continue together."""
+"""Gather and compare what ranks say before they continue together.
+
+Before each execution ranks compare two numbers, of the plan and of the arguments, by a store into
+shared memory (`backends/cpu/control`); all else that they must agree on goes by `agree`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Final, TypeVar
 
-from ...ir.types import format_ranks
+from ...ir.text.differences import disagreement, grouped, named
 from ..base import World
 from ..errors import PlanMismatch
 
 T = TypeVar("T")
+
+SAME_CALLS: Final = "Every rank must make the same calls in the same order"
+"""Advice for ranks that have come to different calls."""
 
 ADVICE: Final = (
     "Every rank must run the same script, and trace the same step with the same values: look for "
@@ -67,9 +73,8 @@ def gather(world: World, purpose: str, value: T) -> list[T]:
     if len(groups) > 1:
         shown = ", and ".join(f"{named(ranks)} to {text}" for text, ranks in groups.items())
         raise PlanMismatch(
-            f"the ranks have come to different calls: {shown}. Every rank must make the same calls "
-            "in the same order: look for an error that one rank alone has caught, or for a call "
-            "that depends on the rank"
+            f"the ranks have come to different calls: {shown}. {SAME_CALLS}: look for an error "
+            "that one rank alone has caught, or for a call that depends on the rank"
         )
     return [answer.value for answer in answers]
 
@@ -94,41 +99,6 @@ def agree(world: World, subject: str, parts: Mapping[str, ComparedText], advice:
         return
     everywhere = world.allgather({key: (part.words, part.text) for key, part in parts.items()})
     raise PlanMismatch(f"{subject}: {_first_difference(everywhere)}{advice}")
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Ranks in words: `rank 2`, `ranks 0, 1 and 3`."""
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
-
-
-def grouped(texts: Sequence[str]) -> dict[str, list[int]]:
-    """Group the ranks by their texts, which are in the order of ranks."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        groups.setdefault(text, []).append(rank)
-    return groups
-
-
-def disagreement(texts: Sequence[str]) -> str:
-    """Name the ranks with different texts, and the first line in which two of them differ."""
-    groups = grouped(texts)
-    one, other = list(groups)[:2]
-    names = [f"ranks {format_ranks(tuple(ranks))}" for ranks in groups.values()]
-    number, left, right = _first_line(one, other)
-    return (
-        f"{' and '.join(names)} disagree. The first line that differs is line {number}:\n"
-        f"  {names[0]}: {left}\n"
-        f"  {names[1]}: {right}\n"
-    )
-
-
-def _first_line(one: str, other: str) -> tuple[int, str, str]:
-    lines = zip_longest(one.splitlines(), other.splitlines(), fillvalue="(nothing)")
-    for number, (left, right) in enumerate(lines, 1):
-        if left != right:
-            return number, left.strip(), right.strip()
-    raise AssertionError("texts that differ have a line that differs")
 
 
 def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> str:

@@ -7,8 +7,7 @@ import hashlib
 from ...ir.ops.module import Module
 from ...ir.text.printer import format_module
 from ..base import World
-from ..errors import PlanMismatch
-from .gather import ADVICE, disagreement
+from .gather import ADVICE, ComparedText, agree
 
 
 def plan_hash(module: Module) -> str:
@@ -17,16 +16,14 @@ def plan_hash(module: Module) -> str:
 
 
 def check_plan(module: Module, world: World) -> str:
-    """Compare the plan's hash with that of every other rank; collective.
+    """Compare the plan with that of every other rank; collective.
 
     Returns:
-        The hash.
+        The plan's hash.
 
     Raises:
         PlanMismatch: the ranks hold different plans; raised on every rank.
     """
-    digest = plan_hash(module)
-    if len(set(world.allgather(digest))) == 1:
-        return digest
-    texts = world.allgather(format_module(module))
-    raise PlanMismatch(f"the ranks have compiled different plans: {disagreement(texts)}{ADVICE}")
+    parts = {"plan": ComparedText("in what they run,", format_module(module))}
+    agree(world, "the ranks have compiled different plans", parts, ADVICE)
+    return plan_hash(module)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...backends.agreement.digests import digest, joined
-from ...backends.agreement.gather import named
 from ...backends.base import World
 from ...backends.cpu.control.control import Control
 from ...ir.location import Location
+from ...ir.text.differences import grouped, named
 from ...tracer.record.session.inputs import InputError, InputSpec
 from ...tracer.sampled import until_next
 from .waiting import user_line
@@ -104,12 +104,10 @@ class ArgumentComparison:
         ranks = spec.place.ranks
         where = "" if loc is None else f", defined at {loc.file}:{loc.line}"
         differences = []
-        for index, name in enumerate(names):
-            groups: dict[int, list[int]] = {}
-            for rank in ranks:
-                groups.setdefault(everywhere[rank][0][index], []).append(rank)
+        for name, *digests in zip(names, *(everywhere[rank][0] for rank in ranks), strict=True):
+            groups = grouped(digests).values()
             if len(groups) > 1:
-                first, *rest = map(named, groups.values())
+                first, *rest = (named([ranks[index] for index in members]) for members in groups)
                 differences.append(
                     f"{name} (one value on {first}, another on {', on '.join(rest)})"
                 )

@@ -11,10 +11,12 @@ from threading import Lock
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ...backends.agreement.gather import SAME_CALLS
 from ...backends.cpu.waiting.node import Observer
 from ...backends.device import Device
 from ...backends.errors import PlanMismatch
 from ...backends.failures.flight import Activity, Sight
+from ...ir.text.differences import named
 from ..job.failure import DRAIN_SECONDS, KILL_SECONDS
 from .stacks import Stacks
 from .waiting import Notice, Notices, WorldError, ending_after, user_line, wait_until
@@ -30,7 +32,6 @@ ASKING = 0.5
 """Seconds that ranks which have not come get to say where they are."""
 LEAVING = 0.2
 """Seconds after which a rank that has ended tells the others so."""
-SAME_CALLS = "Every rank must make the same calls in the same order"
 HEAD = 4096
 """Bytes of the first message of a broadcast: the length in 8 bytes, then the pickle's start."""
 
@@ -292,7 +293,7 @@ class MpiWorld:
 
     def _who_is_missing(self, call: str) -> str:
         missing = self._silent(self._sequence)
-        who = _named(missing) if missing and self._notices is not None else "the other ranks"
+        who = named(missing) if missing and self._notices is not None else "the other ranks"
         return (
             f"rank {self.rank} gave up {call} at {user_line()} after {self._timeout:g} s: {who} "
             "did not come. Look at what is slow or stuck there; CG_TIMEOUT sets the limit"
@@ -315,7 +316,3 @@ class MpiWorld:
     def _refuse_if_broken(self) -> None:
         if self._broken:
             raise WorldError(f"the ranks are out of step since an earlier error: {self._broken}")
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from cg.backends.agreement.gather import ComparedText, agree, named
+from cg.backends.agreement.gather import ComparedText, agree
 from cg.backends.errors import PlanMismatch
 from cg.backends.virtual.world import VirtualWorld
+from cg.ir.text.differences import disagreement, named
 
 from .cpu.world import run_ranks
 
@@ -73,3 +74,9 @@ def test_long_texts() -> None:
 )
 def test_names_of_ranks(ranks: list[int], words: str) -> None:
     assert named(ranks) == words
+
+
+def test_ranks_without_a_text_do_not_count() -> None:
+    text = disagreement([None, "a\nb", "a\nc", None, "a\nb"])
+    assert text.startswith("ranks {1,4} and ranks {2} disagree. The first line that differs is")
+    assert text.endswith("line 2:\n  ranks {1,4}: b\n  ranks {2}: c\n")

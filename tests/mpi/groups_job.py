@@ -44,6 +44,17 @@ class Careless(nn.Module):
         self.weight = nn.Parameter(torch.full((4,), number))
 
 
+@cg.actor
+class Branching:
+    """Takes another branch on each of its ranks."""
+
+    def __init__(self) -> None:
+        self.is_precise = cg.rank() == 1
+
+    def widened(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double() if self.is_precise else x.clone()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     left_out = SPARED if sys.argv[1] == "some" else set()
@@ -69,13 +80,20 @@ def main() -> None:
         return
     refuse("with other numbers", lambda: Careless.on(cg.mesh(dp=2))(raises=False))
     refuse("no file here", lambda: Careless.on(cg.mesh(dp=2))(raises=True))
+    branching = Branching.on(cg.mesh(dp=2))()
+
+    @cg.trace
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return branching.widened(x)
+
+    refuse("different functions", lambda: branch.lower(torch.ones(4)))
 
 
 def refuse(message: str, make: Callable[[], object]) -> None:
     """Print what all ranks of a mesh say of an actor that cannot be made, and those beside it."""
     try:
         make()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, cg.TraceError) as error:
         assert message in str(error), error
         print(f"rank {cg.rank()} was told: {error}")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...agreement.gather import SAME_CALLS
 from ...errors import PeerLost, PlanMismatch, TransportError
 from .rank_status import BarrierWord, StatusTable, named
 
@@ -32,8 +33,8 @@ def other_call(table: StatusTable, ranks: Sequence[int]) -> PlanMismatch:
     """The error of ranks that have come to different executions or calls of the world."""
     where = "; ".join(f"rank {rank} is in {table.doing(rank)}" for rank in sorted(ranks))
     return PlanMismatch(
-        f"the ranks have come to different calls: {where}. Every rank must make the same "
-        "calls in the same order, and call a step with arguments of the same types: look for "
+        f"the ranks have come to different calls: {where}. {SAME_CALLS}, and "
+        "call a step with arguments of the same types: look for "
         "a last batch that is smaller on one rank (drop_last=True), a clear_cache() that not "
         "all ranks do, or a call that depends on the rank"
     )

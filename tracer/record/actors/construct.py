@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ....ir.text.differences import disagreement
 from ....ir.types import Mesh
 from ...function.groups.meta import Init, TensorSource, fill, fill_from
 from ...function.groups.pieces_only import refuse_optimizers
@@ -66,18 +67,19 @@ class Constructor:
         state = self.peers.broadcast(state, first)
         failed: Exception | None = None
         actor: GroupActor | None = None
-        digest = ""
+        content = ""
         try:
             if played:
                 with _drawing_from(state, first in played), self._device():
                     instance = construct()
                 logical = self._lay_out(instance)
-                digest = _digest(instance, logical) if len(played) < len(self.mesh.ranks) else ""
+                if len(played) < len(self.mesh.ranks):
+                    content = _content(instance, logical)
                 instances = self._pieces(instance, logical, played, device, state)
                 actor = self._actor({tensor.path: tensor for tensor in logical}, instances)
         except Exception as error:
             failed = error
-        self._compare(failed, digest, played)
+        self._compare(failed, content, played)
         return actor if actor is not None else self._actor({}, {})
 
     def _device(self) -> AbstractContextManager[Any]:
@@ -118,8 +120,9 @@ class Constructor:
                 move(replica, device)
         return dict(zip(played, copies, strict=True))
 
-    def _compare(self, failed: Exception | None, digest: str, played: Sequence[int]) -> None:
+    def _compare(self, failed: Exception | None, content: str, played: Sequence[int]) -> None:
         words = None if failed is None else f"{type(failed).__name__}: {failed}"
+        digest = hashlib.sha256(content.encode()).hexdigest() if content else ""
         reports = self.peers.allgather((words, digest, tuple(played)))
         if failed is not None:
             raise failed
@@ -131,10 +134,12 @@ class Constructor:
         }
         if len(digests) > 1:
             one, other = sorted(digests.values())[:2]
+            contents = self.peers.allgather(content or None)
             raise ActorError(
                 f"ranks {one} and {other} have made {self.name} with other numbers; torch's "
                 "generator starts the constructor equally on all ranks of the mesh: draw from it, "
-                "or seed what else is drawn from (random, numpy), and read the same files"
+                "or seed what else is drawn from (random, numpy), and read the same files. By "
+                f"digests of its tensors, {disagreement(contents).rstrip()}"
             )
 
 
@@ -185,13 +190,14 @@ def _drawing_from(state: torch.Tensor, is_own: bool) -> Iterator[None]:
         yield
 
 
-def _digest(instance: Any, logical: tuple[LogicalTensor, ...]) -> str:
-    """A digest of all tensors of an instance and their layouts."""
-    digest = hashlib.sha256(repr(logical).encode())
+def _content(instance: Any, logical: tuple[LogicalTensor, ...]) -> str:
+    """All tensors of an instance by their digests, and their layouts, a line each."""
+    lines = []
     for state in collect(instance).tensors:
         tensor = state.tensor.detach()
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        line = f"{state.slots[0].path}: {tensor.dtype} {tuple(tensor.shape)}"
         if tensor.device.type != "meta":
             flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-            digest.update(flat.numpy().data)
-    return digest.hexdigest()
+            line += f" {hashlib.sha256(flat.numpy().data).hexdigest()[:32]}"
+        lines.append(line)
+    return "\n".join([*lines, *map(repr, logical)])

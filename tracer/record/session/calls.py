@@ -20,6 +20,7 @@ from ....ir.location import Location
 from ....ir.ops import Call
 from ....ir.ops.module import Function, FunctionKind, Module, Program
 from ....ir.phases import Phase
+from ....ir.text.differences import disagreement
 from ....ir.text.printer import format_module
 from ....ir.types import Place, UnitType
 from ...errors import TraceError
@@ -191,16 +192,17 @@ def agree(
         return make()
     own_result: tuple[L, P] | None = None
     answer: Any = None
+    text = ""
     if any(map(peers.plays, owner)):
         try:
             own_result = make()
-            digest = _digest(parts_of(own_result[1])) if len(owner) > 1 else ""
-            answer = _packed((name, types, own_result[1]), name, loc), digest
+            text = _text(parts_of(own_result[1])) if len(owner) > 1 else ""
+            answer = _packed((name, types, own_result[1]), name, loc), _digest(text)
         except TraceError as error:
             answer = error
     heard = peers.broadcast(answer, owner[0])
     if len(owner) > 1:
-        _compare(peers, owner, answer, heard, name, loc)
+        _compare(peers, answer, heard, text, name, loc)
     if isinstance(answer, TraceError):
         raise answer
     if isinstance(heard, TraceError):
@@ -222,7 +224,7 @@ def agree(
 
 
 def _compare(
-    peers: Peers, owner: tuple[int, ...], answer: Any, heard: Any, name: str, loc: Location | None
+    peers: Peers, answer: Any, heard: Any, text: str, name: str, loc: Location | None
 ) -> None:
     """Compare the objects that several owners have made.
 
@@ -232,29 +234,33 @@ def _compare(
     """
     failed = answer if isinstance(answer, TraceError) else None
     differs = isinstance(answer, tuple) and isinstance(heard, tuple) and answer[1] != heard[1]
-    reports = peers.allgather((failed, peers.rank if differs else None))
+    reports = peers.allgather((failed, differs))
     for error, _ in reports:
         if error is not None:
             raise error if failed is None else failed
-    others = [rank for _, rank in reports if rank is not None]
-    if others:
+    if any(differs for _, differs in reports):
+        texts = peers.allgather(text or None)
         raise TraceError(
-            f"rank {others[0]} has traced @{name} to another function than rank {owner[0]}",
+            f"ranks have traced @{name} to different functions: {disagreement(texts).rstrip()}",
             loc=loc,
             remedy="let the ranks of a mesh make the same object, and change its attributes alike: "
             "look for a branch that depends on the rank, on time, or on unseeded random numbers",
         )
 
 
-def _digest(parts: Sequence[PublicPart]) -> str:
-    """A digest of functions that several ranks have traced.
+def _text(parts: Sequence[PublicPart]) -> str:
+    """The text of functions that several ranks have traced.
 
     It leaves out operation counts, which differ if pieces are uneven.
     """
     functions = {f.name: replace(f, flops=NO_FLOPS) for f, _ in parts}
     bodies = {f.name: program for f, program in parts if program is not None}
     module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
-    return hashlib.sha256(format_module(module).encode()).hexdigest() if parts else ""
+    return format_module(module) if parts else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _unpacked(content: bytes) -> Any:
