@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Final
 
 from ..errors import CapacityError, StepTimeout
-from ..failures.flight import Activity, Sight
+from ..failures.flight import ASKING, Activity, where_ranks_are
 from ..failures.interruptions import is_interruption
 from .commands import GRAPHS, Action, Command, CommandKind, CommandQueue, CommandTransport
 from .futures import Future
@@ -27,12 +27,9 @@ from .timeouts import (
     late_end,
     late_restart,
     late_start,
-    positions_in_flight,
+    records_in_flight,
     seconds,
 )
-
-_ASKING: Final = 0.5
-"""Seconds at most that other ranks get to say where they are, when an execution is late."""
 
 _PEEK_EVERY: Final = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
@@ -246,9 +243,9 @@ class Executions:
 
     def doing(self) -> Activity | None:
         """Describe the executions in flight in this process, if any; for another thread."""
-        lines = positions_in_flight(self._all)
+        records = records_in_flight(self._all)
         threads = [scheduler.thread for scheduler in self._all if scheduler.thread]
-        return Activity("\n".join(lines).strip(), *threads[:1]) if lines else None
+        return Activity(where_ranks_are(records).strip(), *threads[:1]) if records else None
 
     def _timeout(self, late: str, waited: float | None) -> StepTimeout:
         """Make the error of a caller that has waited, with the positions of executions in flight.
@@ -257,12 +254,10 @@ class Executions:
         """
         busy = (graph for graph in self.graphs.values() if graph.in_flight)
         ranks = sorted({rank for graph in busy for rank in graph.participants})
-        sights: dict[int, Sight] = {}
-        allowed = min(waited or 0.0, _ASKING)
-        if allowed:
-            others = [rank for rank in ranks if rank not in self.schedulers]
-            sights.update(self._waiting.look(others, allowed))
-        return StepTimeout("\n".join([late, *positions_in_flight(self._all, sights)]))
+        allowed = min(waited or 0.0, ASKING)
+        others = [rank for rank in ranks if rank not in self.schedulers] if allowed else []
+        where = self._waiting.where(others, records_in_flight(self._all), seconds=allowed)
+        return StepTimeout(f"{late}\n{where}".rstrip())
 
     def _until(
         self, done: Callable[[], bool], timeout: float | None = None, moving: bool = False

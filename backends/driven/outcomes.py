@@ -6,12 +6,12 @@ Python's objects have, such as weak references.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..compiling import mypyc_attr
-from ..failures.flight import Sight
+from ..failures.flight import ASKING, FlightRecord
 from ..poison import Poison
 
 
@@ -49,8 +49,13 @@ class Waiting(Protocol):
     def rest(self) -> None:
         """The wait is over: nobody needs to wake this process."""
 
-    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """Ask ranks of other processes what they do; the answers, by rank."""
+    def where(
+        self,
+        ranks: Sequence[int],
+        records: Sequence[FlightRecord] = (),
+        seconds: float = ASKING,
+    ) -> str:
+        """Describe where ranks of other processes are, and those of `records` (`HangReporter`)."""
 
     def serving(self) -> AbstractContextManager[object]:
         """A context around the time in which this process serves."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 
-from ..failures.flight import FlightRecord, Sight, describe_sight
+from ..failures.flight import FlightRecord
 from .graphs import DrivenGraph
 from .instance import Instance
 from .rank_scheduler import RankScheduler
@@ -64,29 +64,20 @@ def late_restart(graph: DrivenGraph) -> str:
     )
 
 
-def positions_in_flight(
-    schedulers: Sequence[RankScheduler],
-    sights: Mapping[int, Sight] = {},  # it is not changed
-) -> list[str]:
-    """The positions of executions in flight, a line for each rank of `schedulers` and of `sights`.
-
-    Args:
-        schedulers: the rank schedulers of this process.
-        sights: what was found out about ranks of other processes.
-    """
+def records_in_flight(schedulers: Sequence[RankScheduler]) -> list[FlightRecord]:
+    """The flight records of executions in flight on the ranks of `schedulers`."""
     executions: dict[tuple[int, int], list[Instance]] = {}
     for scheduler in schedulers:
         for instance in scheduler.in_flight:
             if instance.running:
                 key = (id(instance.module), instance.execution)
                 executions.setdefault(key, []).append(instance)
-    lines = []
-    for instances in executions.values():
-        first = instances[0]
-        record = FlightRecord(first.module, [instance.position() for instance in instances])
-        head = f"  @{first.module.name} {first.execution}"
-        lines += [f"{head}: {line.strip()}" for line in record.describe().splitlines()]
-    modules = list({id(group[0].module): group[0].module for group in executions.values()}.values())
-    for rank in sorted(sights):
-        lines.append(f"  {describe_sight(rank, sights[rank], modules)}")
-    return lines
+    return [
+        FlightRecord(
+            first.module,
+            [instance.position() for instance in instances],
+            label=f"@{first.module.name} {first.execution}: ",
+        )
+        for instances in executions.values()
+        for first in instances[:1]
+    ]

@@ -1,18 +1,23 @@
-"""Describe where ranks are in their programs, and which waits for which.
+"""Describe where ranks are, and which waits for which.
 
 A position is a few integers. The plan is static, so everything else about a stalled step follows
-from the module and the positions of all ranks.
+from the module and the positions of all ranks. `where_ranks_are` makes the lines of all messages of
+waits that do not end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ...ir.ops import Call, Collective, Op, Recv, Send
 from ...ir.ops.module import Module
 from ...ir.text.printer import format_op
 from .participants import is_device_only
+
+ASKING: Final = 0.4
+"""Seconds that ranks get to say where they are."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,20 +89,29 @@ class Blocked:
 
 
 class FlightRecord:
-    """Explains the positions of the ranks of one scheduled module.
+    """Explains the positions of the ranks in one execution of a scheduled module.
 
     Args:
         module: the scheduled module.
         positions: the positions of ranks, as far as they are known.
         devices: the ranks whose hosts put their programs on devices, and do not wait for the
             devices.
+        label: names the execution at the begin of each line, where there are several.
+
+    Attributes:
+        module: the scheduled module.
     """
 
     def __init__(
-        self, module: Module, positions: Sequence[Position], devices: Collection[int] = ()
+        self,
+        module: Module,
+        positions: Sequence[Position],
+        devices: Collection[int] = (),
+        label: str = "",
     ) -> None:
+        self.module = module
         self._devices = devices
-        self._module = module
+        self._label = label
         self._positions = {position.rank: position for position in positions}
         self._programs = {p.rank: p for p in module.programs if p.rank is not None}
 
@@ -121,25 +135,24 @@ class FlightRecord:
                 return tuple(path)
         return ()
 
-    def describe(self, sights: Mapping[int, Sight] | None = None) -> str:
-        """Describe every known rank in a line, and the cycle if there is one.
-
-        Args:
-            sights: what was found out about ranks that were asked; it says more than their
-                positions.
-        """
+    def lines(self) -> dict[int, str]:
+        """A line for every known rank."""
         blocked = {entry.rank: entry.reason for entry in self.blocked()}
-        lines = []
-        for rank in sorted({*self._positions, *(sights or ())}):
-            if sights and rank in sights:
-                lines.append("  " + describe_sight(rank, sights[rank], [self._module]))
-            else:
-                free = self._describe_free(self._positions[rank])
-                lines.append("  " + (blocked.get(rank) or free))
+        return {
+            rank: self._label + (blocked.get(rank) or self._describe_free(position))
+            for rank, position in sorted(self._positions.items())
+        }
+
+    def cycle_line(self) -> str | None:
+        """The cycle in words; None if there is none."""
         cycle = self.cycle()
-        if cycle:
-            lines.append("  cycle: " + " -> ".join(f"rank {r}" for r in (*cycle, cycle[0])))
-        return "\n".join(lines)
+        if not cycle:
+            return None
+        return f"{self._label}cycle: " + " -> ".join(f"rank {r}" for r in (*cycle, cycle[0]))
+
+    def describe(self) -> str:
+        """Describe every known rank in a line, and the cycle if there is one."""
+        return where_ranks_are([self])
 
     def _describe_free(self, position: Position) -> str:
         if not position.running and position.rank in self._devices:
@@ -156,7 +169,7 @@ class FlightRecord:
         op = self._programs[position.rank].ops[position.op]
         since = "" if position.seconds is None else f" for {position.seconds:.1f} s at most"
         if isinstance(op, Call):
-            return f"rank {position.rank} runs {_called(op, self._module, since)}"
+            return f"rank {position.rank} runs {_called(op, self.module, since)}"
         return f"rank {position.rank} runs{since and since + ':'} {_place(op)}"
 
     def _explain(self, position: Position, awaited: int) -> Blocked:
@@ -192,7 +205,7 @@ class FlightRecord:
         ahead of it.
         """
         program = self._programs[reporter]
-        if is_device_only(self._module):
+        if is_device_only(self.module):
             reason = f"rank {position.rank} waits for rank {reporter} to come to this execution"
             return Blocked(position.rank, reason, (reporter,))
         calls = [op for op in program.ops if isinstance(op, Call)]
@@ -251,7 +264,33 @@ def method_of(op: Call, module: Module) -> tuple[str | None, str]:
     return function.actor, function.name.removeprefix(f"{function.actor}.").partition(".")[0]
 
 
-def describe_sight(rank: int, sight: Sight, modules: Sequence[Module]) -> str:
+def where_ranks_are(
+    records: Sequence[FlightRecord],
+    sights: Mapping[int, Sight] = {},  # it is not changed
+    otherwise: Mapping[int, str] = {},  # nor is it
+) -> str:
+    """Describe ranks in a line or more each, in their order, and cycles behind that.
+
+    Args:
+        records: of the executions in progress.
+        sights: what was found out about ranks that were asked; it says more than their positions.
+        otherwise: words for ranks that have no position and no sight.
+    """
+    modules = list({id(record.module): record.module for record in records}.values())
+    texts: dict[int, list[str]] = {}
+    for record in records:
+        for rank, line in record.lines().items():
+            texts.setdefault(rank, []).append(line)
+    for rank, text in otherwise.items():
+        texts.setdefault(rank, [text])
+    for rank, sight in sights.items():
+        texts[rank] = [_describe_sight(rank, sight, modules)]
+    lines = [line for rank in sorted(texts) for line in texts[rank]]
+    lines += [cycle for record in records if (cycle := record.cycle_line()) is not None]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _describe_sight(rank: int, sight: Sight, modules: Sequence[Module]) -> str:
     """A rank's own description; without one, the calls that its stack may belong to.
 
     Args:

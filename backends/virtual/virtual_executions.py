@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..driven.commands import VirtualCommands
 from ..driven.executions import Executions
 from ..driven.futures import Future
 from ..errors import DeadlockError
-from ..failures.flight import Sight
+from ..failures.flight import ASKING, FlightRecord, where_ranks_are
 
 
 class VirtualWaiting:
@@ -28,8 +28,13 @@ class VirtualWaiting:
     def rest(self) -> None:
         """Nobody else waits for the core."""
 
-    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        return {}
+    def where(
+        self,
+        ranks: Sequence[int],
+        records: Sequence[FlightRecord] = (),
+        seconds: float = ASKING,
+    ) -> str:
+        return where_ranks_are(records)
 
     def serving(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -14,7 +14,6 @@ from ...backends.base import World
 from ...backends.cpu.control.command_ring import CommandRing
 from ...backends.cpu.control.restart_epochs import SharedRestartEpochs
 from ...backends.cpu.control.serving import Serving
-from ...backends.cpu.waiting.node import MpiWorld
 from ...backends.device import Device
 from ...backends.devices.programs.tail import follow_tails
 from ...backends.driven.commands import CONTEXTS, VARIANTS
@@ -106,7 +105,7 @@ def executions_of(world: World) -> Executions:
         if world.is_virtual:
             executions = virtual_executions(world.size)
         else:
-            executions = _cpu_executions(world)  # type: ignore[arg-type] # it is MPI's
+            executions = _cpu_executions(world)
         use_executions(world, executions)
     return executions
 
@@ -172,7 +171,7 @@ def _close_all(world: ref[World]) -> None:
         failure.give_up(str(error))  # the others would wait for this rank at their ends
     finally:
         if executions.graphs and not alive.is_virtual:
-            transport_of(alive).close(deserts=True)  # type: ignore[arg-type] # it is MPI's
+            transport_of(alive).close(deserts=True)
 
 
 def make_graph(
@@ -232,13 +231,13 @@ def make_graph(
     executions.open(graph)
     recover = None
     if fabrics_of(world) is not None:
-        recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
+        recover = transport_of(world).recover_if_due
     return OpenGraph(executions, graph, statistics, recover, world.device)
 
 
-def _cpu_executions(world: MpiWorld) -> Executions:
+def _cpu_executions(world: World) -> Executions:
     transport = transport_of(world)
-    serving = Serving(transport.node, transport.control.hear)
+    serving = Serving(transport.node, transport.control)
 
     def commands(driver: int) -> CommandRing:
         return CommandRing(transport.node, driver, serving.pause_simply)
@@ -248,5 +247,5 @@ def _cpu_executions(world: MpiWorld) -> Executions:
     executions = Executions(
         (world.rank,), commands, serving, epochs, on_departure=failure.say_departure
     )
-    world.answer_by(executions.doing)
+    transport.node.world.answer_by(executions.doing)
     return executions

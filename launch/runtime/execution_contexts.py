@@ -140,13 +140,23 @@ class OnDevice:
     def give_up(self, trouble: str) -> None:
         """End the job: the device does not end its work."""
         rank = self._scheduler.rank
-        positions = [
-            f"  execution {instance.execution} of {named(instance.module)}:\n"
-            f"  {FlightRecord(instance.module, [instance.position()], (rank,)).describe()}"
+        records = [
+            FlightRecord(
+                instance.module,
+                [instance.position()],
+                (rank,),
+                f"execution {instance.execution} of {named(instance.module)}: ",
+            )
             for instance in self._scheduler.in_flight
-        ] or ["  in no execution: all that it was given is on its device"]
-        report = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *positions])
-        self._world.end_job(report + advice(logs_of(self._streams)))
+        ]
+        others = [other for other in range(self._world.size) if other != rank]
+        where = transport_of(self._world).control.where(others, records)
+        if not records:
+            where = (
+                f"  rank {rank} is in no execution: all that it was given is on its device\n{where}"
+            )
+        head = f"{trouble}\nHere is where the host of every rank is:\n{where}".rstrip()
+        self._world.end_job(head + advice(logs_of(self._streams)))
 
 
 class ContextFactory:
@@ -202,7 +212,7 @@ class ContextFactory:
                 )
                 for rank, communicator in communicators.items()
             }
-        transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
+        transport = transport_of(world)
         host = transport.communicator(world, self._hosts)
         # Each variant has slots of its own: it alone knows when they are free.
         connected = [

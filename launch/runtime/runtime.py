@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
 from ...backends.cpu.transport import CpuTransport
-from ...backends.cpu.waiting.node import MpiWorld
 from ...backends.devices.programs.executable import DeviceExecutable
 from ...backends.failures.flight import FlightRecord
 from ...backends.program.executor import Executable
@@ -24,6 +23,8 @@ from ..job.failure import say_departure
 from ..world.communicators import connect_channels
 from ..world.comparison import CallFacts
 from ..world.devices import fabrics_of
+from ..world.mpi_world import MpiWorld
+from ..world.single_rank_world import SingleRankWorld
 from .device_session import DeviceSession
 from .numbering import Numbering
 
@@ -153,9 +154,7 @@ class RankRuntime(Runtime):
             session = DeviceSession(world, transport, connected.streams, self._executable, timeout)
             self._session, self._begin, self._watch = session, session.begin, session.watch
         devices = {rank for channel in by_stream for rank in channel.ranks}
-        self._describe = lambda positions, sights: FlightRecord(
-            module, positions, devices
-        ).describe(sights)
+        self._record = lambda positions: FlightRecord(module, positions, devices)
         self._progress = tuple(communicator.progress for communicator in self._communicators)
         self._pick = pick(module, world.rank, parameters)
         self._takes_all = self._pick == list(range(len(parameters)))
@@ -174,7 +173,7 @@ class RankRuntime(Runtime):
         compare = None if self._until_compared else self._compare
         if compare is not None:
             self._until_compared = compare.plan_next()  # whatever comes of this execution
-        control.begin(self._plan, executable.position, self._describe, self._timeout, self._doing)
+        control.begin(self._plan, executable.position, self._record, self._timeout, self._doing)
         try:
             if self._session is not None:
                 self._session.raise_noted()
@@ -271,17 +270,18 @@ def make_runtime(
     """
     if world.is_virtual:
         return VirtualRuntime(linked, parameters, numbering)
-    transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
+    transport = transport_of(world)
     return RankRuntime(world, transport, linked, parameters, timeout, numbering, call)
 
 
 _transports: WeakKeyDictionary[World, CpuTransport] = WeakKeyDictionary()
 
 
-def transport_of(world: MpiWorld) -> CpuTransport:
+def transport_of(world: World) -> CpuTransport:
     """The transport of this process to the other ranks of `world`; made once, on all ranks."""
     transport = _transports.get(world)
     if transport is None:
+        assert isinstance(world, MpiWorld | SingleRankWorld), "no process plays several ranks"
         transport = _transports[world] = CpuTransport(world)
         atexit.register(transport.close)
         world.observe(transport.control)

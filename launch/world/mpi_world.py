@@ -12,10 +12,10 @@ from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ...backends.agreement.gather import SAME_CALLS
-from ...backends.cpu.waiting.node import Observer
+from ...backends.cpu.control.control import Control
 from ...backends.device import Device
 from ...backends.errors import PlanMismatch
-from ...backends.failures.flight import Activity, Sight
+from ...backends.failures.flight import ASKING, Activity, Sight, where_ranks_are
 from ...ir.text.differences import named
 from ..job.failure import DRAIN_SECONDS, KILL_SECONDS
 from .stacks import Stacks
@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 STALL = 5.0
 """Seconds after which a waiting rank tells the others where it waits."""
-ASKING = 0.5
-"""Seconds that ranks which have not come get to say where they are."""
 LEAVING = 0.2
 """Seconds after which a rank that has ended tells the others so."""
 HEAD = 4096
@@ -79,7 +77,7 @@ class MpiWorld:
         self._notices: Notices | None = None
         self._endings: list[Callable[[], bool]] = []
         self._stacks: Stacks | None = None
-        self._observer: Observer | None = None
+        self._control: Control | None = None
         self._ending = Lock()
         self._side = self._duplicate()
         self._notices = Notices(mpi, self._side)
@@ -180,9 +178,9 @@ class MpiWorld:
         """Ask other ranks of this machine what they do, and wait `seconds` for answers."""
         return {} if self._stacks is None else self._stacks.look(ranks, seconds)
 
-    def observe(self, observer: Observer) -> None:
-        """Let `observer` know of this rank's collective calls, and look around while it waits."""
-        self._observer = observer
+    def observe(self, control: Control) -> None:
+        """Let `control` know of this rank's collective calls, and look around while it waits."""
+        self._control = control
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
         """Wait in `close` until `is_done` returns true."""
@@ -203,7 +201,7 @@ class MpiWorld:
             raise TimeoutError(
                 f"the program of rank {self.rank} ended {self._timeout:g} s ago, but another "
                 f"rank's still runs. {SAME_CALLS}; CG_TIMEOUT sets the limit"
-                f"{self._sights(self._silent(self._sequence, left=True))}"
+                f"{self._where(self._silent(self._sequence, left=True))}"
             )
         self._closed = True
         self.left_ranks()  # MPI wants every message to be received
@@ -241,8 +239,8 @@ class MpiWorld:
         self._sequence += 1
         wait = _CollectiveWait(request, self._sequence, call)
         try:
-            if self._observer is not None:
-                self._observer.enter(self._sequence, f"{call} at {user_line()}")
+            if self._control is not None:
+                self._control.enter(self._sequence, f"{call} at {user_line()}")
             if not wait_until(request.Test, self._timeout, partial(self._glance, wait)):
                 raise TimeoutError(self._who_is_missing(call))
         except (TimeoutError, WorldError, PlanMismatch) as error:
@@ -258,8 +256,8 @@ class MpiWorld:
         A rank may leave after it has made the call: the root of a broadcast may have ended long
         before the last rank receives it.
         """
-        if self._observer is not None:
-            self._observer.look()
+        if self._control is not None:
+            self._control.look()
         self._tell(wait, waited)
         latest = {} if self._notices is None else self._notices.latest
         ahead = sum(notice.sequence > wait.sequence for notice in latest.values())
@@ -297,7 +295,7 @@ class MpiWorld:
         return (
             f"rank {self.rank} gave up {call} at {user_line()} after {self._timeout:g} s: {who} "
             "did not come. Look at what is slow or stuck there; CG_TIMEOUT sets the limit"
-            f"{self._sights(missing)}"
+            f"{self._where(missing)}"
         )
 
     def _silent(self, sequence: int, left: bool = False) -> list[int]:
@@ -306,12 +304,19 @@ class MpiWorld:
         heard = {r for r, n in latest.items() if n.sequence >= sequence and (n.left or not left)}
         return [rank for rank in range(self.size) if rank not in heard | {self.rank}]
 
-    def _sights(self, ranks: Sequence[int]) -> str:
-        """Describe what other ranks of this machine do, in a line or two for each."""
+    def _where(self, ranks: Sequence[int]) -> str:
+        """Describe where other ranks are, in a line or more each.
+
+        Before there is a control of executions, those of this machine alone are known.
+        """
         if self._timeout is None:
             return ""
-        sights = self.look(ranks, min(ASKING, self._timeout))
-        return "".join(f"\n  {sights[rank].text}" for rank in ranks if rank in sights)
+        seconds = min(ASKING, self._timeout)
+        if self._control is not None:
+            text = self._control.where(ranks, seconds=seconds)
+        else:
+            text = where_ranks_are((), self.look(ranks, seconds))
+        return text and f"\n{text}"
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import TypeVar
 
-from ...backends.cpu.waiting.node import Observer
+from ...backends.cpu.control.control import Control
 from ...backends.device import Device
 from ...backends.failures.flight import Activity, Sight
 
@@ -69,7 +69,7 @@ class SingleRankWorld:
         sys.stderr.flush()
         os._exit(1)
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, control: Control) -> None:
         """Do nothing, since no call waits."""
 
     def at_end(self, is_done: Callable[[], bool]) -> None:

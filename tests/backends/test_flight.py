@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cg.backends.failures.flight import FlightRecord, Position, Sight, describe_sight
+from cg.backends.failures.flight import FlightRecord, Position, Sight, where_ranks_are
 
 from .programs import CHAIN, exchange, module
 from .test_collectives import MEET, barrier
@@ -46,19 +46,36 @@ def test_a_rank_that_was_asked_knows_better_than_its_position() -> None:
     plan = module(CHAIN)
     waits = Position(1, 4, 1, awaited=0)
     said = Sight("rank 1 runs something\n    its Python is at line 7")
-    assert FlightRecord(plan, [waits]).describe({1: said}) == f"  {said.text}"
-    assert FlightRecord(plan, []).describe({1: said}) == f"  {said.text}"
+    assert where_ranks_are([FlightRecord(plan, [waits])], {1: said}) == f"  {said.text}"
+    assert where_ranks_are([FlightRecord(plan, [])], {1: said}) == f"  {said.text}"
+
+
+def test_ranks_are_described_in_their_order_by_what_is_known_best() -> None:
+    ended = Position(0, 3, 1, running=False)
+    first = FlightRecord(SWAP, [ended, Position(1, 3, 0)], label="@swap 3: ")
+    second = FlightRecord(module(CHAIN), [Position(1, 4, 2)], label="@chain 4: ")
+    words = {3: "rank 3 is elsewhere", 0: "rank 0 is unknown", 2: "rank 2 is unknown"}
+    lines = where_ranks_are([first, second], {2: Sight("rank 2 sleeps")}, words).splitlines()
+    begins = [
+        "@swap 3: rank 0 has",
+        "@swap 3: rank 1 ",
+        "@chain 4: rank 1 runs b.double",
+        "rank 2 sleeps",
+    ]
+    for line, begin in zip(lines, [*begins, "rank 3 is elsewhere"], strict=True):
+        assert line.startswith(f"  {begin}")
 
 
 def test_the_calls_of_a_rank_that_gives_no_answer_are_found_by_its_stack() -> None:
     plan = module(CHAIN)
     said = Sight("rank 1 is silent\n    its Python is at line 7", "double")
-    assert describe_sight(1, said, [plan, plan]) == (
-        "rank 1 is silent; it runs b.double, called at chain.py:4, in step "
+    records = [FlightRecord(plan, []), FlightRecord(plan, [])]
+    assert where_ranks_are(records, {1: said}) == (
+        "  rank 1 is silent; it runs b.double, called at chain.py:4, in step "
         "(`%h = call(%v) {fn = @b.double} : f32[4]`)\n    its Python is at line 7"
     )
-    assert describe_sight(2, said, [plan]) == said.text
-    assert describe_sight(1, Sight(said.text, "another"), [plan]) == said.text
+    assert where_ranks_are(records, {2: said}) == f"  {said.text}"
+    assert where_ranks_are(records, {1: Sight(said.text, "another")}) == f"  {said.text}"
 
 
 @pytest.mark.parametrize(

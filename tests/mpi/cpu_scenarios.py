@@ -21,7 +21,7 @@ from cg.backends.cpu.transport import CpuTransport
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError
 from cg.backends.exchanges import outcomes
-from cg.backends.failures.flight import Position
+from cg.backends.failures.flight import FlightRecord, Position
 from cg.ir.ops import (
     AllGather,
     AllReduce,
@@ -36,7 +36,8 @@ from cg.ir.ops import (
     Send,
     Value,
 )
-from cg.ir.ops.module import Channel
+from cg.ir.ops.module import Channel, Module, Program
+from cg.ir.phases import Phase
 from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType, ValueType
 
 F32 = TensorType(DType.F32, (8,))
@@ -367,17 +368,23 @@ def disordered(me: Rank) -> Any:
 def late(me: Rank) -> Any:
     """Rank 1 never comes back from its own work."""
     if me.rank == 1:
-        me.control.begin(1, me.watch(op=3), _describe)
+        me.control.begin(1, me.watch(op=3), _record)
         time.sleep(4.0)
     else:
-        me.control.begin(1, me.watch(op=4, awaited=2), _describe, timeout=2.5)
+        me.control.begin(1, me.watch(op=4, awaited=2), _record, timeout=2.5)
     error = _wait_in_vain(me)
     me.control.recover()
     return str(error)
 
 
-def _describe(positions: Sequence[Position], sights: object) -> str:
-    return "; ".join(f"rank {p.rank} at {p.op} awaits {p.awaited}" for p in positions)
+def _record(positions: Sequence[Position]) -> FlightRecord:
+    """Of a module in which each rank but rank 1 waits for a message of that one."""
+    receive = [
+        Recv(results=(Value("r", FutureType(UnitType())),), chan=rank, peer=1, seq=0)
+        for rank in range(8)
+    ]
+    programs = [Program("late", rank=rank, ops=[receive[rank]] * 5) for rank in range(8)]
+    return FlightRecord(Module("late", Phase.SCHEDULED, 8, programs=programs), positions)
 
 
 def idle(me: Rank) -> Any:

@@ -105,7 +105,7 @@ def drive(last: str) -> None:
 
 def main() -> None:
     """Run all of it; the test compares the lines that rank 0 prints."""
-    node = transport_of(world()).node  # type: ignore[arg-type] # it is MPI's
+    node = transport_of(world()).node
     names = cg.allgather(socket.gethostname())
     places = [(names[rank], names[rank] == names[cg.rank()]) for rank in range(cg.world_size())]
     assert [near for _, near in places] == [node.is_local(rank) for rank in range(node.size)]

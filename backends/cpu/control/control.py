@@ -7,28 +7,26 @@ that have waited for some time look for failures, deaths and deadlines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Final
 
 from ...errors import PeerLost, PlanMismatch, StepTimeout, TransportError
-from ...failures.flight import Activity, Position, Sight
+from ...failures.flight import Activity, FlightRecord, Position
 from ..waiting.node import MachineNode
 from ..waiting.waiting import SLEEP, Waiter
 from .divergence import lost, other_call, other_plan, out_of_step
 from .error_agreement import ErrorAgreement
+from .hang_reporter import HangReporter
 from .link import BarrierReached, NewsLink, Status
 from .rank_status import BarrierWord, State, StatusTable, named
 
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
 
-_ASKING: Final = 0.4
-"""Seconds that ranks get to say where they are; all of it happens within `GRACE`."""
-
 Watch = Callable[[], Position]
-Describe = Callable[[Sequence[Position], Mapping[int, Sight]], str]
+Record = Callable[[Sequence[Position]], FlightRecord]
 
 
 class Control:
@@ -41,11 +39,13 @@ class Control:
         refused: whether a rank failed in that execution before it began its program.
         diverged: the error by which ranks have diverged for good; None if they have not.
         purpose: what the world's next calls are for, in words for the other ranks.
+        where: describes where ranks are (`HangReporter.where`); for any thread.
     """
 
     def __init__(self, node: MachineNode, sleep: float = SLEEP) -> None:
         self._node = node
         self._table = StatusTable(node)
+        self.where = HangReporter(node, self._table).where
         self._link = NewsLink(node) if len(node.leaders) > 1 else None
         self._errors = ErrorAgreement(node, self._table, self._link)
         self._leads = self._link is not None and node.rank == node.leader
@@ -54,7 +54,7 @@ class Control:
         self._guarded = False
         self._closed = False
         self._watch: Watch | None = None
-        self._describe: Describe | None = None
+        self._record: Record | None = None
         self._timeout: float | None = None
         self._deadline = self._told = 0.0
         self._idle_since = monotonic()
@@ -78,7 +78,7 @@ class Control:
         self,
         plan: int,
         watch: Watch,
-        describe: Describe | None = None,
+        record: Record | None = None,
         timeout: float | None = None,
         doing: str = "",
     ) -> int:
@@ -87,7 +87,7 @@ class Control:
         Args:
             plan: a number that identifies the plan on all ranks; its low 64 bits are compared.
             watch: tells where this rank is in its program.
-            describe: explains the positions of all ranks, for the message of a timeout.
+            record: makes a flight record of the positions of ranks, for the message of a timeout.
             timeout: seconds until `check` raises `StepTimeout`; None for no limit.
             doing: what is executed, in words for the other ranks.
 
@@ -101,7 +101,7 @@ class Control:
             raise RuntimeError("the last execution has failed on all ranks: recover() first")
         self._comparing = False
         self.epoch += 1
-        self._watch, self._describe, self._timeout = watch, describe, timeout
+        self._watch, self._record, self._timeout = watch, record, timeout
         self._deadline = float("inf") if timeout is None else monotonic() + timeout
         self._table.enter(self.epoch, plan & 0xFFFF_FFFF_FFFF_FFFF, doing)
         self._guarded = True
@@ -233,32 +233,27 @@ class Control:
         self._idle_since = monotonic()
 
     def flight_record(self) -> str:
-        """Describe where every rank is. Ranks that do not wait are asked."""
+        """Describe where every rank is."""
         self._report()
-        rows, describe = self._table, self._describe
-        positions = rows.positions()
+        rows, record = self._table, self._record
+        if record is None:
+            return self.where(range(self._node.size))
         told = [
-            p for p in positions if rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
+            position
+            for position in rows.positions()
+            if rows.epoch(position.rank) == self.epoch and rows.has_reported(position.rank)
         ]
         waits = {p.rank for p in told if p.awaited is not None or not p.running}
-        waits |= {p.rank for p in positions if rows.awaits_inputs(p.rank)}
-        silent = [p.rank for p in positions if p.rank not in waits and not rows.has_ended(p.rank)]
-        sights = self._node.world.look(silent, _ASKING)
-        known = {*sights, *(p.rank for p in told)} if describe is not None else set()
-        lines = [describe(told, sights)] if describe is not None else []
-        for rank in (p.rank for p in positions if p.rank not in known):
-            lines.append(f"  {rows.whereabouts(rank)}")
-            if rank in silent:
-                lines.append(f"    it is {self._node.process(rank)}")
-        return "\n".join(lines)
+        others = [rank for rank in range(self._node.size) if rank not in waits]
+        return self.where(others, [record(told)])
 
     def _tell(self) -> Activity:
         """Answer another rank that asks what this process does; a thread of its own calls it."""
-        rank, watch, describe = self._node.rank, self._watch, self._describe
-        if self._guarded and watch is not None and describe is not None:
+        rank, watch, record = self._node.rank, self._watch, self._record
+        if self._guarded and watch is not None and record is not None:
             at = replace(watch(), is_ending=self._table.is_ending(rank))
             if at.running or at.is_ending:  # else the program has not begun, so it has no position
-                return Activity(describe([at], {}).strip())
+                return Activity(record([at]).describe().strip())
         where = self._table.whereabouts(rank)
         if self._table.state(rank) is State.IDLE:
             where += f", for {monotonic() - self._idle_since:.1f} s at most"

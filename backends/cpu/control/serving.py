@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import PeerLost
-from ...failures.flight import Sight
 from ..memory.layout import ROW, STATE
 from ..waiting.contention import Contention
 from ..waiting.node import MachineNode
 from ..waiting.waiting import SLEEP, nap
+from .control import Control
 from .rank_status import State
 
 if TYPE_CHECKING:
@@ -56,12 +56,13 @@ class Serving:
 
     Args:
         node: this machine.
-        hear: takes in what other machines tell (`Control.hear`).
+        control: hears what other machines tell, and says where ranks are.
     """
 
-    def __init__(self, node: MachineNode, hear: Callable[[], None]) -> None:
+    def __init__(self, node: MachineNode, control: Control) -> None:
         self._node = node
-        self._hear = hear
+        self._hear = control.hear
+        self.where = control.where
         self._flag = node.waiting(node.rank)
         self._spans = len(node.leaders) > 1
         self._turns = _TURNS
@@ -133,14 +134,6 @@ class Serving:
         words = self._node.words
         if words[self._flag]:
             words[self._flag] = 0
-
-    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        node = self._node
-        sights = dict(node.world.look(ranks, seconds))
-        for rank in ranks:
-            where = f"rank {rank} cannot be asked, as those of other machines"
-            sights.setdefault(rank, Sight(f"{where}; it is {node.process(rank)}"))
-        return sights
 
     def pause_simply(self, polls: int) -> None:
         """Give way, without a deadline."""

@@ -18,33 +18,12 @@ from .doorbell import Doorbell
 from .mpi_module import module_of
 
 
-class Observer(Protocol):
-    """Hears of the collective calls of a world on this rank."""
-
-    def enter(self, number: int, call: str) -> None:
-        """Say that this rank is in call `number`.
-
-        Raises:
-            TransportError: other ranks are known never to come to it.
-        """
-
-    def look(self) -> None:
-        """Look for ranks that never come; called when this rank has waited in a call for a while.
-
-        Raises:
-            PlanMismatch: a rank has gone on to something else, and will never come.
-        """
-
-
 class MpiWorld(World, Protocol):
     """A world of processes, with MPI between them if there is more than one machine."""
 
     @property
     def comm(self) -> Any:
         """The mpi4py communicator over all ranks, or None where there is no MPI."""
-
-    def observe(self, observer: Observer) -> None:
-        """Let `observer` hear of all later calls."""
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
         """Call `is_done` until it is true, once the programs of all ranks have ended.

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from cg.backends.cpu.control.control import Control
+from cg.backends.cpu.control.hang_reporter import HangReporter
 from cg.backends.cpu.control.rank_status import BarrierWord, State, StatusTable
 from cg.backends.cpu.waiting.node import MachineNode
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
-from cg.backends.failures.flight import Position
+from cg.backends.failures.flight import FlightRecord, Position, Sight
 
+from ..programs import exchange, module
 from .world import ThreadWorld, run_ranks
 
 PLAN = 0x1234
@@ -40,6 +42,11 @@ def run_controls(
 
 def at(rank: int, op: int = 0, awaited: int | None = None) -> Callable[[], Position]:
     return lambda: Position(rank, 0, op, awaited)
+
+
+def in_pairs(positions: Sequence[Position]) -> FlightRecord:
+    """Of a program in which two ranks send to each other."""
+    return FlightRecord(module(exchange("send sent recv got", "recv got send sent")), positions)
 
 
 def failure(rank: int, message: str = "boom") -> RemoteError:
@@ -453,9 +460,6 @@ def test_a_rank_that_ends_after_the_last_step_is_fine() -> None:
 
 
 def test_a_timeout_says_where_every_rank_is() -> None:
-    def describe(positions: Sequence[Position], sights: object) -> str:
-        return "\n".join(f"rank {p.rank} at {p.op} awaits {p.awaited}" for p in positions)
-
     def body(control: Control, world: ThreadWorld) -> str | None:
         control.begin(PLAN, at(world.rank))
         control.commit()
@@ -465,7 +469,7 @@ def test_a_timeout_says_where_every_rank_is() -> None:
         if world.rank == 0:  # whose deadline begins when the other one is there
             assert second_has_begun.wait(60)
         timeout = 0.3 if world.rank == 0 else None
-        control.begin(PLAN, at(world.rank, 10 + world.rank, 7), describe, timeout=timeout)
+        control.begin(PLAN, at(world.rank, 1, 0), in_pairs, timeout=timeout)
         if world.rank == 1:
             second_has_begun.set()
         message = str(wait_for_trouble(control))
@@ -476,8 +480,30 @@ def test_a_timeout_says_where_every_rank_is() -> None:
     first, second, _ = run_controls(3, body)
     assert first == second
     assert "has not ended after 0.3 s" in first
-    assert "rank 0 at 10 awaits 7\nrank 1 at 11 awaits 7" in first
-    assert "rank 2 is outside of executions, after execution 0" in first
+    assert re.search(r"\n  rank 0 waits at .*\n  rank 1 waits at .*\n  rank 2 is outside", first)
+    assert "rank 2 is outside of executions, after execution 0; it cannot be asked" in first
+
+
+def test_ranks_are_described_by_their_answers_or_by_what_they_have_told() -> None:
+    node: Any = SimpleNamespace(
+        rank=0,
+        is_local=lambda rank: rank < 3,
+        process=lambda rank: f"process {100 + rank} on here",
+        world=SimpleNamespace(look=lambda ranks, seconds: {1: Sight(f"rank 1, of {ranks}")}),
+    )
+    table: Any = SimpleNamespace(
+        has_ended=lambda rank: rank == 4, whereabouts=lambda rank: f"rank {rank} is somewhere"
+    )
+    assert HangReporter(node, table).where(range(5)).splitlines() == [
+        "  rank 0 is somewhere",
+        "    it is process 100 on here",
+        "  rank 1, of [0, 1, 2, 3]",
+        "  rank 2 is somewhere; it cannot be asked",
+        "    it is process 102 on here",
+        "  rank 3 is somewhere; it cannot be asked, as those of other machines",
+        "    it is process 103 on here",
+        "  rank 4 is somewhere",
+    ]
 
 
 def test_a_rank_that_has_run_nothing_is_before_the_first_execution() -> None:
@@ -494,14 +520,11 @@ def test_a_rank_that_has_run_nothing_is_before_the_first_execution() -> None:
 
 def test_a_rank_asked_ahead_of_its_program_or_at_its_end_says_so() -> None:
     def body(control: Control, world: ThreadWorld) -> list[str]:
-        def describe(positions: Sequence[Position], sights: object) -> str:
-            return f"ending: {positions[0].is_ending}"
-
         def ask() -> None:
             said.append(control._tell().text)
 
         said: list[str] = []
-        control.begin(PLAN, lambda: Position(0, 0, 0, running=False), describe)
+        control.begin(PLAN, lambda: Position(0, 0, 0, running=False), in_pairs)
         ask()
         control._table.reach(BarrierWord.COMMIT, control.epoch)
         ask()
@@ -510,7 +533,7 @@ def test_a_rank_asked_ahead_of_its_program_or_at_its_end_says_so() -> None:
 
     ahead, ended = run_controls(1, body)[0]
     assert ahead.startswith("rank 0 is at work in execution 0, and has not waited")
-    assert ended == "ending: True"
+    assert ended == "rank 0 has done its part of execution 0, and waits at its end for the others"
 
 
 def test_recovery_does_not_wait_for_ever() -> None:
