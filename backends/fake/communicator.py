@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 from ...ir.ops.module import Channel
 from ..base import World
 from ..nccl.communicator import NcclCommunicator
 from ..nccl.pool import NcclPool
+from ..per_world import PerWorld
 from .device import FakeDevice
 from .library import FakeLibrary
 
@@ -28,12 +29,13 @@ def connect(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
     Raises:
         BindError: a rank of the channels has no device, or would need too many communicators.
     """
-    pool = _pools.get(world)
-    if pool is None:
-        device = world.device
-        library = FakeLibrary(device) if isinstance(device, FakeDevice) else None
-        pool = _pools[world] = FakePool(world, device, library)
-    return NcclCommunicator(pool, channels, world.rank)
+    return NcclCommunicator(_pools.of(world, partial(_make_pool, world)), channels, world.rank)
 
 
-_pools: WeakKeyDictionary[World, FakePool] = WeakKeyDictionary()
+def _make_pool(world: World) -> FakePool:
+    device = world.device
+    library = FakeLibrary(device) if isinstance(device, FakeDevice) else None
+    return FakePool(world, device, library)
+
+
+_pools: PerWorld[FakePool] = PerWorld()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 from ...ir.attributes import Stream
 from ...ir.ops import Collective, Recv, Send
@@ -12,6 +12,7 @@ from ...ir.ops.module import Channel
 from ...ir.types import TensorType
 from ..base import World
 from ..errors import BindError
+from ..per_world import PerWorld
 from ..streams.collectives import Collectives
 from ..streams.communicator import StreamCommunicator
 from ..streams.library import Messenger
@@ -83,9 +84,7 @@ def connect(
         TransportError: there is no HCCL on this machine, or not one that cg knows.
         BindError: a rank of the channels has no device, or would need too many communicators.
     """
-    pool = _pools.get(world)
-    if pool is None:
-        pool = _pools[world] = make_pool(world, library)
+    pool = _pools.of(world, partial(make_pool, world, library))
     return HcclCommunicator(pool, channels, world.rank)
 
 
@@ -101,4 +100,4 @@ def make_pool(world: World, library: str | None = None) -> HcclPool:
     return HcclPool(world, device, HcclLibrary(load(library), device, world.rank))
 
 
-_pools: WeakKeyDictionary[World, HcclPool] = WeakKeyDictionary()
+_pools: PerWorld[HcclPool] = PerWorld()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 from ...ir.attributes import ReduceOp
 from ...ir.ops.module import Channel
 from ...ir.types import DType
 from ..base import World
+from ..per_world import PerWorld
 from ..streams.collectives import Collectives, Reduction, as_logic, does_not_reduce
 from ..streams.communicator import StreamCommunicator
 from .bindings import load
@@ -52,9 +53,7 @@ def connect(
         TransportError: no binding of NCCL is installed.
         BindError: a rank of the channels has no device, or would need too many communicators.
     """
-    pool = _pools.get(world)
-    if pool is None:
-        pool = _pools[world] = make_pool(world, nonblocking=nonblocking)
+    pool = _pools.of(world, partial(make_pool, world, nonblocking=nonblocking))
     return NcclCommunicator(pool, channels, world.rank)
 
 
@@ -72,4 +71,4 @@ def make_pool(world: World, binding: str | None = None, nonblocking: bool = Fals
     return NcclPool(world, device, None if device is None else load(binding, nonblocking))
 
 
-_pools: WeakKeyDictionary[World, NcclPool] = WeakKeyDictionary()
+_pools: PerWorld[NcclPool] = PerWorld()

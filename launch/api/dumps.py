@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from ...backends.base import World
+from ...backends.per_world import PerWorld
 from ...ir.ops.module import Module
 from ...passes.manager.manager import PassReport, format_reports
 from ...passes.simulate.program_grid import format_grid
@@ -79,7 +79,7 @@ def make_dump(options: CompileOptions, name: str, world: World) -> Dump | None:
     rank = world.rank
     if directory is None:
         return None
-    compilations = _seen.setdefault(world, Counter())
+    compilations = _compilations.of(world, Counter)
     compilations[directory.absolute(), name] += 1
     count = compilations[directory.absolute(), name]
     prefix = name if count == 1 else f"{name}-{count}"
@@ -88,5 +88,5 @@ def make_dump(options: CompileOptions, name: str, world: World) -> Dump | None:
     return Dump(directory, prefix, settings.dump_passes, is_wanted)
 
 
-_seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()
+_compilations: PerWorld[Counter[tuple[Path, str]]] = PerWorld()
 """The number of compilations, by directory and name of the step."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock, RLock
-from weakref import WeakKeyDictionary
 
 from ...backends.base import World
 from ...backends.errors import StepTimeout
+from ...backends.per_world import PerWorld
 from ..environment.config import config
 
 
@@ -64,11 +65,11 @@ class StepLock:
             self.release()
 
 
-_locks: WeakKeyDictionary[World, StepLock] = WeakKeyDictionary()
+_locks: PerWorld[StepLock] = PerWorld()
 _making = Lock()
 
 
 def lock_of(world: World) -> StepLock:
     """The lock of the steps of a world."""
     with _making:
-        return _locks.setdefault(world, StepLock(alone=world.is_virtual))
+        return _locks.of(world, partial(StepLock, alone=world.is_virtual))

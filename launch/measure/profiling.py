@@ -9,10 +9,11 @@ from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Self
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from ...backends.agreement.plan_hash import plan_hash
 from ...backends.base import World
+from ...backends.per_world import PerWorld
 from ...backends.program.tracing import Budget, InstructionLog, Range, Recordable, device_ranges
 from ...ir.ops.module import Module
 from ...passes.simulate.program_times import ProgramTimes
@@ -53,7 +54,7 @@ class _CompiledSteps:
         self.profile: Profile | None = None
 
 
-_watches: WeakKeyDictionary[World, _CompiledSteps] = WeakKeyDictionary()
+_compiled: PerWorld[_CompiledSteps] = PerWorld()
 
 
 def watch(
@@ -64,7 +65,7 @@ def watch(
     Returns:
         The entry of the step; the step can be recorded as long as the caller holds it.
     """
-    world_watch = _watches.setdefault(world, _CompiledSteps())
+    world_watch = _compiled.of(world, _CompiledSteps)
     watched = ProfiledPrograms(world_watch.count, module, bound)
     world_watch.count += 1
     world_watch.steps.add(watched)
@@ -94,7 +95,7 @@ class Profile:
         self._records: Records | None = None
 
     def __enter__(self) -> Self:
-        world_watch = _watches.setdefault(self._world, _CompiledSteps())
+        world_watch = _compiled.of(self._world, _CompiledSteps)
         if world_watch.profile is not None:
             raise RuntimeError(
                 f"a profile is being recorded already, to {world_watch.profile.trace}: "
@@ -114,7 +115,7 @@ class Profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _watches[self._world].profile = None
+        _compiled.of(self._world, _CompiledSteps).profile = None
         for watched in self._steps.values():
             for programs in watched.bound.values():
                 for program in programs:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
@@ -24,6 +24,7 @@ from ...backends.driven.graphs import DrivenGraph
 from ...backends.driven.rank_scheduler import ExecutionContext
 from ...backends.driven.shared_channels import share_channels
 from ...backends.errors import StepTimeout
+from ...backends.per_world import PerWorld
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
 from ..job import failure
@@ -95,17 +96,15 @@ class OpenGraph:
         return launch
 
 
-_worlds: WeakKeyDictionary[World, Executions] = WeakKeyDictionary()
+_executions: PerWorld[Executions] = PerWorld()
 
 
 def executions_of(world: World) -> Executions:
     """The executions of a world; made once, on all ranks."""
-    executions = _worlds.get(world)
+    executions = _executions.get(world)
     if executions is None:
-        if world.is_virtual:
-            executions = virtual_executions(world.size)
-        else:
-            executions = _cpu_executions(world)
+        is_virtual = world.is_virtual
+        executions = virtual_executions(world.size) if is_virtual else _cpu_executions(world)
         use_executions(world, executions)
     return executions
 
@@ -117,7 +116,7 @@ def check_idle(world: World, step: str) -> None:
         RuntimeError: an execution of a graph is in flight on a rank of this process, or a method
             is running.
     """
-    executions = _worlds.get(world)
+    executions = _executions.get(world)
     if (executions is None or executions.is_idle) and not is_in_step(world):
         return
     check_outside(world, step)
@@ -133,7 +132,7 @@ def check_outside(world: World, step: str) -> None:
     Raises:
         RuntimeError: one is.
     """
-    executions = _worlds.get(world)
+    executions = _executions.get(world)
     schedulers = () if executions is None else executions.schedulers.values()
     if is_in_step(world) or any(scheduler.is_busy for scheduler in schedulers):
         raise RuntimeError(
@@ -145,7 +144,7 @@ def check_outside(world: World, step: str) -> None:
 
 def use_executions(world: World, executions: Executions) -> None:
     """Use `executions` for a world's graphs; called before any graph of it is compiled."""
-    _worlds[world] = executions
+    _executions.of(world, lambda: executions)
     # After the hook of the transport, which therefore runs later.
     atexit.register(_close_all, ref(world))
 
@@ -157,7 +156,7 @@ def _close_all(world: ref[World]) -> None:
     that cannot close them.
     """
     alive = world()
-    executions = None if alive is None else _worlds.get(alive)
+    executions = None if alive is None else _executions.get(alive)
     if alive is None or executions is None:
         return
     try:

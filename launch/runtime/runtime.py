@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
 from ...backends.cpu.transport import CpuTransport
 from ...backends.devices.programs.executable import DeviceExecutable
 from ...backends.failures.flight import FlightRecord
+from ...backends.per_world import PerWorld
 from ...backends.program.executor import Executable
 from ...backends.program.linked import LinkedModule
 from ...backends.program.tracing import Recordable
@@ -274,18 +275,20 @@ def make_runtime(
     return RankRuntime(world, transport, linked, parameters, timeout, numbering, call)
 
 
-_transports: WeakKeyDictionary[World, CpuTransport] = WeakKeyDictionary()
+_transports: PerWorld[CpuTransport] = PerWorld()
 
 
 def transport_of(world: World) -> CpuTransport:
     """The transport of this process to the other ranks of `world`; made once, on all ranks."""
-    transport = _transports.get(world)
-    if transport is None:
-        assert isinstance(world, MpiWorld | SingleRankWorld), "no process plays several ranks"
-        transport = _transports[world] = CpuTransport(world)
-        atexit.register(transport.close)
-        world.observe(transport.control)
-        world.at_end(transport.control.is_silent)
+    return _transports.of(world, partial(_make_transport, world))
+
+
+def _make_transport(world: World) -> CpuTransport:
+    assert isinstance(world, MpiWorld | SingleRankWorld), "no process plays several ranks"
+    transport = CpuTransport(world)
+    atexit.register(transport.close)
+    world.observe(transport.control)
+    world.at_end(transport.control.is_silent)
     return transport
 
 

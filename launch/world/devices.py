@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ...backends.base import World
 from ...backends.device import Device, Fabric
 from ...backends.devices import find
+from ...backends.per_world import PerWorld
 from ...passes.placement.fabrics import Fabrics
 
 
@@ -189,7 +190,7 @@ def _shared(sights: Sequence[VisibleDevices]) -> str:
     )
 
 
-_fabrics: WeakKeyDictionary[World, Fabrics | None] = WeakKeyDictionary()
+_fabrics: PerWorld[Fabrics | None] = PerWorld()
 
 
 def fabrics_of(world: World) -> Fabrics | None:
@@ -197,11 +198,7 @@ def fabrics_of(world: World) -> Fabrics | None:
 
     The first call is collective.
     """
-    if world.is_virtual:
-        return None
-    if world not in _fabrics:
-        _fabrics[world] = _gather(world)
-    return _fabrics[world]
+    return None if world.is_virtual else _fabrics.of(world, partial(_gather, world))
 
 
 def _gather(world: World) -> Fabrics | None:
