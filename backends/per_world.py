@@ -1,4 +1,4 @@
-"""What a process has once for each world, such as its transport to the other ranks."""
+"""Tables of things that a process has once for each world, as its transport to other ranks."""
 
 from __future__ import annotations
 

@@ -5,26 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from ...ir.attributes import Stream
 from ..device import DeviceGraph, Event, Fabric, Queue
-
-
-class CaptureNodes(Protocol):
-    """Reads and sets the graph nodes that the next work on a raw stream depends on.
-
-    See `Device.nodes`.
-    """
-
-    def of(self, stream: int) -> tuple[int, ...] | None:
-        """The nodes that the next work on a stream depends on; None if it is not captured."""
-
-    def replace(self, stream: int, nodes: Sequence[int]) -> None:
-        """Let the next work on a stream depend on these nodes alone."""
+from .cuda_driver import DriverNodes
 
 
 class Accelerator:
@@ -54,7 +42,7 @@ class Accelerator:
         graph: str,
         current: Callable[[int], int] | None = None,
         end_pool: Callable[[int, Any], None] | None = None,
-        capture_nodes: CaptureNodes | None = None,
+        capture_nodes: DriverNodes | None = None,
     ) -> None:
         self.kind = kind
         self.index = index

@@ -13,8 +13,8 @@ from ..base import World
 from ..per_world import PerWorld
 from ..streams.collectives import Collectives, Reduction, as_logic, does_not_reduce
 from ..streams.communicator import StreamCommunicator
-from .bindings import load
 from .codes import CODES, REDUCTIONS
+from .library import load
 from .pool import NcclPool
 
 
@@ -50,25 +50,24 @@ def connect(
         nonblocking: see `make_pool`; the first call in a process decides.
 
     Raises:
-        TransportError: no binding of NCCL is installed.
+        TransportError: nccl4py is not installed.
         BindError: a rank of the channels has no device, or would need too many communicators.
     """
     pool = _pools.of(world, partial(make_pool, world, nonblocking=nonblocking))
     return NcclCommunicator(pool, channels, world.rank)
 
 
-def make_pool(world: World, binding: str | None = None, nonblocking: bool = False) -> NcclPool:
+def make_pool(world: World, nonblocking: bool = False) -> NcclPool:
     """A pool for this process, with no communicators yet.
 
     Args:
-        binding: `nccl4py` or `cupy`; the first that is installed if None.
         nonblocking: whether NCCL's calls return before they are done; the same on all ranks.
 
     Raises:
-        TransportError: no binding of NCCL is installed.
+        TransportError: nccl4py is not installed.
     """
     device = world.device
-    return NcclPool(world, device, None if device is None else load(binding, nonblocking))
+    return NcclPool(world, device, None if device is None else load(nonblocking))
 
 
 _pools: PerWorld[NcclPool] = PerWorld()

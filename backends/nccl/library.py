@@ -1,14 +1,15 @@
-"""NCCL's calls behind the protocol that the ports of streams use, whichever binding makes them."""
+"""NCCL behind the protocol that the ports of streams use, by nccl4py's low-level bindings."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import importlib
 from collections.abc import Sequence
 from time import monotonic, sleep
 from typing import Any
 
+from ..errors import TransportError
 from ..streams.library import CommunicationError, RawMessage, batch_in_words
-from .codes import BYTES
+from .codes import BYTES, IN_PROGRESS, SUCCESS
 
 CALL_SECONDS = 60.0
 """Seconds that a call that does not block may take to put its work on the stream. The first ones
@@ -21,20 +22,23 @@ NAP = 50e-6
 """Seconds between two polls after that."""
 
 
-class Nccl(ABC):
-    """NCCL by a binding, which a subclass completes.
+class Nccl:
+    """NCCL.
 
     Args:
-        calls: NCCL's functions, with arguments in the order of `nccl.h`.
-        error: the class of errors that they raise.
-        nonblocking: whether they may return before they are done.
+        low: the module `nccl.bindings.nccl`: NCCL's functions, with arguments in the order of
+            `nccl.h`.
+        nonblocking: True to join communicators, and make all their calls, without blocking the
+            host. Such a communicator can be aborted at any time. But NCCL starts a thread for each
+            call, and this class waits for it, since the next call may only be made when the last is
+            done. The wait asks the host's side of NCCL alone, and so is allowed in a capture.
     """
 
-    name: str
+    name = "NCCL (nccl4py)"
 
-    def __init__(self, calls: Any, error: type[Exception], nonblocking: bool) -> None:
-        self._calls = calls
-        self._error = error
+    def __init__(self, low: Any, nonblocking: bool) -> None:
+        self._calls = low
+        self._error: type[Exception] = low.NCCLError
         self._nonblocking = nonblocking
         self.version()  # loads the library, or says that there is none
 
@@ -43,17 +47,29 @@ class Nccl(ABC):
         number = int(self._checked("version", self._calls.get_version))
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
-    @abstractmethod
     def unique_id(self) -> bytes:
         """Make the key that the members of a new communicator share; one of them calls this."""
+        return bytes(self._checked("making of a key", self._calls.get_unique_id))
 
-    @abstractmethod
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
         """Begin to join a new communicator; all its members do."""
+        low = self._calls
+        config = low.Config()
+        config.blocking = int(not self._nonblocking)
+        if width is not None:
+            config.min_ctas, config.max_ctas = 1, width
+        key = low.UniqueId.from_buffer(unique)
+        description = f"joining of {size} ranks, as member {rank},"
+        return self._checked(description, low.comm_init_rank_config, size, key, rank, config)
 
-    @abstractmethod
     def is_ready(self, comm: Any) -> bool:
         """True once a communicator has been joined, and its last call is done."""
+        low = self._calls
+        state = int(self._checked("look for errors", low.comm_get_async_error, comm))
+        if state not in (SUCCESS, IN_PROGRESS):
+            message = f"{low.get_error_string(state)} {low.get_last_error(comm)}"
+            raise CommunicationError(message.strip())
+        return state == SUCCESS
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
         """Send bytes to member `peer`."""
@@ -172,5 +188,23 @@ class Nccl(ABC):
 
 
 def failed(what: str, error: Exception) -> CommunicationError:
-    """The run time's error for one of a binding; `what` is the call, in words."""
+    """The run time's error for one of nccl4py; `what` is the call, in words."""
     return CommunicationError(f"NCCL's {what} has failed: {error}; NCCL_DEBUG=INFO says more")
+
+
+def load(nonblocking: bool = False) -> Nccl:
+    """NCCL, whose binding is imported here, since most machines have none.
+
+    Args:
+        nonblocking: as `Nccl` takes it.
+
+    Raises:
+        TransportError: it is not installed; the message says what to install.
+    """
+    try:
+        return Nccl(importlib.import_module("nccl.bindings.nccl"), nonblocking)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise TransportError(
+            f"tensors on GPUs travel by NCCL, and its binding nccl4py cannot be loaded: {error}\n"
+            "Install it (pip install 'cg[cuda]'), or keep the step on the CPU by CG_DEVICE=cpu"
+        ) from error

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..base import Body
+from ..device import Device
 
 _MASK = (1 << 64) - 1
 
@@ -52,21 +53,8 @@ def seeded(body: Body, seed: int, key: int, execution: Callable[[], int]) -> Bod
     return run
 
 
-class Generator(Protocol):
-    """The generator of a device; `Device` is one."""
-
-    def seed(self, seed: int) -> None:
-        """Seed it."""
-
-    def random_state(self) -> torch.Tensor:
-        """Its state."""
-
-    def set_random_state(self, state: torch.Tensor) -> None:
-        """Put it back."""
-
-
 def seeded_on(
-    device: Generator, body: Body, seed: int, key: int, execution: Callable[[], int]
+    device: Device, body: Body, seed: int, key: int, execution: Callable[[], int]
 ) -> Body:
     """`body` with a device's generator seeded before it and put back after it; see `seeded`."""
     seed_of = call_seeds(seed, key)

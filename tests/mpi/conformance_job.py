@@ -2,10 +2,10 @@
 
     mpiexec -n 4 python -m tests.mpi.conformance_job cpu
     mpiexec -n 2 python -m tests.mpi.conformance_job fake --capture
-    mpiexec -n 2 python -m tests.mpi.conformance_job nccl4py cupy nccl4py --capture
-    mpiexec -n 2 python -m tests.mpi.conformance_job nccl4py --nonblocking --capture
+    mpiexec -n 2 python -m tests.mpi.conformance_job nccl --capture
+    mpiexec -n 2 python -m tests.mpi.conformance_job nccl --nonblocking --capture
 
-A name is a transport: `cpu`, `fake`, or a binding of NCCL. Each case that fits into the job runs
+A name is a transport: `cpu`, `fake`, or `nccl`. Each case that fits into the job runs
 with each transport, several times; with `--capture` what a device can replay is replayed. With
 `--nonblocking` NCCL's calls return before they are done. With `--strict` the fake device waits in
 all calls.
@@ -78,7 +78,7 @@ class Runner:
         elif name != "cpu":
             self.device = world.device
             assert self.device is not None, "this rank has no device; is CG_DEVICE=cpu set?"
-            self.pool = make_pool(world, name, nonblocking="--nonblocking" in sys.argv)
+            self.pool = make_pool(world, nonblocking="--nonblocking" in sys.argv)
 
     def serves(self, case: Case) -> bool:
         if self.name == "cpu":

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cg.backends.device import Device
-from cg.backends.errors import TransportError
 from cg.backends.fake.library import FakeLibrary
-from cg.backends.nccl import bindings
+from cg.backends.nccl.library import load
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.streams.library import CommunicationError, Library, RawMessage
 from cg.ir.ops.module import Channel
@@ -167,19 +165,14 @@ class Low(ModuleType):
     reduce_scatter = all_gather = broadcast = all_reduce
 
 
-BINDING = "cg.backends.nccl.nccl4py_binding"
-
-
 @pytest.fixture
-def low(monkeypatch: pytest.MonkeyPatch) -> Iterator[Low]:
+def low(monkeypatch: pytest.MonkeyPatch) -> Low:
     made = Low()
     package, inner = ModuleType("nccl"), ModuleType("nccl.bindings")
     package.bindings, inner.nccl = inner, made  # type: ignore[attr-defined]
     for name, module in {"nccl": package, "nccl.bindings": inner, made.__name__: made}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, BINDING, raising=False)
-    yield made
-    sys.modules.pop(BINDING, None)
+    return made
 
 
 CALLS = {
@@ -196,14 +189,14 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_the_next_call_is_made_when_one_is_done(low: Low, call: Any) -> None:
     low.states = [IN_PROGRESS] * 150 + [SUCCESS]
-    call(bindings.load("nccl4py", nonblocking=True))
+    call(load(nonblocking=True))
     assert low.calls.count("look") == 151
     assert low.calls[-151:] == ["look"] * 151
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_what_blocks_needs_no_look(low: Low, call: Any) -> None:
-    call(bindings.load("nccl4py"))
+    call(load())
     assert "look" not in low.calls
 
 
@@ -211,11 +204,11 @@ def test_what_blocks_needs_no_look(low: Low, call: Any) -> None:
 def test_an_error_of_a_call_that_has_returned_is_raised(low: Low, call: Any) -> None:
     low.states = [IN_PROGRESS, REMOTE_ERROR]
     with pytest.raises(CommunicationError, match="state 6 by the other one"):
-        call(bindings.load("nccl4py", nonblocking=True))
+        call(load(nonblocking=True))
 
 
 def test_a_call_has_a_deadline(low: Low, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = bindings.load("nccl4py", nonblocking=True)
+    library = load(nonblocking=True)
     monkeypatch.setattr("cg.backends.nccl.library.CALL_SECONDS", 0.05)
     low.states = [IN_PROGRESS]
     with pytest.raises(CommunicationError, match=r"not put its work on the device within 0\.05 s"):
@@ -225,7 +218,7 @@ def test_a_call_has_a_deadline(low: Low, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("nonblocking", [False, True])
 def test_how_a_communicator_is_joined(low: Low, nonblocking: bool) -> None:
     low.states = [IN_PROGRESS, SUCCESS]
-    library = bindings.load("nccl4py", nonblocking)
+    library = load(nonblocking)
     comm = library.connect(2, b"key", 0, 4)
     assert low.calls == [f"init, blocking={int(not nonblocking)}"]
     assert [library.is_ready(comm) for _ in range(2)] == [False, True]
@@ -236,7 +229,7 @@ def test_joining_without_blocking_obeys_the_deadline(low: Low) -> None:
     low.states = [IN_PROGRESS]
     world = Alone()
     with pytest.raises(CommunicationError, match="has not joined the edge from rank 0 to rank 1"):
-        pool_of(world, bindings.load("nccl4py", nonblocking=True)).join([EDGE])
+        pool_of(world, load(nonblocking=True)).join([EDGE])
     assert low.calls[-1] == "abort"
     assert not world.said
 
@@ -244,15 +237,4 @@ def test_joining_without_blocking_obeys_the_deadline(low: Low) -> None:
 def test_an_error_while_ranks_are_joined(low: Low) -> None:
     low.states = [IN_PROGRESS, REMOTE_ERROR]
     with pytest.raises(CommunicationError, match="state 6 by the other one"):
-        pool_of(Alone(), bindings.load("nccl4py", nonblocking=True)).join([EDGE])
-
-
-def test_cupy_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
-    cuda.nccl = ModuleType("cupy.cuda.nccl")  # type: ignore[attr-defined]
-    for name, module in {"cupy": package, "cupy.cuda": cuda}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "cg.backends.nccl.cupy_binding", raising=False)
-    with pytest.raises(TransportError, match="with the host blocked only; use nccl4py"):
-        bindings.load("cupy", nonblocking=True)
-    sys.modules.pop("cg.backends.nccl.cupy_binding", None)
+        pool_of(Alone(), load(nonblocking=True)).join([EDGE])

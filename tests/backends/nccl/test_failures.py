@@ -1,10 +1,9 @@
-"""Exceptions of the bindings of NCCL, each over a stub in the place of the vendor's module."""
+"""Exceptions of NCCL's binding, over a stub in the place of the vendor's module."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from cg.backends.errors import TransportError
+from cg.backends.nccl.library import load
 from cg.backends.streams.groups import CommunicatorGroup, Line
 from cg.backends.streams.library import CommunicationError, Library, RawMessage
 from cg.backends.streams.ports import CollectivePort, StreamRecvPort, StreamSendPort
@@ -24,10 +25,6 @@ MESSAGES = [RawMessage(False, 1, 0, 8), RawMessage(True, 1, 0, 8)]
 
 class NCCLError(Exception):
     """As nccl4py has it: no RuntimeError."""
-
-
-class NcclError(RuntimeError):
-    """As CuPy has it."""
 
 
 class Stub(ModuleType):
@@ -65,52 +62,25 @@ class Bound:
         self.stub.broken |= {self.names.get(call, call) for call in calls}
 
 
-def with_nccl4py(monkeypatch: pytest.MonkeyPatch) -> Bound:
+NAMES = {
+    "abort": "comm_abort",
+    "destroy": "comm_destroy",
+    "error": "comm_get_async_error",
+    "is_ready": "comm_get_async_error",
+    "unique_id": "get_unique_id",
+    "version": "get_version",
+}
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
     low = Stub("nccl.bindings.nccl", NCCLError)
     low.NCCLError = NCCLError  # type: ignore[attr-defined]
     package, bindings = ModuleType("nccl"), ModuleType("nccl.bindings")
     package.bindings, bindings.nccl = bindings, low  # type: ignore[attr-defined]
     for module in (package, bindings, low):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    made = importlib.import_module("cg.backends.nccl.nccl4py_binding").make(False)
-    names = {
-        "abort": "comm_abort",
-        "destroy": "comm_destroy",
-        "error": "comm_get_async_error",
-        "is_ready": "comm_get_async_error",
-        "unique_id": "get_unique_id",
-        "version": "get_version",
-    }
-    return Bound(made, low, COMM, names)
-
-
-def with_cupy(monkeypatch: pytest.MonkeyPatch) -> Bound:
-    nccl = Stub("cupy.cuda.nccl", NcclError)
-    nccl.NcclError, nccl.available = NcclError, True  # type: ignore[attr-defined]
-    package, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
-    package.cuda, cuda.nccl = cuda, nccl  # type: ignore[attr-defined]
-    for module in (package, cuda, nccl):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    made = importlib.import_module("cg.backends.nccl.cupy_binding").make(False)
-    names = {
-        "all_reduce": "allReduce",
-        "reduce_scatter": "reduceScatter",
-        "all_gather": "allGather",
-        "group_start": "groupStart",
-        "group_end": "groupEnd",
-        "error": "check_async_error",
-        "is_ready": "check_async_error",
-        "unique_id": "get_unique_id",
-        "version": "get_version",
-    }
-    return Bound(made, nccl, nccl, names)
-
-
-@pytest.fixture(params=[with_nccl4py, with_cupy])
-def bound(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bound]:
-    yield request.param(monkeypatch)
-    for name in ("nccl4py_binding", "cupy_binding"):
-        sys.modules.pop(f"cg.backends.nccl.{name}", None)
+    return Bound(load(), low, COMM, NAMES)
 
 
 CALLS: dict[str, tuple[Callable[[Library, Any], object], str]] = {
@@ -159,10 +129,12 @@ def test_a_batch_ends_its_group_and_names_the_first_failure(bound: Bound) -> Non
     assert bound.stub.calls[-1] == bound.names.get("group_end", "group_end")
 
 
-def test_a_library_that_cannot_be_loaded_is_no_binding(bound: Bound) -> None:
+def test_a_library_that_cannot_be_loaded(bound: Bound) -> None:
     bound.break_("version")
-    with pytest.raises(RuntimeError, match="NCCL's version has failed"):
-        type(bound.library)(*([False] if bound.comm is COMM else []))
+    with pytest.raises(
+        TransportError, match=r"nccl4py cannot be loaded: NCCL.s version has failed"
+    ):
+        load()
 
 
 def test_ports_say_whom_it_concerns(bound: Bound) -> None:
