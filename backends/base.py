@@ -139,7 +139,7 @@ class Pause(Protocol):
 
 
 class World(Protocol):
-    """The ranks that run together, as backends and tracers see them.
+    """All ranks of the job, one of which is this process, as backends and tracers see them.
 
     Every method that talks to other ranks is collective: all ranks call it in the same order.
     Each has a deadline and raises `TimeoutError` past it, naming the ranks that are missing.

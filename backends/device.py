@@ -47,7 +47,7 @@ class Event(Protocol):
         """Block the host until the queue has passed it."""
 
 
-class Queue(Protocol):
+class DeviceQueue(Protocol):
     """A stream of the device."""
 
     def wait_event(self, event: Any, /) -> None:
@@ -58,7 +58,7 @@ class Queue(Protocol):
 
 
 class DeviceGraph(Protocol):
-    """Work that was captured, to be put on a stream as a whole."""
+    """Work that the device has recorded, and replays on a stream as a whole."""
 
     def replay(self) -> None:
         """Put it on the current stream."""
@@ -79,7 +79,7 @@ class Device(Protocol):
     torch_device: torch.device
     fabric: Fabric | None
 
-    def stream(self, kind: Stream) -> Queue:
+    def stream(self, kind: Stream) -> DeviceQueue:
         """The stream of a kind; always the same one."""
 
     def has(self, kind: Stream) -> bool:
@@ -94,7 +94,7 @@ class Device(Protocol):
     def elapsed(self, start: Event, end: Event) -> float:
         """Milliseconds from one timer to another, both passed."""
 
-    def raw(self, queue: Queue) -> int:
+    def raw(self, queue: DeviceQueue) -> int:
         """The stream as the device's own libraries take it."""
 
     def session(self) -> AbstractContextManager[None]:
@@ -104,13 +104,13 @@ class Device(Protocol):
         stream; the host is not blocked. Inside another session it changes nothing.
         """
 
-    def on(self, queue: Queue) -> AbstractContextManager[None]:
+    def on(self, queue: DeviceQueue) -> AbstractContextManager[None]:
         """A context inside a session, in which `queue` is torch's current stream."""
 
-    def caller(self) -> Queue:
+    def caller(self) -> DeviceQueue:
         """The caller's stream: torch's current one, or, inside a session, the one before it."""
 
-    def keep(self, tensors: Sequence[torch.Tensor], queue: Queue) -> None:
+    def keep(self, tensors: Sequence[torch.Tensor], queue: DeviceQueue) -> None:
         """Keep in mind that a stream will use tensors of another stream.
 
         Their memory is then not used again before that stream has passed the point at which they
@@ -129,29 +129,29 @@ class Device(Protocol):
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory of the shape and type of `like` that the device can copy to by itself."""
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, queue: DeviceQueue) -> None:
         """Put a copy on a stream, between the device and a `host_buffer`; neither is kept alive."""
 
-    def capture(self, work: Callable[[], None], queue: Queue) -> DeviceGraph:
+    def capture(self, work: Callable[[], None], queue: DeviceQueue) -> DeviceGraph:
         """Record what `work` puts on a stream, and on those that join it, as a graph.
 
         None of the work runs. The graph is to be replayed on that stream. All graphs of a stream
         share one pool of memory.
         """
 
-    def begins_pool(self, queue: Queue) -> bool:
+    def begins_pool(self, queue: DeviceQueue) -> bool:
         """True if the next graph of a stream is the first of its pool, where no other writes.
 
         Graphs that are captured later do not write to memory of the pool that is in use by then.
         """
 
-    def nodes(self, queue: Queue) -> tuple[Any, ...] | None:
+    def nodes(self, queue: DeviceQueue) -> tuple[Any, ...] | None:
         """The nodes that the next work on a stream waits for, in the graph that is being captured.
 
         None if the stream is not captured, or the device cannot tell.
         """
 
-    def follow_alone(self, queue: Queue, event: Event, nodes: tuple[Any, ...]) -> None:
+    def follow_alone(self, queue: DeviceQueue, event: Event, nodes: tuple[Any, ...]) -> None:
         """Let the next work on a stream that is captured wait for an event, and nothing else.
 
         Args:

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 
 from ...ir.attributes import Stream
-from ..device import DeviceGraph, Event, Fabric, Queue
+from ..device import DeviceGraph, DeviceQueue, Event, Fabric
 from .cuda_driver import DriverNodes
 
 
@@ -65,7 +65,7 @@ class Accelerator:
         self._module.set_device(index)
         self._compute: Any = self.stream(Stream.COMPUTE)
 
-    def stream(self, kind: Stream) -> Queue:
+    def stream(self, kind: Stream) -> DeviceQueue:
         stream = self._streams.get(kind)
         if stream is None:
             # Work that others wait for has priority: a copy must not queue behind a product.
@@ -85,7 +85,7 @@ class Accelerator:
     def elapsed(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end))
 
-    def raw(self, queue: Queue) -> int:
+    def raw(self, queue: DeviceQueue) -> int:
         return int(getattr(queue, self._handle))
 
     def session(self) -> AbstractContextManager[None]:
@@ -113,7 +113,7 @@ class Accelerator:
             before.wait_event(self._end)
 
     @contextmanager
-    def on(self, queue: Queue) -> Iterator[None]:
+    def on(self, queue: DeviceQueue) -> Iterator[None]:
         before = self._find_current()
         self._module.set_stream(queue)
         try:
@@ -121,7 +121,7 @@ class Accelerator:
         finally:
             self._module.set_stream(before)
 
-    def caller(self) -> Queue:
+    def caller(self) -> DeviceQueue:
         if self._callers:
             return self._callers[-1]  # type: ignore[no-any-return]
         return self._find_current()  # type: ignore[no-any-return]
@@ -135,7 +135,7 @@ class Accelerator:
             current = self._current = self._module.current_stream(self.index)
         return current
 
-    def keep(self, tensors: Sequence[torch.Tensor], queue: Queue) -> None:
+    def keep(self, tensors: Sequence[torch.Tensor], queue: DeviceQueue) -> None:
         for tensor in tensors:
             tensor.record_stream(queue)  # type: ignore[arg-type]
 
@@ -151,11 +151,11 @@ class Accelerator:
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, queue: DeviceQueue) -> None:
         with self.on(queue):
             target.copy_(source, non_blocking=True)
 
-    def capture(self, work: Callable[[], object], queue: Queue) -> DeviceGraph:
+    def capture(self, work: Callable[[], object], queue: DeviceQueue) -> DeviceGraph:
         """Record what `work` puts on a stream, and on those that join it, as a graph.
 
         Other threads may query events meanwhile, as the watchdog does: only this thread is
@@ -181,7 +181,7 @@ class Accelerator:
         self._graphs.setdefault(raw, WeakSet()).add(graph)
         return graph  # type: ignore[no-any-return]
 
-    def begins_pool(self, queue: Queue) -> bool:
+    def begins_pool(self, queue: DeviceQueue) -> bool:
         # A pool and its memory go with the last graph that uses the pool.
         raw = self.raw(queue)
         return not self._graphs.get(raw) or raw not in self._pools
@@ -204,11 +204,11 @@ class Accelerator:
                 return  # it knows: the capture has ended, and only its graph could not be made
             self._broken.append(graph)
 
-    def nodes(self, queue: Queue) -> tuple[int, ...] | None:
+    def nodes(self, queue: DeviceQueue) -> tuple[int, ...] | None:
         capture_nodes = self._capture_nodes
         return None if capture_nodes is None else capture_nodes.of(self.raw(queue))
 
-    def follow_alone(self, queue: Queue, event: Event, nodes: tuple[int, ...]) -> None:
+    def follow_alone(self, queue: DeviceQueue, event: Event, nodes: tuple[int, ...]) -> None:
         assert self._capture_nodes is not None
         self._capture_nodes.replace(self.raw(queue), nodes)
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..device import Device, Event, Queue
+from ..device import Device, DeviceQueue, Event
 
 Nodes = tuple[Any, ...]
-Steps = Mapping[Queue, int]
+Steps = Mapping[DeviceQueue, int]
 """For each stream, the number of the latest of its steps."""
 
 
@@ -41,10 +41,10 @@ class CaptureOrder:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._count = 0
-        self._at: dict[Queue, tuple[Nodes, Steps]] = {}
-        self._behind: dict[Queue, dict[Queue, int]] = {}
+        self._at: dict[DeviceQueue, tuple[Nodes, Steps]] = {}
+        self._behind: dict[DeviceQueue, dict[DeviceQueue, int]] = {}
 
-    def mark(self, queue: Queue) -> Mark:
+    def mark(self, queue: DeviceQueue) -> Mark:
         """The position of a stream; work that was put on it since the last call is a new step."""
         nodes = self._device.nodes(queue)
         if nodes is None:
@@ -57,7 +57,7 @@ class CaptureOrder:
             position = self._at[queue] = (nodes, {queue: self._count})
         return Mark(nodes, position[1], dict(behind))
 
-    def wait(self, queue: Queue, event: Event, mark: Mark) -> None:
+    def wait(self, queue: DeviceQueue, event: Event, mark: Mark) -> None:
         """Let a stream wait for an event that was recorded at a mark."""
         if mark.nodes is None:
             queue.wait_event(event)
@@ -78,7 +78,7 @@ class CaptureOrder:
                 self._at[queue] = (nodes, _merged(last, mark.last))
         self._behind[queue] = _merged(behind, mark.behind)
 
-    def _last(self, queue: Queue) -> Steps | None:
+    def _last(self, queue: DeviceQueue) -> Steps | None:
         """The steps that a stream directly depends on: none at its start, None if unknown."""
         nodes = self._device.nodes(queue)
         if not nodes:
@@ -91,5 +91,5 @@ def _reaches(behind: Steps, steps: Steps) -> bool:
     return all(behind.get(queue, 0) >= number for queue, number in steps.items())
 
 
-def _merged(one: Steps, two: Steps) -> dict[Queue, int]:
+def _merged(one: Steps, two: Steps) -> dict[DeviceQueue, int]:
     return {queue: max(one.get(queue, 0), two.get(queue, 0)) for queue in {*one, *two}}

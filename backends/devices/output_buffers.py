@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils import dlpack
 
-from ..device import Device, Queue
+from ..device import Device, DeviceQueue
 
 
-class Loan:
+class LentTensor:
     """A tensor in a graph's memory that the caller gets, and whether it has been given back.
 
     The caller's tensor has a storage of its own over the same memory. That storage ends with the
@@ -33,7 +33,7 @@ class Loan:
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._lent: Any = None
-        self._users: list[Queue] = []
+        self._users: list[DeviceQueue] = []
 
     def out(self) -> Tensor:
         """The tensor, for the caller; see `hand_to_caller`."""
@@ -55,7 +55,7 @@ class Loan:
             self._users.append(caller)
             device.keep((self._memory,), caller)  # for when the graph is dropped
 
-    def await_users(self, device: Device, queue: Queue) -> None:
+    def await_users(self, device: Device, queue: DeviceQueue) -> None:
         """Inside a session: let a stream wait for those who have used the tensor.
 
         The stream is behind the caller's stream already.

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..base import Port
-from ..device import Device, Event, Queue
+from ..device import Device, DeviceQueue, Event
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
 from ..program.instructions import Instruction
@@ -173,7 +173,7 @@ class StagedPort:
         copies: Copies,
         operand: TensorType | None,
         landing: Landing | None = None,
-        producers: Sequence[Queue] = (),
+        producers: Sequence[DeviceQueue] = (),
         changes: bool = False,
     ) -> None:
         self._inner = inner

@@ -10,7 +10,7 @@ waited for where it was recorded: in the same graph, or outside of all.
 from __future__ import annotations
 
 from ...ir.attributes import Stream
-from ..device import Device, Event, Queue
+from ..device import Device, DeviceQueue, Event
 from .capture_order import CaptureOrder, Mark
 
 OUTSIDE = 0
@@ -41,11 +41,11 @@ class StreamOrder:
         self._is_forked = False
 
     @property
-    def queues(self) -> list[Queue]:
+    def queues(self) -> list[DeviceQueue]:
         """All streams that the program puts work on."""
         return [self.compute, *map(self.device.stream, self._sides)]
 
-    def use(self, stream: Stream) -> Queue:
+    def use(self, stream: Stream) -> DeviceQueue:
         """The queue of a stream that the program puts work on."""
         if stream is Stream.COMPUTE:
             return self.compute
@@ -106,7 +106,7 @@ class StreamEvent:
         """
         return self._event.query()
 
-    def record(self, queue: Queue) -> None:
+    def record(self, queue: DeviceQueue) -> None:
         """Record the event on a stream."""
         order = self._order
         self._place = order.place
@@ -118,7 +118,7 @@ class StreamEvent:
         event.record(queue)
         self._captured = event, order.captured.mark(queue)
 
-    def wait(self, queue: Queue) -> None:
+    def wait(self, queue: DeviceQueue) -> None:
         """Let a stream wait for the event, if it was recorded in the capture in progress.
 
         Outside of captures, streams wait for events that were recorded outside of them.

@@ -22,7 +22,7 @@ from ..program.engine import Engine
 from ..program.instruction_info import KEEP, Role
 from ..program.linked import LinkedProgram
 from ..program.ticket_locks import Tickets
-from ..program.tracing import Log
+from ..program.tracing import ProgramLog
 from ..program.type_checks import InputCheck
 from ..timing.tallies import Tally
 from .arrange import Reports, await_reports, last_op, leave_out_clears, send_inputs_first
@@ -135,7 +135,7 @@ class Instance:
         self.outputs = ()
         self.delivery = None
 
-    def record(self, log: Log | None) -> None:
+    def record(self, log: ProgramLog | None) -> None:
         """Record every instruction from the next execution on; with None, stop recording.
 
         Instructions that run after a failure, in place of the program's, are not recorded.

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..device import Device, Queue
+from ..device import Device, DeviceQueue
 from ..streams.library import CommunicationError, RawMessage, batch_in_words
 from .abi import (
     BYTES,
@@ -177,7 +177,7 @@ class HcclLibrary:
         if code != SUCCESS:
             self._fail("HcclBroadcast", code, f"of {nbytes} bytes from member {root}")
 
-    def _raw(self, queue: Queue) -> int:
+    def _raw(self, queue: DeviceQueue) -> int:
         return self._device.raw(queue)
 
     # -- errors -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import ClassVar
 from ...ir.attributes import Stream
 from ...ir.ops.module import Channel
 from ..base import World
-from ..device import Device, Queue
+from ..device import Device, DeviceQueue
 from ..streams.groups import CommunicatorGroup, Lease, Line
 from ..streams.library import CommunicationError, RawMessage
 from ..streams.pool import FLOAT_BYTES, Pool
@@ -65,7 +65,7 @@ class HcclPool(Pool):
         self._grace = grace
         self._lost: str | None = None
 
-    def handle(self, queue: Queue) -> Queue:
+    def handle(self, queue: DeviceQueue) -> DeviceQueue:
         """The queue itself, since its raw handle has to be asked for at each call."""
         return queue
 

@@ -21,7 +21,7 @@ from ..timing.tallies import Tally, count
 from .code import Code
 from .instructions import Instruction, getter
 from .linked import LinkedProgram
-from .tracing import Log
+from .tracing import ProgramLog
 
 # Entering `torch.no_grad()` takes a microsecond, which a step of a few microseconds notices.
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -186,7 +186,7 @@ class Engine:
         self._instructions = instructions
         self._locate = locate
 
-    def record(self, log: Log | None) -> None:
+    def record(self, log: ProgramLog | None) -> None:
         """Record every instruction from the next execution on; with None, stop recording."""
         self.use(self.code.instructions if log is None else log.wrap(self.code))
 

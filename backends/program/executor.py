@@ -18,7 +18,7 @@ from .binder import Binder
 from .code import Code
 from .engine import Engine
 from .linked import LinkedProgram
-from .tracing import Log
+from .tracing import ProgramLog
 from .type_checks import InputCheck
 
 
@@ -149,7 +149,7 @@ class Executable:
         """The position in its program; cheap, and safe to call from a pause or another thread."""
         return self._engine.position()
 
-    def record(self, log: Log | None) -> None:
+    def record(self, log: ProgramLog | None) -> None:
         """Record every instruction from the next execution on; with None, stop recording."""
         self._engine.record(log)
 

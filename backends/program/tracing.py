@@ -47,7 +47,7 @@ class Budget:
     left: int
 
 
-class Log(Protocol):
+class ProgramLog(Protocol):
     """Records the instructions of a bound program."""
 
     def wrap(self, code: Code) -> list[Instruction]:
@@ -60,12 +60,12 @@ class Recordable(Protocol):
     program: Program
     module: Module
 
-    def record(self, log: Log | None) -> None:
+    def record(self, log: ProgramLog | None) -> None:
         """Record every instruction from the next execution on; with None, stop recording."""
 
 
 class InstructionLog:
-    """A `Log` with the times of each instruction of one bound program.
+    """A `ProgramLog` with the times of each instruction of one bound program.
 
     Args:
         program: the program.

@@ -22,7 +22,7 @@ import torch
 from ...ir.attributes import Stream
 from ...ir.ops.module import Channel
 from ..base import World
-from ..device import Device, Queue
+from ..device import Device, DeviceQueue
 from ..errors import BindError
 from .groups import CommunicatorGroup, Lease, Line
 from .library import CommunicationError, Library
@@ -98,7 +98,7 @@ class Pool(ABC):
         """The group of a channel: for an edge, its two ends alone."""
         return CommunicatorGroup(channel.ranks, channel.collective, traffic=channel.traffic)
 
-    def handle(self, queue: Queue) -> Any:
+    def handle(self, queue: DeviceQueue) -> Any:
         """A stream as the library's calls take it."""
         return self.device.raw(queue)
 

@@ -10,7 +10,7 @@ from ..attributes import Stream, Task
 from ..location import Location
 from ..phases import Phase
 from ..types import Place, Type
-from .rules import Context, Problem
+from .rules import CheckContext, Problem
 
 
 class Value:
@@ -121,14 +121,14 @@ class Op:
         """For each operand the place at which the op takes it: the op's own place."""
         return (self.place,) * len(self.operands)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         """Check operands, results and attributes, but not places.
 
         Raises:
             Problem: the first problem that is found.
         """
 
-    def check_places(self, context: Context) -> None:
+    def check_places(self, context: CheckContext) -> None:
         """Check that the results are at the op's place.
 
         Raises:
@@ -141,7 +141,7 @@ class Op:
                     f"%{value.name} is at {value.type.place}, the op runs at {place}", "", value
                 )
 
-    def check_operand_places(self, context: Context) -> None:
+    def check_operand_places(self, context: CheckContext) -> None:
         """Check that each operand is at every rank that takes it.
 
         Raises:

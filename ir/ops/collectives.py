@@ -16,7 +16,7 @@ from ..phases import Phase, has_futures
 from ..types import Place, Type, UnitType
 from .base import Adjoint, Op, Value
 from .rules import (
-    Context,
+    CheckContext,
     Problem,
     bare,
     check_ranks,
@@ -159,7 +159,7 @@ class Collective(Op):
             results = {rank: (value,) for rank, value in pairs}
         return {rank: (operands.get(rank, ()), results[rank]) for rank in exchange.members}
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         exchange = self.exchange
         for preposition, ends in (("from", exchange.senders), ("to", exchange.receivers)):
             if ends is exchange.members:
@@ -222,7 +222,7 @@ class Collective(Op):
             size //= members
         return resized(type_, dim, size * members if exchange.concat is not None else size)
 
-    def check_places(self, context: Context) -> None:
+    def check_places(self, context: CheckContext) -> None:
         check_ranks(self.group, context.module, self.opcode)
         for value, place in zip(self.results, self.result_places, strict=True):
             if value.type.place != place:

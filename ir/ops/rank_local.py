@@ -10,7 +10,7 @@ from ..phases import Phase
 from ..types import DType, Place, TensorType, UnitType, promised
 from .base import Adjoint, Op, Value
 from .rules import (
-    Context,
+    CheckContext,
     Problem,
     bare,
     check_ranks,
@@ -42,7 +42,7 @@ class Constant(Op):
     fill: float | int | bool | None = field(default=None, kw_only=True)
     ref: Symbol | None = field(default=None, kw_only=True)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 0, "no operand")
         expect_results(self, 1, "one result")
         if (self.fill is None) == (self.ref is None):
@@ -75,7 +75,7 @@ class Call(Op):
     vjp: Symbol | None = field(default=None, kw_only=True)
     key: int | None = field(default=None, kw_only=True)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         function = context.module.functions.get(self.fn.name)
         if function is None:
             raise Problem(
@@ -93,7 +93,7 @@ class Call(Op):
             _check_vjp(self, self.vjp, function, context.module)
             context.checked.add((function.name, self.vjp.name))
 
-    def check_places(self, context: Context) -> None:
+    def check_places(self, context: CheckContext) -> None:
         if self.place is None:
             raise Problem(
                 "a call with neither operands nor results is at no place",
@@ -136,7 +136,7 @@ class View(Op):
     start: int = field(default=0, kw_only=True)
     length: int = field(default=0, kw_only=True)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 1, "one operand")
         expect_results(self, 1, "one result")
         type_ = expect_tensor(self.operands[0], self)
@@ -176,7 +176,7 @@ class Copy(Op):
     def shared_operand(self) -> Value | None:
         return self.buffer
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         if self.buffer is None or context.phase is not Phase.SCHEDULED:
             check_unchanged(self)  # only a rank's program has buffers
             return
@@ -206,7 +206,7 @@ class Wait(Op):
     streams: ClassVar[frozenset[Stream]] = Op.streams | COMMUNICATION_STREAMS
     remedy: ClassVar[str] = "split-transfers makes it"
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 1, "one operand")
         value = promised(self.operands[0].type)
         if isinstance(value, UnitType) and not self.results:
@@ -227,7 +227,7 @@ class Alloc(Op):
     streams: ClassVar[frozenset[Stream]] = Op.streams | COMMUNICATION_STREAMS
     offset: int = field(default=0, kw_only=True)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 0, "no operand")
         expect_results(self, 1, "one result")
         expect_tensor(self.result, self)
@@ -245,7 +245,7 @@ class Free(Op):
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.SCHEDULED})
     remedy: ClassVar[str] = "plan-buffers makes it, in scheduled programs"
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         if not self.operands:
             raise Problem("free takes the storage to give back, here it has no operand")
         expect_results(self, 0, "no result")
@@ -264,7 +264,7 @@ class Backward(Op):
     remedy: ClassVar[str] = "differentiate replaces it with the derivative's calls"
     brings_operands: ClassVar[bool] = True
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_results(self, 0, "no result")
         if not self.operands:
             raise Problem("backward takes at least one loss, here it has none")
@@ -299,7 +299,7 @@ class Return(Op):
     def place(self) -> Place | None:
         return self.at
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_results(self, 0, "no result")
         if self.at is not None and context.phase is Phase.SCHEDULED:
             raise Problem(
@@ -307,6 +307,6 @@ class Return(Op):
                 "leave out `at`; a rank that delivers nothing has an empty return",
             )
 
-    def check_places(self, context: Context) -> None:
+    def check_places(self, context: CheckContext) -> None:
         if self.at is not None:
             check_ranks(self.at, context.module, "return")

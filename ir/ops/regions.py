@@ -11,7 +11,14 @@ from ..layout import Region, covers, format_region, is_region, overlap, shape_of
 from ..phases import Phase
 from ..types import Place, TensorType
 from .base import Op, Value
-from .rules import Context, Problem, expect_operands, expect_results, expect_tensor, expect_type
+from .rules import (
+    CheckContext,
+    Problem,
+    expect_operands,
+    expect_results,
+    expect_tensor,
+    expect_type,
+)
 
 _PHASES = frozenset({Phase.PLACED, Phase.ASYNC, Phase.SCHEDULED})
 
@@ -41,7 +48,7 @@ class Slice(Op):
         """True if a rank has to copy elements, as a dimension has several intervals."""
         return any(len(intervals) > 1 for intervals in self.region)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 1, "one operand")
         expect_results(self, 1, "one result")
         source = expect_tensor(self.operands[0], self)
@@ -49,7 +56,7 @@ class Slice(Op):
         expected = TensorType(source.dtype, shape_of(self.region))
         expect_type(self.result, expected, "the region makes")
 
-    def check_places(self, context: Context) -> None:
+    def check_places(self, context: CheckContext) -> None:
         place = self.result.type.place
         assert place is not None, "before SCHEDULED a value has a place"
         if not place.is_single:
@@ -59,7 +66,7 @@ class Slice(Op):
                 self.result,
             )
 
-    def check_operand_places(self, context: Context) -> None:
+    def check_operand_places(self, context: CheckContext) -> None:
         Op.check_operand_places(self, context)
         (value,) = self.operands
         place = self.result.type.place
@@ -84,7 +91,7 @@ class Reserve(Op):
     remedy: ClassVar[str] = "assemble-in-place makes it, in scheduled programs"
     regions: tuple[Region, ...] = field(default=(), kw_only=True)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 0, "no operand")
         expect_results(self, len(self.regions) + 1, "the whole, and a buffer for each region")
         whole_, *buffers = self.results
@@ -152,7 +159,7 @@ class Assemble(Op):
                 parts_of[rank].append((value, region))
         return parts_of
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_results(self, 1, "one result")
         type_ = expect_tensor(self.result, self)
         if self.is_in_place and context.phase is Phase.SCHEDULED:
@@ -169,7 +176,7 @@ class Assemble(Op):
         if context.phase is Phase.SCHEDULED:
             _check_tiles(self.regions, whole(type_.shape), "the result")
 
-    def check_operand_places(self, context: Context) -> None:
+    def check_operand_places(self, context: CheckContext) -> None:
         type_ = expect_tensor(self.result, self)
         assert type_.place is not None, "before SCHEDULED a value has a place"
         for value in self.operands:

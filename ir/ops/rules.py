@@ -25,7 +25,7 @@ class Problem(Exception):
 
 
 @dataclass(frozen=True)
-class Context:
+class CheckContext:
     """The module and the program of an op to check."""
 
     module: Module

@@ -11,7 +11,7 @@ from ..types import FutureType, Place, TensorType, Type, UnitType
 from .base import Adjoint, Op
 from .rank_local import check_unchanged
 from .rules import (
-    Context,
+    CheckContext,
     Problem,
     bare,
     expect_future,
@@ -67,7 +67,7 @@ class Transfer(Op):
         """True if the result is laid out in another way than the operand."""
         return not same_but_place(self.operands[0].type, self.result.type)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 1, "one operand")
         expect_results(self, 1, "one result")
         source, target = self.operands[0].type, self.result.type
@@ -86,10 +86,10 @@ class Transfer(Op):
                 "others",
             )
 
-    def check_places(self, context: Context) -> None:
+    def check_places(self, context: CheckContext) -> None:
         """Check nothing: a transfer goes from any place to any place."""
 
-    def check_operand_places(self, context: Context) -> None:
+    def check_operand_places(self, context: CheckContext) -> None:
         """Check nothing: a transfer goes from any place to any place."""
 
 
@@ -137,7 +137,7 @@ class Send(PointToPoint):
     takes: ClassVar[str] = "a value"
     gives: ClassVar[str] = "`future<unit>`"
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         expect_operands(self, 1, "one operand")
         expect_results(self, 1, "one result, future<unit>")
         expect_type(self.result, FutureType(UnitType()), "send makes")
@@ -155,7 +155,7 @@ class Recv(PointToPoint):
     gives: ClassVar[str] = "`future<T>`"
     shares_operand: ClassVar[bool] = True
 
-    def check(self, context: Context) -> None:
+    def check(self, context: CheckContext) -> None:
         if len(self.operands) > 1:
             raise Problem(f"recv takes one buffer or none, here it has {len(self.operands)}")
         expect_results(self, 1, "one result, a future")

@@ -23,7 +23,7 @@ class OrderDeadlock(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class TaskFacts:
     """Facts about the tasks of each lane; `TaskRow` defines lanes.
 
     A task may make the input of a task on a neighbouring stage, its *consumer*.
@@ -41,10 +41,10 @@ class Lanes:
     consumers: list[int]
 
     @staticmethod
-    def of(stage_ranks: Sequence[int], microbatches: int, costs: Costs, split: bool) -> Lanes:
+    def of(stage_ranks: Sequence[int], microbatches: int, costs: Costs, split: bool) -> TaskFacts:
         """The lanes of a pipeline whose stages have these ranks."""
         stages = len(stage_ranks)
-        lanes = Lanes([], [], [], [])
+        lanes = TaskFacts([], [], [], [])
         for action in ACTIONS:
             step = {Action.FORWARD: 1, Action.BACKWARD: -1, Action.WEIGHT: 0}[action]
             for stage, rank in enumerate(stage_ranks):
@@ -175,7 +175,7 @@ def play(
     """
     stages = len(stage_ranks)
     split = splits_backward(order)
-    lanes = Lanes.of(stage_ranks, microbatches, costs or Costs(), split)
+    lanes = TaskFacts.of(stage_ranks, microbatches, costs or Costs(), split)
     rows = {rank: numbers(tasks, stages, microbatches) for rank, tasks in order.items()}
     starts: dict[int, array[float]] = {rank: array("d") for rank in rows}
     heads = _advance(rows, starts, lanes, _sources(stages, microbatches, split), microbatches, hold)
@@ -199,7 +199,7 @@ def _sources(stages: int, microbatches: int, split: bool) -> array[float]:
 def _advance(
     rows: Mapping[int, Sequence[int]],
     starts: Mapping[int, array[float]],
-    lanes: Lanes,
+    lanes: TaskFacts,
     arrivals: array[float],
     microbatches: int,
     hold: Hold | None,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..attributes import Stream
 from ..ops import Call, Communication, Free, Op, Return, Value, Wait
 from ..ops.module import Function, Module, Program, Vjp
-from ..ops.rules import Context, Problem, check_ranks
+from ..ops.rules import CheckContext, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..text.diagnostics import Diagnostic, IRError
 from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType
@@ -205,7 +205,7 @@ class _ProgramChecker:
     def __init__(self, module: Module, program: Program) -> None:
         self._module = module
         self._program = program
-        self._context = Context(module, program)
+        self._context = CheckContext(module, program)
         self._is_body = program.name in module.bodies and program not in module.programs
         self._placed = has_places(module.phase) and not self._is_body
         self._defined: dict[str, Value] = {}

@@ -19,7 +19,7 @@ _SO_ATTACH_FILTER = 26
 _RETURN = 0x06
 
 
-class _Instruction(ctypes.Structure):
+class _FilterInstruction(ctypes.Structure):
     """An instruction of the classic Berkeley packet filter (linux/filter.h)."""
 
     _fields_ = (
@@ -88,7 +88,7 @@ def is_socket(descriptor: int) -> bool:
 
 
 def _drop_everything(shared: socket.socket) -> None:
-    program = _Instruction(_RETURN, 0, 0, 0)  # 0 bytes of each packet are kept
+    program = _FilterInstruction(_RETURN, 0, 0, 0)  # 0 bytes of each packet are kept
     filter_ = struct.pack("HP", 1, ctypes.addressof(program))
     try:
         shared.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)

@@ -92,7 +92,7 @@ class DeviceClock(Clock):
 
 
 class CallLog:
-    """Times the calls of a program in its last execution; a `Log`.
+    """Times the calls of a program in its last execution; a `ProgramLog`.
 
     Args:
         clock: times them.

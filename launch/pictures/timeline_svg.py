@@ -18,7 +18,7 @@ from .style import (
     ticks,
     time_text,
 )
-from .tracks import Band, Lane, stack, total
+from .tracks import Band, PlacedTrack, stack, total
 
 _TOP, _BOTTOM, _RIGHT = 76, 40, 24
 _NARROWEST, _WIDEST = 900.0, 12000.0
@@ -115,7 +115,7 @@ class _TimelineDrawing:
             self._lane(lane, len(band.lanes) > 1)
         add("</g>")
 
-    def _lane(self, lane: Lane, is_named: bool) -> None:
+    def _lane(self, lane: PlacedTrack, is_named: bool) -> None:
         top = _TOP + lane.top
         if is_named:
             self._lines.append(
@@ -180,7 +180,7 @@ class _TimelineDrawing:
     def _x(self, time: float) -> float:
         return self._left + time * self._per_ms
 
-    def _lane_of(self, spot: Spot) -> Lane:
+    def _lane_of(self, spot: Spot) -> PlacedTrack:
         return self._bands[spot.row].lanes[spot.track]
 
 

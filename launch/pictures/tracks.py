@@ -12,7 +12,7 @@ BETWEEN_TRACKS, BETWEEN_SOURCES, BETWEEN_RANKS = 2, 4, 14
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class PlacedTrack:
     """A track and its place."""
 
     track: Track
@@ -27,7 +27,7 @@ class Band:
     row: RankRow
     top: int
     height: int
-    lanes: tuple[Lane, ...]
+    lanes: tuple[PlacedTrack, ...]
 
 
 def stack(picture: Picture) -> list[Band]:
@@ -41,7 +41,7 @@ def stack(picture: Picture) -> list[Band]:
         first, lanes = top, []
         for track in row.tracks:
             height = TALL if track.stream == "compute" else SHORT
-            lanes.append(Lane(track, top, height))
+            lanes.append(PlacedTrack(track, top, height))
             top += height + BETWEEN_TRACKS
         top -= BETWEEN_TRACKS if row.tracks else 0
         bands.append(Band(row, first, top - first, tuple(lanes)))

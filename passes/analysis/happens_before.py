@@ -121,7 +121,7 @@ Node: TypeAlias = tuple[int, int]
 """An op: its rank and its index."""
 
 
-class Order:
+class HappensBefore:
     """The order of ops over all ranks, which is exact, and slower to ask than `Clocks`."""
 
     def __init__(self, module: Module, blocking: bool) -> None:

@@ -28,7 +28,7 @@ from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError
 from ...ir.types import TensorType
-from ..analysis.happens_before import Clocks, Line, Order
+from ..analysis.happens_before import Clocks, HappensBefore, Line
 from ..analysis.liveness import LiveStorage, Storages
 from ..base import Pass
 
@@ -92,13 +92,13 @@ class _Proof:
     def __init__(self, module: Module, blocking: bool) -> None:
         self.blocking = blocking
         self._module = module
-        self._order: Order | None = None
+        self._order: HappensBefore | None = None
 
     def is_done(self, program: Program, clocks: Clocks, earlier: int, later: int) -> bool:
         if clocks.is_done(earlier, later):
             return True
         if self._order is None:
-            self._order = Order(self._module, self.blocking)
+            self._order = HappensBefore(self._module, self.blocking)
         return self._order.is_done(program.rank or 0, earlier, later)
 
 

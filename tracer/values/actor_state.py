@@ -1,8 +1,9 @@
 """Find the state of an actor: every tensor that its attributes reach, and what holds each.
 
 An actor is a `torch.nn.Module` or any other object. Its state is found by walking attributes,
-modules, lists, dicts, tuples and plain objects. The holder of a tensor is remembered as a `Slot`,
-so that tracing can put a fake in its place and a body can look the live tensor up again.
+modules, lists, dicts, tuples and plain objects. The holder of a tensor is remembered as a
+`StateAttribute`, so that tracing can put a fake in its place and a body can look the live tensor up
+again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MANY = 10_000
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Slot:
+class StateAttribute:
     """The attribute that a tensor of the actor's state hangs on.
 
     Attributes:
@@ -82,7 +83,7 @@ class StateTensor:
     """
 
     tensor: torch.Tensor
-    slots: list[Slot]
+    slots: list[StateAttribute]
     whole: tuple[int, ...] | None = None
 
     @property
@@ -161,7 +162,7 @@ def reach(value: Any, behind: Callable[[Any], Iterable[Any]] = lambda value: ())
 _LEAVES = (*SCALARS, weakref.ref)
 
 _Place: TypeAlias = tuple[Any, Any, tuple[int, ...]] | None
-"""The first three fields of a `Slot`; None inside of a set."""
+"""The first three fields of a `StateAttribute`; None inside of a set."""
 
 
 class _StateWalk:
@@ -216,7 +217,7 @@ class _StateWalk:
         if known is None:
             known = self._tensors[id(tensor)] = StateTensor(tensor, [])
             self.state.tensors.append(known)
-        known.slots.append(Slot(*slot, path))
+        known.slots.append(StateAttribute(*slot, path))
 
     def _visit_tuple(self, value: tuple[Any, ...], path: str, slot: _Place) -> None:
         for index, item in enumerate(value):

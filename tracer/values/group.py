@@ -15,7 +15,7 @@ from .actor_state import ActorState, StateTensor, collect
 from .gradient_buckets import BUCKET
 from .piece_memory import PieceMemory
 from .pieces import LogicalTensor
-from .plan import Plan
+from .plan import ShardingPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class GroupActor:
 
     name: str
     mesh: Mesh
-    plan: Plan
+    plan: ShardingPlan
     logical: Mapping[str, LogicalTensor]
     instances: Mapping[int, Any]
     bucket_bytes: int = BUCKET

@@ -11,7 +11,7 @@ from ...ir.layout import Intervals, Layout, Region, shape_of
 from ...ir.types import Mesh
 from .actor_state import StateTensor, collect
 from .optimizer_state import kept_by_optimizers
-from .plan import Plan, Sharding, whole
+from .plan import Sharding, ShardingPlan, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class LogicalTensor:
         return shape_of(self.layout.region(self.shape, mesh.position(rank)))
 
 
-def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[LogicalTensor, ...]:
+def lay_out(
+    instance: object, plan: ShardingPlan, store: Sharding, mesh: Mesh
+) -> tuple[LogicalTensor, ...]:
     """The layouts of an actor's tensors, in the order of `collect`.
 
     Args:
@@ -78,7 +80,7 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
     return tuple(logical)
 
 
-def _sharding(tensor: StateTensor, plan: Plan) -> Sharding:
+def _sharding(tensor: StateTensor, plan: ShardingPlan) -> Sharding:
     """The sharding that the plan gives a tensor by any of its paths.
 
     Raises:

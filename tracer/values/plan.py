@@ -108,7 +108,7 @@ def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, d
     return Cut(axes, first.blocks if first else second.blocks) if axes else WHOLE
 
 
-def plan(shardings: Mapping[str, Sharding]) -> Plan:
+def plan(shardings: Mapping[str, Sharding]) -> ShardingPlan:
     """Make a sharding plan: which tensors and arguments of an actor on a mesh are cut, and how.
 
     Args:
@@ -120,7 +120,7 @@ def plan(shardings: Mapping[str, Sharding]) -> Plan:
     Raises:
         TypeError: a value is no sharding.
     """
-    return Plan.of(shardings)
+    return ShardingPlan.of(shardings)
 
 
 whole = Sharding()
@@ -152,7 +152,7 @@ _ARGUMENT = re.compile(r"(?P<method>\w+)\((?P<argument>\w+)\)")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardingPlan:
     """Shardings by pattern; the first pattern that matches counts, and what none matches is whole.
 
     A pattern is the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as
@@ -164,7 +164,7 @@ class Plan:
     _optional: tuple[tuple[str, frozenset[str]], ...] = field(default=(), repr=False)
 
     @staticmethod
-    def of(shardings: Mapping[str, Sharding], optional: str | None = None) -> Plan:
+    def of(shardings: Mapping[str, Sharding], optional: str | None = None) -> ShardingPlan:
         """Make a plan.
 
         Args:
@@ -187,11 +187,11 @@ class Plan:
             for alternative in pattern.split("|")
         )
         optional_plans = () if optional is None else ((optional, frozenset(shardings)),)
-        return Plan(items, alternatives, optional_plans)
+        return ShardingPlan(items, alternatives, optional_plans)
 
-    def __or__(self, other: Plan) -> Plan:
+    def __or__(self, other: ShardingPlan) -> ShardingPlan:
         """Both; where both name a tensor or an argument, this one counts."""
-        return Plan(
+        return ShardingPlan(
             self.items + other.items,
             self._alternatives + other._alternatives,
             self._optional + other._optional,

@@ -18,7 +18,9 @@ GRACE: Final = 1.0
 
 
 class ErrorAgreement:
-    """Publishes this rank's errors, and collects those of other ranks.
+    """Lets all ranks of a failed execution raise one error.
+
+    It publishes this rank's errors, and collects those of other ranks.
 
     Inside a machine an error lies in the control block, or, if it is large, in a segment. Each rank
     of another machine is sent a copy of its own.

@@ -29,7 +29,7 @@ from ...base import Body, GraphBody, StatefulBody
 from ...device import Device, DeviceGraph
 from ...failures.fallbacks import Fallbacks, Refusal
 from ...program.instructions import Instruction, Registers
-from ..output_buffers import Loan, may_be_lent
+from ..output_buffers import LentTensor, may_be_lent
 from ..ports import StreamPort
 from ..stream_order import StreamEvent, StreamOrder
 from .captured import Captured, Interface, Outlasting
@@ -95,7 +95,7 @@ class CapturedSegment:
         self.at = 0
         self.captures = 0
         self.replays = 0
-        self.lent: tuple[tuple[int, Loan], ...] = ()
+        self.lent: tuple[tuple[int, LentTensor], ...] = ()
         self._instructions = tuple(instructions)
         self._registers = registers
         self.interface = interface
@@ -312,7 +312,7 @@ class CapturedSegment:
 
     def _given(
         self, outside: frozenset[int] | None
-    ) -> tuple[tuple[tuple[int, Tensor], ...], tuple[tuple[int, Loan], ...]]:
+    ) -> tuple[tuple[tuple[int, Tensor], ...], tuple[tuple[int, LentTensor], ...]]:
         """The values that the graph has left in registers, and those of them that are lent.
 
         Args:
@@ -333,7 +333,9 @@ class CapturedSegment:
             [value for register, value in tensors.items() if register not in lent]
         )
         loans = tuple(
-            (r, Loan(value)) for r, value in lent.items() if storage(value) not in unlent_storages
+            (r, LentTensor(value))
+            for r, value in lent.items()
+            if storage(value) not in unlent_storages
         )
         owed = {register for register, _ in loans}
         gives = tuple((r, value) for r, value in tensors.items() if r not in owed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...device import DeviceGraph
-from ..output_buffers import Loan
+from ..output_buffers import LentTensor
 from ..ports import StreamPort
 
 
@@ -18,7 +18,7 @@ class Captured:
     Attributes:
         takes: for each register that it reads from outside, the memory that it reads.
         gives: for each register that others read behind it, the value that it leaves there.
-        loans: for each register whose value is lent to the caller, its `Loan`.
+        loans: for each register whose value is lent to the caller, its `LentTensor`.
         state: the tensors that were parameters and gradients when it was captured; they live on.
         gradients: `.grad` of each trained parameter behind it.
     """
@@ -26,7 +26,7 @@ class Captured:
     graph: DeviceGraph
     takes: tuple[tuple[int, Tensor], ...]
     gives: tuple[tuple[int, Tensor], ...]
-    loans: tuple[tuple[int, Loan], ...]
+    loans: tuple[tuple[int, LentTensor], ...]
     state: tuple[Tensor | None, ...]
     gradients: tuple[Tensor | None, ...]
 

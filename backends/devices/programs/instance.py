@@ -22,10 +22,10 @@ from ...program.engine import Engine, Owner
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
-from ...program.tracing import Log
+from ...program.tracing import ProgramLog
 from ...timing.statistics import Statistics
 from ...timing.tallies import Tally
-from ..output_buffers import Loan
+from ..output_buffers import LentTensor
 from .binder import DeviceBinder
 from .capture import CapturedSegment
 from .device_only import DeviceOnlyBinder
@@ -38,7 +38,7 @@ Shared = tuple[Statistics, Sequence[Guard], Reports | None]
 """The statistics, guards and reports that `Instance` takes."""
 
 
-def hand_over(device: Device, tensors: Sequence[Tensor], loans: Sequence[Loan]) -> None:
+def hand_over(device: Device, tensors: Sequence[Tensor], loans: Sequence[LentTensor]) -> None:
     """Inside a session: let the caller's stream use a result, some of it in a graph's memory."""
     device.keep(tensors, device.caller())
     for loan in loans:
@@ -180,7 +180,7 @@ class HandshakeInstance(DeviceInstance):
         self.segments = self._graphs.segments
         self.record(None)
 
-    def record(self, log: Log | None) -> None:
+    def record(self, log: ProgramLog | None) -> None:
         """Record instruction by instruction, without graphs; None ends the recording."""
         if log is None:
             self.engine.use(self._graphs.instructions, self._graphs.place)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ...device import Event, Queue
+from ...device import DeviceQueue, Event
 from ...program.instructions import Instruction, Registers
 from ..ports import StreamPort
 from ..stream_order import StreamEvent
 
 
-def record(event: StreamEvent, queue: Queue) -> Instruction:
+def record(event: StreamEvent, queue: DeviceQueue) -> Instruction:
     """Record an event on a stream."""
 
     def run() -> bool:
@@ -18,7 +18,7 @@ def record(event: StreamEvent, queue: Queue) -> Instruction:
     return run
 
 
-def follow(event: StreamEvent, queue: Queue) -> Instruction:
+def follow(event: StreamEvent, queue: DeviceQueue) -> Instruction:
     """Let a stream wait for an event of the program."""
 
     def run() -> bool:
@@ -28,7 +28,7 @@ def follow(event: StreamEvent, queue: Queue) -> Instruction:
     return run
 
 
-def follow_device(event: Event, queue: Queue) -> Instruction:
+def follow_device(event: Event, queue: DeviceQueue) -> Instruction:
     """Let a stream wait for an event of the device."""
 
     def run() -> bool:
@@ -42,10 +42,10 @@ def issue(
     port: StreamPort,
     registers: Registers,
     source: int | None,
-    queue: Queue,
+    queue: DeviceQueue,
     done: StreamEvent,
     ready: StreamEvent,
-    compute: Queue,
+    compute: DeviceQueue,
     freed: StreamEvent | None,
 ) -> Instruction:
     """Put a communication op on its stream.
@@ -75,7 +75,7 @@ def issue(
 
 
 def arrive(
-    port: StreamPort, registers: Registers, target: int, queue: Queue, done: StreamEvent
+    port: StreamPort, registers: Registers, target: int, queue: DeviceQueue, done: StreamEvent
 ) -> Instruction:
     """Let a stream wait for a communication op; its value is for work on that stream."""
     take = port.take

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ....ir.attributes import Stream
-from ...device import Device, Event, Queue
+from ...device import Device, DeviceQueue, Event
 from ...program.instructions import Instruction, Registers
 from ...program.ticket_locks import TicketLock
 from ..stream_order import StreamOrder
@@ -85,7 +85,7 @@ class Tail:
         self._main.device.keep(copies, self._order.compute)
 
 
-def follow_tails(device: Device, queues: Iterable[Queue]) -> None:
+def follow_tails(device: Device, queues: Iterable[DeviceQueue]) -> None:
     """Let streams go on behind all tails that have been put on the device."""
     if not device.has(Stream.TAIL):
         return
@@ -95,7 +95,7 @@ def follow_tails(device: Device, queues: Iterable[Queue]) -> None:
         queue.wait_event(ended)
 
 
-def last_stream(device: Device) -> Queue:
+def last_stream(device: Device) -> DeviceQueue:
     """A stream behind all that programs have put on the device so far, tails included."""
     compute = device.stream(Stream.COMPUTE)
     if not device.has(Stream.TAIL):

@@ -12,7 +12,7 @@ from cg.ir.layout import Cut, Layout
 from cg.tracer.function.groups.plans import hf
 from cg.tracer.values.mesh import mesh
 from cg.tracer.values.pieces import lay_out
-from cg.tracer.values.plan import Plan, cut, whole
+from cg.tracer.values.plan import ShardingPlan, cut, whole
 
 GRID = mesh(dp=2, tp=2)
 
@@ -66,7 +66,7 @@ class Model(nn.Module):
         return input_ids
 
 
-def layouts(actor: nn.Module, plan: Plan, grid=GRID) -> dict[str, str]:
+def layouts(actor: nn.Module, plan: ShardingPlan, grid=GRID) -> dict[str, str]:
     found = lay_out(actor, plan, whole, grid)
     return {
         each.path: ",".join(map(str, each.layout.cuts)) for each in found if each.layout is not None
@@ -111,7 +111,7 @@ def test_a_part_of_a_model_has_a_part_of_its_plan() -> None:
 
 
 def test_plans_are_joined_and_the_first_counts() -> None:
-    plan = Plan.of({"head.*": whole, "loss(ids)": cut(0, "dp")}) | hf(Model(), batch="rows")
+    plan = ShardingPlan.of({"head.*": whole, "loss(ids)": cut(0, "dp")}) | hf(Model(), batch="rows")
     assert plan.of_tensor("head.weight") == whole
     assert plan.of_tensor("actor.model.embed.weight") == cut(0, "tp")
     assert plan.of_argument("loss", "ids") == cut(0, "dp")

@@ -16,7 +16,7 @@ from cg.ir.layout import shape_of
 from cg.tracer.function.groups.meta import fill
 from cg.tracer.values.mesh import mesh
 from cg.tracer.values.pieces import lay_out
-from cg.tracer.values.plan import Plan, cut, whole
+from cg.tracer.values.plan import ShardingPlan, cut, whole
 
 WIDTH, LAYERS, RANKS = 64, 8, 4
 GRID = mesh(tp=RANKS)
@@ -59,7 +59,7 @@ def filled(rank: int) -> tuple[Deep, int]:
     """The pieces of a rank, and the most bytes that there have been at once."""
     with torch.device("meta"):
         actor = Deep()
-    logical = {t.path: t for t in lay_out(actor, Plan.of({"*": cut(0, "tp")}), whole, GRID)}
+    logical = {t.path: t for t in lay_out(actor, ShardingPlan.of({"*": cut(0, "tp")}), whole, GRID)}
     torch.manual_seed(3)
     live = Live()
     with live:

@@ -15,7 +15,7 @@ from cg.ir.layout import whole as everything
 from cg.ir.types import Mesh
 from cg.tracer.values.mesh import describe, mesh
 from cg.tracer.values.pieces import keep_pieces, lay_out, piece
-from cg.tracer.values.plan import Plan, Sharding, cut, whole
+from cg.tracer.values.plan import Sharding, ShardingPlan, cut, whole
 
 
 class Block(nn.Module):
@@ -30,7 +30,9 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-PLAN = Plan.of({"up.*": cut(0, "tp"), "down.weight": cut(1, "tp"), "forward(x)": cut(0, "dp")})
+PLAN = ShardingPlan.of(
+    {"up.*": cut(0, "tp"), "down.weight": cut(1, "tp"), "forward(x)": cut(0, "dp")}
+)
 
 
 def test_the_last_axis_varies_fastest() -> None:
@@ -102,7 +104,7 @@ def test_a_cut_of_a_cut_is_minor() -> None:
 
 
 def test_the_first_pattern_counts() -> None:
-    plan = Plan.of({"a.weight|b.*": cut(0, "tp"), "*.weight": cut(1, "tp")})
+    plan = ShardingPlan.of({"a.weight|b.*": cut(0, "tp"), "*.weight": cut(1, "tp")})
     assert plan.of_tensor("a.weight") == plan.of_tensor("b.weight") == cut(0, "tp")
     assert plan.of_tensor("c.weight") == cut(1, "tp")
     assert plan.of_tensor("c.bias") is None
@@ -111,7 +113,7 @@ def test_the_first_pattern_counts() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    paths = [each.path for each in lay_out(Block(), Plan(), whole, mesh(tp=2))]
+    paths = [each.path for each in lay_out(Block(), ShardingPlan(), whole, mesh(tp=2))]
     PLAN.check(Block, paths, [("forward", "x")])
     for pattern, message in (
         (
@@ -121,10 +123,10 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         ("forward(y)", "'forward(y)' matches nothing of Block; its arguments are forward(x)"),
     ):
         with pytest.raises(ValueError, match=r".*") as raised:
-            Plan.of({pattern: whole}).check(Block, paths, [("forward", "x")])
+            ShardingPlan.of({pattern: whole}).check(Block, paths, [("forward", "x")])
         assert message in str(raised.value)
     with pytest.raises(TypeError, match=r"give cg.cut\(\.\.\.\) or cg.whole"):
-        Plan.of({"up.*": "tp"})  # type: ignore[dict-item]
+        ShardingPlan.of({"up.*": "tp"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="needs an axis"):
         cut(0)
     with pytest.raises(ValueError, match="blocks is 0"):
@@ -175,7 +177,7 @@ def test_tied_tensors_have_one_sharding() -> None:
     block.tied = block.up.weight
     layouts = {each.path: each.layout for each in lay_out(block, PLAN, whole, mesh(tp=2))}
     assert layouts["tied"] == Layout((Cut(("tp",)), Cut())), "one of its names is in the plan"
-    plan = Plan.of({"tied": cut(1, "tp"), **dict(PLAN.items)})
+    plan = ShardingPlan.of({"tied": cut(1, "tp"), **dict(PLAN.items)})
     with pytest.raises(ValueError, match=r"'tied' and 'up.weight' are one tensor, and the plan"):
         lay_out(block, plan, whole, mesh(tp=2))
 

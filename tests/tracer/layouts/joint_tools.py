@@ -19,7 +19,7 @@ from cg.tracer.method.twice import settled
 from cg.tracer.values.actor_state import collect
 from cg.tracer.values.interface import TracedCall
 from cg.tracer.values.pieces import lay_out
-from cg.tracer.values.plan import Plan, whole
+from cg.tracer.values.plan import ShardingPlan, whole
 
 from ..function_tools import signature
 from .simulation import Run, layout, run
@@ -39,9 +39,11 @@ def joint_of(actor: nn.Module, method: str, inputs: tuple[int, ...], *args: Any)
     return settled(call, Wanted((0,), inputs))[1]
 
 
-def layouts_of(actor: nn.Module, plan: Mapping[str, str] | Plan, place: Mesh) -> dict[str, Layout]:
+def layouts_of(
+    actor: nn.Module, plan: Mapping[str, str] | ShardingPlan, place: Mesh
+) -> dict[str, Layout]:
     """The layouts of parameters: of the first pattern that fits."""
-    if isinstance(plan, Plan):
+    if isinstance(plan, ShardingPlan):
         laid_out = lay_out(actor, plan, whole, place)
         return {each.path: each.layout for each in laid_out if each.layout is not None}
     found = {}
@@ -56,7 +58,7 @@ def layouts_of(actor: nn.Module, plan: Mapping[str, str] | Plan, place: Mesh) ->
 def compare(
     actor: nn.Module,
     method: str,
-    plan: Mapping[str, str] | Plan,
+    plan: Mapping[str, str] | ShardingPlan,
     place: Mesh,
     args: Sequence[torch.Tensor],
     given: Sequence[str],

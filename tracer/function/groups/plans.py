@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...values.plan import Parts, Plan, Sharding, cut, whole
+from ...values.plan import Parts, Sharding, ShardingPlan, cut, whole
 
 __all__ = ["hf"]
 
@@ -76,7 +76,9 @@ _ROWS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", "labe
 """Arguments of a model's `forward` with a row for each example."""
 
 
-def hf(model: nn.Module, axis: str | tuple[str, str] = "tp", batch: str | None = "dp") -> Plan:
+def hf(
+    model: nn.Module, axis: str | tuple[str, str] = "tp", batch: str | None = "dp"
+) -> ShardingPlan:
     """Make a plan for a model of transformers from the tensor parallel plan that it brings.
 
     ```python
@@ -111,7 +113,7 @@ def hf(model: nn.Module, axis: str | tuple[str, str] = "tp", batch: str | None =
             shardings[f"{path}|*.{path}"] = _sharding(model, key, style, dims, axes)
     if batch is not None:
         shardings |= {f"forward({name})": cut(0, batch) for name in _ROWS}
-    return Plan.of(shardings, optional=type(model).__name__)
+    return ShardingPlan.of(shardings, optional=type(model).__name__)
 
 
 def _styles(model: nn.Module) -> dict[str, Style]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from ....ir.location import Location
 from ...method.purity.copy_node import copy_node
-from ...values.actor_state import Slot, StateTensor
+from ...values.actor_state import StateAttribute, StateTensor
 from ...values.operators import is_random, storage_key, writes_in_secret
 
 
@@ -61,7 +61,7 @@ class Subgraph:
     inputs: int
     dense: tuple[bool, ...]
     returned: int
-    rebinds: tuple[Slot, ...]
+    rebinds: tuple[StateAttribute, ...]
     gradients: tuple[Gradient, ...]
     aliases: tuple[tuple[int, int], ...]
     state_outputs: tuple[int, ...]

@@ -25,7 +25,7 @@ from torch import fx
 
 from ....ir.location import Location
 from ...torch_modes import is_autocast_on
-from ...values.actor_state import Slot
+from ...values.actor_state import StateAttribute
 from ..autodiff import products as sums
 from ..autodiff.products import GradientProduct, find_products, is_expanded_for_products
 from ..autodiff.subgraphs import Subgraph, memory_of, results
@@ -131,7 +131,7 @@ def _written(writer: _BodyWriter, names: frozenset[str] | None) -> GeneratedSour
     return GeneratedSource(text, code, writer.globals, named, locations)
 
 
-def _slots(piece: Subgraph) -> list[Slot]:
+def _slots(piece: Subgraph) -> list[StateAttribute]:
     """The slots of the tensors that a body looks up, adds gradients to, or replaces."""
     tensors = (*piece.state, *(gradient.tensor for gradient in piece.gradients))
     return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
@@ -174,7 +174,7 @@ def _generate(
 class _SlotTensors:
     """The tensors that some slots hold now."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[StateAttribute]) -> None:
         self._slots = slots
 
     def __call__(self) -> list[torch.Tensor]:
@@ -345,7 +345,7 @@ class _BodyWriter:
         for node, tensor in zip(self._state, self.piece.state, strict=True):
             yield f"    {node.name} = {self._slot(tensor.slots[0])}"
 
-    def _slot(self, slot: Slot) -> str:
+    def _slot(self, slot: StateAttribute) -> str:
         within = "".join(f"[{i}]" for i in slot.within)
         return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
 

@@ -17,7 +17,7 @@ import torch
 
 from ....ir.location import Location
 from ...errors import TraceError
-from ...values.actor_state import ActorState, Slot, StateTensor
+from ...values.actor_state import ActorState, StateAttribute, StateTensor
 from ...values.heap.reach import has_fake, reaches_tensor
 from ...values.heap.snapshot import StateChange, show
 from ...values.interface import TracedCall
@@ -46,7 +46,7 @@ class Rebind:
     """
 
     tensor: StateTensor
-    slot: Slot
+    slot: StateAttribute
     value: torch.Tensor
     shared: bool
 

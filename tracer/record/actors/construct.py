@@ -21,7 +21,7 @@ from ...values.group import GroupActor
 from ...values.interface import Peers
 from ...values.optimizer_state import move
 from ...values.pieces import LogicalTensor, keep_pieces, lay_out
-from ...values.plan import Plan, Sharding
+from ...values.plan import Sharding, ShardingPlan
 from .actors import ActorError
 
 
@@ -40,7 +40,7 @@ class Constructor:
     name: str
     cls: type[Any]
     mesh: Mesh
-    plan: Plan
+    plan: ShardingPlan
     store: Sharding
     init: Init
     bucket_bytes: int

@@ -22,7 +22,7 @@ from ...values.holdings import Actors
 from ...values.interface import Peers
 from ...values.mesh import describe
 from ...values.optimizer_state import move
-from ...values.plan import Plan, Sharding, whole
+from ...values.plan import Sharding, ShardingPlan, whole
 from ...values.sharing import plays_all
 from ..session.session import is_tracing
 from .actors import ELSEWHERE, RESERVED, ActorError, ActorHandle, member_of
@@ -82,7 +82,7 @@ class ActorFactory:
         cls: type[Any],
         where: int | Mesh,
         *,
-        plan: Plan | Mapping[str, Sharding] | None = None,
+        plan: ShardingPlan | Mapping[str, Sharding] | None = None,
         store: Sharding = whole,
         init: Init = "whole",
         bucket_bytes: int = BUCKET,
@@ -146,7 +146,7 @@ class ActorFactory:
             if bucket_bytes < 1:
                 raise ValueError(f"{shown}: bucket_bytes is at least 1, not {bucket_bytes}")
             mesh = where
-            chosen = plan if isinstance(plan, Plan) else Plan.of(plan or {})
+            chosen = plan if isinstance(plan, ShardingPlan) else ShardingPlan.of(plan or {})
             return lambda *a, **k: self._make_group(
                 cls, mesh, chosen, store, init, bucket_bytes, peers, a, k
             )
@@ -180,7 +180,7 @@ class ActorFactory:
         self,
         cls: type[Any],
         mesh: Mesh,
-        plan: Plan,
+        plan: ShardingPlan,
         store: Sharding,
         init: Init,
         bucket_bytes: int,
