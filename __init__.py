@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .tracer.record.intrinsics.microbatches import mean, microbatches
     from .tracer.record.intrinsics.via import via
     from .tracer.record.session.inputs import InputError
+    from .tracer.values.experts import expert_linear
     from .tracer.values.opaque import opaque
     from .tracer.values.values import OBJECT as object  # noqa: N811 - users write cg.object
 
@@ -88,6 +89,7 @@ _HOMES = {
     "fsdp": "launch.api.api",
     "layout": "tracer.record.intrinsics.asked_layouts",
     "layout_rule": "tracer.graph.layouts.rules.einsum",
+    "expert_linear": "tracer.values.experts",
     "on": "launch.api.api",
     "object": "tracer.values.values:OBJECT",
     "microbatches": "tracer.record.intrinsics.microbatches",
@@ -166,6 +168,7 @@ __all__ = [
     "fsdp",
     "layout",
     "layout_rule",
+    "expert_linear",
     "on",
     "object",
     "microbatches",

@@ -193,6 +193,13 @@ def normed(x):
 print(torch.equal(normed(x).cpu(), x.norm(dim=1)))
 
 
+# cg.expert_linear
+weight = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))  # three experts
+tokens, ids = x[:4], torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+routed = cg.expert_linear(tokens, weight, ids)
+print(routed.shape, torch.allclose(routed[0, 1], weight[2] @ tokens[0], atol=1e-6))
+
+
 # cg.on
 @cg.trace(inputs=cg.on(0), outputs=cg.on(3))
 def sent(x):

@@ -83,12 +83,6 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "compute both sides and choose by torch.where, or decide by a static (plain Python) "
         f"value; {_OR_OPAQUE}",
     ),
-    (
-        "Expected inputs of BF16 type",
-        "",
-        "grouped products of matrices exist in bfloat16 alone on this device: use bfloat16, or, of "
-        'a model of transformers, experts_implementation="batched_mm" in its configuration',
-    ),
 )
 """Messages of torch, the meaning of each ("" if it says it), and the remedy."""
 

@@ -16,6 +16,7 @@ SEE = {
     "fsdp": "guide/groups.md#parameters-at-rest",
     "layout": "guide/groups.md#what-a-layout-means",
     "layout_rule": "guide/groups.md#operators-of-your-own",
+    "expert_linear": "guide/experts.md#in-a-model-of-your-own",
     "on": "guide/graphs.md",
     "object": "guide/steps.md#inputs-and-outputs",
     "microbatches": "guide/steps.md#microbatches-and-the-backward",

@@ -12,6 +12,7 @@ from .balance import balance
 from .chain import Chain, find_chain
 from .cut_model import Cuts, ModelCosts
 from .example_inputs import example_of
+from .experts import make_experts_static
 
 
 def cut_layers(
@@ -24,7 +25,8 @@ def cut_layers(
 ) -> Cuts:
     """Cut a model between its layers into the stages of a pipeline.
 
-    The model's forward runs once, on fake tensors, and is left as it is. A stage has the parameters
+    The model's forward runs once, on fake tensors, and is left as it is, but that experts of
+    transformers are computed by `cg.expert_linear`. A stage has the parameters
     that its part of the forward uses: the first one an embedding, the last one a norm and a head.
     Each stage computes by itself what depends on the inputs alone, such as masks and rotary
     tables. A parameter that several stages use and that is trained, such as tied embeddings, is in
@@ -57,6 +59,7 @@ def cut_layers(
             that cannot be cut; it cannot run on the example; or the costs are not those of its
             layers.
     """
+    make_experts_static(model)
     chain = find_chain(model, layers)
     analysis = analyse(model, chain, example_of(model) if example is None else example)
     chosen = _costs(model, chain, analysis, costs)

@@ -53,7 +53,6 @@ def model_of(family: str, layers: int = 4, **config: Any) -> nn.Module:
             sizes["head_dim"] = 4
         if family == "Mixtral":
             sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-            sizes |= {"experts_implementation": "batched_mm"}  # dense, so that it can be traced
     made = getattr(transformers, f"{family}Config")(**{**sizes, **config})
     return getattr(transformers, head)(made).eval()  # type: ignore[no-any-return]
 

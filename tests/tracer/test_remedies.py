@@ -44,10 +44,6 @@ class Actor(nn.Module):
     def distribution(self, x: torch.Tensor) -> torch.Tensor:
         return torch.distributions.Dirichlet(x, validate_args=True).log_prob(x / 3)
 
-    def grouped(self, x: torch.Tensor) -> torch.Tensor:
-        ends = torch.tensor([1, 2], dtype=torch.int32)
-        return torch._grouped_mm(x, self.linear.weight.expand(2, 3, 3), offs=ends)
-
 
 @pytest.mark.parametrize(
     ("method", "remedy"),
@@ -58,7 +54,6 @@ class Actor(nn.Module):
         ("conditional", "torch.where"),
         ("empty", "as of an empty batch"),
         ("distribution", "validate_args=False"),
-        ("grouped", 'experts_implementation="batched_mm"'),
     ],
 )
 def test_a_remedy(method: str, remedy: str) -> None:

@@ -27,6 +27,7 @@ from ....ir.location import Location
 from ...error_translation import OPAQUE_REMEDY, current_location, refusal_here
 from ...errors import TraceError, note_refusal
 from ...source import is_torch_file
+from ...values.experts import static_form
 from ...values.operators import is_random, storage_key, writes_in_secret, written_values
 from .function_log import FunctionLog
 from .op_log import OpLog
@@ -92,7 +93,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        func, args, kwargs = static_form(func, args, kwargs or {})
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if not self.backward:

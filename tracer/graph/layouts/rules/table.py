@@ -16,6 +16,7 @@ from . import (
     creation,
     decomposed,
     einsum,
+    experts,
     indexing,
     joining,
     losses,
@@ -32,6 +33,7 @@ _FAMILIES = (
     *(
         attention,
         einsum,
+        experts,
         convolution,
         creation,
         indexing,

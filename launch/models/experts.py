@@ -1,0 +1,84 @@
+"""Mixtures of experts of transformers, computed by products that any trace and any mesh takes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...tracer.values.experts import expert_linear
+
+IMPLEMENTATION = "cg"
+"""Its name among transformers' implementations of experts."""
+
+_DEFAULTS = (None, "eager", "grouped_mm")
+"""What transformers chooses by itself. Another implementation is the user's choice."""
+
+
+@runtime_checkable
+class _ChoosesExperts(Protocol):
+    """A model that computes experts in one of several ways, as those of transformers do."""
+
+    config: Any
+
+    def set_experts_implementation(self, experts_implementation: str) -> None: ...
+    def _can_set_experts_implementation(self) -> bool: ...
+
+
+def make_experts_static(model: nn.Module) -> None:
+    """Let the experts of a model's mixtures be computed by `cg.expert_linear`.
+
+    The ways of transformers loop over the experts that the data chooses, or sort the rows of the
+    whole batch, and so need all of it on each rank. Values are the same. A model that is not of
+    transformers, or has no such experts, or has been told how to compute them, is left as it is.
+    """
+    for module in model.modules():
+        if (
+            isinstance(module, _ChoosesExperts)
+            and module._can_set_experts_implementation()
+            and module.config._experts_implementation in _DEFAULTS
+        ):
+            _register()
+            module.set_experts_implementation(IMPLEMENTATION)
+
+
+def _register() -> None:
+    """Make the implementation known to transformers, which a user of its models has."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
+
+
+def _forward(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward of a module of experts, as transformers calls it.
+
+    Args:
+        module: has the weights of all experts, and says how they lie.
+        hidden_states: `[tokens, width]`.
+        top_k_index: integers `[tokens, k]`, the experts of each token.
+        top_k_weights: `[tokens, k]`, by which their results are added up.
+    """
+    is_turned, has_bias = module.is_transposed, module.has_bias
+    if module.has_gate:
+        bias = module.gate_up_proj_bias if has_bias else None
+        h = _project(hidden_states, module.gate_up_proj, bias, top_k_index, is_turned)
+        h = module._apply_gate(h)
+    else:
+        bias = module.up_proj_bias if has_bias else None
+        h = module.act_fn(_project(hidden_states, module.up_proj, bias, top_k_index, is_turned))
+    bias = module.down_proj_bias if has_bias else None
+    h = _project(h, module.down_proj, bias, top_k_index, is_turned)
+    if vars(module).get("has_post_expert_norm", False):  # not known to older versions
+        h = module.post_expert_norm(h)
+    return (h * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+
+
+def _project(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, is_turned: bool
+) -> Tensor:
+    matrices = weight.transpose(1, 2) if is_turned else weight
+    result = expert_linear(rows.to(weight.dtype), matrices, ids)
+    return result if bias is None else result + functional.embedding(ids, bias)
