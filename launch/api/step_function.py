@@ -1,4 +1,4 @@
-"""A step: a function over actors, compiled for each signature that it is called with."""
+"""A step, and its cache: when a call is traced and compiled anew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ...ir.types import Place
 from ...tracer.function.functions import Functions
 from ...tracer.method.alike import Traces
 from ...tracer.record.actor_names import ActorNames
-from ...tracer.record.session.inputs import InputError, signature_of
+from ...tracer.record.session.inputs import InputError
+from ...tracer.record.session.signature import signature_of
 from ...tracer.record.step import trace_step
 from ...tracer.record.trace import Trace
 from ..environment.config import config
