@@ -409,6 +409,7 @@ print(train.lower(x, y).compile(schedule=cg.schedules.by_name("zb-h1")))
 # cg.Step
 print(train)
 print(train(x, y).shape, train)
+print(train.compilations)
 
 # cg.Lowered
 lowered = train.lower(x, y)

@@ -12,13 +12,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.utils._device as torch_device
+from torch.utils._device import DeviceContext
 
 from ..ir.location import Location
 from .errors import TraceError
 
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
+_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 
 AUTOCAST = "which does not reach into a compiled step"
 AUTOCAST_REMEDY = "enter autocast inside the actor's method"
@@ -29,7 +31,14 @@ _HOST = torch.device("cpu")
 
 def default_device() -> torch.device:
     """The device that `torch.set_default_device` or `with device` has set, or else the host."""
-    return torch_device.CURRENT_DEVICE or _HOST  # torch.get_default_device takes microseconds
+    # torch.get_default_device takes microseconds, and CURRENT_DEVICE does not know `with device`.
+    count = _mode_count()
+    while count:
+        count -= 1
+        mode = _mode_at(count)
+        if type(mode) is DeviceContext:
+            return mode.device
+    return _HOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""A step: a function over actors, compiled for each signature that it is called with."""
+"""A step, and its cache: when a call is traced and compiled anew."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -11,9 +13,16 @@ from ...ir.types import Place
 from ...tracer.function.functions import Functions
 from ...tracer.method.alike import Traces
 from ...tracer.record.actor_names import ActorNames
-from ...tracer.record.session.inputs import InputError, signature_of
+from ...tracer.record.session.inputs import InputError
+from ...tracer.record.session.signature import (
+    CallSignature,
+    by_position,
+    own_parameters,
+    signature_of,
+)
 from ...tracer.record.step import trace_step
 from ...tracer.record.trace import Trace
+from ...tracer.torch_modes import Ambient
 from ..environment.config import config
 from ..runtime.agreement import TraceRequest
 from ..runtime.driven_graphs import check_outside
@@ -25,12 +34,16 @@ from .compiled import Compiled
 from .lowered import Again, Definition, Lowered
 from .step_lock import lock_of
 
+_LOG = logging.getLogger("cg")
+
 
 class Step:
     """A function over actors, compiled for each signature that it is called with.
 
     Calling it is collective: every rank calls it, with arguments of the same types. It is compiled
-    anew when a name by which the function reaches actors is given to other actors.
+    anew when a name by which the function reaches actors is given to other actors; `compilations`
+    says why it was, each time. An argument may be given by position or by name, which makes no
+    difference, unless a decorator below `cg.trace` takes the arguments.
     `step.__wrapped__` is the plain Python function. A decorated method is a step for each object,
     which counts as a constant.
     """
@@ -44,6 +57,9 @@ class Step:
         self._inputs = inputs
         self._outputs = outputs
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._signatures: list[CallSignature] = []
+        self._compilations: list[str] = []
+        self._cause = "first call"
         self._actors: ActorNames | None = None
         self._numbering = Numbering()
         self._numberings: WeakSet[Numbering] = WeakSet()
@@ -64,6 +80,21 @@ class Step:
             bound = steps[self.__name__] = Step(method, self._inputs, self._outputs)
         return bound
 
+    @property
+    def compilations(self) -> tuple[str, ...]:
+        """Why calls of the step have compiled it, in order: one text for each time.
+
+        The first is `first call`. Any other says how the signature differs from the nearest one
+        that was compiled before, such as `x was float32[8,8], is float32[4,8]`, or why what was
+        compiled before was dropped. It also goes to the logger `cg`, at the level INFO. What
+        `lower(...).compile()` has compiled is not among them.
+        """
+        return tuple(self._compilations)
+
+    @functools.cached_property
+    def _parameters(self) -> inspect.Signature | None:
+        return own_parameters(self.__wrapped__)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first call with a signature traces and compiles it.
 
@@ -77,13 +108,15 @@ class Step:
             PlanMismatch: ranks call different steps, or this one with arguments of other types.
             RemoteError: a method raised, on any rank; every rank raises it.
         """
+        if kwargs and self._parameters is not None:
+            args, kwargs = by_position(self._parameters, args, kwargs)
         try:
             key = signature_of(args, kwargs)
         except InputError:
             self.lower(*args, **kwargs)  # which tells the other ranks
             raise
-        if self._actors is not None and self._actors.have_moved():
-            self.clear_cache()
+        if self._actors is not None and (name := self._actors.moved()) is not None:
+            self._forget(f"the name '{name}' holds other actors")
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compile_for(key, args, kwargs)
@@ -98,8 +131,15 @@ class Step:
             if compiled is None:
                 if self._actors is None:
                     self._actors = ActorNames(self.__wrapped__)
-                compiled = self.lower(*args, **kwargs)._compile(CompileOptions(), self._numbering)
+                lowered = self.lower(*args, **kwargs)
+                signature = CallSignature(lowered.trace.inputs, Ambient.now())
+                cause = signature.why_new(self._signatures) if self._signatures else self._cause
+                if self._compilations:
+                    _LOG.info("step %s is compiled again: %s", self.__name__, cause)
+                compiled = lowered._compile(CompileOptions(), self._numbering)
                 self._compiled[key] = compiled
+                self._signatures.append(signature)
+                self._compilations.append(cause)
         return compiled
 
     def state_dict(self) -> dict[str, int]:
@@ -132,9 +172,16 @@ class Step:
         Needed when an actor has changed in a way that the trace relied on, such as by `eval()`.
         The results of `lower(...).compile()` are not affected.
         """
+        self._forget("clear_cache() was called")
+
+    def _forget(self, cause: str) -> None:
+        """Drop what was compiled."""
+        if self._compiled:
+            self._cause = cause
         for compiled in self._compiled.values():
             compiled.close()
         self._compiled.clear()
+        self._signatures.clear()
         self._actors = None
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:

@@ -1,4 +1,8 @@
-"""Replace `backward` by the calls that compute gradients."""
+"""Replace `backward` by calls of the derivatives that the tracer has made.
+
+The tracer has recorded and cut them (`tracer/method/joint.py`, `tracer/graph/autodiff`); here the
+calls of them are placed, with the sums of cotangents.
+"""
 
 from __future__ import annotations
 

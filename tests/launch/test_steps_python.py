@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -283,6 +284,39 @@ def test_one_step_has_one_default_dtype(stage: Any) -> None:
 
     error = refused(step, X)
     assert "is called under the default dtype torch.float64, and the step began" in error.reason
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("entered", [torch.device, default_device])
+def test_a_step_is_compiled_for_each_default_device(stage: Any, entered: Any) -> None:
+    @cg.trace
+    def step(x: Any) -> Any:
+        return stage.forward(x)
+
+    expected = step(X)
+    with entered("meta"):
+        assert torch.equal(step(X), expected)
+        assert torch.equal(step(X), expected)
+    assert torch.equal(step(X), expected)
+    assert repr(step) == "<cg.Step step: compiled for 2 signatures>"
+
+
+@pytest.mark.parametrize("entered", [torch.device, default_device])
+def test_one_step_has_one_default_device(stage: Any, entered: Any) -> None:
+    def step(x: Any) -> Any:
+        with entered("meta"):
+            return stage.forward(x)
+
+    error = refused(step, X)
+    assert "is called under the default device meta, and the step began under cpu" in error.reason
 
 
 def test_modes_that_act_when_the_step_runs(stage: Any) -> None:

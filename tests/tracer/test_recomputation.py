@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from cg.tracer.function.functions import Functions
-from cg.tracer.graph.autodiff.backward import BackwardCut
+from cg.tracer.graph.autodiff.backward_cut import BackwardCut
 from cg.tracer.graph.autodiff.recomputation import Recompute, kept_bytes, recomputed
 from cg.tracer.graph.autodiff.subgraphs import has_effect, is_view
 from cg.tracer.method.joint import Joint, Wanted, trace_call

@@ -15,7 +15,8 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Place
 from cg.launch.world.world import use_world
 from cg.tracer.errors import TraceError
-from cg.tracer.record.session.inputs import InputError, InputSpec, signature_of
+from cg.tracer.record.session.inputs import InputError, InputSpec
+from cg.tracer.record.session.signature import signature_of
 from cg.tracer.record.trace import Trace
 from cg.tracer.values.specs import TensorSpec
 from cg.tracer.values.values import OBJECT

@@ -1,8 +1,10 @@
 """Run a call under make_fx: one graph of its forward and, on request, its backward.
 
 The state of the actor is replaced by fake tensors for the time of the trace, the call runs on
-fake inputs, and `torch.autograd.grad` inside the same trace records the backward. Afterwards the
-actor, its attributes and all generators are as they were before, whatever happens.
+fake inputs, and `torch.autograd.grad` inside the same trace records the backward. Of modules that a
+method repeats, `reuse/templates.py` records forward and backward once, and copies them for the
+others. Afterwards the actor, its attributes and all generators are as they were before, whatever
+happens.
 """
 
 from __future__ import annotations

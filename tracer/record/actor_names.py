@@ -30,9 +30,13 @@ class ActorNames:
         named_actors = ((name, _actors(name.value(), DEPTH)) for name in variables_of(fn))
         self._held = [_NamedActors(name, actors) for name, actors in named_actors if actors]
 
-    def have_moved(self) -> bool:
-        """True if a name now holds other actors than at the trace, or in another order."""
-        return any(map(_NamedActors.has_moved, self._held))
+    def moved(self) -> str | None:
+        """A name that now holds other actors than at the trace, or in another order; None if none.
+
+        It is called before each call of a compiled step.
+        """
+        moved = next(filter(_NamedActors.has_moved, self._held), None)
+        return None if moved is None else moved.name.path
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from .actors.apart import refuse_apart
 from .collector import collector_paused
 from .groups.gradient_sums import finish_gradients
 from .groups.group_calls import layout_of, moved
+from .opaque_checks import recheck, watch_arguments
 from .recorder import Recorder, training_refused
 from .repeat import record_twice
-from .runtime_guards import recheck, watch_arguments
 from .session.inputs import InputError, InputSpec, leaf_spec, name_leaves
 from .session.session import Session, current, entered
 from .trace import OutputSpec, PlainArguments, Trace

@@ -1,7 +1,7 @@
 """Cut a joint graph: into the forward alone, or into forward and backward with saved values.
 
-The forward has the nodes that were traced before the backward began. `backward.py` says which of
-its values are saved.
+The forward has the nodes that were traced before the backward began. `backward_cut.py` says which
+of its values are saved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...method.joint import Joint
-from .backward import BackwardCut, BackwardPart, backward_piece
+from .backward_cut import BackwardCut, BackwardPart, backward_piece
 from .recomputation import Recompute, recomputed
 from .split_backward import SplitBackward, halve
 from .subgraphs import (

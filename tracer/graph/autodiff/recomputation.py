@@ -23,7 +23,7 @@ from ...errors import TraceError
 from ...method.joint import Joint
 from ...values.interface import MethodTarget, Target, TracedCall, Write
 from ...values.operators import written_values
-from .backward import BackwardCut
+from .backward_cut import BackwardCut
 from .subgraphs import fake_of, has_effect, is_view, memory_of
 
 

@@ -22,7 +22,7 @@ from torch import fx
 from ...method.joint import Joint
 from ...method.purity.simplify import reshapes_in_place
 from ...values.operators import written_values
-from .backward import BackwardCut, BackwardPart, backward_piece
+from .backward_cut import BackwardCut, BackwardPart, backward_piece
 from .subgraphs import Subgraph, has_effect, is_view, memory_of
 
 _MASKED: frozenset[object] = frozenset({torch.ops.aten.convolution_backward.default})

@@ -263,7 +263,7 @@ class _On:
 def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:
     """The modules, tensors and optimizers that a class's constructors read from variables."""
     values = {
-        ".".join((base.__qualname__, variable.name, *variable.attributes)): variable.value()
+        f"{base.__qualname__}.{variable.path}": variable.value()
         for base in cls.__mro__
         if "__init__" in vars(base)
         for variable in variables_of(vars(base)["__init__"])

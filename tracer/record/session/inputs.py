@@ -1,4 +1,4 @@
-"""The arguments of a step: their specs, names and signatures, and the checks of every call."""
+"""The arguments of a step: their specs and names, and the checks of every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from ....ir.types import Place
 from ...errors import shorten
 from ...method.guards.tensors_alike import check_of, never
-from ...torch_modes import AUTOCAST, AUTOCAST_REMEDY, default_device, default_dtype, is_autocast_on
+from ...torch_modes import AUTOCAST, AUTOCAST_REMEDY, default_dtype, is_autocast_on
 from ...values.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, show_type, static_key
 from ...values.values import NotAValue, ObjectMarker
 
@@ -198,32 +198,6 @@ def _by_name(bound: dict[str, Any], signature: inspect.Signature) -> dict[str, A
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments.update(arguments.pop(name, {}))
     return arguments
-
-
-_ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, ObjectMarker})
-
-
-def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A hashable key; calls of a step with equal keys share one trace.
-
-    Calls have equal signatures if their arguments have the same structure, their tensors the same
-    dtype, shape and `requires_grad`, and their other leaves equal values. Also, gradients have to
-    be enabled in both or in neither, and the default dtype and device have to be the same.
-
-    Raises:
-        InputError: an argument is neither a tensor nor a value that can be compared.
-    """
-    key: list[Any] = [torch.is_grad_enabled(), default_dtype(), default_device()]
-    leaves: Sequence[Any] = args
-    if kwargs or not all(isinstance(a, torch.Tensor) or type(a) in _ATOMS for a in args):
-        leaves, spec = tree_flatten((args, kwargs))
-        key.append(spec)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            key.append((leaf.dtype, leaf.shape, leaf.requires_grad))
-        else:
-            key.append(static_key(static_argument(leaf)))
-    return tuple(key)
 
 
 def static_argument(leaf: Any) -> Any:

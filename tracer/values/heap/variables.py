@@ -28,6 +28,11 @@ class Variable:
     space: CellType | dict[str, Any]
     attributes: tuple[str, ...] = ()
 
+    @property
+    def path(self) -> str:
+        """The name with the attributes behind it, such as `self.stages`."""
+        return ".".join((self.name, *self.attributes))
+
     def value(self) -> Any:
         """Its value now; None if it is not there."""
         try:

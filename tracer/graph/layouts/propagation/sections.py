@@ -14,7 +14,7 @@ from torch import fx
 
 from ....method.joint import Joint
 from ....values.actor_state import StateTensor
-from ...autodiff.backward import BackwardCut
+from ...autodiff.backward_cut import BackwardCut
 from ...autodiff.recomputation import Recompute, recomputed
 from ...autodiff.split_backward import sides
 from ...autodiff.subgraphs import written_in_place
