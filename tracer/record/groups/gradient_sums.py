@@ -181,7 +181,7 @@ def declared(
         own_parts, parts = agree(
             session.peers, group.mesh.ranks, made, name, loc, parts_of=lambda public: public
         )
-        enter(session, parts, [] if own_parts is None else [part.body for part in own_parts])
+        enter(session, parts, own_parts or ())
     return name
 
 
