@@ -224,10 +224,19 @@ class Scaled(nn.Module):
     def anything(self, y: Tensor) -> None:
         pass
 
+    @cg.opaque
+    def double_down(self, y: Tensor) -> None:
+        with torch.no_grad():
+            self.down.mul_(2)
 
-def trained(name: str) -> tuple[Any, Scaled, Callable[[Tensor], None]]:
+
+CUT = {"up": cg.cut(0, "tp"), "down": cg.cut(1, "tp")}
+
+
+def trained(
+    name: str, plan: dict[str, Any] | None = CUT
+) -> tuple[Any, Scaled, Callable[[Tensor], None]]:
     """An actor, its plain twin, and a step with a call between the forward and the backward."""
-    plan = {"up": cg.cut(0, "tp"), "down": cg.cut(1, "tp"), "anything(y)": cg.whole}
     actor = cg.actor(Scaled).on(cg.mesh(tp=2), plan=plan)()  # type: ignore[attr-defined]
 
     @cg.trace
@@ -267,3 +276,15 @@ def test_a_call_before_the_backward_that_may_change_what_the_backward_reads(
     _, _, step = trained(name)
     with pytest.raises(cg.TraceError, match=message):
         step(torch.ones(2, 4))
+
+
+def test_copies_notice_an_opaque_call_that_changes_what_the_backward_reads() -> None:
+    actor, plain, step = trained("anything", None)
+    y = torch.ones(2, 4)
+    step(y)
+    plain.loss(y).backward()
+    for copied in actor.instances.values():
+        torch.testing.assert_close(copied.down.grad, plain.down.grad)
+    _, _, step = trained("double_down", None)
+    with pytest.raises(cg.RemoteError, match="needs 'down' as its forward has seen it"):
+        step(y)
