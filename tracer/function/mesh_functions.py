@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...ir.attributes import Effect, Shares
 from ...ir.layout import Layout
 from ...ir.ops.names import layer_of
+from ...ir.packing import numel_at_rank
 from ..errors import TraceError
 from ..graph.autodiff.partition import Sections
 from ..graph.autodiff.recomputation import Recompute
@@ -17,7 +18,7 @@ from ..graph.layouts.propagation.joints import propagate_joint
 from ..graph.layouts.propagation.sections import LaidOutSection, SectionCutter
 from ..graph.layouts.versions import Version
 from ..values.actor_state import StateTensor
-from ..values.gradient_buckets import Buckets, GradientLayout, numel_at_rank
+from ..values.gradient_buckets import Buckets, GradientLayout
 from ..values.group import Group
 from ..values.interface import TracedPart, TracedVjp, Write
 from .call_functions import CallFunctions
