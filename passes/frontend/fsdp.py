@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...ir.attributes import Effect, Symbol, Task, Traffic
-from ...ir.layout import Cut, Layout
 from ...ir.ops import Call, Op, Transfer, Value, builtins
 from ...ir.ops.module import Function, Module
 from ...ir.ops.names import Names
+from ...ir.packing import LARGE, numel_at_rank, packed
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import error
 from ...ir.types import TensorType
 from ..base import Pass
 from .buckets import bucket_of, unmatched
-
-LARGE = 1 << 20
-"""The least bytes of a rank's piece that travels by itself, which saves two copies of it."""
 
 STEP, TASK = "step", "task"
 
@@ -166,7 +163,7 @@ class _Journey:
     @property
     def piece_bytes(self) -> int:
         """The bytes of each piece."""
-        return self.pieces.nbytes // _cut_by(self.pieces)
+        return _numel_at_rank(self.pieces) * self.pieces.dtype.itemsize
 
 
 class _Runs:
@@ -371,7 +368,10 @@ class _Rewriter:
         sent_parts = [journey.sent for journey, _ in pairs]
         received_parts = [journey.received for journey, _ in pairs]
         along = first.along
-        sent, received = _whole(sent_parts, along), _whole(received_parts, along)
+        place = first.sent.place
+        assert place is not None, "before SCHEDULED a value has a place"
+        sent = replace(packed(sent_parts, place, along), place=place)
+        received = replace(packed(received_parts, place, along), place=place)
         count = first.members
         pieces = (1, count) if traffic is Traffic.GATHER else (count, 1)
         packs = builtins.pack(self._module, sent_parts, sent, pieces[0])
@@ -422,28 +422,6 @@ def _summands(type_: TensorType) -> tuple[str, ...]:
     return () if type_.layout is None else type_.layout.summands
 
 
-def _cut_by(type_: TensorType) -> int:
-    """The number of pieces that a flat tensor is cut into."""
+def _numel_at_rank(type_: TensorType) -> int:
     assert type_.place is not None, "before SCHEDULED a value has a place"
-    sizes = dict(type_.place.axes)
-    return math.prod(sizes[axis] for axis in _axes(type_))
-
-
-def _whole(parts: Sequence[TensorType], along: tuple[str, ...]) -> TensorType:
-    """The type of a tensor that packs flat tensors, where each rank packs its own pieces.
-
-    Args:
-        parts: the types of the flat tensors.
-        along: the axes along which pieces are gathered, or reduced to pieces. They become the
-            minor axes of the cut.
-    """
-    first = parts[0]
-    assert first.place is not None, "before SCHEDULED a value has a place"
-    used = {axis for part in parts for axis in _axes(part)}
-    axes = tuple(axis for axis, _ in first.place.axes if axis in used and axis not in along)
-    axes += tuple(axis for axis in along if axis in used)
-    sizes = dict(first.place.axes)
-    count = sum(part.numel // _cut_by(part) for part in parts)
-    count *= math.prod(sizes[axis] for axis in axes)
-    layout = Layout.of((Cut(axes),), _summands(first))
-    return TensorType(first.dtype, (count,), first.place, layout)
+    return numel_at_rank(type_.shape, type_.layout, type_.place)

@@ -9,50 +9,40 @@ backward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from ...ir.attributes import Effect, Shares
 from ...ir.location import Location
-from ...ir.ops.module import Function, FunctionKind, Vjp
-from ...ir.types import TensorType
+from ...ir.ops.module import Function, FunctionKind
 from ..errors import TraceError
 from ..graph.autodiff.recomputation import refuse_twice, what_again
-from ..graph.autodiff.split_backward import SplitBackward
-from ..graph.autodiff.subgraphs import Subgraph, fake_of, sharing, state_references
-from ..graph.autodiff.subgraphs import memory_of as memory_of_node
-from ..graph.codegen.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
-from ..method.guards.guard import build_guard
 from ..method.joint import Joint, Wanted
 from ..method.purity.watch import UsesGradients
 from ..method.twice import settled
-from ..values.actor_state import ActorState, StateTensor, collect
-from ..values.gradient_buckets import Buckets, whole_gradients
-from ..values.group import Group
+from ..values.actor_state import ActorState, collect
+from ..values.gradient_buckets import Buckets
 from ..values.interface import (
     MethodTarget,
     RankBodies,
     Target,
     TracedCall,
     TracedFunction,
-    TracedPart,
     TracedVjp,
     Write,
     given_objects,
 )
 from ..values.opaque import OpaqueMark, opaque_mark
-from ..values.operators import storage_key
-from ..values.sharing import shares_of
-from ..values.specs import ObjectSpec, Tree, ir_dtype
-from .effects import Effects, memory_of, replaced_state, written_state
-from .graph_pieces import GraphPieces
-from .group_methods import GroupMethods
+from ..values.specs import ObjectSpec, Tree
+from .effects import Effects
 from .groups.pieces_only import OperatorWatch
+from .mesh_functions import MeshFunctions
 from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
+from .rank_functions import GraphPieces, RankFunctions
 
 
 class Functions:
@@ -108,47 +98,7 @@ class Functions:
             call, joint = self._joint(target, self._with_state(target, call))
         except UsesGradients:
             return self._opaque(target, call, OpaqueMark(), name)
-        if target.group is not None and target.group.has_layouts:
-            return self._trace_group(target, target.group, call, joint, name)
-        piece = self._pieces.forward(joint)
-        _refuse_history(call, piece.state)
-        declaration = self._declare(target, call, joint, piece, name)
-        guard = None
-        if isinstance(target, MethodTarget):
-            who = type(target.instance).__qualname__
-            guard = build_guard(call, joint.reads, piece.state, who, target.method)
-        return TracedFunction(
-            declaration,
-            joint.results,
-            piece.state_outputs,
-            self._pieces.bodies(piece, name, target.group),
-            guard,
-            views=sharing(joint.outputs, joint.inputs),
-            reaching=joint.reaching,
-        )
-
-    def _trace_group(
-        self, target: Target, group: Group, call: TracedCall, joint: Joint, name: str
-    ) -> TracedFunction:
-        """Trace a function that the ranks of a group call together, each on its pieces."""
-        methods = self._methods(target, group, call)
-        function = methods.forward(joint, name)
-        guard = None
-        if isinstance(target, MethodTarget):
-            who, state = type(target.instance).__qualname__, methods.read(joint)
-            guard = build_guard(call, joint.reads, state, who, target.method)
-        memory = {memory_of_node(node) for node, _ in joint.state}
-        return TracedFunction(
-            function.declaration,
-            joint.results,
-            state_references(joint.outputs, memory),
-            None,
-            guard,
-            views=sharing(joint.outputs, joint.inputs),
-            program=function.program,
-            parts=function.parts,
-            reaching=joint.reaching,
-        )
+        return self._functions_of(target, call, joint).function(name)
 
     def trace_vjp(
         self,
@@ -182,50 +132,22 @@ class Functions:
         call, joint = self._joint(target, call, Wanted(grad_outputs, grad_inputs))
         if target.remat:
             refuse_twice(call, joint)
-        effects = self._effects_on(target)
         recompute = what_again(target, self._fused, between)
-        if target.group is not None and target.group.has_layouts:
-            methods = self._methods(target, target.group, call)
-            return methods.derivative(joint, name, between, recompute)
-        parts = self._pieces.split(joint, effects.volatile(joint, between), recompute)
-        _refuse_history(call, parts.forward.state)
-        _refuse_written(call, parts.backward, effects, between)
-        forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
-        backward = Function(
-            f"{name}.backward",
-            inputs=tuple(map(_type, (*parts.saved, *joint.cotangents))),
-            outputs=tuple(forward.inputs[i] for i in joint.wanted_inputs),
-            effect=_of_backward(effects, joint, parts.backward),
-            actor=target.actor,
-            aliases=parts.backward.aliases,
-            loc=forward.loc,
-            flops=self._pieces.flops(parts.backward),
-        )
-        backward = _with_shares(backward, target, parts.backward)
-        vjp = Vjp(name, forward.name, backward.name, grad_outputs, joint.wanted_inputs)
-        halves: tuple[TracedPart, ...] = ()
-        if parts.halves is not None:
-            vjp, halves = self._halves(target, vjp, parts.halves, backward, joint, effects)
-        traced = TracedVjp(
-            vjp,
-            self._part(target, forward, parts.forward),
-            self._part(target, backward, parts.backward),
-            halves,
-            gradients={}
-            if target.group is None
-            else whole_gradients(gradient.tensor for gradient in parts.backward.gradients),
-        )
-        unknown = effects.unknown(between)
-        if unknown and parts.backward.state:
-            return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
-        return traced
+        return self._functions_of(target, call, joint).derivative(name, between, recompute)
 
-    def _methods(self, target: Target, group: Group, call: TracedCall) -> GroupMethods:
+    def _functions_of(
+        self, target: Target, call: TracedCall, joint: Joint
+    ) -> RankFunctions | MeshFunctions:
+        # A torch function has no actor that others could change, so its effects are its own.
+        effects = self._effects if isinstance(target, MethodTarget) else Effects()
+        group = target.group
+        if group is None or not group.has_layouts:
+            return RankFunctions(target, call, joint, effects, self._pieces)
         buckets = Buckets()
         if group.actor is not None:
             new = Buckets(group.actor.bucket_bytes)
             buckets = self._buckets.setdefault(group.actor.name, new)
-        return GroupMethods(target, group, call, self._effects_on(target), buckets)
+        return MeshFunctions(target, call, joint, effects, group, buckets)
 
     def _joint(
         self, target: Target, call: TracedCall, derivative: Wanted | None = None
@@ -257,72 +179,6 @@ class Functions:
         if device is None:
             device = state.tensors[0].tensor.device if state.tensors else call.device
         return replace(call, state=state, given=objects, device=device)
-
-    def _declare(
-        self,
-        target: Target,
-        call: TracedCall,
-        joint: Joint,
-        piece: Subgraph,
-        name: str,
-        saved: Sequence[torch.fx.Node] = (),
-    ) -> Function:
-        effect = self._effects_on(target).of_forward(joint, piece.state, name)
-        return Function(
-            name,
-            inputs=call.signature.types(),
-            outputs=joint.results.types() + tuple(map(_type, saved)),
-            effect=effect,
-            shares=_shares_of_forward(target, joint, piece, effect, name),
-            actor=target.actor,
-            random=joint.recorder.draws,
-            aliases=piece.aliases,
-            loc=call.declared_at,
-            flops=self._pieces.flops(piece),
-        )
-
-    def _halves(
-        self,
-        target: Target,
-        vjp: Vjp,
-        halves: SplitBackward,
-        backward: Function,
-        joint: Joint,
-        effects: Effects,
-    ) -> tuple[Vjp, tuple[TracedPart, ...]]:
-        """The vjp that names the halves of its backward, and the functions of these halves."""
-        if halves.input is None:
-            return replace(vjp, weight=backward.name, kept=halves.kept), ()
-        left_types = tuple(map(_type, halves.left))
-        input_ = replace(
-            backward,
-            name=f"{vjp.name}.input",
-            outputs=backward.outputs + left_types,
-            effect=_of_backward(effects, joint, halves.input),
-            aliases=halves.input.aliases,
-            flops=self._pieces.flops(halves.input),
-        )
-        weight = replace(
-            backward,
-            name=f"{vjp.name}.weight",
-            inputs=tuple(backward.inputs[i] for i in halves.kept) + left_types,
-            outputs=(),
-            effect=_of_backward(effects, joint, halves.weight),
-            aliases=(),
-            flops=self._pieces.flops(halves.weight),
-        )
-        pieces = ((input_, halves.input), (weight, halves.weight))
-        parts = tuple(
-            self._part(target, _with_shares(f, target, piece), piece) for f, piece in pieces
-        )
-        return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), parts
-
-    def _part(self, target: Target, function: Function, piece: Subgraph) -> TracedPart:
-        return TracedPart(function, self._pieces.bodies(piece, function.name, target.group))
-
-    def _effects_on(self, target: Target) -> Effects:
-        """The known effects on actors; a torch function has no actor, and gets an empty object."""
-        return self._effects if isinstance(target, MethodTarget) else Effects()
 
     def _opaque(
         self, target: Target, call: TracedCall, mark: OpaqueMark, name: str
@@ -370,40 +226,6 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> TracedCal
     return TracedCall(target.name, function, ActorState(), signature, host, loc, home)
 
 
-def _of_backward(effects: Effects, joint: Joint, piece: Subgraph) -> Effect:
-    graded = [gradient.tensor for gradient in piece.gradients]
-    return effects.of_backward(joint, piece.state, graded)
-
-
-def _type(node: torch.fx.Node) -> TensorType:
-    fake = fake_of(node)
-    return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
-
-
-def _shares_of_forward(
-    target: Target, joint: Joint, piece: Subgraph, effect: Effect, name: str
-) -> Shares:
-    reads = _memory(piece.state)
-    changed = memory_of((*written_state(joint), *replaced_state(joint)))
-    if target.use is not None:
-        target.use.note(reads, changed, name)
-    return shares_of(target.shared, effect, reads, changed)
-
-
-def _with_shares(backward: Function, target: Target, piece: Subgraph) -> Function:
-    """Declare the effects of a backward, or of one of its halves, on state that actors share."""
-    reads = _memory(piece.state)
-    graded = _memory(gradient.tensor for gradient in piece.gradients)
-    if target.use is not None:
-        target.use.note(reads, graded, backward.name)
-    shares = shares_of(target.shared, backward.effect, (), reads | graded)
-    return replace(backward, shares=shares)
-
-
-def _memory(state: Iterable[StateTensor]) -> set[int | None]:
-    return memory_of(state_tensor.tensor for state_tensor in state)
-
-
 def _no_derivative(call: TracedCall) -> TraceError:
     """The error for a derivative of an opaque function."""
     return TraceError(
@@ -411,29 +233,6 @@ def _no_derivative(call: TracedCall) -> TraceError:
         loc=call.loc,
         remedy="remove @cg.opaque, so that the method is traced; or detach its result",
     )
-
-
-def _refuse_history(call: TracedCall, used: Iterable[StateTensor]) -> None:
-    """Refuse state that carries gradient history from outside of the step."""
-    for state in used:
-        if state.tensor.requires_grad and not state.tensor.is_leaf:
-            raise call.refusal(
-                f"it uses '{state.path}', which carries gradient history from outside the step",
-                "keep x.detach() in the attribute, or an nn.Parameter",
-            )
-
-
-def _refuse_written(
-    call: TracedCall, backward: Subgraph, effects: Effects, between: Sequence[Write]
-) -> None:
-    """Refuse a backward if a call in between writes to state that it reads."""
-    for write in between:
-        memory = effects.written_by(write)
-        paths = [f"'{s.path}'" for s in backward.state if storage_key(s.tensor) in memory]
-        if paths:
-            raise TraceError(
-                changed_between(call.what, paths, [write]), loc=call.loc, remedy=CHANGE_AFTER
-            )
 
 
 def _refuse_hooks(call: TracedCall) -> None:

@@ -253,24 +253,25 @@ EXPERT_LINEAR = torch.ops.cg.expert_linear.default
 EXPERT_OUTER = torch.ops.cg.expert_outer.default
 
 
-@register_flop_formula(torch.ops.cg.grouped_mm)  # type: ignore[no-untyped-call]
+@register_flop_formula(torch.ops.cg.grouped_mm)
 def _grouped_flops(left: Any, right: Any, ends: Any, out_shape: Any = None, **_: Any) -> int:
     """Two for each multiply-add: each row, or each column, meets the matrix of its group."""
-    return 2 * math.prod(left) * right[-1] if len(left) == 2 else 2 * math.prod(left[1:]) * right[1]
+    rows, columns = (left, right[-1]) if len(left) == 2 else (left[1:], right[1])
+    return 2 * math.prod(map(int, rows)) * int(columns)
 
 
-@register_flop_formula(torch.ops.cg.expert_linear)  # type: ignore[no-untyped-call]
+@register_flop_formula(torch.ops.cg.expert_linear)
 def _linear_flops(
     input: Any, weight: Any, ids: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    return 2 * math.prod(ids) * int(weight[1]) * int(weight[2])
+    return 2 * math.prod(map(int, (*ids, *weight[1:])))
 
 
-@register_flop_formula(torch.ops.cg.expert_outer)  # type: ignore[no-untyped-call]
+@register_flop_formula(torch.ops.cg.expert_outer)
 def _outer_flops(
     left: Any, right: Any, ids: Any, experts: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    return 2 * math.prod(ids) * int(left[-1]) * int(right[-1])
+    return 2 * math.prod(map(int, (*ids, left[-1], right[-1])))
 
 
 def static_form(

@@ -5,12 +5,10 @@ A backward is cut at its buckets, so that one is reduced while the rest of the b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...ir.layout import WHOLE, Layout
-from ...ir.types import Place
 from .actor_state import StateTensor
 
 BUCKET = 25 << 20
@@ -67,13 +65,6 @@ def whole_gradients(tensors: Iterable[StateTensor]) -> dict[str, GradientLayout]
     return {
         tensor.path: GradientLayout(Layout((WHOLE,) * tensor.tensor.dim())) for tensor in tensors
     }
-
-
-def numel_at_rank(shape: tuple[int, ...], layout: Layout, place: Place) -> int:
-    """The number of elements that a rank holds in a layout; the mean, where pieces are uneven."""
-    cutting = {axis for cut in layout.cuts for axis in cut.axes}
-    pieces = math.prod(size for axis, size in place.axes if axis in cutting)
-    return math.prod(shape) // pieces
 
 
 def buckets_of(paths: Iterable[str], buckets: Mapping[str, int]) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ class TracedFunction:
         state_outputs: indices of the outputs that eager Python would return as live references
             to the actor's parameters or buffers.
         body: what to run (not sent to other ranks); None for a program.
-        program, parts: the body of a program, and the functions that it calls.
+        program, called: the body of a program, and the functions that it calls.
         guard: what the trace relied on (not sent to other ranks).
         strict: for an opaque function, a body that raises where a result requires a gradient, for
             calls that a loss depends on (not sent to other ranks).
@@ -164,20 +164,27 @@ class TracedFunction:
     strict: Bodies | None = None
     views: tuple[tuple[int, int], ...] = ()
     program: Program | None = None
-    parts: tuple[TracedPart, ...] = ()
+    called: tuple[TracedPart, ...] = ()
     reaching: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def parts(self) -> tuple[TracedPart, ...]:
+        """The function, and those that it calls."""
+        return (TracedPart(self.declaration, self.body, self.program), *self.called)
 
 
 @dataclass(frozen=True)
 class TracedPart:
     """A function of a derivative, or of a program: a half of a backward, say.
 
-    If it is a program, `program` is its body, and `body` is None.
+    If it is a program, `program` is its body, which calls the functions `called`, and `body` is
+    None.
     """
 
     declaration: Function
     body: Bodies | None
     program: Program | None = None
+    called: tuple[TracedPart, ...] = ()
 
     @property
     def only_body(self) -> Body:
@@ -197,7 +204,6 @@ class TracedVjp:
         vjp: names its functions.
         first, second: the forward and the backward.
         halves: the halves of the backward.
-        called: the functions that these call, where they are programs.
         gradients: for an actor on a mesh, what the backward adds to `.grad` of its tensors, by
             path.
     """
@@ -206,13 +212,13 @@ class TracedVjp:
     first: TracedPart
     second: TracedPart
     halves: tuple[TracedPart, ...] = ()
-    called: tuple[TracedPart, ...] = ()
     gradients: Mapping[str, GradientLayout] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:
-        """All its functions."""
-        return (self.first, self.second, *self.halves, *self.called)
+        """All its functions, and those that these call."""
+        own = (self.first, self.second, *self.halves)
+        return (*own, *(called for part in own for called in part.called))
 
 
 class FunctionTracer(Protocol):

@@ -188,3 +188,103 @@ def test_a_batch_norm_without_running_statistics_is_trained() -> None:
     for piece in actor.instances.values():
         for mine, other in zip(piece.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad)
+
+
+class Scaled(nn.Module):
+    """Its backward reads `down` and `seen`, and neither `up` nor `other`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up = nn.Parameter(torch.randn(6, 4))
+        self.down = nn.Parameter(torch.randn(4, 6))
+        self.register_buffer("seen", torch.randn(4))
+        self.register_buffer("other", torch.randn(4))
+
+    def loss(self, y: Tensor) -> Tensor:
+        return (((y * self.seen) @ self.up.t()) @ self.down.t()).square().sum()
+
+    def count(self, y: Tensor) -> None:
+        with torch.no_grad():
+            self.seen.add_(y.sum(0))
+
+    def count_other(self, y: Tensor) -> None:
+        with torch.no_grad():
+            self.other.add_(y.sum(0))
+
+    def shift_up(self, y: Tensor) -> None:
+        with torch.no_grad():
+            self.up.add_(y.sum())
+
+    def shift_down(self, y: Tensor) -> None:
+        with torch.no_grad():
+            self.down.add_(y.sum())
+
+    @cg.opaque
+    def anything(self, y: Tensor) -> None:
+        pass
+
+    @cg.opaque
+    def double_down(self, y: Tensor) -> None:
+        with torch.no_grad():
+            self.down.mul_(2)
+
+
+CUT = {"up": cg.cut(0, "tp"), "down": cg.cut(1, "tp")}
+
+
+def trained(
+    name: str, plan: dict[str, Any] | None = CUT
+) -> tuple[Any, Scaled, Callable[[Tensor], None]]:
+    """An actor, its plain twin, and a step with a call between the forward and the backward."""
+    actor = cg.actor(Scaled).on(cg.mesh(tp=2), plan=plan)()  # type: ignore[attr-defined]
+
+    @cg.trace
+    def step(y: Tensor) -> None:
+        loss = actor.loss(y)
+        getattr(actor, name)(y)
+        cg.backward(loss)
+
+    return actor, Scaled(), step
+
+
+@pytest.mark.parametrize("name", ["count", "count_other", "shift_up"])
+def test_a_call_before_the_backward_that_changes_nothing_the_backward_reads(name: str) -> None:
+    actor, plain, step = trained(name)
+    y = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    step(y)
+    # Eagerly `seen` would be noticed by its version; the step has kept what the forward has seen.
+    plain.loss(y).backward()
+    getattr(plain, name)(y)
+    for rank, piece in actor.instances.items():
+        torch.testing.assert_close(piece.up.grad, plain.up.grad.chunk(2, 0)[rank])
+        torch.testing.assert_close(piece.down.grad, plain.down.grad.chunk(2, 1)[rank])
+        torch.testing.assert_close(piece.up, plain.up.chunk(2, 0)[rank])
+        torch.testing.assert_close(piece.seen, plain.seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shift_down", "needs 'down' as its forward has seen it, but a call between the two has"),
+        ("anything", "may change what the gradient of Scaled.loss needs"),
+    ],
+)
+def test_a_call_before_the_backward_that_may_change_what_the_backward_reads(
+    name: str, message: str
+) -> None:
+    _, _, step = trained(name)
+    with pytest.raises(cg.TraceError, match=message):
+        step(torch.ones(2, 4))
+
+
+def test_copies_notice_an_opaque_call_that_changes_what_the_backward_reads() -> None:
+    actor, plain, step = trained("anything", None)
+    y = torch.ones(2, 4)
+    step(y)
+    plain.loss(y).backward()
+    for copied in actor.instances.values():
+        torch.testing.assert_close(copied.down.grad, plain.down.grad)
+    _, _, step = trained("double_down", None)
+    with pytest.raises(cg.RemoteError, match="needs 'down' as its forward has seen it"):
+        step(y)

@@ -8,8 +8,7 @@ up again, unless it changes before the backward runs: then its old value is save
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -18,14 +17,15 @@ from ...method.joint import Joint
 from ...method.purity.simplify import reshapes_in_place
 from ...values.actor_state import StateTensor
 from .subgraphs import (
-    Gradient,
     Subgraph,
     SubgraphBuilder,
+    gradients_of,
     has_effect,
     is_view,
     memory_of,
     returned_values,
     sharing,
+    type_of,
     written_in_place,
 )
 
@@ -164,6 +164,7 @@ class BackwardPart:
 def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgraph:
     """Build the graph of a part of a backward."""
     results = joint.input_grads if part.returns else ()
+    sources = [joint.inputs[i] for i in joint.wanted_inputs] if part.returns else []
     gradients = [n for _, n in part.gradients]
     used = {cut.origin(s) for node in part.nodes for s in node.all_input_nodes}
     used.update(map(cut.origin, (*results, *gradients)))
@@ -181,7 +182,7 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
     for node in (*results, *gradients):
         _provide(builder, cut, node)
     memory = {memory_of(n) for n, _ in joint.state}
-    returned, aliases, _ = returned_values(builder, results, part.inputs, memory)
+    returned, aliases = returned_values(builder, results, part.inputs, memory)
     aliases += sharing(part.left, part.inputs, len(returned))
     returned += [builder.of(n) for n in part.left]
     builder.graph.output((*returned, *(builder.of(n) for n in gradients)))
@@ -189,18 +190,18 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
     return Subgraph(
         graph=builder.graph,
         owner=joint.owner,
-        state=tuple(t for _, t in state),
-        inputs=len(part.inputs),
+        reads=tuple(t for _, t in state),
+        takes=tuple(map(type_of, part.inputs)),
         dense=tuple(n in cotangents for n in part.inputs),
-        returned=len(returned),
+        gives=(*(map(type_of, sources)), *map(type_of, part.left)),
         rebinds=(),
-        gradients=_gradients(
+        gradients=gradients_of(
             part.gradients,
-            [*results, *gradients, *part.left],
+            [*results, *part.left],
             {memory_of(n) for n in part.inputs} | memory,
         ),
         aliases=aliases,
-        state_outputs=(),
+        draws=False,
         locations=builder.locations,
     )
 
@@ -218,27 +219,3 @@ def _provide(builder: SubgraphBuilder, cut: BackwardCut, node: fx.Node) -> None:
         builder.alias(node, base)
     else:
         builder.copy(node)
-
-
-def _gradients(
-    gradients: Iterable[tuple[StateTensor, fx.Node]],
-    results: Iterable[fx.Node],
-    elsewhere: set[int | None],
-) -> tuple[Gradient, ...]:
-    """The gradients of the state. A gradient is owned if nothing else refers to its memory.
-
-    Args:
-        gradients: tensors of the state, with the nodes of their gradients.
-        results: all results of the piece.
-        elsewhere: memory of its inputs and of the state.
-    """
-    uses = Counter(map(memory_of, results))
-    return tuple(
-        Gradient(
-            tensor,
-            owned=node.op == "call_function"
-            and uses[memory_of(node)] == 1
-            and memory_of(node) not in elsewhere,
-        )
-        for tensor, node in gradients
-    )

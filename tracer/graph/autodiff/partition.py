@@ -6,15 +6,17 @@ of its values are saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from torch import fx
 
 from ...method.joint import Joint
+from ...values.actor_state import StateTensor
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
 from .recomputation import Recompute, recomputed
-from .split_backward import SplitBackward, halve
+from .split_backward import halve
 from .subgraphs import (
     Subgraph,
     SubgraphBuilder,
@@ -23,29 +25,59 @@ from .subgraphs import (
     memory_of,
     returned_values,
     sharing,
+    type_of,
 )
 
 
+class Section(Protocol):
+    """A forward, a backward, or a half of one.
+
+    Attributes:
+        reads: the tensors of the state that it reads where they live.
+        graded: the tensors to whose `.grad` it adds.
+    """
+
+    @property
+    def reads(self) -> tuple[StateTensor, ...]: ...
+
+    @property
+    def graded(self) -> tuple[StateTensor, ...]: ...
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
 @dataclass(frozen=True)
-class Split:
-    """A joint graph in two pieces.
+class Sections(Generic[SectionT]):
+    """A joint graph in sections.
 
     Attributes:
         forward: gives the outputs, then the saved values.
         backward: takes the saved values, then cotangents; gives cotangents of inputs.
-        saved: nodes of the joint graph whose values are saved.
-        halves: the backward again, in two pieces; None if nothing of it can be put off.
+        input: the half of the backward that an earlier stage waits for: takes what the backward
+            takes, and gives its results, then the values that it leaves to `weight`.
+        weight: the half that may be put off: takes the inputs that are kept, then the values that
+            are left to it, and gives nothing. Without `input` it is all of the backward; None if
+            nothing can be put off.
+        kept: indices of those inputs of the backward that `weight` takes as well.
     """
 
-    forward: Subgraph
-    backward: Subgraph
-    saved: tuple[fx.Node, ...]
-    halves: SplitBackward | None
+    forward: SectionT
+    backward: SectionT
+    input: SectionT | None = None
+    weight: SectionT | None = None
+    kept: tuple[int, ...] = ()
+
+    def changed(self, change: Callable[[SectionT], SectionT]) -> Sections[SectionT]:
+        """The sections after a change of each of them."""
+        early = None if self.input is None else change(self.input)
+        late = None if self.weight is None else change(self.weight)
+        return Sections(change(self.forward), change(self.backward), early, late, self.kept)
 
 
 def split(
     joint: Joint, volatile: Collection[int] = (), what: Recompute = Recompute.NOTHING
-) -> Split:
+) -> Sections[Subgraph]:
     """Cut a joint graph that was traced with a derivative.
 
     Args:
@@ -57,8 +89,12 @@ def split(
         cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads
     )
     backward = backward_piece(joint, cut, whole)
-    halves = halve(joint, cut, whole, backward)
-    return Split(forward_piece(joint, saved, volatile), backward, saved, halves)
+    forward = forward_piece(joint, saved, volatile)
+    if not joint.wanted_inputs and backward.gradients:
+        kept_indices = tuple(range(len(whole.inputs)))
+        return Sections(forward, backward, weight=backward, kept=kept_indices)
+    halves = halve(joint, cut, whole)
+    return Sections(forward, backward, *halves) if halves else Sections(forward, backward)
 
 
 def forward_piece(
@@ -82,7 +118,7 @@ def forward_piece(
         if node in live and node.name in joint.forward and not builder.has(node):
             builder.copy(node)
     memory = {memory_of(n) for n, _ in joint.state}
-    values, aliases, references = returned_values(builder, joint.outputs, joint.inputs, memory)
+    values, aliases = returned_values(builder, joint.outputs, joint.inputs, memory)
     changing = {memory_of(joint.state[i][0]) for i in (*joint.written, *volatile)}
     values += _saved(builder, saved, changing)
     values += _rebound(builder, joint)
@@ -90,14 +126,14 @@ def forward_piece(
     return Subgraph(
         graph=builder.graph,
         owner=joint.owner,
-        state=tuple(t for _, t in state),
-        inputs=len(joint.inputs),
+        reads=tuple(t for _, t in state),
+        takes=tuple(map(type_of, joint.inputs)),
         dense=(True,) * len(joint.inputs),
-        returned=len(joint.outputs) + len(saved),
+        gives=(*joint.results.types(), *map(type_of, saved)),
         rebinds=tuple(r.slot for r, _ in joint.rebinds),
         gradients=(),
         aliases=aliases + sharing(saved, joint.inputs, len(joint.outputs)),
-        state_outputs=references,
+        draws=joint.recorder.draws,
         locations=builder.locations,
     )
 

@@ -41,7 +41,7 @@ class GradientProduct:
 def find_products(piece: Subgraph) -> dict[int, GradientProduct]:
     """The gradients of a piece that are products, by their index among its gradients."""
     every = results(piece.graph)
-    first = piece.returned + len(piece.rebinds)
+    first = len(piece.gives) + len(piece.rebinds)
     product_of = {}
     for index, (value, gradient) in enumerate(zip(every[first:], piece.gradients, strict=True)):
         product = _product(value, gradient.tensor.tensor) if every.count(value) == 1 else None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -29,38 +28,19 @@ _MASKED: frozenset[object] = frozenset({torch.ops.aten.convolution_backward.defa
 """Operators that compute each result by itself; their last argument is a mask of the results."""
 
 
-@dataclass(frozen=True)
-class SplitBackward:
-    """A backward in two pieces.
-
-    Attributes:
-        input: takes the inputs of the backward; gives its results, then the values that it leaves
-            to `weight`. None if the backward has no results: `weight` is then all of it.
-        weight: takes the inputs that are kept, then the values that are left to it; gives nothing.
-        kept: indices of the backward's inputs that `weight` takes.
-        left: nodes of the joint graph whose values are left to `weight`.
-    """
-
-    input: Subgraph | None
-    weight: Subgraph
-    kept: tuple[int, ...]
-    left: tuple[fx.Node, ...]
-
-
 def halve(
-    joint: Joint, cut: BackwardCut, whole: BackwardPart, backward: Subgraph
-) -> SplitBackward | None:
+    joint: Joint, cut: BackwardCut, whole: BackwardPart
+) -> tuple[Subgraph, Subgraph, tuple[int, ...]] | None:
     """Cut a backward in two; None if nothing of it can be put off.
 
     Args:
         joint: the joint graph.
         cut: the cut of the joint graph into forward and backward.
         whole: the contents of the backward.
-        backward: the backward.
+
+    Returns:
+        The two halves and the inputs that both take, as `Sections` has them.
     """
-    if not joint.wanted_inputs:
-        kept_indices = tuple(range(backward.inputs))
-        return SplitBackward(None, backward, kept_indices, ()) if backward.gradients else None
     halves = sides(joint, cut)
     if halves is None:
         return None
@@ -84,9 +64,7 @@ def halve(
         gradients=[(t, n) for t, n in joint.state_grads if n in second],
         masks={n: _mask(n, second) for n in first & second},
     )
-    return SplitBackward(
-        backward_piece(joint, cut, early), backward_piece(joint, cut, late), kept_indices, left
-    )
+    return backward_piece(joint, cut, early), backward_piece(joint, cut, late), kept_indices
 
 
 def _mask(node: fx.Node, side: set[fx.Node]) -> list[bool]:

@@ -8,7 +8,8 @@ the state, so that a value of the step never changes under its reader.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from torch import fx
 
 from ....ir.location import Location
+from ....ir.types import TensorType, ValueType
 from ...method.purity.copy_node import copy_node
 from ...values.actor_state import StateAttribute, StateTensor
 from ...values.operators import is_random, storage_key, writes_in_secret
+from ...values.specs import ir_dtype
 
 
 @dataclass(frozen=True)
@@ -44,39 +47,51 @@ class Subgraph:
     Attributes:
         graph: the graph.
         owner: holds the constants that `get_attr` nodes refer to.
-        state: the tensors of the first placeholders.
-        inputs: number of placeholders behind these.
+        reads: the tensors of the state that are its first placeholders.
+        takes: the types of its inputs, whose placeholders stand behind these.
         dense: for each input, whether it must be contiguous.
-        returned: number of values that are returned.
+        gives: the types of the values that are returned.
         rebinds: slots that get a new tensor.
         gradients: the gradients that are added to `.grad`.
         aliases: pairs (returned value, input) that may share memory.
-        state_outputs: returned values that were references to the state, and are copies now.
+        draws: whether it draws random numbers.
         locations: the user's line of each node.
     """
 
     graph: fx.Graph
     owner: torch.nn.Module
-    state: tuple[StateTensor, ...]
-    inputs: int
+    reads: tuple[StateTensor, ...]
+    takes: tuple[ValueType, ...]
     dense: tuple[bool, ...]
-    returned: int
+    gives: tuple[ValueType, ...]
     rebinds: tuple[StateAttribute, ...]
     gradients: tuple[Gradient, ...]
     aliases: tuple[tuple[int, int], ...]
-    state_outputs: tuple[int, ...]
-    locations: dict[fx.Node, Location]
+    draws: bool
+    locations: Mapping[fx.Node, Location]
 
+    @property
+    def graded(self) -> tuple[StateTensor, ...]:
+        """The tensors to whose `.grad` it adds."""
+        return tuple(gradient.tensor for gradient in self.gradients)
 
-def piece_on(piece: Subgraph, tensors: Sequence[StateTensor]) -> Subgraph:
-    """The piece for another instance of its actor, which has these tensors."""
-    of = {slot.path: (tensor, slot) for tensor in tensors for slot in tensor.slots}
-    return replace(
-        piece,
-        state=tuple(of[tensor.path][0] for tensor in piece.state),
-        rebinds=tuple(of[slot.path][1] for slot in piece.rebinds),
-        gradients=tuple(replace(g, tensor=of[g.tensor.path][0]) for g in piece.gradients),
-    )
+    def on(
+        self,
+        tensor_of: Callable[[StateTensor], StateTensor],
+        slot_of: Callable[[StateAttribute], StateAttribute],
+    ) -> Subgraph:
+        """The piece for another instance, whose tensors and slots are these."""
+        return replace(
+            self,
+            reads=tuple(map(tensor_of, self.reads)),
+            rebinds=tuple(map(slot_of, self.rebinds)),
+            gradients=tuple(replace(g, tensor=tensor_of(g.tensor)) for g in self.gradients),
+        )
+
+    def on_tensors(self, tensors: Iterable[StateTensor]) -> Subgraph:
+        """The piece for another instance of its actor, which has these tensors."""
+        of = {slot.path: (tensor, slot) for tensor in tensors for slot in tensor.slots}
+        return self.on(lambda tensor: of[tensor.path][0], lambda slot: of[slot.path][1])
 
 
 def results(graph: fx.Graph) -> Sequence[fx.Node]:
@@ -91,6 +106,12 @@ def fake_of(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
+
+
+def type_of(node: fx.Node) -> TensorType:
+    """The type of a node's tensor, without a place."""
+    fake = fake_of(node)
+    return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
 
 
 def memory_of(node: fx.Node) -> int | None:
@@ -162,7 +183,7 @@ def has_effect(node: fx.Node) -> bool:
 class SubgraphBuilder:
     """Copies nodes of a joint graph into a graph of their own."""
 
-    def __init__(self, locations: dict[str, Location]) -> None:
+    def __init__(self, locations: Mapping[str, Location]) -> None:
         self.graph = fx.Graph()
         self.locations: dict[fx.Node, Location] = {}
         self._by_name = locations
@@ -236,7 +257,7 @@ def returned_values(
     values: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     state: set[int | None],
-) -> tuple[list[fx.Node], tuple[tuple[int, int], ...], tuple[int, ...]]:
+) -> tuple[list[fx.Node], tuple[tuple[int, int], ...]]:
     """Make values fit to be returned: contiguous, no lazy conjugates, no reference to state.
 
     Args:
@@ -244,22 +265,48 @@ def returned_values(
         state: memory of the state.
 
     Returns:
-        The new nodes; the pairs (value, input) that may share memory; the values that were
-        references to the state.
+        The new nodes; the pairs (value, input) that may share memory.
     """
     references = state_references(values, state)
     cloned = {
         i
         for i, node in enumerate(values)
-        if i in references or node.op == "get_attr" or not _is_plain(fake_of(node))
+        if i in references or node.op == "get_attr" or not is_dense(node)
     }
     new = [
         builder.clone(node, dense=True) if i in cloned else builder.of(node)
         for i, node in enumerate(values)
     ]
     aliases = tuple((i, j) for i, j in sharing(values, inputs) if i not in cloned)
-    return new, aliases, references
+    return new, aliases
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_dense(node: fx.Node) -> bool:
+    """True if a node's tensor is contiguous, and not conjugated or negated lazily."""
+    tensor = fake_of(node)
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def gradients_of(
+    gradients: Iterable[tuple[StateTensor, fx.Node]],
+    others: Iterable[fx.Node],
+    elsewhere: Collection[int | None],
+) -> tuple[Gradient, ...]:
+    """The gradients of the state. A gradient is owned if nothing else refers to its memory.
+
+    Args:
+        gradients: tensors of the state, with the nodes of their gradients.
+        others: all other results of the piece.
+        elsewhere: memory of its inputs and of the state.
+    """
+    pairs = list(gradients)
+    uses = Counter(map(memory_of, (*others, *(node for _, node in pairs))))
+    return tuple(
+        Gradient(
+            tensor,
+            owned=node.op == "call_function"
+            and uses[memory_of(node)] == 1
+            and memory_of(node) not in elsewhere,
+        )
+        for tensor, node in pairs
+    )

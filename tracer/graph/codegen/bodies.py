@@ -117,7 +117,7 @@ class FusedBody(GraphBody):
 
 def wrapped(body: Bodies, wrap: Callable[[Body], Body]) -> Bodies:
     """The body with code around it: `wrap` takes a function, and returns the one to run instead."""
-    return each_body(body, lambda inner: _wrapped(inner, wrap))
+    return each_body(body, lambda inner: wrapped_body(inner, wrap))
 
 
 def each_body(body: Bodies, change: Callable[[Body], Body]) -> Bodies:
@@ -127,7 +127,8 @@ def each_body(body: Bodies, change: Callable[[Body], Body]) -> Bodies:
     return change(body)
 
 
-def _wrapped(body: Body, wrap: Callable[[Body], Body]) -> Body:
+def wrapped_body(body: Body, wrap: Callable[[Body], Body]) -> Body:
+    """The body of one rank with code around it, as in `wrapped`."""
     if isinstance(body, GraphBody):
         return body.wrapped(wrap)
     return functools.wraps(body)(wrap(body))

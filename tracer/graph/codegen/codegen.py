@@ -67,7 +67,7 @@ def make_body(
         generate=lambda: _generate(source(), piece, name, new_gradients),
         graph=piece.graph,
         locations=piece.locations,
-        state=_SlotTensors([tensor.slots[0] for tensor in piece.state]),
+        state=_SlotTensors([tensor.slots[0] for tensor in piece.reads]),
         trained=_SlotTensors([gradient.tensor.slots[0] for gradient in piece.gradients]),
         new_gradients=new_gradients,
         rebinds=bool(piece.rebinds),
@@ -133,7 +133,7 @@ def _written(writer: _BodyWriter, names: frozenset[str] | None) -> GeneratedSour
 
 def _slots(piece: Subgraph) -> list[StateAttribute]:
     """The slots of the tensors that a body looks up, adds gradients to, or replaces."""
-    tensors = (*piece.state, *(gradient.tensor for gradient in piece.gradients))
+    tensors = (*piece.reads, *(gradient.tensor for gradient in piece.gradients))
     return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
 
 
@@ -227,8 +227,8 @@ class _BodyWriter:
         self.strides = {node: strides for node, strides in every.items() if node not in passed}
         self.differing: frozenset[str] | None = frozenset()
         nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
-        self._state = nodes[: len(piece.state)]
-        self._inputs = nodes[len(piece.state) :]
+        self._state = nodes[: len(piece.reads)]
+        self._inputs = nodes[len(piece.reads) :]
 
     def lines(self) -> Iterator[_Line]:
         """The lines of the source, each with the user's line."""
@@ -295,7 +295,7 @@ class _BodyWriter:
         """
         piece = self.piece
         values = results(piece.graph)
-        first = piece.returned + len(piece.rebinds)
+        first = len(piece.gives) + len(piece.rebinds)
         large = {
             node: index
             for index, node in enumerate(values[first:])
@@ -342,7 +342,7 @@ class _BodyWriter:
             if dense:
                 name = node.name
                 yield f"    if not {name}.is_contiguous(): {name} = {name}.contiguous()"
-        for node, tensor in zip(self._state, self.piece.state, strict=True):
+        for node, tensor in zip(self._state, self.piece.reads, strict=True):
             yield f"    {node.name} = {self._slot(tensor.slots[0])}"
 
     def _slot(self, slot: StateAttribute) -> str:
@@ -365,7 +365,7 @@ class _BodyWriter:
     def _epilogue(self) -> Iterator[str]:
         piece = self.piece
         values = self._values()
-        returned, rest = values[: piece.returned], values[piece.returned :]
+        returned, rest = values[: len(piece.gives)], values[len(piece.gives) :]
         for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
         gradients = rest[len(piece.rebinds) :]

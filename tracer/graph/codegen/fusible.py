@@ -62,7 +62,7 @@ def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fu
 
 def _examples(piece: Subgraph) -> tuple[torch.Tensor, ...]:
     nodes = [node for node in piece.graph.nodes if node.op == "placeholder"]
-    dense = (*(False for _ in piece.state), *piece.dense)
+    dense = (*(False for _ in piece.reads), *piece.dense)
     return tuple(
         fake_of(node).contiguous() if is_dense else fake_of(node)
         for node, is_dense in zip(nodes, dense, strict=True)

@@ -31,7 +31,7 @@ _OF_STRIDES = frozenset(
 def compared(piece: Subgraph) -> dict[fx.Node, tuple[int, ...]]:
     """The results whose strides a piece depends on, with their strides in the trace."""
     graph = piece.graph
-    needed = {n for n in results(graph)[: piece.returned + len(piece.rebinds)] if n is not None}
+    needed = {n for n in results(graph)[: len(piece.gives) + len(piece.rebinds)] if n is not None}
     for node in reversed(graph.nodes):
         if node.op != "call_function":
             continue

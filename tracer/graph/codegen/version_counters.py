@@ -9,16 +9,19 @@ in between do this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ....ir.types import DType, TensorType
 from ...values.actor_state import StateTensor
-from ...values.interface import Body, TracedPart, TracedVjp, Write
-from .bodies import wrapped
+from ...values.interface import Bodies, Body, RankBodies, TracedPart, TracedVjp, Write
+from .bodies import GraphBody, wrapped_body
+
+StateNow: TypeAlias = Callable[[], list[torch.Tensor]]
+"""Gives the tensors that the backward of an instance looks up."""
 
 
 def with_versions(
@@ -40,19 +43,22 @@ def with_versions(
     # For each tensor its id and its version.
     type_ = TensorType(DType.I64, (len(state), 2))
 
-    def noting(forward: Body) -> Body:
+    def noting(forward: Body, now: StateNow) -> Body:
         def body(*inputs: Any) -> Sequence[Any]:
-            return (*forward(*inputs), _versions(state))
+            return (*forward(*inputs), _versions(now))
 
         return body
 
     def checking(part: TracedPart, at: int) -> TracedPart:
         """The part with the versions as a further input, at index `at`, which it compares."""
 
-        def wrap(backward: Body) -> Body:
+        def wrap(backward: Body, now: StateNow) -> Body:
             def body(*inputs: Any) -> Sequence[Any]:
-                if not torch.equal(inputs[at], _versions(state)):
-                    raise RuntimeError(_explain(inputs[at], state, what, between))
+                if not torch.equal(inputs[at], versions := _versions(now)):
+                    same = (inputs[at] == versions).all(dim=1).tolist()
+                    pairs = zip(state, same, strict=True)
+                    paths = [f"'{tensor.path}'" for tensor, is_same in pairs if not is_same]
+                    raise RuntimeError(f"{changed_between(what, paths, between)}; {CHANGE_AFTER}")
                 return backward(*inputs[:at], *inputs[at + 1 :])
 
             return body
@@ -61,7 +67,7 @@ def with_versions(
         inputs = (*function.inputs[:at], type_, *function.inputs[at:])
         aliases = tuple((output, i + (i >= at)) for output, i in function.aliases)
         taking = replace(function, inputs=inputs, aliases=aliases)
-        return TracedPart(taking, wrapped(part.only_body, wrap))
+        return TracedPart(taking, _around(part.body, traced.second.body, wrap))
 
     vjp, first = traced.vjp, traced.first
     kept_before = tuple(i for i in vjp.kept if i < at)
@@ -72,7 +78,8 @@ def with_versions(
         traced,
         vjp=replace(vjp, kept=(*kept_before, at, *kept_after) if vjp.weight is not None else ()),
         first=TracedPart(
-            replace(first.declaration, outputs=outputs), wrapped(first.only_body, noting)
+            replace(first.declaration, outputs=outputs),
+            _around(first.body, traced.second.body, noting),
         ),
         second=checking(traced.second, at),
         halves=tuple(
@@ -81,17 +88,25 @@ def with_versions(
     )
 
 
-def _versions(state: Sequence[StateTensor]) -> torch.Tensor:
-    tensors = [tensor.slots[0].get() for tensor in state]
-    return torch.tensor([(id(tensor), tensor._version) for tensor in tensors]).view(-1, 2)
+def _around(
+    body: Bodies | None, backward: Bodies | None, wrap: Callable[[Body, StateNow], Body]
+) -> Bodies:
+    """The body with code around it, on each rank with the state of the rank's backward."""
+
+    def around(inner: Body, backward: Body | None) -> Body:
+        assert isinstance(backward, GraphBody), "a backward is a graph"
+        now = backward.state
+        return wrapped_body(inner, lambda code: wrap(code, now))
+
+    assert body is not None, "a graph has a body where it was traced"
+    if not isinstance(body, RankBodies):
+        return around(body, None if isinstance(backward, RankBodies) else backward)
+    assert isinstance(backward, RankBodies), "a forward and its backward run on the same ranks"
+    return RankBodies({rank: around(b, backward.at(rank)) for rank, b in body.of_rank.items()})
 
 
-def _explain(
-    before: torch.Tensor, state: Sequence[StateTensor], method: str, between: Sequence[Write]
-) -> str:
-    same = (before == _versions(state)).all(dim=1)
-    paths = [f"'{t.path}'" for t, is_same in zip(state, same.tolist(), strict=True) if not is_same]
-    return f"{changed_between(method, paths, between)}; {CHANGE_AFTER}"
+def _versions(now: StateNow) -> torch.Tensor:
+    return torch.tensor([(id(tensor), tensor._version) for tensor in now()]).view(-1, 2)
 
 
 def changed_between(what: str, paths: Sequence[str], between: Sequence[Write]) -> str:

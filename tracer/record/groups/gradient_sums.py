@@ -9,7 +9,6 @@ only after the additions to its bucket, so it may run between two parts of the l
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,22 +16,20 @@ from typing import Any, TypeAlias
 import torch
 
 from ....ir.attributes import Effect, Symbol, Traffic
-from ....ir.layout import Cut, Layout, shape_of
+from ....ir.layout import Layout, shape_of
 from ....ir.location import Location
 from ....ir.ops import Call, Return, Transfer, Value
 from ....ir.ops.module import Function, FunctionKind, Program
 from ....ir.ops.names import Names
+from ....ir.packing import LARGE, numel_at_rank, packed
 from ....ir.types import DType, Mesh, TensorType, UnitType, relocate
 from ...errors import TraceError
-from ...values.gradient_buckets import GradientLayout, numel_at_rank
+from ...values.gradient_buckets import GradientLayout
 from ...values.group import GroupActor
 from ...values.interface import Body, RankBodies, TracedPart
 from ...values.specs import ir_dtype
 from ..session.calls import PublicPart, agree, enter, public_part
 from ..session.session import Session
-
-LARGE = 1 << 20
-"""The bytes of a rank's gradient from which it is reduced alone, which saves a copy."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def declared(
         own_parts, parts = agree(
             session.peers, group.mesh.ranks, made, name, loc, parts_of=lambda public: public
         )
-        enter(session, parts, [] if own_parts is None else [part.body for part in own_parts])
+        enter(session, parts, own_parts or ())
     return name
 
 
@@ -308,26 +305,22 @@ def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
 
 def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[GradientMessage]:
     """The messages of a bucket, from the last tensor to the first; small gradients share one."""
-    together: dict[tuple[DType, frozenset[str], tuple[str, ...]], list[str]] = {}
-    counts: Counter[tuple[DType, frozenset[str], tuple[str, ...]]] = Counter()
+    together: dict[tuple[DType, frozenset[str], tuple[str, ...]], dict[str, TensorType]] = {}
     tensors = group.tensors(group.first)
     for path in reversed(list(tensors)):
         if path not in layouts:
             continue
         layout, shape = layouts[path], group.shape(path, tensors[path])
         dtype = ir_dtype(tensors[path].dtype)
-        count = numel_at_rank(shape, layout, group.mesh)
-        if count * dtype.itemsize >= LARGE or not _is_even(layout, shape, group.mesh):
-            yield GradientMessage((path,), TensorType(dtype, shape, None, layout), is_flat=False)
+        type_ = TensorType(dtype, shape, None, layout)
+        nbytes = numel_at_rank(shape, layout, group.mesh) * dtype.itemsize
+        if nbytes >= LARGE or not _is_even(layout, shape, group.mesh):
+            yield GradientMessage((path,), type_, is_flat=False)
             continue
         key = dtype, frozenset(axis for cut in layout.cuts for axis in cut.axes), layout.summands
-        together.setdefault(key, []).append(path)
-        counts[key] += count
-    for (dtype, cut, summands), paths in together.items():
-        axes = tuple((axis, size) for axis, size in group.mesh.grid if axis in cut)
-        count = counts[dtype, cut, summands] * math.prod(size for _, size in axes)
-        flat = Layout((Cut(tuple(axis for axis, _ in axes)),), summands)
-        yield GradientMessage(tuple(paths), TensorType(dtype, (count,), None, flat), is_flat=True)
+        together.setdefault(key, {})[path] = type_
+    for types in together.values():
+        yield GradientMessage(tuple(types), packed([*types.values()], group.mesh), is_flat=True)
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:

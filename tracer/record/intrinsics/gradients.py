@@ -239,5 +239,5 @@ def _tell(
     )
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients
-    enter(session, parts, [] if own_vjp is None else [part.body for part in own_vjp.parts])
+    enter(session, parts, () if own_vjp is None else own_vjp.parts)
     return vjp

@@ -26,7 +26,6 @@ from ....ir.types import Place, UnitType
 from ...errors import TraceError
 from ...source import traceback_location
 from ...values.interface import (
-    Bodies,
     Callee,
     Owner,
     Peers,
@@ -93,20 +92,14 @@ def _declare(
         results = traced.results
         skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
         views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
-        part = TracedPart(traced.declaration, traced.body, traced.program)
-        called = tuple(map(public_part, (part, *traced.parts)))
+        called = tuple(map(public_part, traced.parts))
         public = (called, results.leaves, skeleton, traced.state_outputs, views, traced.reaching)
         return traced, public
 
     types = ", ".join(map(str, signature.types()))
     own_function, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
     called, leaves, skeleton, state_outputs, views, reaching = public
-    bodies = (
-        []
-        if own_function is None
-        else [own_function.body, *(part.body for part in own_function.parts)]
-    )
-    declaration = enter(session, called, bodies)
+    declaration = enter(session, called, () if own_function is None else own_function.parts)
     if own_function is not None and own_function.guard is not None:
         session.guards[name] = own_function.guard
     results = Tree(leaves, tree_structure(skeleton))
@@ -292,20 +285,20 @@ def public_part(part: TracedPart) -> PublicPart:
 
 
 def enter(
-    session: Session, parts: Sequence[PublicPart], bodies: Sequence[Bodies | None]
+    session: Session, parts: Sequence[PublicPart], own_parts: Sequence[TracedPart]
 ) -> Function:
     """Enter functions into the module, and their bodies into the session.
 
     Args:
         session: the trace.
         parts: a function, and the functions that it calls.
-        bodies: the body of each function; empty on ranks that cannot run them.
+        own_parts: the functions with their bodies; empty on ranks that cannot run them.
 
     Returns:
         The first function.
     """
     for index, (declaration, program) in enumerate(parts):
-        body = bodies[index] if bodies else None
+        body = own_parts[index].body if own_parts else None
         if not declaration.outputs:
             # A call needs a result: its type says where the call runs.
             declaration = replace(declaration, outputs=(UnitType(),))

@@ -7,7 +7,7 @@ has exchanged, and does not exchange it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -15,6 +15,7 @@ from torch import fx
 from ....method.joint import Joint
 from ....values.actor_state import StateTensor
 from ...autodiff.backward_cut import BackwardCut
+from ...autodiff.partition import Sections
 from ...autodiff.recomputation import Recompute, recomputed
 from ...autodiff.split_backward import sides
 from ...autodiff.subgraphs import written_in_place
@@ -25,7 +26,7 @@ from .partition import Partition, exchanged, partition
 
 
 @dataclass(frozen=True)
-class Section:
+class LaidOutSection:
     """A forward, a backward, or a half of one.
 
     Attributes:
@@ -41,23 +42,18 @@ class Section:
     partition: Partition
     state: dict[Version, StateTensor]
 
+    @property
+    def reads(self) -> tuple[StateTensor, ...]:
+        """The tensors that a part reads, or that are gathered for one."""
+        read = {version for part in self.partition.parts for version in part.inputs}
+        for transfers in self.partition.gathers.values():
+            read.update(transfer.before for transfer in transfers)
+        return tuple(tensor for version, tensor in self.state.items() if version in read)
 
-@dataclass(frozen=True)
-class Sections:
-    """A joint graph in sections.
-
-    Attributes:
-        forward: gives the outputs, then the saved values.
-        backward: takes the saved values, then cotangents; gives cotangents of inputs.
-        input, weight: the halves of the backward, as `SplitBackward` has them.
-        kept: indices of those inputs of the backward that `weight` takes as well.
-    """
-
-    forward: Section
-    backward: Section
-    input: Section | None = None
-    weight: Section | None = None
-    kept: tuple[int, ...] = ()
+    @property
+    def graded(self) -> tuple[StateTensor, ...]:
+        """The tensors to whose `.grad` it adds."""
+        return tuple(tensor for tensor, _ in self.gradients)
 
 
 def relabelled(joint: Joint, propagation: Propagation) -> Joint:
@@ -77,27 +73,10 @@ def relabelled(joint: Joint, propagation: Propagation) -> Joint:
         version = next(ends)  # of the node's copy, or of a further copy in another layout
         return of[node] if version is None else version.node
 
-    moved = _on_nodes(joint, propagation.graph, of, end)
-    return replace(moved, forward=frozenset(forward))
-
-
-def _on_nodes(
-    joint: Joint,
-    graph: fx.Graph,
-    of: Mapping[fx.Node, fx.Node],
-    end: Callable[[fx.Node], fx.Node],
-) -> Joint:
-    """The joint graph with nodes of another graph.
-
-    Args:
-        joint: the joint graph.
-        graph: the other graph.
-        of: its nodes, by those of the joint graph.
-        end: gives the node of an output; it is called for each output, in order.
-    """
     return replace(
         joint,
-        graph=graph,
+        graph=propagation.graph,
+        forward=frozenset(forward),
         state=tuple((of[node], tensor) for node, tensor in joint.state),
         inputs=tuple(of[node] for node in joint.inputs),
         cotangents=tuple(of[node] for node in joint.cotangents),
@@ -162,12 +141,12 @@ class SectionCutter:
                     remedy="return it without viewing two cut dimensions as one",
                 )
 
-    def forward(self, saved: Sequence[Version] = ()) -> Section:
+    def forward(self, saved: Sequence[Version] = ()) -> LaidOutSection:
         """The forward, with the saved values behind its outputs."""
         takes = tuple(Version(node, self._propagation.layout(node)) for node in self.joint.inputs)
         return self._section(self._forward, takes, (*self._outputs, *saved), (), (), self._state)
 
-    def sections(self, volatile: Collection[int], what: Recompute) -> Sections:
+    def sections(self, volatile: Collection[int], what: Recompute) -> Sections[LaidOutSection]:
         """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
         cut = BackwardCut(joint, volatile, recomputed(joint, volatile, what))
@@ -198,11 +177,11 @@ class SectionCutter:
 
     def _halved(
         self,
-        whole: Sections,
+        whole: Sections[LaidOutSection],
         cut: BackwardCut,
         transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
-    ) -> Sections:
+    ) -> Sections[LaidOutSection]:
         """The sections, with the halves of the backward if a part of it can be put off."""
         takes = whole.backward.takes
         if not self._input_grads:
@@ -279,7 +258,7 @@ class SectionCutter:
         gradients: tuple[tuple[StateTensor, Version], ...],
         transferred: Collection[Version],
         state: dict[fx.Node, StateTensor],
-    ) -> Section:
+    ) -> LaidOutSection:
         outputs = [*gives, *(version for _, version in gradients)]
         buckets = {v.node: self.buckets[t.path] for t, v in gradients if t.path in self.buckets}
         parts = partition(
@@ -295,7 +274,7 @@ class SectionCutter:
         missing = [version for version in parts.inputs if version not in takes]
         assert not missing, f"a section takes {missing} of nobody"
         held = {Version(n, self._propagation.layout(n)): tensor for n, tensor in state.items()}
-        return Section(takes, gives, gradients, parts, held)
+        return LaidOutSection(takes, gives, gradients, parts, held)
 
 
 def _viewed(cut: BackwardCut, node: fx.Node) -> fx.Node | None:

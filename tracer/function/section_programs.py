@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import fx
 
-from ...ir.attributes import Effect, Symbol
+from ...ir.attributes import NO_SHARES, Effect, Shares, Symbol
 from ...ir.flops import NO_FLOPS, Flops
 from ...ir.location import Location
 from ...ir.ops import Call as CallOp
@@ -20,12 +20,20 @@ from ...ir.ops import Transfer as TransferOp
 from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.names import Names
 from ...ir.types import DType, TensorType, UnitType
-from ..graph.autodiff.subgraphs import Gradient, Subgraph, fake_of, memory_of
+from ..graph.autodiff.subgraphs import (
+    Subgraph,
+    SubgraphBuilder,
+    fake_of,
+    gradients_of,
+    is_dense,
+    memory_of,
+    results,
+)
 from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
 from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.cuts import unmerged
 from ..graph.layouts.propagation.partition import Part, Partition
-from ..graph.layouts.propagation.sections import Section
+from ..graph.layouts.propagation.sections import LaidOutSection
 from ..graph.layouts.versions import LayoutTransfer, Version, text_of
 from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
@@ -37,41 +45,19 @@ from .groups.stored import GradientReduction, ParameterGather, Stored
 
 Gradients: TypeAlias = Sequence[tuple[StateTensor, Version]]
 
-StateOf: TypeAlias = Mapping[int, Mapping[str, StateTensor]]
-"""The tensors of each played rank's instance, by path."""
-
 
 @dataclass(frozen=True)
-class GroupFunction:
-    """A function that ranks call together. Its body is a program.
-
-    Attributes:
-        declaration, program: the function's declaration and body.
-        parts: the functions that the program calls.
-    """
-
-    declaration: Function
-    program: Program
-    parts: tuple[TracedPart, ...]
-
-    @property
-    def part(self) -> TracedPart:
-        """The function, without the functions that it calls."""
-        return TracedPart(self.declaration, None, self.program)
-
-
-@dataclass(frozen=True)
-class SectionFunctions:
-    """Makes the function of one section.
+class SectionProgram:
+    """Makes the function of one section, whose body is a program.
 
     Attributes:
         name: the function's name.
         actor: the name of the function's actor; None for a torch function.
         section: the section that the function computes.
-        state: the state of each rank that has a graph. The first rank's operations are counted.
+        state: the tensors of each rank that has a graph. The first rank's operations are counted.
         played: the ranks of `state` that this process plays.
         owner: the module that holds the constants that graphs refer to.
-        effect: the effect of the parts that use state.
+        effect, shares: the effects of the function, and of its parts that use state.
         loc: the user's line.
         stored: the actor's stored parameters; None without an actor.
         buckets: the buckets of the gradients that are reduced, by path.
@@ -79,16 +65,17 @@ class SectionFunctions:
 
     name: str
     actor: str | None
-    section: Section
-    state: StateOf
+    section: LaidOutSection
+    state: Mapping[int, Sequence[StateTensor]]
     played: tuple[int, ...]
     owner: torch.nn.Module
     effect: Effect
+    shares: Shares
     loc: Location | None
-    stored: Stored | None = None
-    buckets: Mapping[str, int] = field(default_factory=dict)
+    stored: Stored | None
+    buckets: Mapping[str, int]
 
-    def make(self) -> GroupFunction:
+    def make(self) -> TracedPart:
         """Make the function."""
         reductions = self._reductions()
         plans = list(self._plans(reductions))
@@ -99,19 +86,19 @@ class SectionFunctions:
         program = self._program(writer, plans, plan_parts, reductions)
         parts = (*(part for part in plan_parts if part is not None), *writer.called.values())
         functions = [part.declaration for part in parts]
-        effects = {function.effect for function in functions}
         declaration = Function(
             self.name,
             inputs=tuple(map(_type, self.section.takes)),
             outputs=tuple(map(_type, self.section.gives)) or (UnitType(),),
             kind=FunctionKind.PROGRAM,
-            effect=self.effect if effects != {Effect.PURE} else Effect.PURE,
+            effect=self.effect,
+            shares=self.shares,
             actor=self.actor,
             random=any(function.random for function in functions),
             loc=self.loc,
             flops=functools.reduce(_total, (function.flops for function in functions), NO_FLOPS),
         )
-        return GroupFunction(declaration, program, parts)
+        return TracedPart(declaration, None, program, parts)
 
     def _reductions(self) -> dict[LayoutTransfer, GradientReduction]:
         """The reductions of gradients to the pieces that ranks store, by transfer."""
@@ -155,20 +142,21 @@ class SectionFunctions:
         for rank, own in self.state.items():
             which = plan.graph_of(rank)
             if which not in pieces:
-                piece = plan.piece(rank, self.section.state, own, self.owner)
+                piece = plan.piece(rank, self.section.state, self.owner)
                 pieces[which] = piece, source_of(piece)
             if rank in self.played:
                 piece, source = pieces[which]
-                bodies[rank] = make_body(_on(piece, own), name, source)
+                bodies[rank] = make_body(piece.on_tensors(own), name, source)
         first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.state)
         function = Function(
             name,
-            inputs=tuple(_type(v) for v in plan.inputs(self.section.state)),
-            outputs=tuple(map(_type, plan.returned)) or (UnitType(),),
+            inputs=first.takes,
+            outputs=first.gives or (UnitType(),),
             effect=self.effect if touches else Effect.PURE,
+            shares=self.shares if touches else NO_SHARES,
             actor=self.actor,
-            random=plan.is_random,
+            random=first.draws,
             loc=self.loc,
             flops=count_flops(first.graph),
             buckets=buckets_of((t.path for t, _ in plan.gradients), self.buckets),
@@ -214,11 +202,6 @@ class _PartPlan:
         return self.part is None or bool(self.returned or self.gradients or self.part.nodes)
 
     @property
-    def is_random(self) -> bool:
-        nodes = self.part.nodes if self.part is not None else ()
-        return any(is_random(node.target, node.args, node.kwargs) for node in nodes)
-
-    @property
     def versions(self) -> tuple[Version, ...]:
         """The inputs of the part's graph, in the graph's order."""
         if self.part is not None:
@@ -238,109 +221,70 @@ class _PartPlan:
         return 0 if self.part is None else self.part.bodies.of_rank[rank]
 
     def piece(
-        self,
-        rank: int,
-        state: Mapping[Version, StateTensor],
-        own: Mapping[str, StateTensor],
-        owner: torch.nn.Module,
+        self, rank: int, state: Mapping[Version, StateTensor], owner: torch.nn.Module
     ) -> Subgraph:
-        """The piece that a rank runs.
+        """The piece that a rank runs; its tensors are those of the first rank.
 
         Args:
+            rank: the rank.
             state: the tensors of the state, by version.
-            own: the rank's tensors, by path.
+            owner: the module that holds the constants that graphs refer to.
         """
-        builder = _PieceBuilder()
         reads, inputs = self.reads(state), self.inputs(state)
         if self.part is not None:
-            source = self.part.bodies.at(rank)
-            placeholders = source.find_nodes(op="placeholder")
-            placeholder_of = dict(zip(self.versions, placeholders, strict=True))
-            node_of = dict(zip(self.part.outputs, _returned(source), strict=True))
-            builder.copy(source, [placeholder_of[version] for version in (*reads, *inputs)])
+            graph = self.part.bodies.at(rank)
+            placeholders = graph.find_nodes(op="placeholder")
+            node_of = dict(zip(self.versions, placeholders, strict=True))
+            output_of = dict(zip(self.part.outputs, results(graph), strict=True))
+            nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         else:
-            node_of = {version: version.node for version in inputs}
-            builder.copy(None, list(node_of.values()))
-        builder.end(
-            [node_of[version] for version in self.returned],
-            [node_of[version] for _, version in self.gradients],
-        )
+            node_of = output_of = {version: version.node for version in inputs}
+            nodes = []
+        taken = [node_of[version] for version in (*reads, *inputs)]
+        returned = [output_of[version] for version in self.returned]
+        graded = [(tensor, output_of[version]) for tensor, version in self.gradients]
+        lines = {node.name: node.meta["loc"] for node in nodes if "loc" in node.meta}
+        builder = SubgraphBuilder(lines)
+        for node in taken:
+            builder.placeholder(node)
+        for node in nodes:
+            builder.copy(node)
+        memory = {memory_of(node) for node in taken}
+        gradients = gradients_of(graded, returned, memory)
+        values = _apart(builder, returned, memory)
+        builder.graph.output((*values, *(builder.of(node) for _, node in graded)))
         return Subgraph(
             graph=builder.graph,
             owner=owner,
-            state=tuple(own[state[version].path] for version in reads),
-            inputs=len(inputs),
+            reads=tuple(state[version] for version in reads),
+            takes=tuple(map(_type, inputs)),
             dense=(True,) * len(inputs),
-            returned=len(self.returned),
+            gives=tuple(map(_type, self.returned)),
             rebinds=(),
-            gradients=tuple(
-                Gradient(own[tensor.path], owned)
-                for (tensor, _), owned in zip(self.gradients, builder.owned, strict=True)
-            ),
+            gradients=gradients,
             aliases=(),
-            state_outputs=(),
+            draws=any(is_random(node.target, node.args, node.kwargs) for node in nodes),
             locations=builder.locations,
         )
 
 
-def _on(piece: Subgraph, own: Mapping[str, StateTensor]) -> Subgraph:
-    """The piece with the tensors `own` of another rank, by path."""
-    gradients = tuple(replace(g, tensor=own[g.tensor.path]) for g in piece.gradients)
-    return replace(piece, state=tuple(own[t.path] for t in piece.state), gradients=gradients)
+def _apart(
+    builder: SubgraphBuilder, returned: Sequence[fx.Node], memory: Collection[int | None]
+) -> Iterator[fx.Node]:
+    """Values that are returned: contiguous, in memory of their own.
 
-
-class _PieceBuilder:
-    """Copies a rank's graph. Results of the copy share no memory.
-
-    Attributes:
-        graph, locations: the copy, and the user's lines by its nodes.
-        owned: for each gradient, whether nothing else refers to its memory.
+    Args:
+        builder: has copied the values.
+        returned: the values.
+        memory: memory of what the piece takes.
     """
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.locations: dict[fx.Node, Location] = {}
-        self.owned: tuple[bool, ...] = ()
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._taken: set[int | None] = set()
-
-    def copy(self, source: fx.Graph | None, placeholders: Sequence[fx.Node]) -> None:
-        """Copy a graph, with its placeholders in the order of `placeholders`."""
-        for node in placeholders:
-            self._copies[node] = new = self.graph.placeholder(node.name)
-            new.meta["val"] = node.meta["val"]
-            self._taken.add(memory_of(new))
-        for node in source.nodes if source is not None else ():
-            if node.op in ("placeholder", "output"):
-                continue
-            new = self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
-            if (loc := node.meta.get("loc")) is not None:
-                self.locations[new] = loc
-
-    def end(self, returned: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> None:
-        """End the copy: it returns contiguous values that share no memory, then gradients."""
-        graded = [self._copies[node] for node in gradients]
-        returned_memory = {memory_of(node) for node in map(self._copies.__getitem__, returned)}
-        memory = [memory_of(node) for node in graded]
-        self.owned = tuple(
-            node.op == "call_function"
-            and memory.count(key) == 1
-            and key not in returned_memory
-            and key not in self._taken
-            for node, key in zip(graded, memory, strict=True)
-        )
-        values = tuple(self._own(self._copies[node]) for node in returned)
-        self.graph.output((*values, *graded))
-
-    def _own(self, node: fx.Node) -> fx.Node:
-        fake, memory = fake_of(node), memory_of(node)
-        plain = fake.is_contiguous() and not fake.is_conj() and not fake.is_neg()
-        if plain and node.op == "call_function" and memory not in self._taken:
-            self._taken.add(memory)
-            return node
-        return self.graph.call_function(
-            torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-        )
+    used = set(memory)
+    for node in returned:
+        if is_dense(node) and node.op == "call_function" and memory_of(node) not in used:
+            used.add(memory_of(node))
+            yield builder.of(node)
+        else:
+            yield builder.clone(node, dense=True)
 
 
 class _SectionWriter:
@@ -434,12 +378,6 @@ def _total(one: Flops, other: Flops) -> Flops:
 def _transfers(partition: Partition) -> Iterator[LayoutTransfer]:
     for _, transfers in partition.steps:
         yield from transfers
-
-
-def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
-    (values,) = graph.output_node().args
-    assert isinstance(values, tuple)
-    return values  # type: ignore[return-value]
 
 
 def _type(version: Version) -> TensorType:

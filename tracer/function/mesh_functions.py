@@ -1,0 +1,137 @@
+"""Functions of ranks that hold pieces: their graph is laid out, and cut where they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...ir.attributes import Effect, Shares
+from ...ir.layout import Layout
+from ...ir.ops.names import layer_of
+from ...ir.packing import numel_at_rank
+from ..errors import TraceError
+from ..graph.autodiff.partition import Sections
+from ..graph.autodiff.recomputation import Recompute
+from ..graph.autodiff.subgraphs import fake_of
+from ..graph.layouts.cases import LayoutError
+from ..graph.layouts.propagation.joints import propagate_joint
+from ..graph.layouts.propagation.sections import LaidOutSection, SectionCutter
+from ..graph.layouts.versions import Version
+from ..values.actor_state import StateTensor
+from ..values.gradient_buckets import Buckets, GradientLayout
+from ..values.group import Group
+from ..values.interface import TracedPart, TracedVjp, Write
+from .call_functions import CallFunctions
+from .groups.stored import Stored
+from .section_programs import SectionProgram
+
+
+@dataclass(frozen=True)
+class MeshFunctions(CallFunctions[LaidOutSection]):
+    """Makes the functions of a call that ranks compute together, each on its pieces.
+
+    Attributes:
+        group: the ranks that call it.
+        buckets: the buckets of the actor's gradients.
+    """
+
+    group: Group
+    buckets: Buckets
+
+    def forward(self) -> LaidOutSection:
+        self._refuse_changes([rebind.slot.path for rebind, _ in self.joint.rebinds])
+        return self._cutter().forward()
+
+    def sections(self, volatile: frozenset[int], what: Recompute) -> Sections[LaidOutSection]:
+        joint = self.joint
+        written = [joint.state[index][1].path for index in sorted(joint.written)]
+        self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
+        self._refuse_without_gradients()
+        cutter = self._cutter()
+        self.buckets.enter(self._sums(cutter.gradients))
+        cutter.buckets = self.buckets.of
+        return cutter.sections(volatile, what)
+
+    def part(
+        self, section: LaidOutSection, name: str, effect: Effect, shares: Shares
+    ) -> TracedPart:
+        actor, loc = self.group.actor, self.call.declared_at
+        return SectionProgram(
+            name,
+            self.target.actor,
+            section,
+            {rank: () if actor is None else actor.state(rank).tensors for rank in self._ranks},
+            self.group.played,
+            self.joint.owner,
+            effect,
+            shares,
+            loc,
+            None if actor is None else Stored(actor, loc, self.buckets.of),
+            self.buckets.of,
+        ).make()
+
+    def gradients(self, backward: LaidOutSection) -> Mapping[str, GradientLayout]:
+        return {
+            tensor.path: GradientLayout(version.layout, self.buckets.of.get(tensor.path, 0))
+            for tensor, version in backward.gradients
+        }
+
+    def noticing(
+        self, derivative: TracedVjp, backward: LaidOutSection, writes: Sequence[Write]
+    ) -> TracedVjp:
+        raise TraceError(
+            f"@{writes[0].function} may change what the gradient of {self.call.what} needs: it is "
+            "called between the forward and cg.backward, and the actor is on a mesh",
+            loc=writes[0].loc or self.call.loc,
+            remedy="call cg.backward first",
+        )
+
+    def _sums(self, gradients: Iterable[tuple[StateTensor, Version]]) -> Iterator[tuple[str, int]]:
+        """The path of each gradient that has to be reduced, and its bytes on a rank."""
+        for tensor, version in gradients:
+            if version.layout.summands:
+                fake = fake_of(version.node)
+                count = numel_at_rank(tuple(fake.shape), version.layout, self.group.place)
+                yield tensor.path, count * fake.element_size()
+
+    def _cutter(self) -> SectionCutter:
+        joint, group, actor = self.joint, self.group, self.group.actor
+        layouts: dict[str, Layout] = {} if actor is None else actor.layouts
+        gathered: dict[str, Layout] = {} if actor is None else actor.gathered
+        pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
+        layers = {path: layer_of(path) for path in gathered}
+        try:
+            propagation = propagate_joint(joint, group.place, layouts, group.inputs, pins=pins)
+            return SectionCutter(joint, propagation, self._ranks, layers)
+        except LayoutError as error:
+            if error.loc is not None:
+                raise
+            # The call is of a torch function, or the op belongs to no line of the method.
+            loc = self.call.error_loc
+            raise LayoutError(error.reason, loc=loc, remedy=error.remedy) from None
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """The ranks that get a graph here. For a torch function, this includes the first rank."""
+        group = self.group
+        if group.actor is not None:
+            return group.played
+        return tuple(dict.fromkeys((group.place.ranks[0], *group.played)))
+
+    def _refuse_changes(self, changed: Sequence[str]) -> None:
+        """Refuse a call that changes the state at these paths."""
+        if changed:
+            raise self.call.refusal(
+                f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",
+                "change state in a method that is marked @cg.opaque, which every rank calls on its "
+                "pieces; batch norm can be replaced by a layer without running statistics",
+            )
+
+    def _refuse_without_gradients(self) -> None:
+        if not self.joint.input_grads and not self.joint.state_grads:
+            raise TraceError(
+                f"{self.call.what} cannot be differentiated: a loss depends on it, and its "
+                "backward gives no gradient to any argument or parameter",
+                loc=self.call.error_loc,
+                remedy="leave its result out of the loss, or call .detach() on it in the method",
+            )
