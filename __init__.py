@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .tracer.function.groups import plans
     from .tracer.graph.layouts.cases import LayoutError
     from .tracer.graph.layouts.rules.einsum import layout_rule
+    from .tracer.method.experts.expert_products import expert_linear
     from .tracer.record.actors.actors import ActorError, ActorHandle, remat
     from .tracer.record.intrinsics.asked_layouts import layout
     from .tracer.record.intrinsics.clipping import clip_grad_norm
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from .tracer.record.intrinsics.microbatches import mean, microbatches
     from .tracer.record.intrinsics.via import via
     from .tracer.record.session.inputs import InputError
-    from .tracer.values.experts import expert_linear
     from .tracer.values.opaque import opaque
     from .tracer.values.values import OBJECT as object  # noqa: N811 - users write cg.object
 
@@ -89,7 +89,7 @@ _HOMES = {
     "fsdp": "launch.api.api",
     "layout": "tracer.record.intrinsics.asked_layouts",
     "layout_rule": "tracer.graph.layouts.rules.einsum",
-    "expert_linear": "tracer.values.experts",
+    "expert_linear": "tracer.method.experts.expert_products",
     "on": "launch.api.api",
     "object": "tracer.values.values:OBJECT",
     "microbatches": "tracer.record.intrinsics.microbatches",

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...tracer.values.experts import expert_linear
+from ...tracer.method.experts.expert_products import expert_linear
 
 IMPLEMENTATION = "cg"
 """Its name among transformers' implementations of experts."""

@@ -18,7 +18,7 @@ from cg.ir.layout import Layout
 from cg.launch.world.world import use_world
 from cg.tracer.graph.layouts.change import Change
 from cg.tracer.graph.layouts.versions import End
-from cg.tracer.values.experts import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
+from cg.tracer.method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
 
 from ...sampling import examples
 from .simulation import check, layout, mesh

@@ -27,8 +27,8 @@ from ....ir.location import Location
 from ...error_translation import OPAQUE_REMEDY, current_location, refusal_here
 from ...errors import TraceError, note_refusal
 from ...source import is_torch_file
-from ...values.experts import static_form
 from ...values.operators import is_random, storage_key, writes_in_secret, written_values
+from ..experts.expert_products import static_form
 from .function_log import FunctionLog
 from .op_log import OpLog
 from .watch import UsesGradients

@@ -16,7 +16,6 @@ from . import (
     creation,
     decomposed,
     einsum,
-    experts,
     indexing,
     joining,
     losses,
@@ -33,7 +32,6 @@ _FAMILIES = (
     *(
         attention,
         einsum,
-        experts,
         convolution,
         creation,
         indexing,
