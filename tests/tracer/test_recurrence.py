@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from cg.tracer.errors import TraceError
 
@@ -173,6 +174,14 @@ def test_gradients_of_weights_may_be_put_off() -> None:
     late = {"cg.step_products.default", "cg.step_sums.default"}
     assert late.isdisjoint(str(node.target) for node in input_.nodes)
     assert late <= {str(node.target) for node in weight.nodes}
+
+
+def test_flops_are_those_of_torchs_loop() -> None:
+    actor = Recurrent("projected LSTM", returns=(0,))
+    x = numbers(3, 2, 3)
+    with FlopCounterMode(display=False) as counter:
+        actor(x)
+    assert trace(actor, "forward", x).declaration.flops.total == counter.get_total_flops()
 
 
 class Penalized(Recurrent):

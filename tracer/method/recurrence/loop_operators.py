@@ -105,7 +105,7 @@ def _backward_fake(
 
 def _by_terms(cell: str, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The states, with the hidden state once for each term of its gradient."""
-    return (*states[:1] * CELLS[cell].terms, *states[1:])
+    return (*(states[0] for _ in range(CELLS[cell].terms)), *states[1:])
 
 
 def _register(name: str, function: Any, fake: Any) -> None:
@@ -127,15 +127,15 @@ _register(
 )
 
 
-@register_flop_formula([torch.ops.cg.recurrence, torch.ops.cg.recurrence_backward])  # type: ignore[untyped-decorator]
+@register_flop_formula([torch.ops.cg.recurrence, torch.ops.cg.recurrence_backward])
 def _flops(cell: str, *shapes: Any, out_shape: Any = None, **named: Any) -> int:
     """The products of all steps with the hidden state's weight, and with the projection."""
     steps = out_shape[0]
     matrices = [shape for shape in shapes[-4:] if isinstance(shape, torch.Size) and len(shape) == 2]
-    return 2 * steps[0] * steps[1] * sum(map(torch.Size.numel, matrices))
+    return 2 * int(steps[0] * steps[1]) * sum(map(torch.Size.numel, matrices))
 
 
-@register_flop_formula(torch.ops.cg.step_products)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.cg.step_products)
 def _flops_of_products(gradients: Any, values: Any, *others: Any, **named: Any) -> int:
     steps, rows, width = gradients
     return 2 * int(steps * rows * width * values[2])
@@ -213,7 +213,7 @@ def _by_autograd(
 
     They take aliases of the operands, since one operand may depend on another.
     """
-    aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in operands]
+    aliases: list[Any] = [None if x is None else x.view_as(x) for x in operands]
     gates, weight, bias, projection, *states = aliases
     result = run(ctx.cell, gates, states, CellWeights(weight, bias, projection), ctx.reverse)
     pairs = [

@@ -13,7 +13,7 @@ from .recurrent_cells import CELLS, CellWeights
 
 @dataclass(frozen=True)
 class Run:
-    """What a loop over time gives. `T` is the number of steps, and `B` that of rows.
+    """The results of a loop over time. `T` is the number of steps, and `B` that of rows.
 
     Attributes:
         hidden: the hidden states after each step, `[T, B, P]`.

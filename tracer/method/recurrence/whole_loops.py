@@ -92,7 +92,7 @@ def _layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """What `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu` do."""
+    """The results of `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`."""
     directions = 2 if bidirectional else 1
     firsts = [state.unbind(0) for state in _states(hx)]
     count = len(params) // (num_layers * directions)
@@ -125,9 +125,10 @@ def _direction(
     """One layer in one direction."""
     of_input, of_hidden, *others = params
     biases = others[:2] if has_biases else (None, None)
-    projection = others[2 if has_biases else 0 :]
+    projections = others[2 if has_biases else 0 :]
+    projection = projections[0] if projections else None
     gates = linear(value, of_input, biases[0])
-    return recurrence(cell, gates, states, of_hidden, biases[1], *projection, reverse=reverse)
+    return recurrence(cell, gates, states, of_hidden, biases[1], projection, reverse)
 
 
 def _accepts_layers(
@@ -165,7 +166,7 @@ def _one_step(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """What `torch.lstm_cell`, `torch.gru_cell` and the cells of `nn.RNNCell` do."""
+    """The results of `torch.lstm_cell`, `torch.gru_cell` and the cells of `nn.RNNCell`."""
     gates = linear(input, w_ih, b_ih).unsqueeze(0)
     _, last = recurrence(cell, gates, _states(hx), w_hh, b_hh)
     return last[0] if len(last) == 1 else last
