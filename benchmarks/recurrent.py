@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--steps", nargs="+", type=int, default=STEPS, help="numbers of time steps")
-    parser.add_argument("--repeats", type=int, default=5, help="take the median of so many")
+    parser.add_argument("--repeats", type=int, default=3, help="take the median of so many")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
