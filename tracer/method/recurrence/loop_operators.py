@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...values.operators import OperatorFunction
-from .loops import Run, gradients_of_run, run, step_products, step_sums
+from .loops import LoopResults, gradients_of_run, run, step_products, step_sums
 from .recurrent_cells import CELLS, CellWeights
 
 _LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ def _backward(
     projection: Tensor | None,
     reverse: bool,
 ) -> list[Tensor]:
-    forward, weights = Run(hidden, (), tuple(kept)), CellWeights(weight, None, projection)
+    forward, weights = LoopResults(hidden, (), tuple(kept)), CellWeights(weight, None, projection)
     result = gradients_of_run(cell, gradients, forward, states, weights, reverse)
     projected = () if result.projected is None else (result.projected,)
     return [*result.gates, *projected, *result.states]
@@ -240,7 +240,7 @@ def recurrence(
     projection: Tensor | None = None,
     reverse: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run a cell over time.
+    """LoopResults a cell over time.
 
     Args:
         cell: `lstm`, `gru`, `rnn_tanh` or `rnn_relu`.

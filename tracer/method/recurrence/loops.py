@@ -12,7 +12,7 @@ from .recurrent_cells import CELLS, CellWeights
 
 
 @dataclass(frozen=True)
-class Run:
+class LoopResults:
     """The results of a loop over time. `T` is the number of steps, and `B` that of rows.
 
     Attributes:
@@ -27,7 +27,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class RunGradients:
+class LoopGradients:
     """The gradients of a loop over time.
 
     Attributes:
@@ -50,8 +50,8 @@ def steps_of(length: int, reverse: bool) -> Sequence[int]:
 
 def run(
     cell: str, gates: Tensor, states: Sequence[Tensor], weights: CellWeights, reverse: bool
-) -> Run:
-    """Run a cell over time.
+) -> LoopResults:
+    """LoopResults a cell over time.
 
     Args:
         cell: the name of the cell.
@@ -67,17 +67,17 @@ def run(
     for step in steps_of(len(shares), reverse):
         state, kept[step] = kind.step(shares[step], state, weights)
         hidden[step] = state[0]
-    return Run(torch.stack(hidden), state, tuple(map(torch.stack, zip(*kept, strict=True))))
+    return LoopResults(torch.stack(hidden), state, tuple(map(torch.stack, zip(*kept, strict=True))))
 
 
 def gradients_of_run(
     cell: str,
     gradients: Sequence[Tensor | None],
-    forward: Run,
+    forward: LoopResults,
     states: Sequence[Tensor],
     weights: CellWeights,
     reverse: bool,
-) -> RunGradients:
+) -> LoopGradients:
     """The gradients of `run`.
 
     Args:
@@ -103,7 +103,7 @@ def gradients_of_run(
         )
         parts = kind.gradients((gradient, *others), kept[step], before, after[step], weights)
         gates[step], carried, others = parts.gates, parts.hidden, parts.others
-    return RunGradients(
+    return LoopGradients(
         tuple(map(torch.stack, zip(*gates, strict=True))),
         None if weights.projection is None else torch.stack(projected),
         tuple(tensor for tensor in (*carried, *others) if tensor is not None),

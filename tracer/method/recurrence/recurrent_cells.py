@@ -43,7 +43,7 @@ class CellWeights:
 
 
 @dataclass(frozen=True)
-class StepGradients:
+class CellGradients:
     """The gradients of one step.
 
     Attributes:
@@ -94,7 +94,7 @@ class Cell(ABC):
         before: Sequence[Tensor],
         after: Tensor,
         weights: CellWeights,
-    ) -> StepGradients:
+    ) -> CellGradients:
         """The gradients of one step.
 
         Args:
@@ -138,14 +138,14 @@ class _Lstm(Cell):
         before: Sequence[Tensor],
         after: Tensor,
         weights: CellWeights,
-    ) -> StepGradients:
+    ) -> CellGradients:
         hidden, memory = gradients
         activated, memory_after = kept
         if _has_kernels(activated.device):
             gates, previous, _ = _ATEN._thnn_fused_lstm_cell_backward_impl(
                 hidden, memory, before[1], memory_after, activated, False
             )
-            return StepGradients((gates,), (gates.mm(weights.hidden),), (previous,))
+            return CellGradients((gates,), (gates.mm(weights.hidden),), (previous,))
         into, keep, new, out = activated.chunk(4, 1)
         of_out = torch.zeros_like(memory_after)
         if hidden is not None:
@@ -163,7 +163,7 @@ class _Lstm(Cell):
             ),
             1,
         )
-        return StepGradients((gates,), (gates.mm(weights.hidden),), (memory * keep,))
+        return CellGradients((gates,), (gates.mm(weights.hidden),), (memory * keep,))
 
     def widths(self, size: int, device: torch.device) -> tuple[int, ...]:
         return (4 * size, size)
@@ -194,12 +194,12 @@ class _Gru(Cell):
         before: Sequence[Tensor],
         after: Tensor,
         weights: CellWeights,
-    ) -> StepGradients:
+    ) -> CellGradients:
         (gradient,) = gradients
         assert gradient is not None, "a step without a gradient has none to give"
         if _has_kernels(gradient.device):
             gates, share, direct, *_ = _ATEN._thnn_fused_gru_cell_backward(gradient, kept[0], False)
-            return StepGradients((gates, share), (direct, share.mm(weights.hidden)))
+            return CellGradients((gates, share), (direct, share.mm(weights.hidden)))
         activated, new = kept
         reset, update, candidate = activated.chunk(3, 1)
         direct = gradient * update
@@ -208,7 +208,7 @@ class _Gru(Cell):
         of_update = _of_sigmoid(gradient * (before[0] - new), update)
         gates = torch.cat((of_reset, of_update, of_new), 1)
         share = torch.cat((of_reset, of_update, of_new * reset), 1)
-        return StepGradients((gates, share), (direct, share.mm(weights.hidden)))
+        return CellGradients((gates, share), (direct, share.mm(weights.hidden)))
 
     def widths(self, size: int, device: torch.device) -> tuple[int, ...]:
         return (5 * size,) if _has_kernels(device) else (3 * size, size)
@@ -235,14 +235,14 @@ class _Plain(Cell):
         before: Sequence[Tensor],
         after: Tensor,
         weights: CellWeights,
-    ) -> StepGradients:
+    ) -> CellGradients:
         (gradient,) = gradients
         assert gradient is not None, "a step without a gradient has none to give"
         if self._is_tanh:
             gates = _of_tanh(gradient, after)
         else:
             gates = _of_relu(gradient, after, 0)
-        return StepGradients((gates,), (gates.mm(weights.hidden),))
+        return CellGradients((gates,), (gates.mm(weights.hidden),))
 
 
 CELLS: Mapping[str, Cell] = {
