@@ -240,7 +240,7 @@ def recurrence(
     projection: Tensor | None = None,
     reverse: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """LoopResults a cell over time.
+    """Run a cell over time.
 
     Args:
         cell: `lstm`, `gru`, `rnn_tanh` or `rnn_relu`.

@@ -51,7 +51,7 @@ def steps_of(length: int, reverse: bool) -> Sequence[int]:
 def run(
     cell: str, gates: Tensor, states: Sequence[Tensor], weights: CellWeights, reverse: bool
 ) -> LoopResults:
-    """LoopResults a cell over time.
+    """Run a cell over time.
 
     Args:
         cell: the name of the cell.
