@@ -34,6 +34,7 @@ BENCHMARKS = {
         *["--json", "FILE"],
     ],
     "compile_groups": ["compile_groups.py", "--json", "FILE"],
+    "recurrent": ["recurrent.py", "--repeats", "1", "--json", "FILE"],
     "schedules": ["-m", "cg.launch", "-n", "4", "schedules.py", "--json", "FILE"],
     "simulator": ["simulator.py", "--json", "FILE"],
     "slow_link": ["-m", "cg.launch", "-n", "2", "serving/slow_link.py", "--json", "FILE"],

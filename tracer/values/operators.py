@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 
+class OperatorFunction(torch.autograd.Function):
+    """A function of autograd that only issues operators, which its arguments determine."""
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Identifies the memory of a (fake) tensor; None where it has no plain storage."""
     if tensor.layout is not torch.strided:

@@ -69,17 +69,50 @@ def test_a_convolutional_model_of_a_cut_batch(rows: int) -> None:
 
 
 class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module], batch_first: bool, **options: int) -> None:
+        super().__init__()
+        self.cells = kind(5, 4, batch_first=batch_first, **options).double()
+
+    def forward(self, x: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        hidden, last = self.cells(x, states or None)
+        return hidden.sum() + sum(state.square().sum() for state in last)
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_a_cut_batch(
+    kind: type[nn.Module], rows: int, batch_first: bool
+) -> None:
+    actor = Recurrent(kind, batch_first, num_layers=2, bidirectional=True)
+    shape, cut = ((rows, 2, 5), "dp,-,-") if batch_first else ((2, rows, 5), "-,dp,-")
+    run = compare(actor, "forward", {}, GRID, [ints(*shape)], [cut], tolerance=1e-9)
+    # The sum of the loss alone: gradients of weights stay summands, as those of products.
+    assert {change.value for change in run.changes} <= {"slice", "reduce"}
+
+
+def test_projected_recurrent_layers_from_states_of_a_cut_batch() -> None:
+    args = [ints(2, 4, 5), ints(1, 4, 3), ints(1, 4, 4)]
+    actor = Recurrent(nn.LSTM, False, proj_size=3)
+    run = compare(actor, "forward", {}, GRID, args, ["-,dp,-"] * 3, tolerance=1e-9)
+    assert {change.value for change in run.changes} <= {"slice", "reduce"}
+
+
+class Stepwise(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.cells = kind(5, 4, batch_first=True).double()
+        self.cell = kind(5, 4).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.cells(x)[0]
-        return made
+        state = None
+        for at_step in x.unbind(1):
+            state = self.cell(at_step, state)
+        assert state is not None
+        return (state[0] if isinstance(state, tuple) else state).square().sum()
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_of_a_cut_batch(kind: type[nn.Module]) -> None:
-    actor = Recurrent(kind)
-    run = compare(actor, "forward", {}, GRID, [ints(3, 2, 5)], ["dp,-,-"], tolerance=1e-9)
-    assert {change.value for change in run.changes} <= {"slice"}
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells_of_a_cut_batch(kind: type[nn.Module]) -> None:
+    run = compare(Stepwise(kind), "forward", {}, GRID, [ints(4, 3, 5)], ["dp,-,-"], tolerance=1e-9)
+    assert {change.value for change in run.changes} <= {"slice", "reduce"}

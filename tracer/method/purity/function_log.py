@@ -17,6 +17,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...values.operators import OperatorFunction
+
 Form: TypeAlias = tuple[Any, ...]
 """The key of arguments: equal arguments have equal keys. A tensor is its number in the log."""
 
@@ -289,10 +291,6 @@ class Rerun:
         return Unlike()
 
 
-class CopiedFunction(torch.autograd.Function):
-    """A function whose forward and backward issue operators of a known graph."""
-
-
 class OfGraph:
     """A function that, like one of torch, depends on its arguments and torch's settings alone."""
 
@@ -333,7 +331,7 @@ def _has_python_backward(tensors: Iterable[torch.Tensor]) -> bool:
         seen.add(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction) and not issubclass(
             node._forward_cls,  # type: ignore[attr-defined]
-            CopiedFunction,
+            OperatorFunction,
         ):
             return True
         pending += [following for following, _ in node.next_functions]

@@ -1,8 +1,9 @@
 """Let torch's modules take paths that a graph can record, with the results of their usual paths.
 
-`nn.LSTM` and `nn.GRU` go step by step. `nn.TransformerEncoder` has a fast path for inference: given
-a mask of padding, torch packs the rows that count and fills the others with zeros. In a trace it
-takes the general path, which computes padded rows like all others. So they are zeroed here.
+`nn.LSTM` and `nn.GRU` go step by step, where torch's own loop runs. `nn.TransformerEncoder` has a
+fast path for inference: given a mask of padding, torch packs the rows that count and fills the
+others with zeros. In a trace it takes the general path, which computes padded rows like all others.
+So they are zeroed here.
 """
 
 from __future__ import annotations
@@ -79,10 +80,11 @@ def _rows(encoder: nn.TransformerEncoder, padding: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def without_fused_recurrence(state: ActorState) -> Iterator[None]:
-    """Trace LSTM and GRU step by step, in actors that have such modules.
+    """Trace LSTM and GRU step by step, where torch's own loop runs, in actors that have them.
 
-    oneDNN's fused kernels save tensors for the backward only if gradients are enabled when they
-    run. cuDNN's rearrange the memory of their weights, which a graph cannot do.
+    `WholeLoops` says where that is. oneDNN's fused kernels save tensors for the backward only if
+    gradients are enabled when they run. cuDNN's rearrange the memory of their weights, which a
+    graph cannot do.
     """
     recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
     backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...values.actor_state import put_state
 from ...values.heap.snapshot import Snapshot
 from ...values.interface import TracedCall
+from ..recurrence.whole_loops import WholeLoops
 from .changes import Initialization
 from .checkpoints import checkpoints_as_eager
 from .fake_types import real_kinds
@@ -82,6 +83,7 @@ class Scene:
             padded_rows_zeroed(state),
             without_fused_recurrence(state),
             checkpoints_as_eager(),
+            WholeLoops(),
         ):
             yield
 

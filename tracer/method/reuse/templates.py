@@ -16,10 +16,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, t
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ....ir.location import Location
-from ...values.operators import storage_key, writes_in_secret, written_values
+from ...values.operators import OperatorFunction, storage_key, writes_in_secret, written_values
 from ..purity.copy_node import copy_node
 from ..purity.dispatch_modes import OpRecorder, nodes_so_far
-from ..purity.function_log import CopiedFunction
 
 
 class BlocksMisled(BaseException):
@@ -265,7 +264,7 @@ class Emitter:
         return value  # type: ignore[no-any-return]
 
 
-class _Emitted(CopiedFunction):
+class _Emitted(OperatorFunction):
     """A block as autograd sees it."""
 
     @staticmethod

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .....ir.location import Location
-from .. import asked
+from .. import asked, recurrences
 from ..cases import LayoutError, Rule
 from ..functional import other_form
 from . import (
@@ -29,6 +29,7 @@ from . import (
 
 _FAMILIES = (
     asked,
+    recurrences,
     *(
         attention,
         einsum,

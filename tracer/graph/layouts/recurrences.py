@@ -1,0 +1,71 @@
+"""Rules of loops of a recurrent cell over time: rows may be cut, steps and features may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ...method.recurrence.loop_operators import (
+    RECURRENCE,
+    RECURRENCE_BACKWARD,
+    STEP_PRODUCTS,
+    STEP_SUMS,
+)
+from .cases import Answer, Case, Operand, Rule, Shape, tensors
+from .factors import Dim, Dims, Factors, Linear, each, jointly, solve
+
+_ROWS: Dim = ("b",)
+_WEIGHTS = ("weight", "bias", "projection")
+
+
+def _dims(name: str, shape: Shape) -> Dims:
+    """Dimensions of which the rows are cut alike: those of `[T, B, N]` and `[B, N]`."""
+    rows = None if name in _WEIGHTS else len(shape) - 2
+    return tuple(_ROWS if dim == rows else (f"{name}{dim}",) for dim in range(len(shape)))
+
+
+def _operands(case: Case) -> Iterator[tuple[Dims, Shape]]:
+    for name, argument in case.arguments.items():
+        for index, operand in enumerate(tensors(argument)):
+            own = name if name in _WEIGHTS else f"{name}{index}."
+            yield _dims(own, operand.shape), operand.shape
+
+
+def _solved(case: Case, results: tuple[Dims, ...], linear: Linear) -> Answer:
+    """Lay an op out by its rows."""
+    shapes = [(dims, case.shape(index)) for index, dims in enumerate(results)]
+    sizes = {
+        factor: size
+        for dims, shape in (*_operands(case), *shapes)
+        for (factor,), size in zip(dims, shape, strict=True)
+    }
+    keep = dict.fromkeys(sizes.keys() - {"b"}, "is needed whole in a loop over time")
+    operands = tuple(dims for dims, _ in _operands(case))
+    return solve(case, Factors(operands, results, sizes, linear, keep))
+
+
+def _loop(case: Case) -> Answer:
+    return _solved(case, _results(case), ())
+
+
+def _gradients(case: Case) -> Answer:
+    """Linear in the gradients together."""
+    count = sum(isinstance(gradient, Operand) for gradient in case["gradients"])
+    return _solved(case, _results(case), jointly(*range(count)))
+
+
+def _results(case: Case) -> tuple[Dims, ...]:
+    return tuple(_dims(f"result{i}.", case.shape(i)) for i in range(len(case.shapes)))
+
+
+def _sum_of_steps(case: Case) -> Answer:
+    """Gradients of weights: where rows are cut, each rank has a summand."""
+    result = _dims("weight", case.shape())
+    return _solved(case, (result,), each(0))
+
+
+RULES: Mapping[object, Rule] = {
+    RECURRENCE: _loop,
+    RECURRENCE_BACKWARD: _gradients,
+    STEP_PRODUCTS: _sum_of_steps,
+    STEP_SUMS: _sum_of_steps,
+}
