@@ -214,8 +214,15 @@ def test_folders_that_are_no_model(folders: dict[str, Path], tmp_path: Path) -> 
         FileNotFoundError, match=r"has neither model.safetensors nor model.safetens"
     ):
         cg.pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match=r"it has .pytorch_model.bin., which are of other"):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"it has .model.gguf., which are of other formats"):
+        cg.pretrained(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    file.touch()
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is damaged, or of torch before 1.6"):
+        cg.pretrained(tmp_path)
+    torch.save({"state": [torch.zeros(2)]}, file)
+    with pytest.raises(ValueError, match=r"pytorch_model.bin holds something else than tensors"):
         cg.pretrained(tmp_path)
     short = tmp_path / "short"
     shutil.copytree(folders["Llama"], short)
