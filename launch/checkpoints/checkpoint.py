@@ -25,7 +25,7 @@ from ..models.part import ModelPart
 from ..world.world import world
 from .actor_files import check_optimizers, fill_optimizers
 from .held import NameOf, SavedPiece, has_optimizers, optimizer_pieces, pieces
-from .stored_pieces import stored_pieces, stored_tensors
+from .stored_pieces import PartNames, stored_pieces, stored_tensors
 from .stored_tensor import StoredTensor
 from .tensor_files import TensorFile, replace, sync, table_of, write
 from .together import on_rank_0, together
@@ -66,7 +66,7 @@ def save_checkpoint(
         like: a folder of the model, whose other files are copied: the configuration and the
             tokenizer. If it has weights, theirs are the names and shapes that are written.
         files: other files by name, with their text.
-        rename: what the folder calls a tensor of the model; None for what is not written.
+        rename: what the model's library calls a tensor of the model; None for what is not written.
         stem: of the names of files with weights.
         largest: bytes in one of them.
         dry_run: write nothing, but refuse all that would be refused, before the first step. What
@@ -213,7 +213,7 @@ class _OpenCheckpoint:
         check_trainers(actors, trainers)
         parts = [_part_of(actor, rename) for actor in actors]
         sources = [
-            stored_tensors(pieces(p.actor, p.name_of), p.module, weights, p.actor.name)
+            stored_tensors(pieces(p.actor, p.name_of), p.names, weights, p.actor.name)
             for p in parts
         ]
         taken = {name for own in sources for tensor in own.values() for name in tensor.dtypes}
@@ -253,7 +253,7 @@ def _pieces(
     for actor in actors:
         part = _part_of(actor, rename)
         own_pieces = list(pieces(actor, part.name_of))
-        weights += own_pieces if like is None else stored_pieces(own_pieces, part.module, like)
+        weights += own_pieces if like is None else stored_pieces(own_pieces, part.names, like)
         optimizers += optimizer_pieces(actor, part.name_of)
     return weights, optimizers
 
@@ -264,12 +264,12 @@ class _NamedPart:
 
     Attributes:
         actor: has it.
-        module: the part on one of the ranks of this process; None if the actor is on others.
-        name_of: names the actor's tensors.
+        names: those of its part of a model.
+        name_of: names the actor's tensors; a tied one by its first name.
     """
 
     actor: ActorHandle
-    module: ModelPart | None
+    names: PartNames
     name_of: NameOf
 
 
@@ -296,7 +296,8 @@ def _part_of(actor: ActorHandle, rename: Rename) -> _NamedPart:
                     "of the model's weights has no place for it; save it by cg.save"
                 )
         names |= part_names
-    return _NamedPart(actor, part, lambda state: names[id(state.tensor)])
+    part_names = PartNames(part, {} if part is None else _tied_in(part, rename))
+    return _NamedPart(actor, part_names, lambda state: names[id(state.tensor)])
 
 
 def _names_in(
@@ -316,6 +317,16 @@ def _names_in(
     }
     state_dict = part.model.state_dict(keep_vars=True)
     return names | {id(tensor): rename(name) for name, tensor in reversed(state_dict.items())}
+
+
+def _tied_in(part: ModelPart, rename: Rename) -> dict[str, tuple[str, ...]]:
+    """All names of a part's tensors by the first of them."""
+    names: dict[int, tuple[str, ...]] = {}
+    for path, tensor in part.model.state_dict(keep_vars=True).items():
+        name = rename(path)
+        if name is not None:
+            names[id(tensor)] = (*names.get(id(tensor), ()), name)
+    return {several[0]: several for several in names.values()}
 
 
 def _state_text(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -15,8 +15,36 @@ from .stored_tensor import StoredTensor
 from .weights import Weights
 
 
+@dataclass(frozen=True)
+class PartNames:
+    """A part of a model, and the names that the model's library has for its tensors.
+
+    Attributes:
+        part: None if it is on ranks of other processes.
+        tied: all names of a tensor that has several, by the first of them.
+    """
+
+    part: nn.Module | None
+    tied: Mapping[str, tuple[str, ...]]
+
+    def compositions(
+        self, own_pieces: Iterable[SavedPiece], folder: Weights
+    ) -> dict[str, Composition]:
+        """What the tensors of pieces are in a folder, by the pieces' names, if it has them.
+
+        Raises:
+            ValueError: the library converts tensors by an operation that cg cannot follow.
+        """
+        shapes = {piece.name: piece.shape for piece in own_pieces}
+        names = {name: self.tied.get(name, (name,)) for name in shapes}
+        every = {n: shapes[name] for name, several in names.items() for n in several}
+        compositions = folder.conversion(self.part, every).compositions
+        stored = {name: [n for n in names[name] if n in compositions] for name in names}
+        return {name: compositions[several[0]] for name, several in stored.items() if several}
+
+
 def stored_pieces(
-    own_pieces: Sequence[SavedPiece], part: nn.Module | None, like: Weights
+    own_pieces: Sequence[SavedPiece], names: PartNames, like: Weights
 ) -> Iterator[SavedPiece]:
     """Pieces by the names and in the shapes of a folder.
 
@@ -24,14 +52,15 @@ def stored_pieces(
 
     Args:
         own_pieces: of the tensors of a part of a model, by the names of the model's library.
-        part: the part, whose library says how the folder's tensors make up the model's.
+        names: of the part.
         like: the folder.
 
     Raises:
         ValueError: the name of a tensor that the folder has not is there that of another tensor; or
             the library converts tensors by an operation that cg cannot follow.
     """
-    compositions = _reversible(own_pieces, part, like)
+    shapes = {piece.name: piece.shape for piece in own_pieces}
+    compositions = _reversible(names.compositions(own_pieces, like), shapes, like)
     taken = {name for composition in compositions.values() for name in composition.names}
     for piece in own_pieces:
         composition = compositions.get(piece.name)
@@ -47,12 +76,12 @@ def stored_pieces(
 
 
 def stored_tensors(
-    own_pieces: Iterable[SavedPiece], part: nn.Module | None, weights: Weights, actor: str
+    own_pieces: Iterable[SavedPiece], names: PartNames, weights: Weights, actor: str
 ) -> dict[str, StoredTensor]:
     """The tensors of a folder that pieces are of, by name.
 
     Args:
-        own_pieces, part: as for `stored_pieces`.
+        own_pieces, names: as for `stored_pieces`.
         weights: the folder.
         actor: whose they are, for messages.
 
@@ -61,8 +90,7 @@ def stored_tensors(
         ValueError: it has one of another shape or element type.
     """
     expected = {piece.name: piece for piece in own_pieces}
-    shapes = {name: piece.shape for name, piece in expected.items()}
-    compositions = weights.conversion(part, shapes).compositions
+    compositions = names.compositions(expected.values(), weights)
     tensors = {}
     for name, piece in expected.items():
         if name not in compositions:
@@ -73,17 +101,15 @@ def stored_tensors(
 
 
 def _reversible(
-    own_pieces: Sequence[SavedPiece], part: nn.Module | None, like: Weights
-) -> Mapping[str, Composition]:
-    """The tensors of pieces that are whole stored tensors of a folder, or made up of such."""
-    shapes = {piece.name: piece.shape for piece in own_pieces}
-    compositions = like.conversion(part, shapes).compositions
-    fitting = {n: a for n, a in compositions.items() if a.shape == shapes.get(n)}
+    compositions: Mapping[str, Composition], shapes: Mapping[str, tuple[int, ...]], like: Weights
+) -> dict[str, Composition]:
+    """Those of the tensors' shapes that are whole stored tensors, or made up of such."""
+    fitting = {name: c for name, c in compositions.items() if c.shape == shapes[name]}
     elements: Counter[str] = Counter()
     for composition in fitting.values():
         elements.update(composition.elements)
     partial = {n for n in elements if elements[n] != math.prod(like.files[n].shapes[n])}
-    return {n: a for n, a in fitting.items() if partial.isdisjoint(a.names)}
+    return {n: c for n, c in fitting.items() if partial.isdisjoint(c.names)}
 
 
 def _parts_of(piece: SavedPiece, composition: Composition, like: Weights) -> Iterator[SavedPiece]:

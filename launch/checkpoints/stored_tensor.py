@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 
-from ...ir.layout import Region, shape_of
+from ...ir.layout import Region, shape_of, whole
 from ..conversions.composition import Composition
 
 ReadBox: TypeAlias = Callable[[str, tuple[slice, ...]], torch.Tensor]
@@ -49,6 +49,15 @@ class StoredTensor:
         file = self.files.get(name)
         return file is not None and self.composition == Composition.of(name, file.shapes[name])
 
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether another one has the same shape and numbers."""
+        if self.composition.shape != other.composition.shape:
+            return False
+        return all(
+            torch.equal(self.read(rows, torch.float64), other.read(rows, torch.float64))
+            for rows in _few_rows(self.composition.shape)
+        )
+
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Compare the shape and element type with those of an actor's tensor.
 
@@ -81,3 +90,15 @@ class StoredTensor:
                 boxed = opened[id(file)](part.name, part.box)
                 value[part.inside] = part.taken_from(boxed)
         return value
+
+
+def _few_rows(shape: tuple[int, ...]) -> Iterator[Region]:
+    """Regions of a few rows each, which cover a tensor."""
+    if not shape:
+        yield ()
+        return
+    for start in range(0, shape[0], _ROWS):
+        yield ((start, min(start + _ROWS, shape[0])),), *whole(shape[1:])
+
+
+_ROWS = 1 << 12

@@ -1,7 +1,8 @@
-"""Weights in the folder format of Hugging Face: safetensors files, an index, and a configuration.
+"""Weights in the folder format of Hugging Face: files of tensors, an index, and a configuration.
 
 The format: https://huggingface.co/docs/transformers/models, `model.safetensors`, or several files
-of tensors and `model.safetensors.index.json`, which says where each tensor is.
+of tensors and `model.safetensors.index.json`, which says where each tensor is. Older folders have
+`pytorch_model.bin`, and an index likewise.
 """
 
 from __future__ import annotations
@@ -115,6 +116,29 @@ class Weights:
         """
         names, conversion = self._names(instance, wanted)
         return self._stored(names, conversion, wanted, actor)
+
+    def differing(self, model: nn.Module) -> list[str]:
+        """The names of tied parameters that the folder has several times, with other numbers.
+
+        transformers unties those. Rows are compared a few at a time, which takes little memory.
+
+        Args:
+            model: it may be on the meta device.
+
+        Raises:
+            ValueError: transformers converts tensors by an operation that cg cannot follow.
+        """
+        names, conversion = self._names(model, model.state_dict(keep_vars=True))
+        differing = []
+        for several in dict.fromkeys(names.values()):
+            tensors = [
+                StoredTensor(conversion.compositions[name], self.files)
+                for name in several
+                if name in conversion.compositions
+            ]
+            if any(not tensors[0].equals(other) for other in tensors[1:]):
+                differing.append(several[0])
+        return differing
 
     def conversion(self, instance: object, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
         """What the model's library makes of the folder.
@@ -255,7 +279,8 @@ def pretrained(
     """Open a folder of weights, as `save_pretrained` of transformers writes it.
 
     An actor takes its weights from it piece by piece, so that no rank reads or holds more than its
-    own. Floating-point numbers are converted to the model's type.
+    own. Floating-point numbers are converted to the model's type. Tensors of a model of
+    transformers are those that `from_pretrained` makes of the folder: its converters are applied.
 
     ```python
     weights = cg.pretrained(folder)
@@ -264,9 +289,11 @@ def pretrained(
     ```
 
     Args:
-        folder: with `model.safetensors`, or several such files and their index.
-        rename: what the folder calls a tensor of the model, by its name; names that differ by a
-            prefix alone are found without it.
+        folder: with `model.safetensors`, or several such files and their index, or with
+            `pytorch_model.bin` likewise.
+        rename: what the folder calls a tensor of the model, by its name, or what the model's
+            library does, as where adapters have changed it; names that differ by a prefix alone
+            are found without it.
         stem: of the names of files.
 
     Raises:
