@@ -30,7 +30,7 @@ class PartNames:
     def compositions(
         self, own_pieces: Iterable[SavedPiece], folder: Weights
     ) -> dict[str, Composition]:
-        """What the tensors of pieces are in a folder, by the pieces' names, if it has them.
+        """The compositions of the tensors of pieces, by the pieces' names, if a folder has them.
 
         Raises:
             ValueError: the library converts tensors by an operation that cg cannot follow.

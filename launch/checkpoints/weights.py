@@ -39,8 +39,8 @@ class Weights:
     Attributes:
         folder: where they are.
         files: the file of each tensor, by the tensor's name.
-        converted: once `check` has seen a model, of each of its tensors that is not simply a stored
-            one of its name, the names of the stored tensors that it consists of.
+        converted: once `check` has seen a model, of each of its tensors that is no stored one of
+            its name as it is, the names of the stored tensors that it consists of.
     """
 
     def __init__(self, folder: Path, stem: str, rename: Rename) -> None:
@@ -141,7 +141,7 @@ class Weights:
         return differing
 
     def conversion(self, instance: object, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
-        """What the model's library makes of the folder.
+        """The tensors that the model's library makes of the folder.
 
         Args:
             instance: a model, or a part of one.

@@ -67,7 +67,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """What a region of a tensor has of one stored tensor.
+    """A part of a stored tensor that a region of a tensor has.
 
     Attributes:
         name: of the stored tensor.

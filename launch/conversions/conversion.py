@@ -1,4 +1,4 @@
-"""What a model's library makes of the tensors of a folder."""
+"""The tensors that a model's library makes of those of a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StoredType:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a library makes of the tensors of a folder for a model.
+    """The tensors that a library makes of those of a folder, for a model.
 
     Attributes:
         compositions: the tensors that it makes, by their names in the model.

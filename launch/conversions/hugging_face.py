@@ -37,7 +37,7 @@ def library_model(instance: object) -> nn.Module | None:
 def conversion_of(
     model: Any, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredType]
 ) -> Conversion:
-    """What transformers makes of the tensors of a folder.
+    """The tensors that transformers makes of those of a folder.
 
     Args:
         model: of transformers; some of its layers may be missing.
@@ -108,7 +108,7 @@ def _converted(
     sources: list[str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Composition]:
-    """What a converter makes of the tensors that it has collected, by name."""
+    """The tensors that a converter makes of those that it has collected, by name."""
     try:
         converted = converter.convert(target, model=_Shapes(shapes), config=model.config)
         if isinstance(converted, tuple):  # of 5.0, with errors beside it
