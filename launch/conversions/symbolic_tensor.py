@@ -33,7 +33,7 @@ class SymbolicTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
