@@ -66,7 +66,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "GPTNeoX": TEXT,
     "Gemma3": GROUPED | {"head_dim": 4},
     "Bloom": {"vocab_size": 31, "hidden_size": 16, "n_layer": 2, "n_head": 4},
-    "HrmText": TEXT,
     "Falcon": TEXT | {"new_decoder_architecture": False, "multi_query": True},
 }
 FEW = ("Mixtral", "GPTNeoX", "Gemma3ForConditionalGeneration")

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.timeout(300)
 
 EXPERTS = cg.plan({"*.gate_up_proj": cg.cut(1, "tp", blocks=2), "*.down_proj": cg.cut(2, "tp")})
 """Cuts of merged experts, through both of the tensors that are joined in each."""
+DENSE = cg.plan({"*.self_attention.dense.weight": cg.cut(1, "tp")})
+"""The cut of models without a plan or experts."""
 
 
 def empty(case: str) -> Any:
@@ -56,7 +58,7 @@ def place(model: Any, stages: int, tp: int, weights: Any) -> list[Any]:
     try:
         plan = cg.plans.hf(model, batch=None)
     except ValueError:  # it has none that cg knows
-        plan = EXPERTS
+        plan = EXPERTS if hasattr(model.config, "num_experts_per_tok") else DENSE
     meshes = (cg.mesh(range(tp * i, tp * (i + 1)), tp=tp) for i in range(stages))
     return [TrainedPart.on(m, plan=plan, init=weights)(cuts, i) for i, m in enumerate(meshes)]
 
