@@ -11,7 +11,6 @@ from typing import Any
 import adapters
 import torch
 import weight_files
-from torch import nn
 
 import cg
 
@@ -49,7 +48,7 @@ def read_model(args: argparse.Namespace) -> Model:
         weight_files.refuse_quantized(args.model)
         rename = adapters.name_in_model if args.lora else str
         weights = cg.pretrained(args.model, rename=rename)
-        whole = _empty(args.model, args.attention)
+        whole = _empty(args.model, args.attention, weights)
         whole.train(args.dropout)
         if args.lora:
             whole = adapters.add_adapters(whole, args.lora, args.model, args.seed)
@@ -58,12 +57,14 @@ def read_model(args: argparse.Namespace) -> Model:
         else:
             model = Model(whole, weights, str, "model", {}, args.model)
         weights.check(whole)
+        if weights.converted and cg.rank() == 0:
+            print(weights)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{args.model} cannot be fine-tuned: {error}") from error
     return model
 
 
-def _empty(folder: Path, attention: str) -> Any:
+def _empty(folder: Path, attention: str, weights: Any) -> Any:
     """The model without its weights, with its head tied to its embedding if the files have it so.
 
     transformers does the same (`tie_weights`): a head and an embedding that are stored with
@@ -79,7 +80,7 @@ def _empty(folder: Path, attention: str) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     model = make()
-    if weight_files.are_equal(folder, _names_of_head(model)):
+    if not weights.differing(model):
         return model
     if cg.rank() == 0:
         print(
@@ -87,15 +88,11 @@ def _empty(folder: Path, attention: str) -> Any:
             "says tie_word_embeddings"
         )
     config.tie_word_embeddings = False
-    return make()
-
-
-def _names_of_head(model: nn.Module) -> list[str]:
-    """The names that folders may have for the head: several if it is tied to the embedding."""
-    head = model.get_output_embeddings()
-    named = model.named_parameters(remove_duplicate=False)
-    names = [name for name, parameter in named if head is not None and parameter is head.weight]
-    return names + [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
+    model = make()
+    differing = weights.differing(model)
+    if differing:
+        raise ValueError(f"'{differing[0]}' is stored several times, with different numbers")
+    return model
 
 
 def read_tokenizer(folder: Path) -> Any:

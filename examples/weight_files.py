@@ -6,7 +6,6 @@ The module does not import torch, since the front of the server runs without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -77,30 +76,3 @@ def _quantized_weight(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, SafetensorError):
         pass
     return None
-
-
-def are_equal(folder: Path, names: Iterable[str]) -> bool:
-    """True if the tensors with these names that the folder has are equal.
-
-    transformers ties only equal tensors (`tie_weights`), whatever a configuration says. Rows are
-    compared a few at a time, which takes little memory.
-    """
-    where = places(folder)
-    first, *rest = [name for name in dict.fromkeys(names) if name in where] or [""]
-    return all(_same(folder, where, first, name) for name in rest)
-
-
-def _same(folder: Path, where: Mapping[str, str], one: str, other: str) -> bool:
-    with (
-        safe_open(folder / where[one], "pt") as left,
-        safe_open(folder / where[other], "pt") as right,
-    ):
-        a, b = left.get_slice(one), right.get_slice(other)
-        if a.get_shape() != b.get_shape():
-            return False
-        rows = range(0, a.get_shape()[0], ROWS)
-        return all(bool((a[at : at + ROWS] == b[at : at + ROWS]).all()) for at in rows)
-
-
-ROWS = 1 << 12
-"""Rows of a table that are compared at a time."""

@@ -31,7 +31,7 @@ PACKAGES = {
     "launch": {"torch", "numpy", "mpi4py"},
 }
 # What one folder of a room may import beside that: the library that it is the adapter of.
-OWN_PACKAGES = {"launch/models": {"transformers"}}
+OWN_PACKAGES = {"launch/conversions": {"transformers"}, "launch/models": {"transformers"}}
 THIRD_PARTY = {"torch", "numpy", "mpi4py", "cupy", "nccl", "torch_npu", "transformers"}
 
 MOST_FILES = 16

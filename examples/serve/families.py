@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 import cg
 
-from ..weight_files import are_equal, places, refuse_quantized
+from ..weight_files import refuse_quantized
 from .attention import Pages, attend
 from .layers import FIXED_TURNS, RmsNorm, merge, turns
 
@@ -79,7 +78,7 @@ def open_model(source: Path | PretrainedConfig | GptConfig, seed: int = 0) -> Mo
     """The model of a folder, or one of random weights.
 
     Args:
-        source: a folder in transformers' format with safetensors; a folder of checkpoints that
+        source: a folder in transformers' format; a folder of checkpoints that
             examples/train_gpt.py has written; a configuration of either, for random weights.
         seed: of random weights, which are the same however the model is cut.
 
@@ -136,33 +135,24 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Stored:
-    """A folder of safetensors files.
+    """A folder of weights, as the model's library reads it.
 
     Attributes:
-        also: a second name that the folder may have for a tensor, by the first.
+        folder: by cg.pretrained.
+        model: the whole model, on the meta device.
     """
 
-    folder: Path
-    also: Mapping[str, str] = field(default_factory=dict)
+    folder: Any
+    model: nn.Module
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for file, names in self._files(parameters).items():
-            with safe_open(self.folder / file, "pt") as stored:
-                for name, own in names.items():
-                    tensors[name] = stored.get_tensor(own).to(dtype)
-        return tensors
-
-    def _files(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """The weights in each file: the names in the file, by the names in the model."""
-        where = places(self.folder)
-        files: dict[str, dict[str, str]] = {}
-        for name in names:
-            own = name if name in where else self.also.get(name, name)
-            if own not in where:
-                raise KeyError(f"{self.folder} has no weight {name}: is it of another model?")
-            files.setdefault(where[own], {})[name] = own
-        return files
+        state = self.model.state_dict(keep_vars=True)
+        wanted = {name: state[name] for name in parameters}
+        tensors = self.folder.tensors(self.model, wanted, "the model")
+        return {
+            name: stored.read(tuple(((0, size),) for size in wanted[name].shape), dtype)
+            for name, stored in tensors.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -243,10 +233,11 @@ def _tied_as_stored(config: PretrainedConfig, folder: Path) -> Stored:
     transformers does the same (`tie_weights`). A tied head and embedding may be stored under
     either name.
     """
-    if not config.tie_word_embeddings:
-        return Stored(folder)
-    if not are_equal(folder, (EMBEDDING, HEAD)):
+    weights = cg.pretrained(folder)
+    model = _empty(config)
+    if weights.differing(model):
         config.tie_word_embeddings = False
+        model = _empty(config)
         if cg.rank() == 0:
             log.warning(
                 "%s has a %s that is not its embedding, so it is used, although config.json says "
@@ -254,7 +245,12 @@ def _tied_as_stored(config: PretrainedConfig, folder: Path) -> Stored:
                 folder,
                 HEAD,
             )
-    return Stored(folder, {EMBEDDING: HEAD} if config.tie_word_embeddings else {})
+    return Stored(weights, model)
+
+
+def _empty(config: PretrainedConfig) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _eos(folder: Path) -> int | list[int] | None:
@@ -270,8 +266,7 @@ def _eos(folder: Path) -> int | list[int] | None:
 
 def _hugging_face(config: PretrainedConfig, weights: Weights, eos: int | list[int] | None) -> Model:
     def build(layers: range, dtype: torch.dtype) -> nn.Module:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = _empty(config)
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         part = DecoderPart(model, layers, config.num_hidden_layers)

@@ -25,10 +25,12 @@ from ..models.part import ModelPart
 from ..world.world import world
 from .actor_files import check_optimizers, fill_optimizers
 from .held import NameOf, SavedPiece, has_optimizers, optimizer_pieces, pieces
+from .stored_pieces import PartNames, stored_pieces, stored_tensors
+from .stored_tensor import StoredTensor
 from .tensor_files import TensorFile, replace, sync, table_of, write
 from .together import on_rank_0, together
 from .trainers import TrainerState, check_trainers, put_trainers, trainers_of
-from .weights import Rename, Weights, dtype_of, index_of, read_json, shards
+from .weights import Rename, Weights, dtype_of, index_of, read_json, shards, weights_in
 
 _TRAINING, _OPTIMIZERS, _STATE = "training", "optimizers.safetensors", "state.json"
 _NUMBERED = re.compile(r"step-(\d+)")
@@ -61,9 +63,10 @@ def save_checkpoint(
         compiled: the step, for the random numbers that it would draw next.
         state: what else the training goes on from, such as the position in its data, for JSON; the
             same on all ranks.
-        like: a folder whose other files are copied: the configuration and the tokenizer.
+        like: a folder of the model, whose other files are copied: the configuration and the
+            tokenizer. If it has weights, theirs are the names and shapes that are written.
         files: other files by name, with their text.
-        rename: what the folder calls a tensor of the model; None for what is not written.
+        rename: what the model's library calls a tensor of the model; None for what is not written.
         stem: of the names of files with weights.
         largest: bytes in one of them.
         dry_run: write nothing, but refuse all that would be refused, before the first step. What
@@ -77,7 +80,9 @@ def save_checkpoint(
     path = Path(folder)
     partial = path.with_name(f".{path.name}.partial")
     trainers = trainers_of(actors)
-    weights, optimizers = together(lambda: _pieces(actors, rename), "name its tensors")
+    weights, optimizers = together(
+        lambda: _pieces(actors, rename, weights_in(like, stem, rename)), "name its tensors"
+    )
     tables = table_of(weights), table_of(optimizers)
     parts = list(shards(tables[0], stem, largest))
     texts = dict(files or {})
@@ -172,8 +177,9 @@ class _OpenCheckpoint:
     """A checkpoint that has been checked as a whole, and is to be read.
 
     Attributes:
-        weights, optimizers: its tensors.
-        named: the actors, with functions that name their tensors.
+        optimizers: the tensors that they keep.
+        parts: the actors' parts of the model.
+        sources: for each actor the tensors of the files that it reads, by name.
         names: of the weights.
         taken: those that this process's ranks have.
         kept: the names of the tensors that their optimizers take.
@@ -181,9 +187,9 @@ class _OpenCheckpoint:
         trainers, compiled, state: as they were saved.
     """
 
-    weights: Weights
     optimizers: TensorFile
-    named: list[tuple[ActorHandle, NameOf]]
+    parts: list[_NamedPart]
+    sources: list[Mapping[str, StoredTensor]]
     names: frozenset[str]
     taken: frozenset[str]
     kept: frozenset[str]
@@ -205,24 +211,21 @@ class _OpenCheckpoint:
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / _TRAINING / _STATE} is damaged: {error}") from error
         check_trainers(actors, trainers)
-        named = _named(actors, rename)
-        taken: set[str] = set()
+        parts = [_part_of(actor, rename) for actor in actors]
+        sources = [
+            stored_tensors(pieces(p.actor, p.name_of), p.names, weights, p.actor.name)
+            for p in parts
+        ]
+        taken = {name for own in sources for tensor in own.values() for name in tensor.dtypes}
         optimizer_names: set[str] = set()
         untrained: set[str] = set()
-        for actor, name_of in named:
-            actor_names: set[str] = set()
-            for piece in pieces(actor, name_of):
-                if piece.name not in weights.files:
-                    raise KeyError(f"{path} has no '{piece.name}', which {actor.name} has")
-                weights.files[piece.name].check(piece.name, piece.shape, piece.tensor.dtype)
-                actor_names.add(piece.name)
-            taken |= actor_names
-            untrained |= set() if has_optimizers(actor) else actor_names
-            optimizer_names |= check_optimizers(optimizers, actor, name_of)
+        for part, own in zip(parts, sources, strict=True):
+            untrained |= set() if has_optimizers(part.actor) else own.keys()
+            optimizer_names |= check_optimizers(optimizers, part.actor, part.name_of)
         return _OpenCheckpoint(
-            weights,
             optimizers,
-            named,
+            parts,
+            sources,
             frozenset(weights.files),
             frozenset(taken),
             frozenset(optimizer_names),
@@ -234,36 +237,50 @@ class _OpenCheckpoint:
 
     def fill(self, actors: Sequence[ActorHandle]) -> None:
         put_trainers(actors, self.trainers)
-        for actor, name_of in self.named:
-            for piece in pieces(actor, name_of):
-                value = self.weights.read(piece.name, piece.region, piece.tensor.dtype)
+        for part, sources in zip(self.parts, self.sources, strict=True):
+            for piece in pieces(part.actor, part.name_of):
+                value = sources[piece.name].read(piece.region, piece.tensor.dtype)
                 piece.tensor.data.copy_(value)
-            fill_optimizers(self.optimizers, actor, name_of)
+            fill_optimizers(self.optimizers, part.actor, part.name_of)
 
 
 def _pieces(
-    actors: Sequence[ActorHandle], rename: Rename
+    actors: Sequence[ActorHandle], rename: Rename, like: Weights | None
 ) -> tuple[list[SavedPiece], list[SavedPiece]]:
     """The pieces of weights, and of what optimizers keep, on the ranks of this process."""
     weights: list[SavedPiece] = []
     optimizers: list[SavedPiece] = []
-    for actor, name_of in _named(actors, rename):
-        weights += pieces(actor, name_of)
-        optimizers += optimizer_pieces(actor, name_of)
+    for actor in actors:
+        part = _part_of(actor, rename)
+        own_pieces = list(pieces(actor, part.name_of))
+        weights += own_pieces if like is None else stored_pieces(own_pieces, part.names, like)
+        optimizers += optimizer_pieces(actor, part.name_of)
     return weights, optimizers
 
 
-def _named(actors: Sequence[ActorHandle], rename: Rename) -> list[tuple[ActorHandle, NameOf]]:
-    """The actors, with functions that name their tensors in the files.
+@dataclass(frozen=True)
+class _NamedPart:
+    """An actor's part of a model.
+
+    Attributes:
+        actor: has it.
+        names: those of its part of a model.
+        name_of: names the actor's tensors; a tied one by its first name.
+    """
+
+    actor: ActorHandle
+    names: PartNames
+    name_of: NameOf
+
+
+def _part_of(actor: ActorHandle, rename: Rename) -> _NamedPart:
+    """An actor's part of a model, with names for its tensors.
 
     Raises:
-        ValueError: an actor has no part of a model, or has tensors besides.
+        ValueError: the actor has no part of a model, or has tensors besides.
     """
-    return [(actor, _names_of(actor, rename)) for actor in actors]
-
-
-def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
     names: dict[int, str | None] = {}
+    part: ModelPart | None = None
     for instance in actor.instances.values():
         modules = instance.named_modules() if isinstance(instance, torch.nn.Module) else ()
         parts = ((path, part) for path, part in modules if isinstance(part, ModelPart))
@@ -279,7 +296,8 @@ def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
                     "of the model's weights has no place for it; save it by cg.save"
                 )
         names |= part_names
-    return lambda state: names[id(state.tensor)]
+    part_names = PartNames(part, {} if part is None else _tied_in(part, rename))
+    return _NamedPart(actor, part_names, lambda state: names[id(state.tensor)])
 
 
 def _names_in(
@@ -299,6 +317,16 @@ def _names_in(
     }
     state_dict = part.model.state_dict(keep_vars=True)
     return names | {id(tensor): rename(name) for name, tensor in reversed(state_dict.items())}
+
+
+def _tied_in(part: ModelPart, rename: Rename) -> dict[str, tuple[str, ...]]:
+    """All names of a part's tensors by the first of them."""
+    names: dict[int, tuple[str, ...]] = {}
+    for path, tensor in part.model.state_dict(keep_vars=True).items():
+        name = rename(path)
+        if name is not None:
+            names[id(tensor)] = (*names.get(id(tensor), ()), name)
+    return {several[0]: several for several in names.values()}
 
 
 def _state_text(

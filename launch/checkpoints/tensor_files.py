@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -23,8 +24,10 @@ from safetensors import SafetensorError, safe_open
 from ...ir.layout import Interval, Region, shape_of
 from ...ir.types import DType
 from ...tracer.values.specs import ir_dtype, torch_dtype
+from ..conversions.composition import Composition
 from ..world.world import world
 from .held import SavedPiece
+from .stored_tensor import ReadBox, StoredTensor
 from .together import on_rank_0, together
 
 _NAMES = {
@@ -96,33 +99,32 @@ class TensorFile:
         Raises:
             ValueError: it has another shape or element type.
         """
-        stored = self.shapes[name]
-        if stored != shape:
-            raise ValueError(f"'{name}' is {list(stored)} in the file, and {list(shape)} here")
-        if self.dtypes[name] != dtype:
-            raise ValueError(f"'{name}' is {self.dtypes[name]} in the file, and {dtype} here")
+        self.tensor(name).check(name, shape, dtype)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """A tensor of the file."""
+        return StoredTensor(Composition.of(name, self.shapes[name]), {name: self})
+
+    @contextmanager
+    def opened(self) -> Iterator[ReadBox]:
+        """Inside of the `with` block boxes are read by the function that it gives."""
+        with safe_open(os.fspath(self.path), framework="pt") as opened:
+            yield lambda name, box: opened.get_slice(name)[box] if box else opened.get_tensor(name)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """The part of a tensor in a region, in memory of its own.
 
-        The file is opened for this tensor alone. Otherwise the pages that have been read would stay
-        in memory beside the tensors.
-
         Raises:
-            ValueError: the region is no part of the tensor.
+            ValueError: the region is no part of the tensor, or its element type is none of torch's.
         """
         shape = self.shapes[name]
         ends = [max((stop for _, stop in intervals), default=0) for intervals in region]
         if len(ends) != len(shape) or any(e > size for e, size in zip(ends, shape, strict=True)):
             raise ValueError(f"'{name}' is {list(shape)} in the file, and ends at {ends} here")
-        with safe_open(os.fspath(self.path), framework="pt") as opened:
-            if not region:
-                return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
-            tensor_slice = opened.get_slice(name)
-            value = torch.empty(shape_of(region), dtype=self.dtypes[name])
-            for piece_box, tensor_box in _boxes(region):
-                value[piece_box] = tensor_slice[tensor_box]
-            return value
+        dtype = self.dtypes[name]
+        if dtype is None:
+            raise ValueError(f"'{name}' has an element type in the file that torch has not")
+        return self.tensor(name).read(region, dtype)
 
 
 def table_of(mine: Iterable[SavedPiece]) -> Table:

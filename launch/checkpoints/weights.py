@@ -1,24 +1,27 @@
-"""Weights in the folder format of Hugging Face: safetensors files, an index, and a configuration.
+"""Weights in the folder format of Hugging Face: files of tensors, an index, and a configuration.
 
 The format: https://huggingface.co/docs/transformers/models, `model.safetensors`, or several files
-of tensors and `model.safetensors.index.json`, which says where each tensor is.
+of tensors and `model.safetensors.index.json`, which says where each tensor is. Older folders have
+`pytorch_model.bin`, and an index likewise.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from ...ir.layout import Region
 from ...tracer.values.specs import torch_dtype
+from ..conversions.conversion import Conversion, StoredType, as_stored
+from ..conversions.hugging_face import conversion_of, library_model
+from .pickled_file import PickledFile
+from .stored_tensor import StoredTensor, WeightFile
 from .tensor_files import Table, TensorFile, size_of
 
 Rename: TypeAlias = Callable[[str], str | None]
@@ -30,19 +33,32 @@ _OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
 class Weights:
     """The tensors of a folder, which are read piece by piece; a source for `Cls.on(init=...)`.
 
+    A model of transformers takes them as `from_pretrained` does: renamed, and joined, cut or turned
+    where the model's modules differ from the files.
+
     Attributes:
         folder: where they are.
         files: the file of each tensor, by the tensor's name.
+        converted: once `check` has seen a model, of each of its tensors that is no stored one of
+            its name as it is, the names of the stored tensors that it consists of.
     """
 
     def __init__(self, folder: Path, stem: str, rename: Rename) -> None:
         self.folder = folder
         self._stem, self._rename = stem, rename
-        self._tied: dict[str | None, tuple[str, ...]] = {}
+        self._tied: dict[str, tuple[str, ...]] = {}
         self.files = {name: file for file in self._open() for name in file.shapes}
+        self.converted: dict[str, tuple[str, ...]] = {}
 
     def __repr__(self) -> str:
-        return f"the weights in {self.folder}"
+        words = f"the weights in {self.folder}"
+        renamed = sum(len(names) == 1 for names in self.converted.values())
+        if renamed:
+            words += f", {renamed} under other names"
+        if renamed < len(self.converted):
+            stored = sum(len(names) for names in self.converted.values()) - renamed
+            words += f", {len(self.converted) - renamed} joined from {stored} stored tensors"
+        return words
 
     def check(self, model: nn.Module) -> None:
         """Compare the names and shapes of a whole model's tensors with those of the folder.
@@ -54,64 +70,142 @@ class Weights:
             model: it may be on the meta device.
 
         Raises:
-            ValueError: tensors are missing, surplus, or of other shapes or kinds of types.
+            ValueError: tensors are missing, surplus, or of other shapes or kinds of types; or
+                transformers converts them by an operation that cg cannot follow.
         """
         tensors = model.state_dict(keep_vars=True)
-        paths: dict[int, list[str]] = {}
-        for path, tensor in tensors.items():
-            paths.setdefault(id(tensor), []).append(path)
-        name_of = self._named(self._prefix(tensors))
-        for tied in paths.values():
-            names = tuple(filter(None, map(name_of, tied)))
-            self._tied |= dict.fromkeys(names, names) if len(names) > 1 else {}
-        distinct = {n[0]: tensors[n[0]] for n in paths.values() if any(map(name_of, n))}
-        stored_names = self.names(distinct, type(model).__name__)
-        taken = {name for name in map(name_of, tensors) if name} | {*stored_names.values()}
-        surplus = [n for n in self.files if n not in taken and not _is_ignored(model, n)]
+        names, conversion = self._names(model, tensors)
+        for several in names.values():
+            self._tied |= dict.fromkeys(several, several) if len(several) > 1 else {}
+        distinct = {t: path for path, t in reversed(tensors.items()) if names[path]}
+        wanted = {path: tensor for tensor, path in distinct.items()}
+        stored = self._stored(names, conversion, wanted, type(model).__name__)
+        compositions = [
+            conversion.compositions.get(n) for several in names.values() for n in several
+        ]
+        taken = {name for composition in compositions if composition for name in composition.names}
+        surplus = [n for n in self.files if n not in taken and n not in conversion.ignored]
         if surplus:
             raise ValueError(
                 f"{self.folder} has tensors that {type(model).__name__} has not: "
                 f"{_few(surplus)}; is it of another model, or of other layers?"
             )
+        self.converted = {
+            names[path][0]: tensor.composition.names
+            for path, tensor in stored.items()
+            if not any(map(tensor.is_whole, names[path]))
+        }
 
-    def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
-        """The names in the files of an actor's tensors, by their paths.
+    def tensors(
+        self, instance: object, wanted: Mapping[str, torch.Tensor], actor: str
+    ) -> Mapping[str, StoredTensor]:
+        """The tensors of the folder for an actor's, by their paths.
 
-        Paths and names may differ by a prefix: an actor's attributes, or the name of a model
+        The folder's names are those by which a model of transformers in the actor loads it. Without
+        one, paths and names may differ by a prefix: an actor's attributes, or the name of a model
         without a head.
 
+        Args:
+            instance: the actor's instance, or a model.
+            wanted: tensors of it with their whole shapes, by path.
+            actor: its name, for messages.
+
         Raises:
-            ValueError: tensors are missing, or of other shapes or kinds of types.
+            ValueError: tensors are missing, or of other shapes or kinds of types; or transformers
+                converts them by an operation that cg cannot follow.
         """
-        prefix = self._prefix(wanted)
-        name_of = self._named(prefix)
-        stored_names, missing = {}, []
+        names, conversion = self._names(instance, wanted)
+        return self._stored(names, conversion, wanted, actor)
+
+    def differing(self, model: nn.Module) -> list[str]:
+        """The names of tied parameters that the folder has several times, with other numbers.
+
+        transformers unties those. Rows are compared a few at a time, which takes little memory.
+
+        Args:
+            model: it may be on the meta device.
+
+        Raises:
+            ValueError: transformers converts tensors by an operation that cg cannot follow.
+        """
+        names, conversion = self._names(model, model.state_dict(keep_vars=True))
+        differing = []
+        for several in dict.fromkeys(names.values()):
+            tensors = [
+                StoredTensor(conversion.compositions[name], self.files)
+                for name in several
+                if name in conversion.compositions
+            ]
+            if any(not tensors[0].equals(other) for other in tensors[1:]):
+                differing.append(several[0])
+        return differing
+
+    def conversion(self, instance: object, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
+        """The tensors that the model's library makes of the folder.
+
+        Args:
+            instance: a model, or a part of one.
+            shapes: of its whole tensors, by the names that the library has for them.
+
+        Raises:
+            ValueError: it converts them by an operation that cg cannot follow.
+        """
+        stored = {
+            name: StoredType(file.shapes[name], file.dtypes[name])
+            for name, file in self.files.items()
+        }
+        model = library_model(instance)
+        return as_stored(stored) if model is None else conversion_of(model, shapes, stored)
+
+    def _stored(
+        self,
+        names: Mapping[str, tuple[str, ...]],
+        conversion: Conversion,
+        wanted: Mapping[str, torch.Tensor],
+        actor: str,
+    ) -> dict[str, StoredTensor]:
+        stored, missing = {}, []
         for path, tensor in wanted.items():
-            name = self._stored(name_of(path))
+            several = dict.fromkeys(
+                n for name in names[path] for n in self._tied.get(name, (name,))
+            )
+            name = next((n for n in several if n in conversion.compositions), None)
             if name is None:
-                missing.append(path.removeprefix(prefix))
+                missing.append(next(iter(names[path]), path))
                 continue
-            stored_names[path] = name
-            self._compare(name, tensor)
+            stored[path] = StoredTensor(conversion.compositions[name], self.files)
+            self._compare(name, stored[path], tensor)
         if missing:
             raise ValueError(
                 f"{self.folder} lacks tensors that {actor} has: {_few(missing)}; it has "
-                f"{_few(list(self.files))}. If the model's library renames or joins tensors as it "
-                "loads them, load it there, and write the model's state_dict() as safetensors. If "
-                "it has a tied parameter under its other name, call check(model) of the weights"
+                f"{_few(list(self.files))}. A model of transformers reads its library's names if "
+                "the actor has the model, or a part of it by cg.cut_layers; else give rename=. If "
+                "the folder has a tied parameter under its other name, call check(model) of the "
+                "weights"
             )
-        return stored_names
+        return stored
 
-    def read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
-        """The part of a tensor in a region, as an element type; only that part is read."""
-        return self.files[name].read(name, region).to(dtype)
+    def _names(
+        self, instance: object, wanted: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, tuple[str, ...]], Conversion]:
+        """The names that the library has for tensors, by path, and what it makes of the folder."""
+        model = library_model(instance)
+        named: dict[int, tuple[str, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
 
-    def _stored(self, name: str | None) -> str | None:
-        """The name by which the files have a tensor; None if they do not have it."""
-        return next((n for n in self._tied.get(name, (name,)) if n in self.files), None)
+        def add(name: str | None, tensor: torch.Tensor) -> None:
+            if name is not None:
+                named[id(tensor)] = (*named.get(id(tensor), ()), name)
+                shapes[name] = tuple(tensor.shape)
 
-    def _named(self, prefix: str) -> Callable[[str], str | None]:
-        return lambda path: self._rename(path.removeprefix(prefix))
+        for path, tensor in model.state_dict(keep_vars=True).items() if model is not None else ():
+            add(self._rename(path), tensor)
+        others = {path: tensor for path, tensor in wanted.items() if id(tensor) not in named}
+        prefix = self._prefix(others)
+        for path, tensor in others.items():
+            add(self._rename(path.removeprefix(prefix)), tensor)
+        names = {path: named.get(id(tensor), ()) for path, tensor in wanted.items()}
+        return names, self.conversion(model, shapes)
 
     def _prefix(self, paths: Iterable[str]) -> str:
         """The prefix of paths in front of names: the shortest with which a name is found."""
@@ -119,29 +213,40 @@ class Weights:
             parts = path.split(".")
             for start in range(len(parts)):
                 name = self._rename(".".join(parts[start:]))
-                if self._stored(name) is not None:
+                if any(n in self.files for n in self._tied.get(name or "", (name,))):
                     return "".join(f"{part}." for part in parts[:start])
         return ""
 
-    def _compare(self, name: str, tensor: torch.Tensor) -> None:
-        shape, dtype = self.files[name].shapes[name], self.files[name].dtypes[name]
-        if not _converts(dtype, tensor.dtype):
-            message = f"'{name}' is {dtype} in {self.folder}, and {tensor.dtype} here"
-            if tensor.is_floating_point():  # scales, if there are any, would not be applied
-                message += "; a quantized model has to be written in float32, float16 or bfloat16"
-            raise ValueError(message)
+    def _compare(self, name: str, stored: StoredTensor, tensor: torch.Tensor) -> None:
+        for source, dtype in stored.dtypes.items():
+            if not _converts(dtype, tensor.dtype):
+                message = f"'{source}' is {dtype} in {self.folder}, and {tensor.dtype} here"
+                if tensor.is_floating_point():  # scales, if there are any, would not be applied
+                    message += (
+                        "; a quantized model has to be written in float32, float16 or bfloat16"
+                    )
+                raise ValueError(message)
+        shape = stored.composition.shape
         if shape != tuple(tensor.shape):
             raise ValueError(
                 f"'{name}' is {list(shape)} in {self.folder}, and {list(tensor.shape)} in the model"
             )
 
-    def _open(self) -> list[TensorFile]:
-        index = self.folder / f"{self._stem}.safetensors.index.json"
-        single = self.folder / f"{self._stem}.safetensors"
-        if not index.exists():
-            if not single.exists():
-                raise self._no_weights()
-            return [TensorFile(single)]
+    def _open(self) -> list[WeightFile]:
+        formats = (
+            (f"{self._stem}.safetensors", TensorFile),
+            (f"pytorch_{self._stem}.bin", PickledFile),
+        )
+        for file_name, opens in formats:
+            index = self.folder / f"{file_name}.index.json"
+            single = self.folder / file_name
+            if index.exists():
+                return self._open_several(index, opens)
+            if single.exists():
+                return [opens(single)]
+        raise self._no_weights()
+
+    def _open_several(self, index: Path, opens: Callable[[Path], WeightFile]) -> list[WeightFile]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index} has no weight_map, which says where each tensor is")
@@ -149,7 +254,7 @@ class Weights:
         for file in sorted(set(weight_map.values())):
             if not (self.folder / file).exists():
                 raise ValueError(f"{index} names {file}, which is not in {self.folder}")
-            opened[file] = TensorFile(self.folder / file)
+            opened[file] = opens(self.folder / file)
         for name, file in weight_map.items():
             if name not in opened[file]:
                 raise ValueError(f"{index} says that '{name}' is in {file}, which has it not")
@@ -174,7 +279,8 @@ def pretrained(
     """Open a folder of weights, as `save_pretrained` of transformers writes it.
 
     An actor takes its weights from it piece by piece, so that no rank reads or holds more than its
-    own. Floating-point numbers are converted to the model's type.
+    own. Floating-point numbers are converted to the model's type. Tensors of a model of
+    transformers are those that `from_pretrained` makes of the folder: its converters are applied.
 
     ```python
     weights = cg.pretrained(folder)
@@ -183,9 +289,11 @@ def pretrained(
     ```
 
     Args:
-        folder: with `model.safetensors`, or several such files and their index.
-        rename: what the folder calls a tensor of the model, by its name; names that differ by a
-            prefix alone are found without it.
+        folder: with `model.safetensors`, or several such files and their index, or with
+            `pytorch_model.bin` likewise.
+        rename: what the folder calls a tensor of the model, by its name, or what the model's
+            library does, as where adapters have changed it; names that differ by a prefix alone
+            are found without it.
         stem: of the names of files.
 
     Raises:
@@ -193,6 +301,18 @@ def pretrained(
         ValueError: a file is damaged, or the index does not fit.
     """
     return Weights(Path(folder), stem, rename)
+
+
+def weights_in(folder: str | os.PathLike[str] | None, stem: str, rename: Rename) -> Weights | None:
+    """The weights of a folder; None if it has none, or there is no folder.
+
+    Raises:
+        ValueError: a file is damaged, or the index does not fit.
+    """
+    try:
+        return None if folder is None else Weights(Path(folder), stem, rename)
+    except FileNotFoundError:
+        return None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -263,19 +383,6 @@ def _converts(stored: torch.dtype | None, expected: torch.dtype) -> bool:
     if stored is None or stored.is_floating_point != expected.is_floating_point:
         return False
     return not stored.is_floating_point or stored.itemsize > 1 or stored == expected
-
-
-@runtime_checkable
-class _Ignores(Protocol):
-    """A model of transformers, which names surplus tensors that older files have."""
-
-    _keys_to_ignore_on_load_unexpected: Iterable[str] | None
-
-
-def _is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether a model says that it ignores a tensor which files may have."""
-    patterns = model._keys_to_ignore_on_load_unexpected if isinstance(model, _Ignores) else None
-    return any(re.search(pattern, name) for pattern in patterns or ())
 
 
 def _few(names: list[str]) -> str:

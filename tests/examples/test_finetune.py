@@ -121,6 +121,34 @@ def test_a_table_that_the_model_makes_as_it_runs(tmp_path: Path) -> None:
     check_opens(out / "checkpoints" / "step-000002")
 
 
+def test_a_folder_with_other_names_than_the_model(tmp_path: Path, model: Path) -> None:
+    """A GPT-NeoX, whose head its folder calls otherwise; checkpoints have the folder's names."""
+    folder, out = tmp_path / "model", tmp_path / "run"
+    folder.mkdir()
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    torch.manual_seed(0)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
+    output = tune(folder, out, "--steps 1 --pp 2")
+    assert output.count(f"the weights in {folder}, 1 under other names") == 1
+    tune(folder, out, "--steps 2 --pp 1 --resume", ranks=1)
+    assert losses(out) == pytest.approx(plain(folder, 2), rel=1e-5)
+    saved = out / "checkpoints" / "step-000002"
+    check_opens(saved)
+    names = (load_file(f / "model.safetensors").keys() for f in (saved, folder))
+    assert next(names) == next(names)
+
+
 def check_opens(folder: Path) -> None:
     """A checkpoint is a model, and all of it."""
     found, report = transformers.AutoModelForCausalLM.from_pretrained(

@@ -214,8 +214,15 @@ def test_folders_that_are_no_model(folders: dict[str, Path], tmp_path: Path) -> 
         FileNotFoundError, match=r"has neither model.safetensors nor model.safetens"
     ):
         cg.pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match=r"it has .pytorch_model.bin., which are of other"):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"it has .model.gguf., which are of other formats"):
+        cg.pretrained(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    file.touch()
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is damaged, or of torch before 1.6"):
+        cg.pretrained(tmp_path)
+    torch.save({"state": [torch.zeros(2)]}, file)
+    with pytest.raises(ValueError, match=r"pytorch_model.bin holds something else than tensors"):
         cg.pretrained(tmp_path)
     short = tmp_path / "short"
     shutil.copytree(folders["Llama"], short)
@@ -255,11 +262,36 @@ def test_a_folder_that_has_the_head_of_a_tied_pair(stages: int, tmp_path: Path) 
     weights = cg.pretrained(tmp_path)
     cuts = cg.cut_layers(empty("Gemma"), stages)
     with use_world(VirtualWorld(stages)):
-        with pytest.raises(ValueError, match=r"under its other name, call check\(model\)"):
-            place(cuts, (stages, 1, 1), weights)
         weights.check(cuts.model)
-        embedding = place(cuts, (stages, 1, 1), weights)[0].local.part.model.get_input_embeddings()
+        actors = place(cuts, (stages, 1, 1), weights)
+        embedding = actors[0].local.part.model.get_input_embeddings()
+        assert torch.equal(embedding.weight, model.get_input_embeddings().weight)
+        cg.save_checkpoint(tmp_path / "saved", actors, like=tmp_path)
+        again = place(cuts, (stages, 1, 1), weights)
+        again[0].local.part.model.get_input_embeddings().weight.data.zero_()
+        cg.load_checkpoint(tmp_path / "saved", again)
+    embedding = again[0].local.part.model.get_input_embeddings()
     assert torch.equal(embedding.weight, model.get_input_embeddings().weight)
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == tensors.keys()
+
+
+def test_a_tied_parameter_that_an_actor_has_under_its_other_name(tmp_path: Path) -> None:
+    """Outside of a model of transformers only the whole model knows the names of a tensor."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
+            self.head.weight = self.tokens.weight
+
+    save_file({"head.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    weights = cg.pretrained(tmp_path)
+    embedding = torch.nn.Embedding(3, 2, device="meta")
+    wanted = {"tokens.weight": embedding.weight}
+    with pytest.raises(ValueError, match=r"under its other name, call check\(model\)"):
+        weights.tensors(embedding, wanted, "the embedding")
+    weights.check(Tied())
+    assert weights.tensors(embedding, wanted, "the embedding").keys() == wanted.keys()
 
 
 @pytest.fixture

@@ -25,32 +25,38 @@ class _Resets(Protocol):
     def reset_parameters(self) -> None: ...
 
 
-@runtime_checkable
-class TensorSource(Protocol):
-    """A source of tensors for an actor that begins on the meta device: `on(..., init=source)`."""
+class ReadableTensor(Protocol):
+    """A tensor of a source."""
 
-    def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
-        """The names that the source has for an actor's tensors, by the path of the tensor.
-
-        Args:
-            wanted: meta tensors with the whole shapes and the dtypes, by path.
-            actor: the actor's name, for messages.
-
-        Raises:
-            ValueError: the source lacks a tensor, or has one of another shape or dtype.
-        """
-        ...
-
-    def read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
-        """Read a region of a tensor into new memory.
+    def read(self, region: Region, dtype: torch.dtype) -> torch.Tensor:
+        """Read a region of the tensor into new memory.
 
         Args:
-            name: the source's name of the tensor.
             region: the part to read.
             dtype: the dtype of the tensor that is returned.
 
         Raises:
             OSError: the tensor cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """A source of tensors for an actor that begins on the meta device: `on(..., init=source)`."""
+
+    def tensors(
+        self, instance: object, wanted: Mapping[str, torch.Tensor], actor: str
+    ) -> Mapping[str, ReadableTensor]:
+        """The source's tensors for an actor's, by the path of the tensor.
+
+        Args:
+            instance: the actor's instance.
+            wanted: meta tensors of it, with the whole shapes and the dtypes, by path.
+            actor: the actor's name, for messages.
+
+        Raises:
+            ValueError: the source lacks a tensor, or has one of another shape or dtype.
         """
         ...
 
@@ -85,7 +91,7 @@ def fill_from(
     state = collect(instance)
     _refuse_kept(state, name)
     meta_tensors = {s.path: s.tensor for s in state.tensors if s.tensor.is_meta}
-    names = source.names(meta_tensors, name)
+    sources = source.tensors(instance, meta_tensors, name)
     for path, tensor in meta_tensors.items():
         logical_tensor = logical.get(path)
         region = whole(tuple(tensor.shape))
@@ -95,7 +101,7 @@ def fill_from(
             and position is not None
         ):
             region = logical_tensor.layout.region(logical_tensor.shape, position)
-        value = source.read(names[path], region, tensor.dtype)
+        value = sources[path].read(region, tensor.dtype)
         if isinstance(tensor, torch.nn.Parameter):
             value = torch.nn.Parameter(value, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
