@@ -51,10 +51,12 @@ class Projection:
         blocks: the sizes of the parts into which its result is split; empty if it is not.
         parts: the number of heads, as which its result is seen; None: it is not seen as heads.
         sources: the paths of what leads to it.
+        bias: the path of what is added to its results; None: nothing is.
     """
 
     path: str
     outputs: int
+    bias: str | None = None
     blocks: tuple[int, ...] = ()
     parts: int | None = None
     sources: set[str] = field(default_factory=set)
@@ -99,6 +101,7 @@ def find_projections(
 class _Search:
     def __init__(self, paths: Mapping[fx.Node, str], forward: frozenset[fx.Node]) -> None:
         self.forward = forward
+        self.biases = {node: path for node, path in paths.items() if node.meta["val"].dim() == 1}
         self.projections: dict[str, Projection] = {}
         self.tables: set[str] = set()
         self.sources: dict[fx.Node, frozenset[str]] = {}
@@ -134,6 +137,8 @@ class _Search:
         width = node.meta["val"].shape[-1]
         projection.blocks = projection.blocks or tuple(self._blocks(node, width))
         projection.parts = projection.parts or self._parts(node, width)
+        if node.target is _aten.addmm.default:
+            projection.bias = self.biases.get(node.args[0])  # type: ignore[arg-type]
         self.sources[node] = frozenset({path})
 
     def _followers(self, node: fx.Node, width: int) -> Iterator[fx.Node]:

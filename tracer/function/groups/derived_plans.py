@@ -75,7 +75,7 @@ def derive(
     joint = _traced(model, example)
     projections = _projections(joint)
     reasons: list[str] = []
-    groups = [*_pairs(model, projections, axes, reasons), *_vocabulary(model, projections, axes)]
+    groups = [*_pairs(projections, axes, reasons), *_vocabulary(model, projections, axes)]
     shardings: dict[str, Sharding] = {}
     counts: tuple[int, ...] = ()
     for group in groups:
@@ -143,9 +143,7 @@ def _projections(joint: Joint) -> Projections:
     return find_projections(forward, paths, [joint.outputs[0]])
 
 
-def _pairs(
-    model: nn.Module, projections: Projections, axes: tuple[str, ...], reasons: list[str]
-) -> Iterator[_Group]:
+def _pairs(projections: Projections, axes: tuple[str, ...], reasons: list[str]) -> Iterator[_Group]:
     """The projections that lead to one other alone, with that one."""
     for last in projections.of.values():
         reached = {source: projections.leads_to(source) for source in last.sources}
@@ -165,12 +163,10 @@ def _pairs(
                 f"into unequal parts of {sizes}"
             )
             continue
-        yield _pair(model, sorted(firsts, key=lambda first: first.path), last, axes)
+        yield _pair(sorted(firsts, key=lambda first: first.path), last, axes)
 
 
-def _pair(
-    model: nn.Module, firsts: list[Projection], last: Projection, axes: tuple[str, ...]
-) -> _Group:
+def _pair(firsts: list[Projection], last: Projection, axes: tuple[str, ...]) -> _Group:
     shardings: dict[str, Sharding] = {}
     most = max((first.parts or 0 for first in firsts), default=0)
     counts = []
@@ -179,7 +175,7 @@ def _pair(
         if parts == 1:
             continue  # one head of keys, which all ranks use
         used = axes[:1] if parts and parts < most else axes
-        shardings |= _outputs(model, first, used, _parts(first, used, most, axes))
+        shardings |= _outputs(first, used, _parts(first, used, most, axes))
         counts += [parts] if parts else []
     shardings[last.path] = cut(1 - last.outputs, *axes)
     what = ", ".join([*(_layer(first.path) for first in firsts), _layer(last.path)])
@@ -203,15 +199,14 @@ def _parts(
 
 
 def _outputs(
-    model: nn.Module, first: Projection, axes: tuple[str, ...], parts: tuple[Parts, ...] = ()
+    first: Projection, axes: tuple[str, ...], parts: tuple[Parts, ...] = ()
 ) -> dict[str, Sharding]:
     """The shardings of a weight and a bias that are cut along outputs."""
     blocks = max(len(first.blocks), 1)
-    found = {first.path: Sharding(cut(first.outputs, *axes, blocks=blocks).cuts, parts)}
-    bias = f"{_layer(first.path)}.bias"
-    if any(generic(name) == bias for name, _ in model.named_parameters(remove_duplicate=False)):
-        found[bias] = Sharding(cut(0, *axes, blocks=blocks).cuts, parts)
-    return found
+    shardings = {first.path: Sharding(cut(first.outputs, *axes, blocks=blocks).cuts, parts)}
+    if first.bias is not None:
+        shardings[first.bias] = Sharding(cut(0, *axes, blocks=blocks).cuts, parts)
+    return shardings
 
 
 def _vocabulary(
@@ -227,7 +222,7 @@ def _vocabulary(
     ]
     for head in heads:
         rows = shapes[head.path][head.outputs]
-        yield _Group(_layer(head.path), _outputs(model, head, axes))
+        yield _Group(_layer(head.path), _outputs(head, axes))
         for table in sorted(projections.tables - {head.path}):
             if shapes[table][0] == rows:
                 yield _Group(_layer(table), {table: cut(0, *axes)})
