@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -154,9 +155,7 @@ class _Search:
     def _blocks(self, node: fx.Node, width: int) -> Iterator[int]:
         """The sizes of the parts into which the last dimension of a result is split."""
         for user in self._followers(node, width):
-            if user.target is operator.getitem:
-                continue
-            values = user.meta.get("val")
+            values: Any = user.meta.get("val")
             if user.target in (_aten.split.Tensor, _aten.split_with_sizes.default):
                 sizes = [value.shape[-1] for value in values]
                 if sum(sizes) == width:
