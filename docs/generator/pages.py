@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import (
     api,
+    decoders,
     figures,
     frontier,
     gpus,
@@ -42,6 +43,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "environment": tables.environment,
     "ops": operations.reference,
     "phases": operations.phases,
+    "decoders": decoders.reference,
+    "decoders-reasons": decoders.reasons,
+    "decoders-summary": decoders.summary,
     "operators": operators.reference,
     "operators-summary": operators.summary,
     "types": tables.element_types,

@@ -51,6 +51,10 @@ class Sharding:
         """Both: `cut(0, "tp") & cut(1, "dp")`."""
         return Sharding(self.cuts + other.cuts, self.parts + other.parts)
 
+    def __str__(self) -> str:
+        """Python that makes the cuts."""
+        return " & ".join(_cut_text(dim, cut) for dim, cut in self.cuts) or "cg.whole"
+
     def layout(self, mesh: Mesh, shape: tuple[int, ...], what: str) -> Layout | None:
         """The layout of a tensor of `shape` over a mesh; None if every rank holds a copy.
 
@@ -95,6 +99,15 @@ class Sharding:
                     f"pieces along {', '.join(parts.axes)}; {parts.remedy}"
                 )
         return Layout.of(dim_cuts)
+
+
+def _cut_text(dim: int, cut: Cut) -> str:
+    blocks = f", blocks={cut.blocks}" if cut.blocks > 1 else ""
+    return f"cg.cut({dim}, {', '.join(map(_quoted, cut.axes))}{blocks})"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
 
 
 def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, dim: int) -> Cut:
@@ -162,15 +175,21 @@ class ShardingPlan:
     items: tuple[tuple[str, Sharding], ...] = ()
     _alternatives: tuple[tuple[str, str, Sharding], ...] = field(default=(), repr=False)
     _optional: tuple[tuple[str, frozenset[str]], ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
     @staticmethod
-    def of(shardings: Mapping[str, Sharding], optional: str | None = None) -> ShardingPlan:
+    def of(
+        shardings: Mapping[str, Sharding],
+        optional: str | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> ShardingPlan:
         """Make a plan.
 
         Args:
             shardings: by pattern.
             optional: the model whose plan this is. An actor may have a part of the model, so some
                 patterns may match nothing, but not all of them.
+            notes: what stays whole, and why.
 
         Raises:
             TypeError: a value is no sharding.
@@ -187,7 +206,7 @@ class ShardingPlan:
             for alternative in pattern.split("|")
         )
         optional_plans = () if optional is None else ((optional, frozenset(shardings)),)
-        return ShardingPlan(items, alternatives, optional_plans)
+        return ShardingPlan(items, alternatives, optional_plans, notes)
 
     def __or__(self, other: ShardingPlan) -> ShardingPlan:
         """Both; where both name a tensor or an argument, this one counts."""
@@ -195,7 +214,13 @@ class ShardingPlan:
             self.items + other.items,
             self._alternatives + other._alternatives,
             self._optional + other._optional,
+            self.notes + other.notes,
         )
+
+    def __str__(self) -> str:
+        """Python that makes the plan, with its notes as comments."""
+        lines = [f"    {_quoted(pattern)}: {sharding}," for pattern, sharding in self.items]
+        return "\n".join(["cg.plan({", *lines, "})", *(f"# {note}" for note in self.notes)])
 
     def of_tensor(self, path: str) -> Sharding | None:
         """The sharding of a tensor of the actor's state; None if no pattern matches its path."""

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+import cg
 from cg.ir.layout import Cut, Layout
+from cg.tracer.function.groups import plans
 from cg.tracer.function.groups.plans import hf
 from cg.tracer.values.mesh import mesh
 from cg.tracer.values.pieces import lay_out
-from cg.tracer.values.plan import ShardingPlan, cut, whole
+from cg.tracer.values.plan import Sharding, ShardingPlan, cut, whole
+
+from ...sampling import scale
 
 GRID = mesh(dp=2, tp=2)
 
@@ -145,10 +149,42 @@ def test_heads_may_be_cut_further_where_they_rest() -> None:
     assert by_path["model.layers.0.attention.k_proj.bias"] == Layout((Cut(("tp", "dp")),))
 
 
-def test_what_has_no_plan_or_a_style_that_is_not_known() -> None:
-    model = Model(**{"layers.*.fused": "moe_tp_experts"})
-    message = r"the plan of Model gives 'model.layers.\*.fused' the style 'moe_tp_experts', which"
+def test_what_has_a_style_that_is_not_known_or_cannot_be_traced() -> None:
+    model = Model(**{"layers.*.fused": "sideways"})
+    message = r"the plan of Model gives 'model.layers.\*.fused' the style 'sideways', which"
     with pytest.raises(ValueError, match=message):
         hf(model)
-    with pytest.raises(ValueError, match=r"Linear brings no tensor parallel plan .* cg.plan"):
+    with pytest.raises(ValueError, match=r"no plan can be derived for Linear, since its forward"):
         hf(nn.Linear(2, 2))
+
+
+def test_experts_stay_whole_and_a_note_says_so() -> None:
+    model = Model(
+        **{"layers.*": "moe_tp_experts", "layers.*.experts": "packed_colwise"},
+    )
+    plan = hf(model, batch=None)
+    assert not any(".experts" in path for path in layouts(model, plan))
+    assert str(plan).endswith("# layers.*: each rank has all experts")
+
+
+def test_a_plan_is_printed_as_python() -> None:
+    plan = hf(Model(), batch=None)
+    text = str(plan)
+    assert '    "*layers.*.gate_up.weight": cg.cut(0, "tp", blocks=2),' in text.splitlines()
+    assert eval(text, {"cg": cg}).items == tuple(
+        (pattern, Sharding(sharding.cuts)) for pattern, sharding in plan.items
+    )
+    both = cut(0, "dp") & cut(1, "tp", "ep")
+    assert str(both) == 'cg.cut(0, "dp") & cg.cut(1, "tp", "ep")'
+
+
+def test_each_style_of_the_library_is_known() -> None:
+    """Those of its registry; with `--slow` those that all its configurations name, too."""
+    transformers = pytest.importorskip("transformers")
+    tensor_parallel = pytest.importorskip("transformers.integrations.tensor_parallel")
+    styles = set(tensor_parallel.ALL_PARALLEL_STYLES)
+    kinds = tuple(transformers.CONFIG_MAPPING) if scale() > 1 else ("llama4", "hy_v4", "qwen3_next")
+    for kind in kinds:
+        named = transformers.CONFIG_MAPPING[kind].base_model_tp_plan
+        styles |= set((named or {}).values())
+    assert styles <= {*plans._STYLES, *plans._OF_EXPERTS, *plans._OF_EXCHANGES}

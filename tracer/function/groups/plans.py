@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from ...values.plan import Parts, Sharding, ShardingPlan, cut, whole
+from .derived_plans import derive
 
-__all__ = ["hf"]
+__all__ = ["derived", "hf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +54,23 @@ _STYLES: Mapping[str, Style] = {
     "embedding_colwise": Style(-1),
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
+    "mla_kv_a_proj": Style(),
     "sequence_parallel": Style(),
 }
 """The styles, by the names that transformers gives them."""
 
-_GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
+_GATHERED = frozenset(
+    {"colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input"}
+)
+"""Styles of layers whose neighbours take, or give, whole tensors."""
 
-_BUILT_IN: Mapping[str, Mapping[str, Style]] = {
-    "gpt2": {
-        "wte": Style(-2),
-        "h.*.attn.c_attn": Style(-2, blocks=3, bias=True),
-        "h.*.attn.c_proj": _INPUTS,
-        "h.*.mlp.c_fc": _OUTPUTS,
-        "h.*.mlp.c_proj": _INPUTS,
-        "lm_head": _OUTPUTS,
-    }
-}
-"""Plans for models that bring no plan, by type of model."""
+_OF_EXPERTS = frozenset(
+    {"moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts"}
+)
+"""Styles of modules that have the weights of experts. These stay whole."""
+
+_OF_EXCHANGES = frozenset({"local_params", "all_reduce"})
+"""Styles of modules that say what ranks exchange, which follows from the cuts of parameters."""
 
 _KEYS = frozenset({"k_proj", "v_proj"})
 _HEADS = frozenset({"q_proj", "o_proj", "attn.c_attn", "attn.c_proj"})
@@ -85,12 +87,13 @@ def hf(
     plan = cg.plans.hf(model) | cg.plan({"loss(ids)": cg.cut(0, "dp")})
     ```
 
-    The plan names the model's tensors by their paths in the model, and finds them wherever the
-    actor keeps the model. A stage may have only some of them. Arguments of a method `forward` with
-    the names of the model's batched inputs are cut along the batch. All other arguments are whole,
-    unless another plan, joined by `|`, names them. Where two plans name a tensor or an argument,
-    the first plan counts. If the model's plan gathers the output of a layer, that layer is whole,
-    except the layer that makes logits.
+    A model that brings none has the plan that `derived` makes. The plan names the model's tensors
+    by their paths in the model, and finds them wherever the actor keeps the model. A stage may have
+    only some of them. Arguments of a method `forward` with the names of the model's batched inputs
+    are cut along the batch. All other arguments are whole, unless another plan, joined by `|`,
+    names them. Where two plans name a tensor or an argument, the first plan counts. If the model's
+    plan gathers the output of a layer, that layer is whole, except the layer that makes logits.
+    Each rank has all experts.
 
     Args:
         model: a model of transformers, such as `LlamaForCausalLM`; it may be on the meta device.
@@ -102,40 +105,82 @@ def hf(
         The plan.
 
     Raises:
-        ValueError: the model brings no plan and none is built in; or a style of its plan is not
-            known.
+        ValueError: a style of the model's plan is not known; or it brings no plan, and its forward
+            cannot be traced.
     """
+    names = _names_of(model)
+    if not names:
+        return derived(model, axis, batch)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    experts = tuple(key for key, name in names.items() if name in _OF_EXPERTS)
     shardings: dict[str, Sharding] = {}
-    for key, style in _styles(model).items():
-        for name, dims in _parameters(model, key):
-            path = f"{_within_base(model, key)}.{name}" if name else _within_base(model, key)
-            shardings[f"{path}|*.{path}"] = _sharding(model, key, style, dims, axes)
-    if batch is not None:
-        shardings |= {f"forward({name})": cut(0, batch) for name in _ROWS}
-    return ShardingPlan.of(shardings, optional=type(model).__name__)
+    for key, name in names.items():
+        if name in _OF_EXPERTS | _OF_EXCHANGES or key.startswith(tuple(f"{e}." for e in experts)):
+            continue
+        style = _style(model, key, name)
+        for parameter, dims in _parameters(model, key):
+            path = f"{_within_base(model, key)}.{parameter}".removesuffix(".")
+            shardings[path] = _sharding(model, key, style, dims, axes)
+    notes = tuple(f"{_within_base(model, key)}: each rank has all experts" for key in experts)
+    return _plan(model, shardings, batch, notes)
 
 
-def _styles(model: nn.Module) -> dict[str, Style]:
-    """The styles of layers, by path; `*` stands for a number in a path.
+def derived(
+    model: nn.Module,
+    axis: str | tuple[str, str] = "tp",
+    batch: str | None = "dp",
+    *,
+    example: Mapping[str, Any] | None = None,
+) -> ShardingPlan:
+    """Derive a plan from a model, whether it brings one or not.
+
+    ```python
+    print(cg.plans.derived(model))  # Python to edit, with what stays whole, and why
+    ```
+
+    The model's forward is traced once. A projection that leads to one other alone, such as queries,
+    keys and values to the output of attention, is cut along its outputs, and the other one along
+    its inputs, as Megatron-LM does (https://arxiv.org/abs/1909.08053). Packed projections are cut
+    block by block where the blocks are equal. Heads are never cut. A projection that makes logits
+    is cut along the vocabulary, and so is an embedding of as many rows. The rules of layouts then
+    say whether the graph can be cut so; what cannot is whole.
+
+    Args:
+        model: a model of transformers, or another one with an `example`; it may be on the meta
+            device. Its equal layers are cut alike, so one with few layers is as good, and faster.
+        axis, batch: as `hf` takes them.
+        example: inputs by name, on which the model is traced; None: a text.
+
+    Returns:
+        The plan, whose `str` is Python.
 
     Raises:
-        ValueError: the model has no plan, or a style is not known.
+        ValueError: the model's forward cannot be traced, or nothing of it can be cut.
     """
-    config = _read(model, "config")
-    prefix = _prefix(model)
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    shardings, reasons = derive(model, axes, example)
+    if not shardings:
+        why = "; ".join(reasons) or "no projection leads to one other alone"
+        raise ValueError(f"nothing of {type(model).__name__} can be cut along {axes[0]}: {why}")
+    own = {_within_base(model, path): sharding for path, sharding in shardings.items()}
+    return _plan(model, own, batch, tuple(f"whole: {reason}" for reason in reasons))
+
+
+def _plan(
+    model: nn.Module, shardings: Mapping[str, Sharding], batch: str | None, notes: tuple[str, ...]
+) -> ShardingPlan:
+    """The plan of parameters, wherever an actor keeps the model, and of the batch."""
+    patterns = {f"*{path}": sharding for path, sharding in shardings.items()}
+    if batch is not None:
+        patterns |= {f"forward({name})": cut(0, batch) for name in _ROWS}
+    return ShardingPlan.of(patterns, optional=type(model).__name__, notes=notes)
+
+
+def _names_of(model: nn.Module) -> dict[str, str]:
+    """The names of the styles of layers, by path; `*` stands for a number in a path."""
+    config, prefix = _read(model, "config"), _prefix(model)
     own = {f"{prefix}{k}": v for k, v in _names(_read(config, "base_model_tp_plan")).items()}
-    own |= _names(_read(model, "_tp_plan"))
-    if own:
-        return {key: _style(model, key, name) for key, name in own.items()}
-    kind = _read(config, "model_type")
-    built_in = _BUILT_IN.get(kind) if isinstance(kind, str) else None
-    if built_in is None:
-        raise ValueError(
-            f"{type(model).__name__} brings no tensor parallel plan (tp_plan), and cg has none for "
-            "it; write one with cg.plan({path: cg.cut(...)})"
-        )
-    return {k if k == "lm_head" else f"{prefix}{k}": style for k, style in built_in.items()}
+    return own | _names(_read(model, "_tp_plan"))
 
 
 def _style(model: nn.Module, key: str, name: str) -> Style:
@@ -143,7 +188,8 @@ def _style(model: nn.Module, key: str, name: str) -> Style:
     if style is None:
         raise ValueError(
             f"the plan of {type(model).__name__} gives '{key}' the style '{name}', which cg does "
-            f"not know; it knows {', '.join(_STYLES)}. Write a plan for it with cg.plan"
+            f"not know; it knows {', '.join(_STYLES)}. Write a plan for it with cg.plan, or take "
+            "cg.plans.derived(model)"
         )
     return Style() if name in _GATHERED and "*" in key else style
 

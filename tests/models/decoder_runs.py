@@ -1,0 +1,250 @@
+"""Train a tiny decoder in several shapes of ranks, and hold it against plain transformers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+from cg.tracer.function.groups import plans
+from cg.tracer.values.mesh import mesh
+from cg.tracer.values.pieces import lay_out
+
+from ..tracer.groups.training import cut_out, region_of
+from .decoders import LENGTH, VOCABULARY, class_of, decoder
+
+STEPS, ROWS, RATE = 3, 4, 0.05
+TOLERANCE = 1e-5
+EXAMPLE = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64), "use_cache": False}
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randint(3, VOCABULARY, (STEPS, ROWS, LENGTH), generator=generator))
+
+
+def loss_of(output: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits = output.logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+@dataclass
+class Plain:
+    """The training of a model in one process: after each step its loss and its gradients."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def train_plainly(model: nn.Module) -> Plain:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    record = Plain()
+    for ids in batches():
+        loss = loss_of(model(input_ids=ids, use_cache=False), ids)
+        loss.backward()
+        record.losses.append(loss.item())
+        record.gradients.append(_gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return record
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@cg.actor
+class DecoderStage(nn.Module):
+    """A part of a cut model, what trains it, and the gradients of its last update."""
+
+    def __init__(self, cuts: Any, index: int) -> None:
+        super().__init__()
+        self.part = cuts.part(index)
+        self.optimizer = torch.optim.SGD(self.part.parameters(), lr=RATE)
+        self.last: dict[str, torch.Tensor] = {}
+
+    def lend(self) -> dict[str, torch.Tensor]:
+        return self.part.lend()  # type: ignore[no-any-return]
+
+    def forward(self, moving: Any, ids: torch.Tensor, lent: Mapping[str, Any]) -> Any:
+        return self.part(moving, input_ids=ids, use_cache=False, lent=lent)
+
+    def loss(self, moving: Any, ids: torch.Tensor, lent: Mapping[str, Any]) -> torch.Tensor:
+        return loss_of(self.part(moving, input_ids=ids, use_cache=False, lent=lent), ids)
+
+    def update(self) -> None:
+        self.last = _gradients(self.part.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _train(actors: list[Any], cuts: Any, microbatches: int, plain: Plain) -> None:
+    """Train, and compare losses and gradients after each step."""
+
+    @cg.trace
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        lent: dict[str, Any] = {}
+        for actor, stage in zip(actors, cuts, strict=True):
+            lent |= actor.lend() if stage.lent else {}
+        losses = []
+        for mine in cg.microbatches(ids, microbatches):
+            moving = None
+            for actor, stage in zip(actors, cuts, strict=True):
+                borrowed = {name: lent[name] for name in stage.borrowed}
+                if actor is actors[-1]:
+                    losses.append(actor.loss(moving, mine, borrowed))
+                else:
+                    moving = actor.forward(moving, mine, borrowed)
+        loss = cg.mean(losses)
+        cg.backward(loss)
+        for actor in actors:
+            actor.update()
+        return loss
+
+    compiled = step.lower(batches()[0]).compile()
+    for ids, loss, gradients in zip(batches(), plain.losses, plain.gradients, strict=True):
+        torch.testing.assert_close(float(compiled(ids)), loss, rtol=TOLERANCE, atol=TOLERANCE)
+        _compare(actors, gradients)
+
+
+def _compare(actors: list[Any], gradients: Mapping[str, torch.Tensor]) -> None:
+    """Hold gradients against those of one process, in units of the largest of these."""
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    names: set[str] = set()
+    for actor in actors:
+        for rank, instance in actor.instances.items():
+            names |= instance.last.keys()
+            for name, mine in instance.last.items():
+                if name not in gradients:
+                    assert not mine.any(), f"{name} has a gradient, and none in one process"
+                    continue
+                region = region_of(actor, f"part.model.{name}", rank) if actor._group else None
+                torch.testing.assert_close(
+                    mine,
+                    cut_out(gradients[name], region),
+                    rtol=TOLERANCE,
+                    atol=TOLERANCE * largest,
+                    msg=lambda text, name=name: f"the gradient of {name}: {text}",
+                )
+    lost = [name for name, value in gradients.items() if name not in names and value.any()]
+    assert not lost, f"no gradient of {', '.join(lost)}"
+
+
+def two_stages(model: nn.Module, plain: Plain) -> None:
+    with use_world(VirtualWorld(2)):
+        cuts = cg.cut_layers(model, 2, example=EXAMPLE)
+        actors = [DecoderStage.on(index)(cuts, index) for index in range(2)]  # type: ignore[attr-defined]
+        _train(actors, cuts, 2, plain)
+
+
+def tensor_parallel(model: nn.Module, plain: Plain) -> None:
+    with use_world(VirtualWorld(2)):
+        cuts = cg.cut_layers(model, 1, example=EXAMPLE)
+        plan = cg.plans.hf(model, batch=None)
+        actor = DecoderStage.on(cg.mesh(tp=2), plan=plan)(cuts, 0)  # type: ignore[attr-defined]
+        _train([actor], cuts, 1, plain)
+        assert any(tensor.layout is not None for tensor in actor._group.logical.values())
+
+
+def fully_sharded(model: nn.Module, plain: Plain) -> None:
+    with use_world(VirtualWorld(2)):
+        cuts = cg.cut_layers(model, 1, example=EXAMPLE)
+        on = DecoderStage.on  # type: ignore[attr-defined]
+        actor = on(cg.mesh(dp=2), plan={"loss(ids)": cg.cut(0, "dp")}, store=cg.cut(0, "dp"))(
+            cuts, 0
+        )
+        _train([actor], cuts, 1, plain)
+
+
+def saved_and_reopened(kind: str, model: nn.Module, folder: Path) -> None:
+    """Two stages are filled from a folder, trained, saved, and opened by transformers."""
+    model.save_pretrained(folder / "first")
+    weights = cg.pretrained(folder / "first")
+    weights.check(model)
+    with cg.empty_weights():
+        empty = decoder(kind)
+    with use_world(VirtualWorld(2)):
+        cuts = cg.cut_layers(empty, 2, example=EXAMPLE)
+        actors = [
+            DecoderStage.on(index, init=weights)(cuts, index)  # type: ignore[attr-defined]
+            for index in range(2)
+        ]
+        for actor, stage in zip(actors, cuts, strict=True):
+            mine = dict(actor.instances[actor.place.ranks[0]].part.model.named_parameters())
+            for name in stage.parameters:
+                assert torch.equal(mine[name], model.get_parameter(name)), name
+        cg.save_checkpoint(folder / "step-1", actors, like=folder / "first")
+    opened: Any = class_of(kind)
+    reopened = opened.from_pretrained(folder / "step-1")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(reopened.get_parameter(name), parameter), name
+
+
+SHAPES: Mapping[str, Callable[[nn.Module, Plain], None]] = {
+    "two stages": two_stages,
+    "tp": tensor_parallel,
+    "fsdp": fully_sharded,
+}
+PLAN, SAVED = "plan", "saved"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        kind: "equal" to plain transformers, "refused" by an error of cg, "not yet", or "not tried";
+            of a plan, "brought" by the model or "derived".
+        reason: why, if there is nothing equal and no plan.
+    """
+
+    kind: str
+    reason: str = ""
+
+    def as_record(self) -> list[str]:
+        return [self.kind, self.reason] if self.reason else [self.kind]
+
+
+def plan_of(model: nn.Module) -> Outcome:
+    """Whether a model brings its plan, or has one that is derived; it cuts something."""
+    tensors = lay_out(model, cg.plans.hf(model, batch=None), cg.whole, mesh(tp=2))
+    assert any(tensor.layout is not None for tensor in tensors)
+    return Outcome("brought" if plans._names_of(model) else "derived")
+
+
+def outcome_of(kind: str, shape: str, folder: Path) -> Outcome:
+    """Run a type in a shape of `SHAPES`, or make its plan, or save and reopen it."""
+    try:
+        model = decoder(kind)
+        plain = train_plainly(model)
+    except Exception as error:  # of transformers: whatever this model raises
+        return Outcome("not tried", f"no tiny model: {_first_line(error)}")
+    try:
+        if shape == PLAN:
+            return plan_of(model)
+        if shape == SAVED:
+            saved_and_reopened(kind, model, folder)
+        else:
+            SHAPES[shape](model, plain)
+    except (cg.TraceError, ValueError) as error:
+        return Outcome("refused", _first_line(error))
+    except Exception as error:  # whatever is not right yet
+        return Outcome("not yet", f"{type(error).__name__}: {_first_line(error)}")
+    return Outcome("equal")
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error, without what differs from run to run."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    line = re.sub(r"/\S+/(\w+)", r"\1", line)
+    return re.sub(r"(decoderstage)\d+", r"\1", line)[:200]

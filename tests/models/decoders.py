@@ -1,0 +1,148 @@
+"""Tiny configurations of the decoders of transformers, by one table of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, LENGTH = 31, 8
+LARGEST = 400_000
+"""Parameters of a model that is still tiny."""
+
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES: Mapping[int, str] = {
+    1: "n_group num_expert_group topk_group mamba_n_groups mamba_ngroups n_groups",
+    2: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers "
+    "n_shared_experts num_shared_experts num_decoder_layers num_encoder_layers "
+    "num_experts_per_tok num_key_value_heads num_experts_per_token swa_num_key_value_heads "
+    "linear_num_key_heads linear_num_heads num_blocks num_kv_heads moe_topk zero_expert_num "
+    "num_global_key_value_heads top_k_experts kv_n_heads moe_top_k indexer_n_heads "
+    "index_n_heads index_topk",
+    4: "num_attention_heads n_head num_heads n_heads decoder_attention_heads "
+    "encoder_attention_heads swa_num_attention_heads head_dim swa_head_dim d_kv dim_head "
+    "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim "
+    "qk_nope_head_dim v_head_dim rotary_dim linear_head_dim linear_num_value_heads "
+    "linear_key_head_dim linear_value_head_dim prompt_length prompt_types segment_types "
+    "mamba_n_heads mamba_num_heads mamba_d_state ssm_state_size state_size mamba_chunk_size "
+    "chunk_size hidden_size_per_layer_input pronunciation_embed_dim shape_embed_dim "
+    "global_head_dim index_head_dim indexer_head_dim linear_conv_kernel_dim",
+    7: "pronunciation_vocab_size shape_vocab_size",
+    8: "kv_lora_rank q_lora_rank sliding_window local_attention mamba_d_head mamba_head_dim "
+    "sliding_window_size window_size attention_window_size lora_rank hidden_rank "
+    "attn_lora_rank",
+    16: "hidden_size d_model n_embd dim emb_dim embedding_size input_embedding_size "
+    "decoder_hidden_size word_embed_proj_dim moe_intermediate_size "
+    "shared_expert_intermediate_size expert_ffn_hidden_size shared_experts_intermediate_size "
+    "router_hidden_size lru_width image_size nope_hidden_size output_embedding_size",
+    VOCABULARY: "vocab_size n_words vocab_size_per_layer_input n_token",
+    32: "intermediate_size ffn_dim n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dff "
+    "d_inner dim_ff mamba_d_ssm attention_hidden_size dense_intermediate_size",
+    64: "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx",
+}
+_SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
+
+_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_ALL_HEADS = {"num_key_value_heads": 4}
+_RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
+_EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(
+        [
+            "axk1",
+            "axk2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "minicpm3",
+            "youtu",
+            "dots3_note_text",
+            "longcat_flash",
+        ],
+        _ALL_HEADS,
+    ),
+    **dict.fromkeys(["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], _RECURRENT),
+    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], **_ROTARY},
+    "deepseek_v2": {**_ALL_HEADS, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_head": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 4},
+    "hunyuan_v1_moe": {"head_dim": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What single types need beside the sizes."""
+
+
+def types() -> tuple[str, ...]:
+    """The types of model that transformers lists as causal language models."""
+    from transformers.models.auto import modeling_auto
+
+    return tuple(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def config_of(kind: str) -> Any:
+    """The configuration of a type's tiny model."""
+    cls = transformers.CONFIG_MAPPING[kind]
+    tiny = _tiny(cls().to_dict())
+    _join(tiny, _EXCEPTIONS.get(kind, {}))
+    return cls(**tiny)
+
+
+def class_of(kind: str) -> type[nn.Module]:
+    """The class of a type's models."""
+    from transformers.models.auto import modeling_auto
+
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    return getattr(transformers, names if isinstance(names, str) else names[0])  # type: ignore[no-any-return]
+
+
+def decoder(kind: str) -> nn.Module:
+    """A type's tiny model from seed 0, in training, without dropout.
+
+    Raises:
+        ValueError: it is not tiny.
+    """
+    cls = class_of(kind)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in cls(config_of(kind)).parameters())
+    if count > LARGEST:
+        raise ValueError(f"the table makes a model of {count} parameters")
+    torch.manual_seed(0)
+    model: Any = cls(config_of(kind))
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # one that can be traced
+    return model.train()  # type: ignore[no-any-return]
+
+
+def _tiny(config: Mapping[str, Any]) -> dict[str, Any]:
+    tiny: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            tiny[name] = {"model_type": value["model_type"], **_tiny(value)}
+        elif name in _SPECIAL:
+            tiny[name] = _SPECIAL[name]
+        elif isinstance(value, bool):
+            continue
+        elif name in _SIZE_OF and isinstance(value, int):
+            tiny[name] = _SIZE_OF[name]
+        elif isinstance(value, float) and ("drop" in name or name.endswith("jitter_noise")):
+            tiny[name] = 0.0
+    return tiny
+
+
+def _join(tiny: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        inner = tiny.get(name)
+        if isinstance(inner, dict) and isinstance(value, Mapping):
+            _join(inner, value)
+        else:
+            tiny[name] = value
