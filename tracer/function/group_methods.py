@@ -70,11 +70,12 @@ class GroupMethods:
             what: the part of the forward that the backward computes again.
 
         Raises:
-            TraceError: as in `forward`; or the call writes to state, the backward reads state that
-                a call in between may change, or it gives no gradient at all.
+            TraceError: as in `forward`; or the backward writes to state, it reads state that a call
+                in between may change, or it gives no gradient at all.
         """
-        written = [joint.state[index][1].path for index in sorted(joint.written)]
-        self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
+        written = [joint.state[index][1].path for index in sorted(joint.backward_written)]
+        self._refuse_changes(written, " in its backward")
+        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
         self._refuse_without_gradients(joint)
         volatile = self.effects.volatile(joint, between)
         cutter = self._cutter(joint)
@@ -155,11 +156,7 @@ class GroupMethods:
 
     def _backward(self, name: str, section: Section, joint: Joint) -> GroupFunction:
         graded = [tensor for tensor, _ in section.gradients]
-        parts = section.partition.parts
-        read = {version for part in parts for version in part.inputs}
-        gathers = section.partition.gathers.values()
-        read |= {transfer.before for transfers in gathers for transfer in transfers}
-        state = [tensor for version, tensor in section.state.items() if version in read]
+        state = _state_read(section)
         effect = self.effects.of_backward(joint, state, graded)
         self._note(state, graded, name)
         return self._make(name, section, joint, effect)
@@ -189,13 +186,13 @@ class GroupMethods:
             reads = {storage_key(state.tensor) for state in read}
             self.target.use.note(reads, {storage_key(state.tensor) for state in graded}, name)
 
-    def _refuse_changes(self, changed: Sequence[str]) -> None:
-        """Refuse a call that changes the state at these paths."""
+    def _refuse_changes(self, changed: Sequence[str], where: str = "") -> None:
+        """Refuse a call that gives the state at these paths new tensors, or writes in `where`."""
         if changed:
             raise self.call.refusal(
-                f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",
-                "change state in a method that is marked @cg.opaque, which every rank calls on its "
-                "pieces; batch norm can be replaced by a layer without running statistics",
+                f"it changes '{changed[0]}'{where}, and its actor is on a mesh, with tensors that "
+                "are cut",
+                _WRITE_LATER if where else _WRITE_IN_PLACE,
             )
 
     def _refuse_without_gradients(self, joint: Joint) -> None:
@@ -208,11 +205,34 @@ class GroupMethods:
             )
 
     def _refuse_between(self, between: Sequence[Write], backward: Section) -> None:
-        if between and backward.state:
-            write = between[0]
+        """Refuse a backward if a call in between may write to state that it reads."""
+        unknown = self.effects.unknown(between)
+        read = {storage_key(state.tensor) for state in _state_read(backward)}
+        for write in between:
+            written = self.effects.written_by(write)
+            if not (read if write in unknown else read & written):
+                continue
             raise TraceError(
                 f"@{write.function} may change what the gradient of {self.call.what} needs: it is "
                 "called between the forward and cg.backward, and the actor is on a mesh",
                 loc=write.loc or self.call.loc,
                 remedy="call cg.backward first",
             )
+
+
+_WRITE_IN_PLACE = (
+    "write in place, as by self.seen.add_(x); or mark the method @cg.opaque, which every rank "
+    "calls on its pieces"
+)
+_WRITE_LATER = (
+    "write in the forward: keep what counts, such as a batch norm, out of checkpointed functions, "
+    "and state out of hooks and of the backwards of torch.autograd.Function"
+)
+
+
+def _state_read(section: Section) -> list[StateTensor]:
+    """The state that the parts of a section read, or gather."""
+    read = {version for part in section.partition.parts for version in part.inputs}
+    gathers = section.partition.gathers.values()
+    read |= {transfer.before for transfers in gathers for transfer in transfers}
+    return [tensor for version, tensor in section.state.items() if version in read]
