@@ -122,7 +122,7 @@ def _fixed(joint: Joint) -> set[fx.Node]:
 def _drawn(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """The operators that draw, and those that share memory with what is drawn.
 
-    What is drawn may be copied before it is used, or changed in place, and its last value is kept.
+    Drawn numbers may be copied before they are used, or changed in place; their last value is kept.
     So an operator that reads it before the last change must not be computed again either.
     """
     last: dict[int | None, int] = {}

@@ -141,7 +141,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _run(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-        """Call an operator. What a backward draws again is what the forward has drawn."""
+        """Call an operator. A draw of the backward gives what the forward has drawn."""
         if not is_random(func, args, kwargs):
             return func(*args, **kwargs)
         number = count_draw()

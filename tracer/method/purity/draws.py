@@ -45,7 +45,7 @@ class Draws:
         self._writes: Counter[int | None] = Counter()
 
     def note_write(self, memory: int | None) -> None:
-        """Note that an operator writes to memory in place."""
+        """Count a write of an operator to memory."""
         self._writes[memory] += 1
 
     def note(self, number: int | None, op: torch._ops.OpOverload, result: Any) -> None:

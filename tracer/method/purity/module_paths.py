@@ -113,7 +113,7 @@ def averages_over_all_batches(state: ActorState) -> Iterator[None]:
         averages = self.momentum is None and self.training and self.track_running_stats
         if not averages or mean is None or variance is None or count is None:
             return general(self, input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         count.add_(1)
         own = torch.zeros_like(mean), torch.zeros_like(variance)  # of this batch
         scales = self.weight, self.bias

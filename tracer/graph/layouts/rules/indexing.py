@@ -63,7 +63,8 @@ def _indexed(case: Case) -> _Indexed:
     source: list[Dim] = list(named(shape))
     sizes = {f"d{n}": size for n, size in enumerate(shape)}
     sizes |= {f"i{n}": size for n, size in enumerate(common)}
-    keep, counts, selections = {}, set(), []
+    keep: dict[str, str] = {}
+    counts, selections = set(), list[Selection]()
     for place, (k, index) in enumerate(index_tensors):
         if index.dtype in (torch.bool, torch.uint8):
             raise case.error(
@@ -201,7 +202,7 @@ def _counted(op: LocalOp, index: fx.Node, size: int) -> fx.Node:
 
 @dataclass(frozen=True)
 class _Local:
-    """What `taken` and `written` take, for all selections of an op."""
+    """The arguments of `taken` and `written`, for all selections of an op."""
 
     selections: Sequence[Selection]
     indices: Mapping[int, fx.Node]

@@ -1,7 +1,7 @@
-"""What a rank runs for an op that selects entries along a dimension of which it has a part.
+"""The local forms of ops that select entries along a dimension of which a rank has a part.
 
-It reads its own entries, and takes zeros for those of others: the sum over ranks is the result. It
-writes to its own entries; what goes to others is written behind its last entry, and cut off. In
+A rank reads its own entries, and takes zeros for those of others: the sum over ranks is the result.
+It writes to its own entries; what goes to others is written behind its last entry, and cut off. In
 both cases each rank checks the indices, since an index that is beyond all entries is nobody's.
 """
 
