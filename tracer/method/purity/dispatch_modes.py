@@ -28,10 +28,10 @@ from ...error_translation import OPAQUE_REMEDY, current_location, refusal_here
 from ...errors import TraceError, note_refusal
 from ...source import is_torch_file
 from ...values.operators import is_random, storage_key, writes_in_secret, written_values
-from .draws import Draws
 from .function_log import FunctionLog
 from .op_log import OpLog
 from .randomness import count_draw
+from .repeated_draws import Draws
 from .watch import UsesGradients
 
 BUFFER_REMEDY = (

@@ -16,7 +16,6 @@ from . import (
     creation,
     decomposed,
     einsum,
-    embeddings,
     indexing,
     joining,
     losses,
@@ -24,7 +23,7 @@ from . import (
     pointwise,
     random_draws,
     reductions,
-    softmax,
+    rows,
     views,
 )
 
@@ -35,13 +34,12 @@ _FAMILIES = (
         einsum,
         convolution,
         creation,
-        embeddings,
         indexing,
         joining,
         losses,
         normalization,
     ),
-    *(pointwise, random_draws, reductions, softmax, views),
+    *(pointwise, random_draws, reductions, rows, views),
 )
 
 RULES: Mapping[object, Rule] = {
