@@ -22,9 +22,9 @@ class Effect(FastEnum):
     nothing that an UPDATE changes: such calls commute with all but REDUCE and WRITE. REDUCE takes
     accumulated gradients, or replaces them, and touches nothing else: it commutes with READ and
     UPDATE, and with calls that work on other buckets of gradients (`Function.buckets`). UPDATE
-    reads state and changes a part that no backward reads, such as the statistics of batch norm: it
-    keeps its program order against READ, UPDATE and WRITE. WRITE may do anything: it keeps its
-    program order against every other call on the actor.
+    reads state and changes a part that no backward reads and that is no parameter, such as the
+    statistics of batch norm: it keeps its program order against READ, UPDATE and WRITE. WRITE may
+    do anything: it keeps its program order against every other call on the actor.
     """
 
     PURE = "pure"
@@ -38,6 +38,11 @@ class Effect(FastEnum):
     def changes_state(self) -> bool:
         """True if a call may change state, other than gradients, that later calls read."""
         return self in (Effect.UPDATE, Effect.WRITE)
+
+    @property
+    def changes_parameters(self) -> bool:
+        """True if a call may change trained parameters."""
+        return self is Effect.WRITE
 
     def conflicts_with(self, other: Effect) -> bool:
         """True if two calls on one actor with these effects must keep their program order.

@@ -2,8 +2,8 @@
 
 A function with `parameter` reads a parameter at rest. Transfers, collectives and functions that
 only hand it over make copies of it, with the value that it had at the read. A program over all
-ranks is refused if it uses such a copy behind a call that changes the actor's state: a single
-process would use the parameter's new value there.
+ranks is refused if it uses such a copy behind a call that may change the actor's parameters: a
+single process would use the parameter's new value there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _ParameterCopy:
 
     Attributes:
         function: the function that read the parameter.
-        version: the number of changes to the actor's state before the read.
+        version: the number of calls before the read that may have changed the actor's parameters.
         read: the call that read it.
     """
 
@@ -60,7 +60,7 @@ def check_parameters(program: Program, functions: Mapping[str, Function]) -> Ite
                 version = _version(function, changes)
                 copies.update(dict.fromkeys(op.results, _ParameterCopy(function, version, op)))
             for state, effect in function.touches:
-                if effect.changes_state:
+                if effect.changes_parameters:
                     changes[state] = changes.get(state, (0, op))[0] + 1, op
 
 

@@ -212,7 +212,7 @@ class _OpenCheckpoint:
             raise ValueError(f"{path / _TRAINING / _STATE} is damaged: {error}") from error
         check_trainers(actors, trainers)
         parts = [_part_of(actor, rename) for actor in actors]
-        sources = [
+        sources: list[Mapping[str, StoredTensor]] = [
             stored_tensors(pieces(p.actor, p.name_of), p.names, weights, p.actor.name)
             for p in parts
         ]
@@ -288,14 +288,14 @@ def _part_of(actor: ActorHandle, rename: Rename) -> _NamedPart:
         if part is None:
             raise ValueError(f"{actor.name} has no part of a model, as cg.cut_layers makes them")
         state = collect(instance).tensors
-        part_names = _names_in(path, part, state, rename)
+        own_names = _names_in(path, part, state, rename)
         for state_tensor in state:
-            if id(state_tensor.tensor) not in part_names:
+            if id(state_tensor.tensor) not in own_names:
                 raise ValueError(
                     f"'{state_tensor.path}' of {actor.name} is no tensor of the model, so a folder "
                     "of the model's weights has no place for it; save it by cg.save"
                 )
-        names |= part_names
+        names |= own_names
     part_names = PartNames(part, {} if part is None else _tied_in(part, rename))
     return _NamedPart(actor, part_names, lambda state: names[id(state.tensor)])
 

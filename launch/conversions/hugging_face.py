@@ -60,14 +60,14 @@ def conversion_of(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    prefix = model.base_model_prefix
+    prefix, known = model.base_model_prefix, dict(shapes)
     compositions: dict[str, Composition] = {}
     renamed: dict[str, str] = {}
     collected: dict[str, tuple[Any, list[str]]] = {}
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, shapes)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in shapes and name in shapes:
-            target, pattern = rename_source_key(name, [], [], prefix, shapes)
+            target, pattern = rename_source_key(name, [], [], prefix, known)
         if target not in shapes or (pattern is None and target in compositions):
             renamed[name] = target
         elif pattern is None:

@@ -34,7 +34,7 @@ def empty_weights() -> Iterator[None]:
 
     handles = (
         register_module_parameter_registration_hook(_on_meta),  # type: ignore[arg-type]
-        register_module_buffer_registration_hook(note),  # type: ignore[arg-type]
+        register_module_buffer_registration_hook(note),
     )
     try:
         yield

@@ -32,7 +32,7 @@ class Fsdp(Pass):
     forward and again for its backward, and its gradients are reduced in each backward. With
     `keep=step` a bucket is gathered once, before its first use, and stays. Its gradients are added
     up over all microbatches, and reduced behind the last one. In both cases, uses behind a call
-    that may change the actor's state gather again.
+    that may change the actor's parameters gather again.
 
     With `keep=step`, where each task gathers both `%b` and `%w` before this pass:
 
@@ -243,7 +243,7 @@ class _Rewriter:
                 continue
             function = functions[op.fn.name]
             for state, effect in function.touches:
-                if effect.changes_state:
+                if effect.changes_parameters:
                     versions[state] = versions.get(state, 0) + 1
             if function.parameter is None or len(op.operands) != 1:
                 continue

@@ -24,9 +24,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x)).relu()
 
-    def drop(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5)
-
     def count(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
         return x * 2.0
@@ -71,15 +68,12 @@ def test_it_is_traced_once_however_often_it_is_asked_for() -> None:
     assert sum(".forward.1.vjp" in name for name in lowered.trace.module.vjps) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("drop", "draws random numbers"), ("count", "changes the actor's state")],
-)
-def test_what_cannot_be_computed_again_is_refused(name: str, reason: str) -> None:
+def test_what_cannot_be_computed_again_is_refused() -> None:
     with use_world(VirtualWorld(1)):
         layer = Layer.on(0)()
-        step = cg.trace(step_of(layer, cg.remat(getattr(layer, name))))
-        with pytest.raises(cg.TraceError, match=f"cannot be computed again.*{reason}") as caught:
+        step = cg.trace(step_of(layer, cg.remat(layer.count)))
+        message = "cannot be computed again.*changes the actor's state"
+        with pytest.raises(cg.TraceError, match=message) as caught:
             step.lower(torch.randn(4, 3))
     assert "call it without cg.remat" in str(caught.value)
 

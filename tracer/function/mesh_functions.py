@@ -44,8 +44,9 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
 
     def sections(self, volatile: frozenset[int], what: Recompute) -> Sections[LaidOutSection]:
         joint = self.joint
-        written = [joint.state[index][1].path for index in sorted(joint.written)]
-        self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
+        written = [joint.state[index][1].path for index in sorted(joint.backward_written)]
+        self._refuse_changes(written, " in its backward")
+        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
         self._refuse_without_gradients()
         cutter = self._cutter()
         self.buckets.enter(self._sums(cutter.gradients))
@@ -118,13 +119,13 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             return group.played
         return tuple(dict.fromkeys((group.place.ranks[0], *group.played)))
 
-    def _refuse_changes(self, changed: Sequence[str]) -> None:
-        """Refuse a call that changes the state at these paths."""
+    def _refuse_changes(self, changed: Sequence[str], where: str = "") -> None:
+        """Refuse a call that gives the state at these paths new tensors, or writes in `where`."""
         if changed:
             raise self.call.refusal(
-                f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",
-                "change state in a method that is marked @cg.opaque, which every rank calls on its "
-                "pieces; batch norm can be replaced by a layer without running statistics",
+                f"it changes '{changed[0]}'{where}, and its actor is on a mesh, with tensors that "
+                "are cut",
+                _WRITE_LATER if where else _WRITE_IN_PLACE,
             )
 
     def _refuse_without_gradients(self) -> None:
@@ -135,3 +136,13 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
                 loc=self.call.error_loc,
                 remedy="leave its result out of the loss, or call .detach() on it in the method",
             )
+
+
+_WRITE_IN_PLACE = (
+    "write in place, as by self.seen.add_(x); or mark the method @cg.opaque, which every rank "
+    "calls on its pieces"
+)
+_WRITE_LATER = (
+    "write in the forward: keep what counts, such as a batch norm, out of checkpointed functions, "
+    "and state out of hooks and of the backwards of torch.autograd.Function"
+)

@@ -63,6 +63,12 @@ def nll_backward(reduction: int) -> Callable[..., Any]:
 OF_BORDERS = torch.tensor([[0, 3], [3, 5], [0, 0], [6, 3]])
 """Indices below 7, among them the first and the last of what two ranks hold."""
 
+
+def _with_ones(x: torch.Tensor) -> torch.Tensor:
+    x[1] = 1
+    return x
+
+
 CASES: dict[str, OpCase] = {
     # pointwise
     "add": case(torch.add, ints(4, 6), ints(4, 6)),
@@ -330,6 +336,38 @@ CASES: dict[str, OpCase] = {
         lambda x, i, v: x.scatter_add(1, i, v), ints(4, 5), indices(5, 4, 2), ints(4, 2)
     ),
     "scatter value": case(lambda x, i: x.scatter(1, i, 1.0), ints(4, 5), indices(5, 4, 2)),
+    "index of bools": case(lambda x, i: (x > 0)[:, i], ints(3, 5), indices(5, 4)),
+    "index from the end": case(lambda x, i: x[i - 4], ints(4, 3), indices(8, 5)),
+    "index two from the end": case(
+        lambda x, i, j: x[:, i - 3, j - 2], ints(2, 5, 4), indices(6, 3), indices(4, 2, 3)
+    ),
+    "put two": case(
+        lambda x, i, j, v: ATEN.index_put(x, [i, None, j - 2], v, True),
+        *(ints(5, 2, 4), indices(5, 3), indices(4, 2, 3), ints(2, 3, 2)),
+    ),
+    "put rows in their place": case(
+        lambda x, v: ATEN.index_put(x, [torch.tensor([3, -4, 1])], v), ints(5, 3), ints(3, 3)
+    ),
+    "add to zeros": case(
+        lambda i, v: torch.zeros(4, 3, dtype=v.dtype).index_add(0, i, v, alpha=2),
+        *(indices(4, 5), ints(5, 3)),
+    ),
+    "put into zeros": case(
+        lambda i, v: ATEN.index_put(v.new_zeros(4, 3), [i], v, True), indices(4, 5), ints(5, 3)
+    ),
+    "scatter into zeros": case(
+        lambda i, v: torch.zeros_like(v).scatter_add(1, i, v), indices(5, 4, 5), ints(4, 5)
+    ),
+    "add to what were zeros": case(
+        lambda i, v: _with_ones(v.new_zeros(4, 3)).index_add(0, i, v), indices(4, 5), ints(5, 3)
+    ),
+    "scatter source": case(
+        lambda x, v: x.scatter(1, torch.tensor([[3, 0]]).expand(4, 2), v), ints(4, 5), ints(4, 2)
+    ),
+    "scatter of a part": case(
+        lambda x, i, v: x.scatter_add(0, i, v), ints(5, 4), indices(5, 2, 3), ints(4, 3)
+    ),
+    "take along": case(lambda x, i: x.take_along_dim(i, 1), ints(3, 5), indices(5, 1, 4)),
     "index select": case(lambda x, i: x.index_select(1, i), ints(3, 4), indices(4, 5)),
     "index add": case(lambda x, i, v: x.index_add(0, i, v), ints(4, 3), indices(4, 5), ints(5, 3)),
     # random draws

@@ -16,15 +16,16 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ...errors import TraceError
 from ...method.joint import Joint
 from ...values.interface import MethodTarget, Target, TracedCall, Write
-from ...values.operators import written_values
+from ...values.operators import is_random, storage_key, written_values
 from .backward_cut import BackwardCut
-from .subgraphs import fake_of, has_effect, is_view, memory_of
+from .subgraphs import fake_of, has_effect, is_view, memory_of, written_in_place
 
 
 class Recompute(Enum):
@@ -35,7 +36,7 @@ class Recompute(Enum):
     """Operators that fused kernels compute on the way, if fewer bytes are kept then. Operators that
     draw random numbers, write in place, communicate or multiply matrices are not among them."""
     ALL = "all"
-    """All operators: only inputs are kept."""
+    """All operators but those that draw random numbers: inputs are kept, and what is drawn."""
 
 
 def what_again(target: Target, fused: bool, between: Sequence[Write]) -> Recompute:
@@ -59,19 +60,15 @@ def refuse_twice(call: TracedCall, joint: Joint) -> None:
     """Refuse to compute all of a call again if the second time would differ from the first.
 
     Raises:
-        TraceError: the call draws random numbers, or changes its actor.
+        TraceError: the call changes its actor.
     """
-    if joint.recorder.draws:
-        does = "draws random numbers, which would not be the same again"
-    elif joint.written or joint.rebinds:
-        does = "changes the actor's state, which would happen twice"
-    else:
-        return
-    raise TraceError(
-        f"{call.what} cannot be computed again in the backward: it {does}",
-        loc=call.loc,
-        remedy="call it without cg.remat, or move that part into a method of its own",
-    )
+    if joint.written or joint.rebinds:
+        raise TraceError(
+            f"{call.what} cannot be computed again in the backward: it changes the actor's state, "
+            "which would happen twice",
+            loc=call.loc,
+            remedy="call it without cg.remat, or move that part into a method of its own",
+        )
 
 
 def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> frozenset[fx.Node]:
@@ -86,7 +83,7 @@ def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> froz
         return frozenset()
     forward = [n for n in joint.graph.nodes if n.op == "call_function" and n.name in joint.forward]
     if what is Recompute.ALL:
-        return frozenset(forward)
+        return frozenset(forward) - _drawn(forward)
     plain = BackwardCut(joint, volatile)
     free = [i for i, (node, _) in enumerate(joint.state) if not plain.is_changed(node)]
     fixed = _fixed(joint)
@@ -120,6 +117,37 @@ def _fixed(joint: Joint) -> set[fx.Node]:
         if has_effect(node)
         or any(memory_of(operand) in written for operand in (node, *node.all_input_nodes))
     }
+
+
+def _drawn(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The operators that draw, and those that share memory with what is drawn.
+
+    Drawn numbers may be copied before they are used, or changed in place; their last value is kept.
+    So an operator that reads it before the last change must not be computed again either.
+    """
+    last: dict[int | None, int] = {}
+    for index, node in enumerate(nodes):
+        for value in written_values(node.target, node.args, node.kwargs):
+            if isinstance(value, fx.Node):
+                last[memory_of(value)] = index
+    memory: set[int | None] = set()
+    before = -1
+    while before < len(memory):
+        before = len(memory)
+        for index, node in enumerate(nodes):
+            read = {memory_of(operand) for operand in node.all_input_nodes} & memory
+            late = any(last.get(key, 0) > index for key in read)
+            copies = bool(read) and written_in_place(node) is not None
+            if late or copies or is_random(node.target, node.args, node.kwargs):
+                memory |= _memory_given(node)
+    return {node for node in nodes if _memory_given(node) & memory}
+
+
+def _memory_given(node: fx.Node) -> set[int | None]:
+    """The memory of all tensors that an operator gives."""
+    values = node.meta.get("val")
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return {storage_key(v) for v in values if isinstance(v, torch.Tensor)} - {None}
 
 
 def _by_torch(joint: Joint, free: list[int], fixed: set[fx.Node]) -> set[fx.Node]:

@@ -8,7 +8,7 @@ to state stay.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import fx
@@ -23,6 +23,9 @@ def without_writes(graph: fx.Graph) -> None:
     """Replace the writes of a graph that can be replaced; the graph is changed in place."""
     state = {memory_of(node) for node in graph.nodes if node.op == "placeholder"}
     for node in list(graph.nodes):
+        if node.target is _ATEN.native_batch_norm.default:
+            _give_statistics(node, state)
+            continue
         written = written_in_place(node)
         if written is not None and node.target not in _VIEWS and memory_of(node) in state:
             node.replace_all_uses_with(written)  # the result is the state itself
@@ -32,15 +35,41 @@ def without_writes(graph: fx.Graph) -> None:
         first = node.args[0] if node.args else None
         if form is None or not isinstance(first, fx.Node):
             continue
-        if view is None and not _is_own(first):
+        if view is None and not _is_own(first, node):
             continue
         node.target = form
         result = node if view is not None else _as_written(node, first)
-        passed = False
-        for user in list(graph.nodes):
-            if passed and first in user.all_input_nodes:
-                user.replace_input_with(first, result)
-            passed = passed or user is result
+        _read_instead(first, result)
+
+
+def _give_statistics(node: fx.Node, state: Collection[int | None]) -> None:
+    """Let a batch norm give new running statistics that are no state, instead of writing to them.
+
+    The norm of an instance repeats its statistics for each row of the batch, so ranks have parts.
+    """
+    arguments = dict(zip(_STATISTICS, node.args[3:6], strict=True))
+    running = [arguments["running_mean"], arguments["running_var"]]
+    if not arguments["training"] or not all(isinstance(value, fx.Node) for value in running):
+        return
+    values = [value for value in running if isinstance(value, fx.Node)]
+    if any(memory_of(value) in state or not _is_own(value, node) for value in values):
+        return
+    node.target = _ATEN._native_batch_norm_legit_functional.default
+    node.meta["val"] = (*node.meta["val"], *(value.meta["val"] for value in values))
+    for index, value in enumerate(values, 3):
+        with node.graph.inserting_after(node):
+            item = node.graph.call_function(operator.getitem, (node, index))
+        item.meta["val"] = value.meta["val"]
+        _read_instead(value, item)
+
+
+def _read_instead(written: fx.Node, result: fx.Node) -> None:
+    """Let nodes behind a result read it instead of the value that was written to."""
+    passed = False
+    for user in list(result.graph.nodes):
+        if passed and written in user.all_input_nodes:
+            user.replace_input_with(written, result)
+        passed = passed or user is result
 
 
 def _as_written(node: fx.Node, first: fx.Node) -> fx.Node:
@@ -82,6 +111,9 @@ def read_later(made: Iterable[fx.Node], place: fx.Node) -> None:
             following = following.next
 
 
+_STATISTICS = ("running_mean", "running_var", "training")
+"""Arguments of a batch norm, behind the input and the scales."""
+
 _VIEWS: Mapping[object, torch._ops.OpOverload] = {
     _ATEN.transpose_.default: _ATEN.transpose.int,
     _ATEN.t_.default: _ATEN.t.default,
@@ -114,22 +146,23 @@ def _takes(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
-def _is_own(node: fx.Node) -> bool:
-    """True if an op has made a value, and nothing else refers to its memory."""
+def _is_own(node: fx.Node, writer: fx.Node) -> bool:
+    """True if an op has made a value, and nothing in front of a writer refers to its memory."""
     target = node.target
+    users = [user for user in node.users if user < writer]
     if target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         # A caller of unsafe_split promises to treat its results as tensors of their own.
         is_split = source.target is _ATEN.unsafe_split.Tensor
-        return is_split and not any(_takes_view(user, node) for user in node.users)
+        return is_split and not any(_takes_view(user, node) for user in users)
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if any(returned.alias_info is not None for returned in target._schema.returns):
         return False
     if len(target._schema.returns) != 1 or target is _ATEN._unsafe_view.default:
         return False
-    return not any(_takes_view(user, node) for user in node.users)
+    return not any(_takes_view(user, node) for user in users)
 
 
 def _takes_view(user: fx.Node, node: fx.Node) -> bool:

@@ -126,7 +126,7 @@ def _sorted(rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Products in groups with offsets, as torch.nn.functional.grouped_mm, for all types and strides.
+    """Products in groups with offsets, as torch.nn.functional.grouped_mm, for all types, strides.
 
     Where both are matrices, groups are of the dimension that is contracted. Else they are of the
     rows of the left matrix, or of the columns of the right one.

@@ -31,6 +31,8 @@ from ...values.operators import is_random, storage_key, writes_in_secret, writte
 from ..experts.expert_products import static_form
 from .function_log import FunctionLog
 from .op_log import OpLog
+from .randomness import count_draw
+from .repeated_draws import Draws
 from .watch import UsesGradients
 
 BUFFER_REMEDY = (
@@ -85,6 +87,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.check: Callable[[Iterable[Any], Iterable[Any]], None] = nothing_to_check
         self._lines: dict[tuple[str, int], Location] = {}
         self._by_sequence: dict[int, Location] = {}
+        self._drawn = Draws()
 
     def __torch_dispatch__(
         self,
@@ -101,7 +104,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.check(_flat((*args, *kwargs.values())), written_values(func, args, kwargs))
         self._refuse_generators(func, args, kwargs)
         self._refuse_foreign_tensors(func, args, kwargs)
-        self._note_random(func, args, kwargs)
         self._note_writes(func, args, kwargs)
         nodes = nodes_so_far()
         # Finding lines takes time. A second run, which makes no graph, uses those of the first.
@@ -110,7 +112,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.note(func, args, kwargs, location)
         before = 0 if nodes is None else len(nodes)
         try:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             note_refusal(error)
             raise
@@ -139,16 +141,24 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     BUFFER_REMEDY,
                 )
 
-    def _note_random(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+    def _run(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        """Call an operator. A draw of the backward gives what the forward has drawn."""
         if not is_random(func, args, kwargs):
-            return
+            return func(*args, **kwargs)
+        number = count_draw()
         if self.backward:
-            raise self._error(
-                f"its backward draws random numbers again ({func}), as dropout inside "
-                "torch.utils.checkpoint does: the recomputation would use another mask",
-                "take the dropout out of the checkpointed function, or do without checkpoint",
-            )
+            result = self._drawn.again(number, func, args, kwargs)
+            if result is None:
+                raise self._error(
+                    f"its backward draws random numbers ({func}) that its forward has not drawn, "
+                    "as a checkpoint with preserve_rng_state=False does",
+                    "leave preserve_rng_state as it is by default: True",
+                )
+            return result
         self.draws = True
+        result = func(*args, **kwargs)
+        self._drawn.note(number, func, result)
+        return result
 
     def _note_writes(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
         for value in written_values(func, args, kwargs):
@@ -157,6 +167,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = storage_key(value)
             if key is None:
                 continue
+            self._drawn.note_write(key)
             if key in self.inputs:
                 raise self._error(
                     f"it writes in place to {self.inputs[key]} ({func})", CLONE_REMEDY

@@ -3,7 +3,8 @@
 `nn.LSTM` and `nn.GRU` go step by step, where torch's own loop runs. `nn.TransformerEncoder` has a
 fast path for inference: given a mask of padding, torch packs the rows that count and fills the
 others with zeros. In a trace it takes the general path, which computes padded rows like all others.
-So they are zeroed here.
+So they are zeroed here. A batch norm without momentum averages over all batches, by a count that it
+reads as a number of Python; here the count stays a tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...values.actor_state import ActorState
 
@@ -96,3 +98,34 @@ def without_fused_recurrence(state: ActorState) -> Iterator[None]:
     finally:
         for backend, enabled in zip(backends, before, strict=True):
             backend.enabled = enabled
+
+
+@contextmanager
+def averages_over_all_batches(state: ActorState) -> Iterator[None]:
+    """Let batch norms without momentum average over all batches inside the `with` block."""
+    if not any(isinstance(obj, _BatchNorm) for obj, _ in state.objects):
+        yield
+        return
+    general = _BatchNorm.forward
+
+    @functools.wraps(general)
+    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        mean, variance, count = self.running_mean, self.running_var, self.num_batches_tracked
+        averages = self.momentum is None and self.training and self.track_running_stats
+        if not averages or mean is None or variance is None or count is None:
+            return general(self, input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        count.add_(1)
+        own = torch.zeros_like(mean), torch.zeros_like(variance)  # of this batch
+        scales = self.weight, self.bias
+        output = nn.functional.batch_norm(input, *own, *scales, True, 1.0, self.eps)
+        share = count.to(torch.promote_types(mean.dtype, torch.float32)).reciprocal()
+        for running, value in zip((mean, variance), own, strict=True):
+            running.copy_(value * share + running * (1 - share))
+        return output
+
+    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = general  # type: ignore[method-assign]

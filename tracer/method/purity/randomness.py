@@ -1,4 +1,9 @@
-"""Refuse what a traced call does to random generators outside of its graph."""
+"""Refuse what a traced call does to random generators outside of its graph.
+
+Nothing draws from torch's default generator while a call is traced, so its state is free to say how
+many numbers the graph has drawn. Code that saves that state and puts it back, as a checkpoint does,
+then says which draws it repeats.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...error_translation import refusal_here
 from ...source import is_torch_file
@@ -75,11 +81,13 @@ def random_state_watched(call: TracedCall) -> Iterator[None]:
         TraceError: on exit, if one of them has moved.
     """
     before = Snapshot(GENERATORS)
-    torch.default_generator.manual_seed(_MARK_SEED)
+    _mark(0)
     marked = Snapshot(GENERATORS)
     moved: list[str] = []
     try:
         yield
+        if draws_so_far() is not None:
+            _mark(0)
         moved = [change.path for change in marked.changes()]
     finally:
         before.restore()
@@ -92,3 +100,28 @@ def random_state_watched(call: TracedCall) -> Iterator[None]:
 
 
 _MARK_SEED = 0x6367_7472_6163_65
+_MOST = 1 << 32
+"""No graph draws so often."""
+
+
+def _mark(draws: int) -> None:
+    torch.default_generator.manual_seed(_MARK_SEED + draws)
+
+
+def draws_so_far() -> int | None:
+    """The number of draws before this one; None if someone else has moved the generator."""
+    generator = torch.default_generator
+    seed = generator.initial_seed()
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        untouched = torch.equal(
+            generator.get_state(), torch.Generator().manual_seed(seed).get_state()
+        )
+    return seed - _MARK_SEED if untouched and 0 <= seed - _MARK_SEED < _MOST else None
+
+
+def count_draw() -> int | None:
+    """Count one more draw; return the number of draws before it, as `draws_so_far` does."""
+    number = draws_so_far()
+    if number is not None:
+        _mark(number + 1)
+    return number

@@ -16,7 +16,11 @@ from ..recurrence.whole_loops import WholeLoops
 from .changes import Initialization
 from .checkpoints import checkpoints_as_eager
 from .fake_types import real_kinds
-from .module_paths import padded_rows_zeroed, without_fused_recurrence
+from .module_paths import (
+    averages_over_all_batches,
+    padded_rows_zeroed,
+    without_fused_recurrence,
+)
 from .randomness import generator_watched
 from .side_effects import SideEffects
 from .watch import AttributeWatch
@@ -82,6 +86,7 @@ class Scene:
             generator_watched(self.call.what),
             padded_rows_zeroed(state),
             without_fused_recurrence(state),
+            averages_over_all_batches(state),
             checkpoints_as_eager(),
             WholeLoops(),
         ):

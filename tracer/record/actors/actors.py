@@ -254,11 +254,12 @@ def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
     """The same method, for which a step saves only the inputs for the backward.
 
     `cg.remat(stage.forward)(x)` gives the values and gradients of `stage.forward(x)`, bit for bit.
-    The backward computes the forward again, so less memory is used between the two.
+    The backward computes the forward again, so less memory is used between the two. Masks of
+    dropout and all else that the forward draws are saved as well.
 
     Args:
         method: a method of an actor, or an actor that can be called itself. The trace of the step
-            refuses a method that draws random numbers, or changes its actor's state.
+            refuses a method that changes its actor's state.
 
     Returns:
         The method, to be called in its place.

@@ -18,6 +18,7 @@ from torch import fx
 from .....ir.layout import Cut, Layout
 from .....ir.location import Location
 from .....ir.types import Place
+from ....values.operators import written_values
 from ..cases import Answer, Case, Expansion, LayoutError, Operand, Results, shapes, tensors, whole
 from ..change import DEFAULT, ORDER, Change, change_between
 from ..expansions import constant_of, replace_by, traced
@@ -246,11 +247,9 @@ class _Propagator:
 
     def _check_in_place(self, case: Case, answer: Answer) -> None:
         """Refuse a write in place to a value that is transferred first: it would be lost."""
-        if not case.target._schema.is_mutable:
-            return
+        written = {id(v) for v in written_values(case.target, [*case.arguments.values()], {})}
         for operand, layout in zip(case.operands, answer.wanted, strict=True):
-            first = case.arguments[case.target._schema.arguments[0].name]
-            if operand is first and (
+            if id(operand) in written and (
                 layout != operand.layout or len(self.versions[operand.node]) > 1
             ):
                 raise case.error(

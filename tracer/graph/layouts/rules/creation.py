@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .....ir.layout import Cut, Layout, shape_of
+from ...autodiff.subgraphs import is_view, written_in_place
 from ..cases import Answer, Case, Expansion, Local, LocalOp, Rule, whole
 from ..cuts import canonical
 
@@ -58,6 +59,16 @@ def zeros(op: LocalOp, like: fx.Node) -> Any:
         for region, fake in zip(op.results, op.fakes, strict=True)
     )
     return pieces if len(pieces) > 1 else pieces[0]
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """True if an op has made a value of zeros, and no op writes to it in place, or to a view."""
+    return node.target in _ZEROS and not any(
+        is_view(user) or written_in_place(user) is not None for user in node.users
+    )
+
+
+_ZEROS = frozenset({_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default})
 
 
 def _like(case: Case) -> Answer:

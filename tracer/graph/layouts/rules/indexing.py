@@ -1,9 +1,14 @@
-"""Rules of ops that take entries by tensors of indices: embeddings, gather, index, scatter."""
+"""Rules of ops that take entries by tensors of indices: gather, index, scatter.
+
+Where the dimension is cut along which they take entries, each rank reads or writes its own
+(`rows`). Where the indices are cut that say to which entries numbers are added, ranks have summands
+of the result.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,113 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from .....ir.layout import Region, shape_of, whole
+from .....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
 from ..cuts import is_interval
-from ..factors import Dim, Dims, Factors, Linear, each, jointly, solve
-from ..values.ids import CHECKED_IDS
-from .creation import counting
-from .pointwise import pointwise
+from ..factors import Dim, Dims, Factor, Factors, Linear, each, jointly, solve
+from ..functional import other_form
+from .creation import is_zeros
+from .rows import Selection, partial_selections, taken, written
 from .views import named
 
 _ATEN = torch.ops.aten
-
-
-def _checked_ids(case: Case) -> Answer:
-    return replace(pointwise(case), local=_local_checked)
-
-
-def _local_checked(op: LocalOp) -> Any:
-    return op.run(first=_first(op.operands[0]))
-
-
-def _first(region: Region) -> list[int]:
-    """The indices of a piece's first entry; empty if its entries lie apart."""
-    if any(len(intervals) > 1 for intervals in region):
-        return []
-    return [intervals[0][0] if intervals else 0 for intervals in region]
-
-
-def _embedding(case: Case) -> Answer:
-    """If the vocabulary is cut, a rank looks up its own rows, and takes zeros for the others.
-
-    So an id beyond the vocabulary would get zeros on all ranks. Each rank checks ids itself.
-    """
-    inner = named(case["indices"].shape, "i")
-    sizes = {"v": case["weight"].shape[0], "d": case["weight"].shape[1]}
-    sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
-    operands = ((("v",), ("d",)), inner)
-    keep = {"v": "is packed"} if not is_interval(case["weight"].cuts[0]) else {}
-    factors = Factors(operands, ((*inner, ("d",)),), sizes, each(0), keep)
-    return solve(case, factors, local=partial(_local_embedding, sizes["v"]))
-
-
-def _rows(intervals: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The first row of a piece, and their number."""
-    return (intervals[0][0], intervals[0][1] - intervals[0][0]) if intervals else (0, 0)
-
-
-def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
-    first, count = _rows(op.operands[0][0])
-    if count == vocabulary:
-        return op.run()
-    region = op.results[0]
-    assert region is not None
-    weight, indices = op.arguments["weight"], op.arguments["indices"]
-    if not count:
-        return op.emit(_ATEN.new_zeros.default, weight, list(shape_of(region)))
-    place = _first(op.operands[1])
-    indices = op.emit(CHECKED_IDS, indices, vocabulary, None, "embedding", place)
-    safe, inside = _within(op, indices, first, count)
-    rows = op.emit(_ATEN.embedding.default, weight, safe)
-    mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
-    return op.emit(_ATEN.where.ScalarOther, mask, rows, 0)
-
-
-def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any]:
-    """Indices into a rank's rows, with 0 for rows of other ranks; and a mask of its own rows."""
-    own = op.emit(_ATEN.sub.Tensor, indices, first)
-    above = op.emit(_ATEN.ge.Scalar, own, 0)
-    below = op.emit(_ATEN.lt.Scalar, own, count)
-    inside = op.emit(_ATEN.logical_and.default, above, below)
-    return op.emit(_ATEN.where.ScalarOther, inside, own, 0), inside
-
-
-def _embedding_backward(case: Case) -> Answer:
-    """The gradient of the table: each rank computes the rows that are asked of it."""
-    inner = named(case["indices"].shape, "i")
-    sizes = {"v": case.shape()[0], "d": case.shape()[1]}
-    sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
-    keep = {}
-    if case["scale_grad_by_freq"]:
-        keep = {f"i{n}": "is counted" for n in range(len(inner))}
-    operands = ((*inner, ("d",)), inner)
-    # Not declared linear: summands have fewer rows before the op, of tokens, than behind it.
-    factors = Factors(operands, ((("v",), ("d",)),), sizes, (), keep)
-    return solve(case, factors, local=_local_embedding_backward, free={0: "v"})
-
-
-def _local_embedding_backward(op: LocalOp) -> Any:
-    region, shape = op.results[0], op.shapes[0]
-    assert region is not None
-    assert shape is not None
-    first, count = _rows(region[0])
-    if count == shape[0]:
-        return op.run()
-    grad, indices = op.arguments["grad_output"], op.arguments["indices"]
-    if not count:
-        return op.emit(_ATEN.new_zeros.default, grad, list(shape_of(region)))
-    safe, inside = _within(op, indices, first, count)
-    if op.arguments["padding_idx"] >= 0:
-        counted = op.emit(_ATEN.ne.Scalar, indices, op.arguments["padding_idx"])
-        inside = op.emit(_ATEN.logical_and.default, inside, counted)
-    mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
-    if op.arguments["scale_grad_by_freq"]:  # ids of others are counted in a row of their own
-        others = op.emit(_ATEN.where.ScalarOther, inside, safe, count)
-        extended = op.run(indices=others, num_weights=count + 1, padding_idx=count)
-        return op.piece(extended, (((0, count),), *whole(shape[1:])))
-    own = op.emit(_ATEN.where.ScalarOther, mask, grad, 0)
-    return op.run(grad_output=own, indices=safe, num_weights=count, padding_idx=-1)
 
 
 @dataclass(frozen=True)
@@ -130,6 +38,8 @@ class _Indexed:
         indices: the dimensions of each index tensor.
         counts: index tensors, by number, that are `arange` of a dimension. On a rank, they become
             `arange` of the piece.
+        selections: all other index tensors.
+        trailing: the number of dimensions of the result behind those of the index tensors.
         sizes, keep: as in `Factors`.
     """
 
@@ -137,6 +47,8 @@ class _Indexed:
     result: Dims
     indices: tuple[Dims, ...]
     counts: frozenset[int]
+    selections: tuple[Selection, ...]
+    trailing: int
     sizes: dict[str, int]
     keep: dict[str, str]
 
@@ -151,7 +63,8 @@ def _indexed(case: Case) -> _Indexed:
     source: list[Dim] = list(named(shape))
     sizes = {f"d{n}": size for n, size in enumerate(shape)}
     sizes |= {f"i{n}": size for n, size in enumerate(common)}
-    keep, counts = {}, set()
+    keep: dict[str, str] = {}
+    counts, selections = set(), list[Selection]()
     for place, (k, index) in enumerate(index_tensors):
         if index.dtype in (torch.bool, torch.uint8):
             raise case.error(
@@ -163,13 +76,24 @@ def _indexed(case: Case) -> _Indexed:
             source[k] = index_dims[along]
             counts.add(place)
         else:
-            keep[f"d{k}"] = "is indexed by a tensor"
+            selections.append(Selection(k, place, 1 + place, wraps=True))
+            keep |= _packed(case, k)
     places = [k for k, _ in index_tensors]
     rest = [dim for k, dim in enumerate(source) if k not in places]
     ahead = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
     result = (*rest[:ahead], *index_dims, *rest[ahead:])
     indices = tuple(_aligned(index.shape, common) for _, index in index_tensors)
-    return _Indexed(tuple(source), result, indices, frozenset(counts), sizes, keep)
+    return _Indexed(
+        *(tuple(source), result, indices, frozenset(counts), tuple(selections)),
+        *(len(rest) - ahead, sizes, keep),
+    )
+
+
+def _packed(case: Case, dim: int) -> dict[str, str]:
+    """`keep` of a dimension along which entries are selected: pieces of it are one run of them."""
+    source = case["self"]
+    packed = bool(source.shape) and not is_interval(source.cuts[dim])
+    return {f"d{dim}": "is packed"} if packed else {}
 
 
 def _aligned(shape: Shape, common: Shape) -> Dims:
@@ -204,8 +128,10 @@ def _counts(index: Operand, size: int, rank: int) -> int | None:
     return rank - len(index.shape) + index.shape.index(size)
 
 
-def _index(case: Case) -> Answer:
+def _index(case: Case) -> Answer | Expansion:
     indexed = _indexed(case)
+    if _sums_bools(case, [selection.dim for selection in indexed.selections]):
+        return Expansion(partial(_as_numbers, case.target))
     operands = (indexed.source, *indexed.indices)
     passive = frozenset(1 + n for n in indexed.counts)
     factors = Factors(
@@ -217,10 +143,20 @@ def _index(case: Case) -> Answer:
         moves=True,
         passive=passive,
     )
-    return solve(case, factors, local=partial(_local_indices, indexed))
+    return solve(case, factors, local=partial(_local_index, indexed, case["self"].shape))
 
 
-def _index_put(case: Case) -> Answer:
+def _sums_bools(case: Case, dims: Sequence[int]) -> bool:
+    """True if ranks would add up their own entries of a tensor of bools."""
+    source = case["self"]
+    return source.dtype is torch.bool and bool(source.shape) and case.has_cut(source, *dims)
+
+
+def _as_numbers(op: torch._ops.OpOverload, *, self: torch.Tensor, **arguments: Any) -> Any:
+    return op(self.to(torch.uint8), **arguments)
+
+
+def _index_put(case: Case) -> Answer | Expansion:
     indexed = _indexed(case)
     values = case["values"].shape
     result = [indexed.sizes[dim[0]] for dim in indexed.result]
@@ -229,57 +165,127 @@ def _index_put(case: Case) -> Answer:
         indexed.result[first + n] if size == result[first + n] else ()
         for n, size in enumerate(values)
     )
-    keep = dict(indexed.keep)
-    for dims in indexed.indices:
-        for dim in dims:
-            if dim and dim not in indexed.source:
-                keep[dim[0]] = "says where values go"
-    number = len(indexed.indices)
-    passive = frozenset(1 + n for n in indexed.counts)
+    dims = {dim for dims in indexed.indices for dim in dims if dim and dim not in indexed.source}
     factors = Factors(
         (indexed.source, *indexed.indices, value_dims),
         (indexed.source,),
         indexed.sizes,
-        jointly(0, number + 1),
-        keep,
-        passive=passive,
+        jointly(0, len(indexed.indices) + 1),
+        indexed.keep,
+        passive=frozenset(1 + n for n in indexed.counts),
     )
-    return solve(case, factors, local=partial(_local_indices, indexed))
+    local = partial(_local_index, indexed, case["self"].shape)
+    return _placed(case, _Placing(factors, [dim[0] for dim in dims], case["accumulate"]), local)
 
 
-def _local_indices(indexed: _Indexed, op: LocalOp) -> Any:
+def _local_index(indexed: _Indexed, shape: Shape, op: LocalOp) -> Any:
     """Run the op; indices that are `arange` of a dimension become `arange` of its piece."""
     indices = list(op.arguments["indices"])
-    source = shape_of(op.operands[0])
     places = [k for k, index in enumerate(indices) if index is not None]
     for place, k in enumerate(places):
         if place in indexed.counts:
-            like = indices[k].meta["val"]
-            counted = {"dtype": like.dtype, "device": like.device}
-            shape = [source[k] if size != 1 else 1 for size in like.shape]
-            numbers = op.emit(_ATEN.arange.default, source[k], **counted)
-            indices[k] = op.emit(_ATEN.view.default, numbers, shape)
-    return op.run(indices=indices)
+            indices[k] = _counted(op, indices[k], shape_of(op.operands[0])[k])
+
+    def run(chosen: Mapping[int, fx.Node], source: Any) -> fx.Node:
+        numbers = dict(zip(places, chosen.values(), strict=True))
+        return op.run(self=source, indices=[numbers.get(k) for k in range(len(indices))])
+
+    numbered = {place: indices[k] for place, k in enumerate(places)}
+    return _selected(op, _Local(indexed.selections, numbered, shape, indexed.trailing), run)
+
+
+def _counted(op: LocalOp, index: fx.Node, size: int) -> fx.Node:
+    like = index.meta["val"]
+    numbers = op.emit(_ATEN.arange.default, size, dtype=like.dtype, device=like.device)
+    return op.emit(_ATEN.view.default, numbers, [size if n != 1 else 1 for n in like.shape])
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The arguments of `taken` and `written`, for all selections of an op."""
+
+    selections: Sequence[Selection]
+    indices: Mapping[int, fx.Node]
+    shape: Shape
+    trailing: int = 0
+
+
+def _selected(op: LocalOp, local: _Local, run: Any) -> Any:
+    """The op on a rank, which may have a part of the dimension along which it selects entries."""
+    selections = partial_selections(op, local.selections, local.shape)
+    if not selections:
+        return run(local.indices, op.arguments["self"])
+    if op.target in _READS:
+        return taken(op, selections, local.indices, local.shape, local.trailing, run)
+    return written(op, selections, local.indices, local.shape, run)
+
+
+def _along(case: Case) -> Callable[[LocalOp], Any]:
+    """The op on a rank, for ops that take one tensor of indices and a dimension."""
+    shape = case["self"].shape
+    dim = dim_of(case["dim"], len(shape))
+    selections = (Selection(dim, 0, 1),) if shape else ()
+    trailing = 0 if case.target is _ATEN.gather.default else len(shape) - dim - 1
+
+    def local(op: LocalOp) -> Any:
+        known = _Local(selections, {0: op.arguments["index"]}, shape, trailing)
+        return _selected(op, known, lambda chosen, at: op.run(self=at, index=chosen[0]))
+
+    return local
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """An op that writes values where indices say.
+
+    Attributes:
+        factors: its dimensions; the op is linear in the tensor and the values jointly.
+        placed: the factors of the values whose place indices say.
+        adds: whether the values are added up.
+    """
+
+    factors: Factors
+    placed: Sequence[Factor]
+    adds: bool
+
+
+def _placed(case: Case, placing: _Placing, local: Callable[[LocalOp], Any]) -> Answer | Expansion:
+    """Where values are cut, ranks have summands: of zeros that they are added to."""
+    factors, source = placing.factors, case["self"]
+    if placing.adds and source.dtype is not torch.bool:
+        if is_zeros(source.node):
+            values = len(factors.operands) - 1
+            return solve(case, replace(factors, linear=each(values)), local=local)
+        if any(map(_cuts_one_of(placing.placed), factors.operands, case.operands)):
+            return Expansion(partial(_added, case.target))
+    keep = dict(factors.keep) | dict.fromkeys(placing.placed, "says where values go")
+    return solve(case, replace(factors, keep=keep), local=local)
+
+
+def _cuts_one_of(placed: Sequence[Factor]) -> Callable[[Dims, Operand], bool]:
+    def cuts(dims: Dims, operand: Operand) -> bool:
+        pairs = zip(dims, operand.cuts, strict=True)
+        return any(cut and factor in placed for dim, cut in pairs for factor in dim)
+
+    return cuts
+
+
+def _added(op: torch._ops.OpOverload, *, self: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """Values that are added to a tensor, by way of their sum."""
+    total = (other_form(op) or op)(torch.zeros_like(self), **arguments)
+    return self.add_(total) if op._schema.is_mutable else self + total
 
 
 def _gather(case: Case) -> Answer | Expansion:
-    """Along a cut dimension: compare with all indices, and sum, which leaves summands."""
     source, index = case["self"].shape, case["index"].shape
     dim = dim_of(case["dim"], len(source))
-    others_agree = source[:dim] + source[dim + 1 :] == index[:dim] + index[dim + 1 :]
-    if source and case.has_cut(case["self"], dim) and others_agree:
-        return counting(partial(_gathered, dim), case["self"].cuts[dim])
+    if _sums_bools(case, [dim]):
+        return Expansion(partial(_as_numbers, case.target))
     dims, sizes, keep = _beside(source, index, dim)
-    source_dims = tuple((f"d{n}",) for n in range(len(source)))
-    return solve(case, Factors((source_dims, dims), (dims,), sizes, each(0), keep, moves=True))
-
-
-def _gathered(along: int, *, self: torch.Tensor, index: torch.Tensor, **_: Any) -> torch.Tensor:
-    last = self.movedim(along, -1).unsqueeze(-2)
-    index = CHECKED_IDS(index, self.shape[along], None, "gather")
-    positions = index.movedim(along, -1).unsqueeze(-1)
-    chosen = positions == torch.arange(self.shape[along], device=self.device)
-    return torch.where(chosen, last, 0).sum(-1).movedim(-1, along)
+    keep |= _packed(case, dim)
+    source_dims = named(source)
+    factors = Factors((source_dims, dims), (dims,), sizes, each(0), keep, moves=True)
+    return solve(case, factors, local=_along(case))
 
 
 def _beside(source: Shape, index: Shape, dim: int) -> tuple[Dims, dict[str, int], dict[str, str]]:
@@ -289,7 +295,7 @@ def _beside(source: Shape, index: Shape, dim: int) -> tuple[Dims, dict[str, int]
     """
     sizes = {f"d{n}": size for n, size in enumerate(source)}
     sizes |= {f"x{n}": size for n, size in enumerate(index)}
-    keep = {f"d{dim}": "is indexed by a tensor"}
+    keep: dict[str, str] = {}
     dims = []
     for n, size in enumerate(index):
         same = n != dim and size == source[n]
@@ -299,19 +305,21 @@ def _beside(source: Shape, index: Shape, dim: int) -> tuple[Dims, dict[str, int]
     return tuple(dims), sizes, keep
 
 
-def _scatter(case: Case) -> Answer:
+def _scatter(case: Case) -> Answer | Expansion:
     source, index = case["self"].shape, case["index"].shape
     dim = dim_of(case["dim"], len(source))
     dims, sizes, keep = _beside(source, index, dim)
-    keep[f"x{dim}"] = "says where values go"
-    source_dims = tuple((f"d{n}",) for n in range(len(source)))
+    keep |= _packed(case, dim)
     values = case.arguments.get("src")
-    operands: tuple[Dims, ...] = (source_dims, dims)
+    operands: tuple[Dims, ...] = (named(source), dims)
     if values is not None:
         operands = (*operands, dims if values.shape == index else _own(values, sizes, keep))
-    adds = values is not None and case.target is not _ATEN.scatter_reduce.two
-    linear = jointly(0, 2) if adds else ()
-    return solve(case, Factors(operands, (source_dims,), sizes, linear, keep))
+    op = other_form(case.target) or case.target
+    linear = jointly(0, 2) if values is not None and op is not _ATEN.scatter_reduce.two else ()
+    factors = Factors(operands, (named(source),), sizes, linear, keep)
+    # A piece of the index goes with one of the values only if they have equal shapes.
+    adds = op is _ATEN.scatter_add.default and case["src"].shape == index
+    return _placed(case, _Placing(factors, [f"x{dim}"], adds), _along(case))
 
 
 def _own(values: Operand, sizes: dict[str, int], keep: dict[str, str]) -> Dims:
@@ -321,44 +329,48 @@ def _own(values: Operand, sizes: dict[str, int], keep: dict[str, str]) -> Dims:
     return named(values.shape, "v")
 
 
-def _index_select(case: Case) -> Answer:
+def _index_select(case: Case) -> Answer | Expansion:
     source = case["self"].shape
     dim = dim_of(case["dim"], len(source))
-    dims = named(source)
-    sizes = {f"d{n}": size for n, size in enumerate(source)} | {"i": case.shape()[dim]}
-    result = (*dims[:dim], ("i",), *dims[dim + 1 :])
-    keep = {f"d{dim}": "is indexed by a tensor"}
-    factors = Factors((dims, (("i",),)), (result,), sizes, each(0), keep, moves=True)
-    return solve(case, factors)
-
-
-def _index_add(case: Case) -> Answer:
-    source = case["self"].shape
-    dim = dim_of(case["dim"], len(source))
-    dims = named(source)
-    sizes = {f"d{n}": size for n, size in enumerate(source)}
-    sizes["i"] = case["source"].shape[dim]
-    added_dims = (*dims[:dim], ("i",), *dims[dim + 1 :])
-    keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
-    factors = Factors((dims, (("i",),), added_dims), (dims,), sizes, jointly(0, 2), keep)
-    return solve(case, factors)
-
-
-def _index_fill(case: Case) -> Answer:
-    """Some entries along a dimension are replaced, by a number or by rows of a tensor."""
-    source = case["self"].shape
-    dim = dim_of(case["dim"], len(source))
+    if _sums_bools(case, [dim]):
+        return Expansion(partial(_as_numbers, case.target))
     dims = named(source)
     sizes = {f"d{n}": size for n, size in enumerate(source)} | {"i": case["index"].shape[0]}
-    keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
+    result = (*dims[:dim], ("i",), *dims[dim + 1 :])
+    keep = _packed(case, dim)
+    factors = Factors((dims, (("i",),)), (result,), sizes, each(0), keep, moves=True)
+    return solve(case, factors, local=_along(case))
+
+
+def _index_add(case: Case) -> Answer | Expansion:
+    dims, added_dims, sizes = _rows(case)
+    keep = _packed(case, dim_of(case["dim"], len(dims)))
+    operands = (dims, (("i",),), added_dims)
+    factors = Factors(operands, (dims,), sizes, jointly(0, 2), keep)
+    return _placed(case, _Placing(factors, ["i"], adds=True), _along(case))
+
+
+def _rows(case: Case) -> tuple[Dims, Dims, dict[str, int]]:
+    """The dimensions of a tensor and of the rows that are written to it; sizes of factors."""
+    source = case["self"].shape
+    dim, dims = dim_of(case["dim"], len(source)), named(source)
+    sizes = {f"d{n}": size for n, size in enumerate(source)}
+    return dims, (*dims[:dim], ("i",), *dims[dim + 1 :]), sizes | {"i": case["index"].shape[0]}
+
+
+def _index_fill(case: Case) -> Answer | Expansion:
+    """Some entries along a dimension are replaced, by a number or by rows of a tensor."""
+    dims, row_dims, sizes = _rows(case)
     operand_dims = [dims, (("i",),)]
     linear: Linear = ()
     if "source" in case.arguments:
-        operand_dims.append((*dims[:dim], ("i",), *dims[dim + 1 :]))
+        operand_dims.append(row_dims)
         linear = jointly(0, 2)
     elif isinstance(case["value"], Operand):
         operand_dims.append(())
-    return solve(case, Factors(tuple(operand_dims), (dims,), sizes, linear, keep))
+    keep = _packed(case, dim_of(case["dim"], len(dims)))
+    factors = Factors(tuple(operand_dims), (dims,), sizes, linear, keep)
+    return _placed(case, _Placing(factors, ["i"], adds=False), _along(case))
 
 
 def _bucketize(case: Case) -> Answer:
@@ -370,10 +382,15 @@ def _bucketize(case: Case) -> Answer:
     return solve(case, Factors((dims, (("b",),)), (dims,), sizes, (), keep))
 
 
+_READS = frozenset(
+    {
+        *(_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor, _ATEN.gather.default),
+        _ATEN.index_select.default,
+    }
+)
+"""The ops that read entries; the others write to them."""
+
 RULES: Mapping[object, Rule] = {
-    CHECKED_IDS: _checked_ids,
-    _ATEN.embedding.default: _embedding,
-    _ATEN.embedding_dense_backward.default: _embedding_backward,
     **dict.fromkeys((_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor), _index),
     **dict.fromkeys((_ATEN.index_put.default, _ATEN._unsafe_index_put.default), _index_put),
     _ATEN.gather.default: _gather,

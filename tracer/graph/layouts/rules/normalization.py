@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .....ir.layout import shape_of
-from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, whole
+from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, dim_of, whole
 from ..factors import Dims, Factors, each, solve
 from ..values.accumulation import accumulated
 from .creation import zeros
@@ -116,9 +116,20 @@ def _batch_norm(case: Case) -> Answer | Expansion:
         return solve(case, factors)
     if any(operand.layout.axes for operand in case.operands):
         _check_statistics(case)
+        return Expansion(_batch_norm_written)
+    return _on_copies(case)
+
+
+def _new_statistics(case: Case) -> Answer | Expansion:
+    """A batch norm in training that gives new running statistics, instead of writing to them."""
+    if any(operand.layout.axes for operand in case.operands):
         return Expansion(_batch_norm_of)
+    return _on_copies(case)
+
+
+def _on_copies(case: Case) -> Answer:
     copies = tuple(operand.layout for operand in case.operands)
-    return Answer(copies, tuple(whole(len(case.shape(i))) for i in range(3)))
+    return Answer(copies, tuple(None if s is None else whole(len(s)) for s in case.shapes))
 
 
 def _check_statistics(case: Case) -> None:
@@ -154,6 +165,7 @@ def _batch_norm_of(
     momentum: float,
     eps: float,
 ) -> Any:
+    """The output, the mean, the inverse deviation, and the new running statistics, if any."""
     rows = [i for i in range(input.dim()) if i != 1]
     count = input.numel() // max(input.shape[1], 1)
     wide = accumulated(input)
@@ -161,13 +173,24 @@ def _batch_norm_of(
     centred = wide - _aside(mean, input)
     variance = centred.square().sum(rows) / count
     scale = (variance + eps).rsqrt()
-    if running_mean is not None:
-        unbiased = variance * (count / max(count - 1, 1))
-        running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
-        running_var.copy_(running_var * (1 - momentum) + unbiased * momentum)
     result = centred * _aside(scale, input)
     result = result if weight is None else result * _aside(weight, input)
-    return result if bias is None else result + _aside(bias, input), mean, scale
+    result = result if bias is None else result + _aside(bias, input)
+    if running_mean is None:
+        return result, mean, scale
+    unbiased = variance * (count / max(count - 1, 1))
+    new_mean = accumulated(running_mean) * (1 - momentum) + mean * momentum
+    new_variance = accumulated(running_var) * (1 - momentum) + unbiased * momentum
+    return result, mean, scale, new_mean, new_variance
+
+
+def _batch_norm_written(*, running_mean: Any, running_var: Any, **arguments: Any) -> Any:
+    result, mean, scale, *new = _batch_norm_of(
+        running_mean=running_mean, running_var=running_var, **arguments
+    )
+    for running, value in zip((running_mean, running_var), new, strict=False):
+        running.copy_(value)
+    return result, mean, scale
 
 
 def _aside(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -178,8 +201,7 @@ def _aside(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _batch_norm_backward(case: Case) -> Answer | Expansion:
     if any(operand.layout.axes for operand in case.operands):
         return Expansion(_batch_norm_backward_of)
-    results = tuple(None if shape is None else whole(len(shape)) for shape in case.shapes)
-    return Answer(tuple(operand.layout for operand in case.operands), results)
+    return _on_copies(case)
 
 
 def _batch_norm_backward_of(
@@ -209,13 +231,35 @@ def _batch_norm_backward_of(
     return tuple(v if asked else None for v, asked in zip(gradients, output_mask, strict=True))
 
 
+def _weight_norm_backward(case: Case) -> Answer | Expansion:
+    if any(operand.layout.axes for operand in case.operands):
+        return Expansion(_weight_norm_backward_of)
+    return _on_copies(case)
+
+
+def _weight_norm_backward_of(
+    *,
+    grad_w: torch.Tensor,
+    saved_v: torch.Tensor,
+    saved_g: torch.Tensor,
+    saved_norms: torch.Tensor,
+    dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    others = [i for i in range(saved_v.dim()) if i != dim_of(dim, saved_v.dim())]
+    grad, v, norms = accumulated(grad_w), accumulated(saved_v), accumulated(saved_norms)
+    along = (grad * v).sum(others, keepdim=True) / norms
+    return (grad - v * (along / norms)) * (accumulated(saved_g) / norms), along
+
+
 RULES: Mapping[object, Rule] = {
     _ATEN.native_layer_norm.default: _layer_norm,
     _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
     _ATEN._fused_rms_norm.default: _rms_norm,
     _ATEN._fused_rms_norm_backward.default: _rms_norm_backward,
     _ATEN.native_batch_norm.default: _batch_norm,
+    _ATEN._native_batch_norm_legit_functional.default: _new_statistics,
     _ATEN.native_batch_norm_backward.default: _batch_norm_backward,
+    _ATEN._weight_norm_interface_backward.default: _weight_norm_backward,
     _ATEN.native_group_norm.default: _group_norm,
     _ATEN.native_group_norm_backward.default: _group_norm_backward,
 }

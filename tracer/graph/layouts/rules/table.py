@@ -23,7 +23,7 @@ from . import (
     pointwise,
     random_draws,
     reductions,
-    softmax,
+    rows,
     views,
 )
 
@@ -40,7 +40,7 @@ _FAMILIES = (
         losses,
         normalization,
     ),
-    *(pointwise, random_draws, reductions, softmax, views),
+    *(pointwise, random_draws, reductions, rows, views),
 )
 
 RULES: Mapping[object, Rule] = {
