@@ -92,14 +92,14 @@ def find_projections(
         paths: of the parameters, by placeholder. Parameters of one path count as one.
         results: the nodes of what is returned.
     """
-    run = _Search(paths, frozenset(forward))
+    run = _ProjectionSearch(paths, frozenset(forward))
     for node in forward:
         run.visit(node)
     ends: set[str] = set().union(*(run.sources[node] for node in results))
     return Projections(run.projections, frozenset(run.tables), frozenset(ends))
 
 
-class _Search:
+class _ProjectionSearch:
     def __init__(self, paths: Mapping[fx.Node, str], forward: frozenset[fx.Node]) -> None:
         self.forward = forward
         self.biases = {node: path for node, path in paths.items() if node.meta["val"].dim() == 1}

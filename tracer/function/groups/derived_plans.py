@@ -40,7 +40,7 @@ def generic(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _PlanGroup:
     """Weights that are cut together.
 
     Attributes:
@@ -143,7 +143,9 @@ def _projections(joint: Joint) -> Projections:
     return find_projections(forward, paths, [joint.outputs[0]])
 
 
-def _pairs(projections: Projections, axes: tuple[str, ...], reasons: list[str]) -> Iterator[_Group]:
+def _pairs(
+    projections: Projections, axes: tuple[str, ...], reasons: list[str]
+) -> Iterator[_PlanGroup]:
     """The projections that lead to one other alone, with that one."""
     for last in projections.of.values():
         reached = {source: projections.leads_to(source) for source in last.sources}
@@ -166,7 +168,7 @@ def _pairs(projections: Projections, axes: tuple[str, ...], reasons: list[str]) 
         yield _pair(sorted(firsts, key=lambda first: first.path), last, axes)
 
 
-def _pair(firsts: list[Projection], last: Projection, axes: tuple[str, ...]) -> _Group:
+def _pair(firsts: list[Projection], last: Projection, axes: tuple[str, ...]) -> _PlanGroup:
     shardings: dict[str, Sharding] = {}
     most = max((first.parts or 0 for first in firsts), default=0)
     counts = []
@@ -179,7 +181,7 @@ def _pair(firsts: list[Projection], last: Projection, axes: tuple[str, ...]) -> 
         counts += [parts] if parts else []
     shardings[last.path] = cut(1 - last.outputs, *axes)
     what = ", ".join([*(_layer(first.path) for first in firsts), _layer(last.path)])
-    return _Group(what, shardings, tuple(counts))
+    return _PlanGroup(what, shardings, tuple(counts))
 
 
 def _parts(
@@ -211,7 +213,7 @@ def _outputs(
 
 def _vocabulary(
     model: nn.Module, projections: Projections, axes: tuple[str, ...]
-) -> Iterator[_Group]:
+) -> Iterator[_PlanGroup]:
     """Projections that make logits, and tables with as many rows."""
     shapes = {generic(name): p.shape for name, p in model.named_parameters()}
     heads = [
@@ -222,10 +224,10 @@ def _vocabulary(
     ]
     for head in heads:
         rows = shapes[head.path][head.outputs]
-        yield _Group(_layer(head.path), _outputs(head, axes))
+        yield _PlanGroup(_layer(head.path), _outputs(head, axes))
         for table in sorted(projections.tables - {head.path}):
             if shapes[table][0] == rows:
-                yield _Group(_layer(table), {table: cut(0, *axes)})
+                yield _PlanGroup(_layer(table), {table: cut(0, *axes)})
 
 
 def _layer(path: str) -> str:
