@@ -46,13 +46,17 @@ class Careless(nn.Module):
 
 @cg.actor
 class Branching:
-    """Takes another branch on each of its ranks."""
+    """Takes another branch, and another number, on each of its ranks."""
 
     def __init__(self) -> None:
         self.is_precise = cg.rank() == 1
+        self.factor = 2.0 + cg.rank()
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         return x.double() if self.is_precise else x.clone()
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
 
 
 def main() -> None:
@@ -87,6 +91,12 @@ def main() -> None:
         return branching.widened(x)
 
     refuse("different functions", lambda: branch.lower(torch.ones(4)))
+
+    @cg.trace
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return branching.scaled(x)
+
+    refuse("different functions", lambda: scale.lower(torch.ones(4)))
 
 
 def refuse(message: str, make: Callable[[], object]) -> None:

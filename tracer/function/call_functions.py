@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic
 
 from ...ir.attributes import Effect, Shares
@@ -23,6 +24,7 @@ from ..graph.autodiff.subgraphs import sharing, state_references
 from ..graph.codegen.version_counters import CHANGE_AFTER, changed_between
 from ..method.guards.guard import build_guard
 from ..method.joint import Joint
+from ..method.operator_text import operator_text
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import GradientLayout
 from ..values.interface import (
@@ -114,6 +116,7 @@ class CallFunctions(ABC, Generic[SectionT]):
             program=part.program,
             called=part.called,
             reaching=joint.reaching,
+            operators=partial(operator_text, joint),
         )
 
     def derivative(self, name: str, between: Sequence[Write], what: Recompute) -> TracedVjp:
@@ -150,7 +153,8 @@ class CallFunctions(ABC, Generic[SectionT]):
                 halves = early, late
                 vjp = replace(vjp, input=early.declaration.name, weight=late.declaration.name)
         gradients = self.gradients(sections.backward)
-        derivative = TracedVjp(vjp, forward, backward, halves, gradients)
+        operators = partial(operator_text, joint)
+        derivative = TracedVjp(vjp, forward, backward, halves, gradients, operators)
         unknown = self.effects.unknown(between)
         if unknown and sections.backward.reads:
             return self.noticing(derivative, sections.backward, unknown)

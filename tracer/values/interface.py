@@ -154,6 +154,8 @@ class TracedFunction:
         views: pairs (output, input) that share memory in plain Python. The body gives a copy where
             the declaration has no alias for the pair.
         reaching: for each output, the inputs that its gradient may go to.
+        operators: writes down its operators on whole tensors, which ranks of a mesh compare (not
+            sent to other ranks).
     """
 
     declaration: Function
@@ -166,6 +168,7 @@ class TracedFunction:
     program: Program | None = None
     called: tuple[TracedPart, ...] = ()
     reaching: tuple[tuple[int, ...], ...] = ()
+    operators: Callable[[], str] = str
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:
@@ -206,6 +209,7 @@ class TracedVjp:
         halves: the halves of the backward.
         gradients: for an actor on a mesh, what the backward adds to `.grad` of its tensors, by
             path.
+        operators: as in `TracedFunction`, of the forward and the backward together.
     """
 
     vjp: Vjp
@@ -213,6 +217,7 @@ class TracedVjp:
     second: TracedPart
     halves: tuple[TracedPart, ...] = ()
     gradients: Mapping[str, GradientLayout] = field(default_factory=dict)
+    operators: Callable[[], str] = str
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:

@@ -28,7 +28,7 @@ from ...values.gradient_buckets import GradientLayout
 from ...values.group import GroupActor
 from ...values.interface import Body, RankBodies, TracedPart
 from ...values.specs import ir_dtype
-from ..session.calls import PublicPart, agree, enter, public_part
+from ..session.calls import PublicPart, agree, enter, public_part, text_of_parts
 from ..session.session import Session
 
 
@@ -176,7 +176,12 @@ def declared(
             return parts, list(map(public_part, parts))
 
         own_parts, parts = agree(
-            session.peers, group.mesh.ranks, made, name, loc, parts_of=lambda public: public
+            session.peers,
+            group.mesh.ranks,
+            made,
+            name,
+            loc,
+            text_of=lambda own, public: text_of_parts(public),
         )
         enter(session, parts, own_parts or ())
     return name

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
-from operator import itemgetter
 
 import torch
 
@@ -20,7 +19,7 @@ from ...values.interface import Callee, TracedVjp, VjpKey, Write
 from ...values.specs import TensorSpec
 from ...values.values import ObjectValue, TracedTensor
 from ..groups.gradient_sums import note_gradients
-from ..session.calls import PublicPart, agree, enter, public_part, tracing
+from ..session.calls import PublicPart, agree, enter, public_part, text_of_parts, tracing
 from ..session.session import Session, recording
 from ..session.tape import ReachedCall, TapeEntry
 
@@ -235,7 +234,12 @@ def _tell(
         return traced, (traced.vjp, list(map(public_part, traced.parts)), traced.gradients)
 
     own_vjp, (vjp, parts, gradients) = agree(
-        session.peers, callee.owner, made, name, loc, parts_of=itemgetter(1)
+        session.peers,
+        callee.owner,
+        made,
+        name,
+        loc,
+        text_of=lambda own, public: text_of_parts(public[1]) + own.operators(),
     )
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients

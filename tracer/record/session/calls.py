@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -97,7 +96,7 @@ def _declare(
         return traced, public
 
     types = ", ".join(map(str, signature.types()))
-    own_function, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
+    own_function, public = agree(session.peers, owner, trace, name, loc, types, _function_text)
     called, leaves, skeleton, state_outputs, views, reaching = public
     declaration = enter(session, called, () if own_function is None else own_function.parts)
     if own_function is not None and own_function.guard is not None:
@@ -158,12 +157,12 @@ def agree(
     name: str,
     loc: Location | None,
     types: str = "",
-    parts_of: Callable[[P], Sequence[PublicPart]] = lambda public: (),
+    text_of: Callable[[L, P], str] = lambda own, public: "",
 ) -> tuple[L | None, P]:
     """Make an object on its owners, and broadcast its public part to every rank.
 
     If there are several owners, each makes its own object, and all ranks get the public part of
-    the first owner's. The functions in the public parts of all owners have to be equal.
+    the first owner's. What they have made has to be alike.
 
     Args:
         peers: the world.
@@ -172,7 +171,7 @@ def agree(
         name: the name of the object, which ranks compare.
         loc: the user's line.
         types: the types of the arguments, which ranks compare as well.
-        parts_of: gives the functions in a public part, which several owners compare.
+        text_of: writes down what several owners must have made alike.
 
     Returns:
         The object, or None on other ranks; and the public part of the first owner's object.
@@ -189,7 +188,7 @@ def agree(
     if any(map(peers.plays, owner)):
         try:
             own_result = make()
-            text = _text(parts_of(own_result[1])) if len(owner) > 1 else ""
+            text = text_of(*own_result) if len(owner) > 1 else ""
             answer = _packed((name, types, own_result[1]), name, loc), _digest(text)
         except TraceError as error:
             answer = error
@@ -241,7 +240,11 @@ def _compare(
         )
 
 
-def _text(parts: Sequence[PublicPart]) -> str:
+def _function_text(own: TracedFunction, public: tuple[Any, ...]) -> str:
+    return text_of_parts(public[0]) + own.operators()
+
+
+def text_of_parts(parts: Sequence[PublicPart]) -> str:
     """The text of functions that several ranks have traced.
 
     It leaves out operation counts, which differ if pieces are uneven.
