@@ -38,10 +38,10 @@ class Exchange:
     receiver's number in the group. It combines the pieces in the order of the group. Members that
     receive nothing get a unit.
 
-    The verifier and the ports of hosts derive the types of messages from three rules, which
-    `problem` checks: every member gives or receives; at least one member receives; if some members
-    only give and others only receive, operands are neither cut nor concatenated. A barrier is
-    exempt from these rules.
+    The verifier and the ports of hosts derive the types of messages from four rules, which
+    `problem` checks: pieces of several senders are cut or combined; every member gives or receives;
+    at least one member receives; if some members only give and others only receive, operands are
+    neither cut nor concatenated. A barrier is exempt from these rules.
 
     Attributes:
         members: the ranks of the group, in order.
@@ -62,6 +62,11 @@ class Exchange:
     @property
     def problem(self) -> Problem | None:
         """The rule that it breaks, if any."""
+        if len(self.senders) > 1 and self.receivers and self.is_whole:
+            return Problem(
+                f"receivers get {len(self.senders)} tensors each, and nothing combines them",
+                "reduce, concatenate or cut them",
+            )
         if self.receivers == self.members or not (self.senders or self.receivers):
             return None
         idle = set(self.members).difference(self.senders, self.receivers)
@@ -101,9 +106,8 @@ class Collective(Op):
 
     In a program over all ranks there is one operand for each rank of the group, in group order;
     `broadcast` and `scatter` take the root's operand alone, `barrier` takes none. There is one
-    result at the whole group. Where the ranks get different values (`reduce_scatter`, `all_to_all`,
-    `gather`, `scatter`), there is one result for each rank, in group order. A rank's program has
-    only the operand and the result of that rank. From ASYNC on results are futures, and `chan` and
+    result at the whole group. Where the exchange is not shared, ranks get different values, and
+    there is one result for each rank, in group order. A rank's program has only the operand and the result of that rank. From ASYNC on results are futures, and `chan` and
     `seq` are set, as in `send`. `traffic`, `via` and `why` are as in `transfer`.
     """
 
