@@ -107,8 +107,9 @@ class Collective(Op):
     In a program over all ranks there is one operand for each rank of the group, in group order;
     `broadcast` and `scatter` take the root's operand alone, `barrier` takes none. There is one
     result at the whole group. Where the exchange is not shared, ranks get different values, and
-    there is one result for each rank, in group order. A rank's program has only the operand and the result of that rank. From ASYNC on results are futures, and `chan` and
-    `seq` are set, as in `send`. `traffic`, `via` and `why` are as in `transfer`.
+    there is one result for each rank, in group order. A rank's program has only the operand and the
+    result of that rank. From ASYNC on results are futures, and `chan` and `seq` are set, as in
+    `send`. `traffic`, `via` and `why` are as in `transfer`.
     """
 
     brings_operands: ClassVar[bool] = True

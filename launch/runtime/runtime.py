@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
@@ -25,7 +25,6 @@ from ..world.communicators import connect_channels
 from ..world.comparison import CallFacts
 from ..world.devices import fabrics_of
 from ..world.mpi_world import MpiWorld
-from ..world.single_rank_world import SingleRankWorld
 from .device_session import DeviceSession
 from .numbering import Numbering
 
@@ -284,11 +283,12 @@ def transport_of(world: World) -> CpuTransport:
 
 
 def _make_transport(world: World) -> CpuTransport:
-    assert isinstance(world, MpiWorld | SingleRankWorld), "no process plays several ranks"
-    transport = CpuTransport(world)
+    assert not world.is_virtual, "no process plays several ranks"
+    own = cast(MpiWorld, world)
+    transport = CpuTransport(own)
     atexit.register(transport.close)
-    world.observe(transport.control)
-    world.at_end(transport.control.is_silent)
+    own.observe(transport.control)
+    own.at_end(transport.control.is_silent)
     return transport
 
 

@@ -55,10 +55,13 @@ def place(model: Any, stages: int, tp: int, weights: Any) -> list[Any]:
     cuts = cg.cut_layers(model, stages, layers=layers)
     if tp == 1:
         return [TrainedPart.on(i, init=weights)(cuts, i) for i in range(stages)]
-    try:
-        plan = cg.plans.hf(model, batch=None)
-    except ValueError:  # it has none that cg knows
-        plan = EXPERTS if hasattr(model.config, "num_experts_per_tok") else DENSE
+    if hasattr(model.config, "num_experts_per_tok"):
+        plan = EXPERTS  # that of the model leaves experts whole
+    else:
+        try:
+            plan = cg.plans.hf(model, batch=None)
+        except ValueError:  # nothing of it can be cut by a derived plan
+            plan = DENSE
     meshes = (cg.mesh(range(tp * i, tp * (i + 1)), tp=tp) for i in range(stages))
     return [TrainedPart.on(m, plan=plan, init=weights)(cuts, i) for i, m in enumerate(meshes)]
 

@@ -232,12 +232,10 @@ def test_recomputing_saves_inputs_alone_and_is_exact(case: str, halves: bool) ->
         assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [("dropout", "draws random numbers"), ("convolution", "changes the actor's")],
-)
-def test_what_cannot_be_recomputed(case: str, reason: str) -> None:
-    make, inputs = CASES[case]
-    with pytest.raises(TraceError, match=rf"cannot be computed again.*{reason}") as caught:
+def test_what_cannot_be_recomputed() -> None:
+    make, inputs = CASES["convolution"]
+    with pytest.raises(
+        TraceError, match=r"cannot be computed again.*changes the actor's"
+    ) as caught:
         make_vjp(make(), inputs, remat=True)
     assert "cg.remat" in str(caught.value)

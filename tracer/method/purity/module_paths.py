@@ -88,16 +88,18 @@ def without_fused_recurrence(state: ActorState) -> Iterator[None]:
     gradients are enabled when they run. cuDNN's rearrange the memory of their weights, which a
     graph cannot do.
     """
-    recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
-    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
-    before = [backend.enabled for backend in backends]
-    for backend in backends:
-        backend.enabled = False
+    if not any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects):
+        yield
+        return
+    # Not by `torch.backends`, which torch's own test library freezes where it is imported.
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
     try:
         yield
     finally:
-        for backend, enabled in zip(backends, before, strict=True):
-            backend.enabled = enabled
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
 
 
 @contextmanager

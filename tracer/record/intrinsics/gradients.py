@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -239,9 +240,13 @@ def _tell(
         made,
         name,
         loc,
-        text_of=lambda own, public: text_of_parts(public[1]) + own.operators(),
+        text_of=_vjp_text,
     )
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients
     enter(session, parts, () if own_vjp is None else own_vjp.parts)
     return vjp
+
+
+def _vjp_text(own: TracedVjp | None, public: tuple[Any, ...]) -> str:
+    return text_of_parts(public[1]) + ("" if own is None else own.operators())

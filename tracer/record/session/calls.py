@@ -240,8 +240,8 @@ def _compare(
         )
 
 
-def _function_text(own: TracedFunction, public: tuple[Any, ...]) -> str:
-    return text_of_parts(public[0]) + own.operators()
+def _function_text(own: TracedFunction | None, public: tuple[Any, ...]) -> str:
+    return text_of_parts(public[0]) + ("" if own is None else own.operators())
 
 
 def text_of_parts(parts: Sequence[PublicPart]) -> str:
