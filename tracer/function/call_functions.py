@@ -17,7 +17,7 @@ from typing import Generic
 from ...ir.attributes import Effect, Shares
 from ...ir.ops.module import Vjp
 from ..errors import TraceError
-from ..graph.autodiff.partition import Sections, SectionT
+from ..graph.autodiff.partition import AnySection, Sections
 from ..graph.autodiff.recomputation import Recompute
 from ..graph.autodiff.subgraphs import memory_of as memory_of_node
 from ..graph.autodiff.subgraphs import sharing, state_references
@@ -42,7 +42,7 @@ from .effects import Effects, memory_of, replaced_state, written_state
 
 
 @dataclass(frozen=True)
-class CallFunctions(ABC, Generic[SectionT]):
+class CallFunctions(ABC, Generic[AnySection]):
     """Makes the functions of one call.
 
     Attributes:
@@ -58,15 +58,15 @@ class CallFunctions(ABC, Generic[SectionT]):
     effects: Effects
 
     @abstractmethod
-    def forward(self) -> SectionT:
+    def forward(self) -> AnySection:
         """The forward alone, without a derivative."""
 
     @abstractmethod
-    def sections(self, volatile: frozenset[int], what: Recompute) -> Sections[SectionT]:
+    def sections(self, volatile: frozenset[int], what: Recompute) -> Sections[AnySection]:
         """The forward, the backward and its halves; takes the arguments of `recomputed`."""
 
     @abstractmethod
-    def part(self, section: SectionT, name: str, effect: Effect, shares: Shares) -> TracedPart:
+    def part(self, section: AnySection, name: str, effect: Effect, shares: Shares) -> TracedPart:
         """The function of a section.
 
         Args:
@@ -77,12 +77,12 @@ class CallFunctions(ABC, Generic[SectionT]):
         """
 
     @abstractmethod
-    def gradients(self, backward: SectionT) -> Mapping[str, GradientLayout]:
+    def gradients(self, backward: AnySection) -> Mapping[str, GradientLayout]:
         """For an actor on a mesh, the layouts of the gradients that a backward adds, by path."""
 
     @abstractmethod
     def noticing(
-        self, derivative: TracedVjp, backward: SectionT, writes: Sequence[Write]
+        self, derivative: TracedVjp, backward: AnySection, writes: Sequence[Write]
     ) -> TracedVjp:
         """The derivative, which notices when it runs if calls have changed what it reads.
 
@@ -160,7 +160,7 @@ class CallFunctions(ABC, Generic[SectionT]):
             return self.noticing(derivative, sections.backward, unknown)
         return derivative
 
-    def _forward(self, section: SectionT, name: str) -> TracedPart:
+    def _forward(self, section: AnySection, name: str) -> TracedPart:
         effect = self.effects.of_forward(self.joint, section.reads, name)
         reads = _memory(section.reads)
         changed = memory_of((*written_state(self.joint), *replaced_state(self.joint)))
@@ -168,7 +168,7 @@ class CallFunctions(ABC, Generic[SectionT]):
         shares = shares_of(self.target.shared, effect, reads, changed)
         return self.part(section, name, effect, shares)
 
-    def _backward(self, section: SectionT, name: str) -> TracedPart:
+    def _backward(self, section: AnySection, name: str) -> TracedPart:
         effect = self.effects.of_backward(self.joint, section.reads, section.graded)
         reads, graded = _memory(section.reads), _memory(section.graded)
         self._note(reads, graded, name)

@@ -44,11 +44,11 @@ class Section(Protocol):
     def graded(self) -> tuple[StateTensor, ...]: ...
 
 
-SectionT = TypeVar("SectionT", bound=Section)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True)
-class Sections(Generic[SectionT]):
+class Sections(Generic[AnySection]):
     """A joint graph in sections.
 
     Attributes:
@@ -62,13 +62,13 @@ class Sections(Generic[SectionT]):
         kept: indices of those inputs of the backward that `weight` takes as well.
     """
 
-    forward: SectionT
-    backward: SectionT
-    input: SectionT | None = None
-    weight: SectionT | None = None
+    forward: AnySection
+    backward: AnySection
+    input: AnySection | None = None
+    weight: AnySection | None = None
     kept: tuple[int, ...] = ()
 
-    def changed(self, change: Callable[[SectionT], SectionT]) -> Sections[SectionT]:
+    def changed(self, change: Callable[[AnySection], AnySection]) -> Sections[AnySection]:
         """The sections after a change of each of them."""
         early = None if self.input is None else change(self.input)
         late = None if self.weight is None else change(self.weight)
