@@ -162,7 +162,7 @@ def agree(
     """Make an object on its owners, and broadcast its public part to every rank.
 
     If there are several owners, each makes its own object, and all ranks get the public part of
-    the first owner's. What they have made has to be alike.
+    the first owner's. All owners must have made the same.
 
     Args:
         peers: the world.
