@@ -236,7 +236,7 @@ def make_graph(
 
 def _cpu_executions(world: World) -> Executions:
     transport = transport_of(world)
-    serving = Serving(transport.node, transport.control)
+    serving = Serving(transport.node, transport.control.hear, transport.control.where)
 
     def commands(driver: int) -> CommandRing:
         return CommandRing(transport.node, driver, serving.pause_simply)

@@ -14,7 +14,6 @@ from ..memory.layout import ROW, STATE
 from ..waiting.contention import Contention
 from ..waiting.node import MachineNode
 from ..waiting.waiting import SLEEP, nap
-from .control import Control
 from .rank_status import State
 
 if TYPE_CHECKING:
@@ -56,13 +55,16 @@ class Serving:
 
     Args:
         node: this machine.
-        control: hears what other machines tell, and says where ranks are.
+        hear: takes in what other machines tell (`Control.hear`).
+        where: says where ranks are (`Control.where`).
     """
 
-    def __init__(self, node: MachineNode, control: Control) -> None:
+    def __init__(
+        self, node: MachineNode, hear: Callable[[], None], where: Callable[..., str]
+    ) -> None:
         self._node = node
-        self._hear = control.hear
-        self.where = control.where
+        self._hear = hear
+        self.where = where
         self._flag = node.waiting(node.rank)
         self._spans = len(node.leaders) > 1
         self._turns = _TURNS

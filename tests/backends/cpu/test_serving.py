@@ -59,8 +59,7 @@ def process(words: memoryview[int], hear: Callable[[], None] = lambda: None) -> 
         fence=lambda: None,
         bell=SimpleNamespace(dead=set(), wait=lambda seconds: None),
     )
-    control: Any = SimpleNamespace(hear=hear, where=lambda *_, **__: "")
-    return serving.Serving(node, control)
+    return serving.Serving(node, hear, lambda *_, **__: "")
 
 
 def waits(turns: int, words: memoryview[int] | None = None) -> Any:
