@@ -9,6 +9,7 @@ from operator import attrgetter
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .joint import Joint
 
@@ -37,5 +38,6 @@ def _line(joint: Joint, node: fx.Node) -> str:
 def _digest(value: object) -> str:
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return type(value).__name__
-    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction():
+        content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
