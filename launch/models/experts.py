@@ -31,7 +31,8 @@ def make_experts_static(model: nn.Module) -> None:
 
     The ways of transformers loop over the experts that the data chooses, or sort the rows of the
     whole batch, and so need all of it on each rank. Values are the same. A model that is not of
-    transformers, or has no such experts, or has been told how to compute them, is left as it is.
+    transformers, or has no such experts, or computes them in another way than transformers' own
+    defaults, is left as it is.
     """
     for module in model.modules():
         if (
