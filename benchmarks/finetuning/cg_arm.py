@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def details(compiled: Any) -> dict[str, Any]:
     """Facts of a compiled step that explain its times, of rank 0."""
     return {
         "schedule_report": compiled.schedule_report,
-        "not_fused": {name: why for name, why in compiled.fused.items() if why},
+        "not_fused": Counter(why for why in compiled.fused.values() if why),
         "uncaptured": {str(graph): why for graph, why in compiled.uncaptured().items()},
     }
 
