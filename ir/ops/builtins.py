@@ -40,6 +40,11 @@ def add(module: Module, type_: TensorType) -> Function:
     return combine(module, type_, ReduceOp.SUM)
 
 
+def is_addition(name: str) -> bool:
+    """Whether a function of this name is one that `add` declares."""
+    return name.startswith(f"builtin.{ADD}.")
+
+
 def combine(module: Module, type_: TensorType, op: ReduceOp) -> Function:
     """Declare, once, the function that combines two tensors of `type_` by `op`, and return it.
 

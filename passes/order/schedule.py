@@ -12,6 +12,7 @@ from .. import schedules
 from ..base import OptionError, Pass
 from .merge import global_order
 from .project import project
+from .sums import sum_as_terms_come
 from .work import sort_work
 
 
@@ -21,7 +22,8 @@ class SchedulePrograms(Pass):
 
     The schedule gives the order in which each rank runs its tasks; all other ops follow their
     dependencies. A send comes right behind the op that makes its operand, a receive beside its
-    send, and a wait just before the first use of its result. Types lose their places, and the
+    send, and a wait just before the first use of its result. Sums over microbatches add their
+    terms in the order in which they are computed. Types lose their places, and the
     messages of each channel are numbered anew.
 
     Before::
@@ -70,7 +72,8 @@ class SchedulePrograms(Pass):
 
     def run(self, module: Module) -> bool:
         work = sort_work(module)
-        project(module, work, global_order(work, self.schedule, self.prefetch))
+        order = global_order(work, self.schedule, self.prefetch)
+        project(module, work, sum_as_terms_come(work, order))
         return True
 
     @classmethod

@@ -246,6 +246,33 @@ def test_auto_keeps_what_the_memory_of_the_tightest_member_allows() -> None:
     assert traffic(free.module, 3)[0].total() == least
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_of_a_step_are_one_sum_however_many_microbatches(schedule: str) -> None:
+    """Each term is freed as soon as it is added, also where one loss is differentiated."""
+    model = Model([(Tower, (seed, "sgd", WIDTH, 4)) for seed in range(2)])
+    stages = model.on(two(2), store=STORE)
+
+    def peak(count: int) -> int:
+        def step(x: Tensor, y: Tensor) -> Any:
+            losses = []
+            for part, target in cg.microbatches((x, y), count):
+                for stage in stages:
+                    part = stage.forward(part)
+                losses.append(stages[-1].loss(part, target))
+            loss = cg.mean(losses)
+            cg.backward(loss)
+            for stage in stages:
+                stage.update()
+            return loss
+
+        lowered = cg.trace(step).lower(*batch(0, 2 * count, "reals"))
+        order = cg.schedules.by_name(schedule)
+        plans = lowered.compile(schedule=order, fsdp=cg.fsdp(keep="step")).memory_analysis()
+        return max(plan.values + plan.gathered for plan in plans)
+
+    assert peak(12) < 1.1 * peak(4)
+
+
 # -- errors ----------------------------------------------------------------------------------
 
 
