@@ -225,6 +225,13 @@ def test_routing_trains_on_one_rank(model: type[Grouped]) -> None:
         (Linear, {"tp": 2}, {"weight": cg.cut(2, "tp")}),
         (Linear, {"ep": 2}, {"weight": cg.cut(0, "ep")}),
         (Linear, {"dp": 2, "ep": 2}, {"weight": cg.cut(0, "ep")}),
+        (Linear, {"ep": 3}, {"weight": cg.cut(0, "ep"), "loss(x)": cg.cut(0, "ep")}),
+        (Linear, {"dp": 2, "ep": 2}, {"weight": cg.cut(0, "ep"), "loss(x)": cg.cut(0, "dp", "ep")}),
+        (
+            Linear,
+            {"ep": 2, "tp": 2},
+            {"weight": cg.cut(0, "ep") & cg.cut(1, "tp"), "loss(x)": cg.cut(0, "ep")},
+        ),
     ],
 )
 def test_routing_trains_on_a_mesh(
@@ -233,7 +240,7 @@ def test_routing_trains_on_a_mesh(
     """Experts that are cut are computed by their ranks, and the results are added up."""
     x = torch.randn(6, IN, generator=torch.Generator().manual_seed(0))
     with use_world(VirtualWorld(axes.get("dp", 1) * axes.get("tp", 1) * axes.get("ep", 1))):
-        plan = {**cuts, **({"loss(x)": cg.cut(0, "dp")} if "dp" in axes else {})}
+        plan = {**({"loss(x)": cg.cut(0, "dp")} if "dp" in axes else {}), **cuts}
         losses = losses_of(cg.actor(model).on(cg.mesh(**axes), plan=plan)(), x)
     torch.testing.assert_close(losses, wanted_losses(x))
 

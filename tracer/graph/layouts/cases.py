@@ -26,6 +26,26 @@ class LayoutError(TraceError):
 
 
 @dataclass(frozen=True)
+class Routing:
+    """The rank that has each row of a value, where that depends on data.
+
+    Experts are cut over the ranks along some axes, and each row is of one expert. The rank that has
+    the expert has the row as its summand. The summands of the other ranks are zeros there.
+
+    Attributes:
+        ids: the value that has the number of the expert of each row.
+        experts: how many there are.
+        cut: how they are cut over ranks.
+        dims: the dimensions of the value that are those of `ids`, in order.
+    """
+
+    ids: fx.Node
+    experts: int
+    cut: Cut
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Operand:
     """A tensor that an op takes.
 
@@ -34,12 +54,14 @@ class Operand:
         shape: the shape of the logical tensor.
         dtype: the type of its elements.
         layout: its layout.
+        routing: the ranks that have its rows, if it is a sum over them.
     """
 
     node: fx.Node
     shape: Shape
     dtype: torch.dtype
     layout: Layout
+    routing: Routing | None = None
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -154,6 +176,8 @@ class Answer:
         free: dimensions of the first result that could be cut at no cost, if asked for.
         reasons: why the op cannot take some operands in their layouts, by index.
         is_asked: whether the user has asked for the layouts, so that any transfer may make them.
+        dispatched: operands that any transfer may bring to the ranks that have rows of experts.
+        routing: the ranks that have the rows of the results, which all are sums over them.
     """
 
     wanted: tuple[Layout, ...]
@@ -163,6 +187,8 @@ class Answer:
     free: frozenset[int] = frozenset()
     reasons: Mapping[int, str] = field(default_factory=dict)
     is_asked: bool = False
+    dispatched: frozenset[int] = frozenset()
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ....ir.layout import WHOLE, Cut, Intervals, Layout, Position, merge
@@ -65,6 +65,19 @@ def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
         return cut
     units = size // cut.blocks // cut.unit
     return replace(cut, unit=1) if units % count(cut, axes) == 0 else cut
+
+
+def without(cut: Cut, axes: Collection[str]) -> Cut:
+    """The coarser cut along the other axes; a product of cuts becomes whole."""
+    if isinstance(cut, CutProduct):
+        return WHOLE
+    kept = tuple(axis for axis in cut.axes if axis not in axes)
+    return replace(cut, axes=kept) if kept else WHOLE
+
+
+def without_axes(layout: Layout, axes: Collection[str]) -> Layout:
+    """The coarser layout along the other axes; summands stay."""
+    return replace(layout, cuts=tuple(without(cut, axes) for cut in layout.cuts))
 
 
 def spread(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut, ...] | None:

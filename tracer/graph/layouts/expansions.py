@@ -15,7 +15,18 @@ from ...method.purity.simplify import simplify
 from .cases import Case, Expansion, Operand
 
 
-def constant_of(graph: fx.Graph, node: fx.Node) -> Any:
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, whose constants have fakes, and the nodes of the copy by the originals."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+        if node.op == "get_attr" and "val" not in node.meta:
+            copies[node].meta["val"] = _constant(graph, node)
+    return copy, copies
+
+
+def _constant(graph: fx.Graph, node: fx.Node) -> Any:
     """The fake of a constant; make_fx keeps none."""
     assert isinstance(node.target, str)
     value = operator.attrgetter(node.target)(graph.owning_module)

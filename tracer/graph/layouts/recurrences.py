@@ -11,7 +11,8 @@ from ...method.recurrence.loop_operators import (
     STEP_SUMS,
 )
 from .cases import Answer, Case, Operand, Rule, Shape, tensors
-from .factors import Dim, Dims, Factors, Linear, each, jointly, solve
+from .factors import Dim, Dims, Factors, Linear, each, jointly
+from .solution import solve
 
 _ROWS: Dim = ("b",)
 _WEIGHTS = ("weight", "bias", "projection")

@@ -18,13 +18,25 @@ from torch import fx
 from .....ir.layout import Cut, Layout
 from .....ir.location import Location
 from .....ir.types import Place
-from ....values.operators import written_values
-from ..cases import Answer, Case, Expansion, LayoutError, Operand, Results, shapes, tensors, whole
+from ..cases import (
+    Answer,
+    Case,
+    Expansion,
+    LayoutError,
+    Operand,
+    Results,
+    Routing,
+    shapes,
+    tensors,
+    whole,
+)
 from ..change import DEFAULT, ORDER, Change, change_between
-from ..expansions import constant_of, replace_by, traced
+from ..cuts import without_axes
+from ..expansions import copied, replace_by, traced
 from ..functional import read_later, without_writes
-from ..rules.table import LINEAR, rule_of
-from ..versions import End, LayoutTransfer, Propagation, Version, rewire, text_of, text_of_cuts
+from ..rules.table import LINEAR, VIEWS, rule_of
+from ..versions import End, LayoutTransfer, Propagation, Version, rewire
+from .refusals import check_given, check_in_place, gradient_refusal, refusal
 
 Locations: TypeAlias = Mapping[str, Location]
 
@@ -64,11 +76,17 @@ def propagate(
 
 
 _TO_COPY = torch.ops.aten._to_copy.default
+_CHEAP = LINEAR | {_TO_COPY}
+"""Ops that may be computed again, rather than that their results travel."""
+
 _TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
 """Ops that lead from a term of a parameter's gradient to the gradient."""
 
-_WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
-"""The changes that may be refused, in words."""
+
+def _length(version: Version) -> int:
+    """The number of entries of a value."""
+    length: int = version.node.meta["val"].numel()
+    return length
 
 
 class _Propagator:
@@ -89,10 +107,8 @@ class _Propagator:
         self.ends = ends
         self.sizes = dict(place.axes)
         self.allowed = allowed
-        self.graph = fx.Graph()
-        self.copies: dict[fx.Node, fx.Node] = {}
-        self.locations: dict[fx.Node, Location] = {}
-        self._copy(graph, names)
+        self.graph, self.copies = copied(graph)
+        self.locations = {c: names[n.name] for n, c in self.copies.items() if n.name in names}
         without_writes(self.graph)
         self.given = {self.copies[node]: layout for node, layout in given.items()}
         self.like = {self.copies[node]: self.copies[source] for node, source in like.items()}
@@ -100,21 +116,13 @@ class _Propagator:
         self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
         self.layouts: dict[fx.Node, Results] = {}
         self.answers: dict[fx.Node, Answer] = {}
+        self.routings: dict[fx.Node, Routing] = {}
         self.reads: dict[fx.Node, tuple[Version, ...]] = {}
         self.transfers: list[LayoutTransfer] = []
         self.versions: dict[fx.Node, list[Version]] = {}
         """The versions of each value that transfers start from; rules see the last one."""
         self.made: dict[Version, Version] = {}
         """For each version that was asked for, the version that is read in its place."""
-
-    def _copy(self, graph: fx.Graph, names: Locations) -> None:
-        for node in graph.nodes:
-            copy = self.graph.node_copy(node, self.copies.__getitem__)
-            self.copies[node] = copy
-            if node.op == "get_attr" and "val" not in node.meta:
-                copy.meta["val"] = constant_of(graph, node)
-            if node.name in names:
-                self.locations[copy] = names[node.name]
 
     def all(self) -> Propagation:
         node = next(iter(self.graph.nodes))
@@ -149,12 +157,14 @@ class _Propagator:
         if node in self.given or node.op in ("placeholder", "get_attr"):
             fake = node.meta.get("val")
             rank = fake.dim() if isinstance(fake, torch.Tensor) else 0
-            self._lay_out(node, (self._checked(node, rank),))
+            layout = self.given.get(node, whole(rank))
+            check_given(layout, rank, self.place, node.name, self.locations.get(node))
+            self._lay_out(node, (layout,))
         elif node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node)
             assert isinstance(index, int)
-            self._lay_out(node, (self.layouts[source][index],))
+            self._lay_out(node, (self.layouts[source][index],), self.routings.get(source))
         else:
             case = self._case(node)
             answer = rule_of(node.target, case.loc)(case)
@@ -165,25 +175,10 @@ class _Propagator:
             self._offer(node, self.pins[node])
         return node.next
 
-    def _checked(self, node: fx.Node, rank: int) -> Layout:
-        layout = self.given.get(node, whole(rank))
-        unknown = [axis for axis in layout.axes if axis not in self.sizes]
-        if len(layout.cuts) == rank and not unknown and len(set(layout.axes)) == len(layout.axes):
-            return layout
-        if unknown:
-            reason = f"names the axis {unknown[0]}, and {self.place} has {', '.join(self.sizes)}"
-        elif len(layout.cuts) != rank:
-            reason = f"has cuts of {len(layout.cuts)} dimensions, and the tensor has {rank}"
-        else:
-            reason = "names an axis twice"
-        raise LayoutError(
-            f"the layout that is given for %{node.name} {reason}",
-            loc=self.locations.get(node),
-            remedy="give each dimension one cut, along axes of the mesh, each of them once",
-        )
-
-    def _lay_out(self, node: fx.Node, layouts: Results) -> None:
+    def _lay_out(self, node: fx.Node, layouts: Results, routing: Routing | None = None) -> None:
         self.layouts[node] = layouts
+        if routing is not None:
+            self.routings[node] = routing
         if isinstance(node.meta.get("val"), torch.Tensor) and layouts[0] is not None:
             self.versions[node] = [Version(node, layouts[0])]
 
@@ -233,30 +228,25 @@ class _Propagator:
         fake = node.meta["val"]
         if node not in self.versions:
             return fake
-        layout = self.versions[node][-1].layout
-        return Operand(node, tuple(fake.shape), fake.dtype, layout)
+        version = self.versions[node][-1]
+        shape = tuple(fake.shape)
+        return Operand(node, shape, fake.dtype, version.layout, self._routing(version))
+
+    def _routing(self, version: Version) -> Routing | None:
+        """The ranks that have the rows of a version, unless its rows have been added up."""
+        routing, summands = self.routings.get(version.node), version.layout.summands
+        is_routed = routing is not None and set(routing.cut.axes) <= set(summands)
+        return routing if is_routed else None
 
     def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
         reads, allowed = [], frozenset(Change) if answer.is_asked else None
         for index, (operand, layout) in enumerate(zip(case.operands, answer.wanted, strict=True)):
             reason = answer.reasons.get(index, "")
-            reads.append(self._version(operand.node, layout, node, reason, allowed))
-        self._check_in_place(case, answer)
+            free = frozenset(Change) if index in answer.dispatched else allowed
+            reads.append(self._version(operand.node, layout, node, reason, free))
+        check_in_place(case, answer, self.versions)
         self.answers[node], self.reads[node] = answer, tuple(reads)
-        self._lay_out(node, answer.results)
-
-    def _check_in_place(self, case: Case, answer: Answer) -> None:
-        """Refuse a write in place to a value that is transferred first: it would be lost."""
-        written = {id(v) for v in written_values(case.target, [*case.arguments.values()], {})}
-        for operand, layout in zip(case.operands, answer.wanted, strict=True):
-            if id(operand) in written and (
-                layout != operand.layout or len(self.versions[operand.node]) > 1
-            ):
-                raise case.error(
-                    f"it writes in place to %{operand.node.name}, which is not laid out as the op "
-                    "needs it",
-                    "use the form of the op that makes a new tensor",
-                )
+        self._lay_out(node, answer.results, answer.routing)
 
     def _version(
         self,
@@ -274,19 +264,22 @@ class _Propagator:
             return self.made[target]
         before, change = self._cheapest(node, layout)
         if change not in (self.allowed if allowed is None else allowed):
-            raise self._refusal(before, target, change, user, reason)
+            loc = self.locations.get(node if user is None else user)
+            raise refusal(before, target, change, user, reason, loc)
         instead = None
         if change is Change.SLICE:
             instead = self._remade(before, layout)
         elif change is Change.REDUCE:
             instead = self._reduced_before(before, layout)
+        elif change is Change.GATHER:
+            instead = self._gathered_before(before, layout)
         if instead is None:
             self.transfers.append(LayoutTransfer(before, target, change))
         self.made[target] = instead or target
         if change is Change.REDUCE:
             self.versions[node].append(self.made[target])
         elif change.communicates:  # other users still prefer the versions that were there before
-            self.versions[node].insert(0, target)
+            self.versions[node].insert(0, self.made[target])
         return self.made[target]
 
     def _cheapest(self, node: fx.Node, layout: Layout) -> tuple[Version, Change]:
@@ -333,6 +326,37 @@ class _Propagator:
             return sums[0]
         return None
 
+    def _gathered_before(self, before: Version, layout: Layout) -> Version | None:
+        """The value by a copy of its op that takes gathered operands, if the op is cheap.
+
+        A gradient that is expanded for each choice of a token is gathered once a token, so.
+        """
+        axes = frozenset(before.layout.axes).difference(layout.axes)
+        is_coarser = layout == without_axes(before.layout, axes)
+        most = _length(before) - (before.node.target not in VIEWS)
+        if not is_coarser or self._gathered(before, axes) > most:
+            return None
+        reads = tuple(
+            replace(r, layout=without_axes(r.layout, axes)) for r in self.reads[before.node]
+        )
+        again = self._again(before.node, reads, layout, None)
+        if again is not None:
+            everything = frozenset(Change)
+            self.reads[again.node] = tuple(
+                self._version(read.node, read.layout, before.node, "", everything) for read in reads
+            )
+        return again
+
+    def _gathered(self, version: Version, axes: frozenset[str], depth: int = 8) -> int:
+        """The entries that are exchanged at least to have a value that these axes do not cut."""
+        target = replace(version, layout=without_axes(version.layout, axes))
+        if target in self.made or target in self.versions[version.node]:
+            return 0
+        reads = self.reads.get(version.node, ()) if version.node.target in _CHEAP else ()
+        if not reads or not depth:
+            return _length(version)
+        return min(_length(version), sum(self._gathered(r, axes, depth - 1) for r in reads))
+
     def _is_there(self, version: Version) -> bool:
         """True if a reduced value is there, or follows from a sum that has been reduced."""
         node, layout = version.node, version.layout
@@ -353,7 +377,7 @@ class _Propagator:
         """The result of a copy of an op that takes other versions, if it has this layout."""
         case = self._case(node)
         operands = tuple(
-            Operand(o.node, o.shape, o.dtype, version.layout)
+            replace(o, layout=version.layout, routing=self._routing(version))
             for o, version in zip(case.operands, reads, strict=True)
         )
         swapped = dict(zip(map(id, case.operands), operands, strict=True))
@@ -367,35 +391,10 @@ class _Propagator:
         with self.graph.inserting_after(node):
             copy = self.graph.node_copy(node)
         self.answers[copy], self.reads[copy] = new, reads
-        self._lay_out(copy, new.results)
+        self._lay_out(copy, new.results, new.routing)
         if node in self.locations:
             self.locations[copy] = self.locations[node]
         return Version(copy, layout)
-
-    def _refusal(
-        self, before: Version, after: Version, change: Change, user: fx.Node | None, reason: str
-    ) -> LayoutError:
-        who = str(user.target).removesuffix(".default") if user is not None else "the result"
-        because = f": {reason}" if reason else ""
-        return LayoutError(
-            f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
-            f"{_WORK[change]}{because}",
-            loc=self.locations.get(before.node if user is None else user),
-            remedy="cut another dimension, or leave it whole; or ask for the layout that is needed "
-            "in front of that line, as by x = cg.layout(x, cg.whole), which gathers it there",
-        )
-
-    def _gradient_refusal(
-        self, path: str, before: Version, after: Version, change: Change
-    ) -> LayoutError:
-        """The error that a parameter is cut otherwise than its gradient; the plan can change it."""
-        type_, cuts = text_of(after).partition(" ")[2], text_of_cuts(before.layout)
-        return LayoutError(
-            f"the backward makes the gradient of '{path}' as {text_of(before)}, but '{path}' is "
-            f"{type_}, and its gradient would have to be {_WORK[change]}",
-            loc=self.locations.get(before.node),
-            remedy=f'cut it in the plan as its gradient is: "{path}": {cuts}',
-        )
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
         """Put the ops of an expansion in the place of a node; return the first of them."""
@@ -438,7 +437,8 @@ class _Propagator:
         layout = self._final(node, end)
         before, change = self._cheapest(node, layout)
         if end.path and change not in self.allowed:
-            raise self._gradient_refusal(end.path, before, Version(node, layout), change)
+            loc = self.locations.get(node)
+            raise gradient_refusal(end.path, before, Version(node, layout), change, loc)
         return self._version(node, layout, None, "", frozenset(Change) if end.is_asked else None)
 
     def _final(self, node: fx.Node, end: End) -> Layout:

@@ -14,7 +14,8 @@ import torch
 
 from .....ir.layout import volume
 from ..cases import Answer, Case, LocalOp, Operand, Rule, Shape, whole
-from ..factors import Dim, Dims, Factors, each, solve
+from ..factors import Dim, Dims, Factors, each
+from ..solution import solve
 from .creation import zeros
 
 _ATEN = torch.ops.aten

@@ -13,7 +13,8 @@ from torch import fx
 
 from .....ir.layout import Layout, shape_of, volume
 from ..cases import Answer, Case, Expansion, LocalOp, Rule, Shape, dim_of
-from ..factors import Dims, Factors, each, solve
+from ..factors import Dims, Factors, each
+from ..solution import solve
 from .creation import zeros
 from .pointwise import operand
 from .views import moved, named

@@ -17,7 +17,8 @@ from .....ir.layout import Intervals, shape_of, volume, whole
 from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
 from ..cuts import is_interval
-from ..factors import Dims, Factors, each, jointly, letters, sizes_of, solve
+from ..factors import Dims, Factors, each, jointly, letters, sizes_of
+from ..solution import solve
 from .creation import zeros
 from .pointwise import broadcast
 
@@ -88,7 +89,8 @@ def _apart(
 
 def _expert_linear(case: Case) -> Answer:
     """Tokens may be cut anywhere. If experts are cut, a rank gives zeros for those of others."""
-    factors = _einsum(case, {2: "ti,eoi,tk->tko", 3: "tki,eoi,tk->tko"}[_rank(case, "input")])
+    text = {2: "ti,eoi,tk->tko", 3: "tki,eoi,tk->tko"}[_rank(case, "input")]
+    factors = replace(_einsum(case, text), choice=("e", 2))
     if not is_interval(case["weight"].cuts[0]):
         factors = replace(factors, keep={"e": "is packed"})
     return solve(case, factors, local=partial(_local_linear, case["weight"].shape[0]))
@@ -114,7 +116,7 @@ def _expert_outer(case: Case) -> Answer:
     """The gradient of weights: tokens are summed over ranks, and experts computed where asked."""
     left, right = ({2: "t", 3: "tk"}[_rank(case, name)] for name in ("left", "right"))
     factors = _einsum(case, f"{left}o,{right}i,tk->eoi")
-    factors = replace(factors, sizes={**factors.sizes, "e": case.shape()[0]})
+    factors = replace(factors, sizes={**factors.sizes, "e": case.shape()[0]}, choice=("e", 2))
     return solve(case, factors, local=partial(_local_outer, case.shape()[0]), free={0: "e"})
 
 

@@ -19,8 +19,9 @@ from torch import fx
 from .....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
 from ..cuts import is_interval
-from ..factors import Dim, Dims, Factor, Factors, Linear, each, jointly, solve
+from ..factors import Dim, Dims, Factor, Factors, Linear, each, jointly
 from ..functional import other_form
+from ..solution import solve
 from .creation import is_zeros
 from .rows import Selection, partial_selections, taken, written
 from .views import named

@@ -10,7 +10,8 @@ import torch
 
 from .....ir.layout import shape_of
 from ..cases import Answer, Case, LocalOp, Rule, dim_of
-from ..factors import Dims, Factors, each, jointly, solve
+from ..factors import Dims, Factors, each, jointly
+from ..solution import solve
 from .views import named
 
 _ATEN = torch.ops.aten

@@ -15,7 +15,8 @@ import torch
 
 from .....ir.attributes import ReduceOp
 from ..cases import Answer, Case, Expansion, Operand, Rule, whole
-from ..factors import Dims, Factors, each, solve
+from ..factors import Dims, Factors, each
+from ..solution import solve
 from ..values.accumulation import accumulated, accumulation_type
 from ..values.ids import CHECKED_IDS
 from .creation import counting

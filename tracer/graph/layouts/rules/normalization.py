@@ -13,7 +13,8 @@ from torch import fx
 
 from .....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, dim_of, whole
-from ..factors import Dims, Factors, each, solve
+from ..factors import Dims, Factors, each
+from ..solution import solve
 from ..values.accumulation import accumulated
 from .creation import zeros
 from .pointwise import operand

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..cases import Answer, Case, Operand, Rule, Shape
-from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly, solve
+from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly
+from ..solution import solve
 
 _ATEN = torch.ops.aten
 
@@ -34,19 +35,23 @@ def _aligned(shape: Shape, result: Shape) -> Dims:
     )
 
 
-def pointwise(case: Case, linear: Linear = NOT_LINEAR, moves: bool = False) -> Answer:
+def pointwise(
+    case: Case, linear: Linear = NOT_LINEAR, moves: bool = False, zeros: Linear = NOT_LINEAR
+) -> Answer:
     """Lay an op out by the cuts of its operands: all are cut alike; copies are sliced for that.
 
     Args:
         case: the op.
         linear: the operands in which it is linear.
         moves: whether it only moves entries.
+        zeros: operands for whose zeros it gives zeros, though it is not linear in them.
     """
     result = case.shape()
     operand_dims, result_dims = broadcast([operand.shape for operand in case.operands], result)
     sizes = {f"d{i}": size for i, size in enumerate(result)}
     results = tuple(None if shape is None else result_dims for shape in case.shapes)
-    return solve(case, Factors(operand_dims, results, sizes, linear, moves=moves))
+    factors = Factors(operand_dims, results, sizes, linear, moves=moves, zeros=zeros)
+    return solve(case, factors)
 
 
 def _sum_of_tensors(case: Case) -> Linear:
@@ -66,7 +71,10 @@ def _last(case: Case) -> Linear:
 
 
 def _scaled(case: Case) -> Linear:
-    return each(0) if case.arguments.get("rounding_mode") is None else NOT_LINEAR
+    """A quotient; rows that are zero on some ranks divide nothing."""
+    is_divided_by_rows = any(divisor.routing is not None for divisor in case.operands[1:])
+    is_rounded = case.arguments.get("rounding_mode") is not None
+    return NOT_LINEAR if is_rounded or is_divided_by_rows else each(0)
 
 
 def _choice(case: Case) -> Linear:
@@ -82,14 +90,15 @@ def _cast(case: Case) -> Linear:
 
     A cast to a narrower type is of the sum, and not of its summands, which might be too large for
     the type. The summands of a parameter's gradient are cast: they are added up in the parameter's
-    type, over all microbatches.
+    type, over all microbatches. Of rows of experts one summand is the sum.
     """
     (operand,) = case.operands
     to: torch.dtype = case["dtype"] or operand.dtype
     if not operand.is_floating or not (to.is_floating_point or to.is_complex):
         return NOT_LINEAR
     keeps_all = torch.promote_types(operand.dtype, to) is to
-    return each(0) if keeps_all or case.stays_a_sum else NOT_LINEAR
+    is_one = operand.routing is not None and operand.layout.summands == operand.routing.cut.axes
+    return each(0) if keeps_all or case.stays_a_sum or is_one else NOT_LINEAR
 
 
 _MOVES = frozenset(
@@ -139,6 +148,38 @@ _LINEAR: Mapping[object, Callable[[Case], Linear]] = {
     _ATEN._prelu_kernel_backward.default: _last,
 }
 
+_ZEROS = frozenset(
+    {
+        *(_ATEN.silu.default, _ATEN.gelu.default, _ATEN.relu.default, _ATEN.tanh.default),
+        *(_ATEN.leaky_relu.default, _ATEN.elu.default, _ATEN.mish.default),
+        *(_ATEN.hardswish.default, _ATEN.softshrink.default, _ATEN.hardshrink.default),
+        *(_ATEN.abs.default, _ATEN.sgn.default, _ATEN.sign.default, _ATEN.erf.default),
+        *(_ATEN.sin.default, _ATEN.expm1.default, _ATEN.log1p.default, _ATEN.sqrt.default),
+    }
+)
+"""Ops of one tensor that give zero for zero, though they are not linear."""
+
+
+_BOUNDS = {
+    _ATEN.clamp.default: ("min", "max"),
+    _ATEN.hardtanh.default: ("min_val", "max_val"),
+}
+"""Ops that keep entries between two numbers, the names of which stand here."""
+
+
+def _zeros(case: Case) -> Linear:
+    """The operands for whose zeros an op gives zeros, besides those in which it is linear."""
+    if case.target in _ZEROS:
+        return each(0)
+    if case.target is _ATEN.pow.Tensor_Scalar:
+        return each(0) if case["exponent"] > 0 else NOT_LINEAR
+    if case.target in _BOUNDS:
+        least, most = (case[name] for name in _BOUNDS[case.target])
+        has_zero = (least is None or least <= 0) and (most is None or most >= 0)
+        return each(0) if has_zero else NOT_LINEAR
+    return NOT_LINEAR
+
+
 _UNTAGGED = (
     *(_ATEN._to_copy.default, _ATEN.alias.default, _ATEN.detach.default, _ATEN.copy_.default),
     *(_ATEN.masked_fill.Tensor, _ATEN.fill.Scalar, _ATEN.fill_.Scalar, _ATEN.zero_.default),
@@ -159,7 +200,7 @@ def rule(case: Case) -> Answer:
     """The rule of ops that work entry by entry."""
     linear = _LINEAR.get(case.target)
     kinds = NOT_LINEAR if linear is None else linear(case)
-    return pointwise(case, kinds, case.target in _MOVES)
+    return pointwise(case, kinds, case.target in _MOVES, _zeros(case))
 
 
 def is_pointwise(target: torch._ops.OpOverload) -> bool:

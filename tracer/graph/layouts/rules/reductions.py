@@ -18,7 +18,8 @@ import torch
 from .....ir.attributes import ReduceOp
 from .....ir.layout import shape_of, volume
 from ..cases import Answer, Case, Expansion, LocalOp, Rule, dim_of, dims_of
-from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, solve
+from ..factors import NOT_LINEAR, Dims, Factors, Linear, each
+from ..solution import solve
 from ..values.accumulation import accumulated, accumulation_type
 from .views import named
 

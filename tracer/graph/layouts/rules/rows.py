@@ -19,7 +19,8 @@ from torch import fx
 from .....ir.layout import Region, shape_of, whole
 from ..cases import Answer, Case, LocalOp, Rule
 from ..cuts import is_interval
-from ..factors import Factors, each, solve
+from ..factors import Factors, each
+from ..solution import solve
 from ..values.ids import CHECKED_IDS
 from .pointwise import pointwise
 from .views import named

@@ -13,7 +13,8 @@ import torch
 from .....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Rule, Shape, dim_of, dims_of
 from ..cuts import is_interval
-from ..factors import Dim, Dims, Factors, each, solve
+from ..factors import Dim, Dims, Factors, each
+from ..solution import solve
 
 _ATEN = torch.ops.aten
 _SIZE = {"size": 0}

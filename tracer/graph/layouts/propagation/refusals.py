@@ -1,0 +1,113 @@
+"""Errors of layouts that are none, or contradict each other, in words of the user's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from .....ir.layout import Layout
+from .....ir.location import Location
+from .....ir.types import Place
+from ....values.operators import written_values
+from ..cases import Answer, Case, LayoutError
+from ..change import Change
+from ..versions import Version, text_of, text_of_cuts
+
+_WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
+"""The changes that may be refused, in words."""
+
+
+def check_given(layout: Layout, rank: int, place: Place, name: str, loc: Location | None) -> None:
+    """Refuse a layout that a value cannot have.
+
+    Args:
+        layout: the layout that the caller gives.
+        rank: the number of the value's dimensions.
+        place: the ranks.
+        name, loc: the value's name and line, for messages.
+
+    Raises:
+        LayoutError: it names other axes, or one twice, or has cuts of other dimensions.
+    """
+    sizes = dict(place.axes)
+    unknown = [axis for axis in layout.axes if axis not in sizes]
+    if len(layout.cuts) == rank and not unknown and len(set(layout.axes)) == len(layout.axes):
+        return
+    if unknown:
+        reason = f"names the axis {unknown[0]}, and {place} has {', '.join(sizes)}"
+    elif len(layout.cuts) != rank:
+        reason = f"has cuts of {len(layout.cuts)} dimensions, and the tensor has {rank}"
+    else:
+        reason = "names an axis twice"
+    raise LayoutError(
+        f"the layout that is given for %{name} {reason}",
+        loc=loc,
+        remedy="give each dimension one cut, along axes of the mesh, each of them once",
+    )
+
+
+def check_in_place(
+    case: Case, answer: Answer, versions: Mapping[fx.Node, Sequence[Version]]
+) -> None:
+    """Refuse a write in place to a value that is transferred first: it would be lost.
+
+    Raises:
+        LayoutError: an op writes so.
+    """
+    written = {id(v) for v in written_values(case.target, [*case.arguments.values()], {})}
+    for operand, layout in zip(case.operands, answer.wanted, strict=True):
+        if id(operand) in written and (layout != operand.layout or len(versions[operand.node]) > 1):
+            raise case.error(
+                f"it writes in place to %{operand.node.name}, which is not laid out as the op "
+                "needs it",
+                "use the form of the op that makes a new tensor",
+            )
+
+
+def refusal(
+    before: Version,
+    after: Version,
+    change: Change,
+    user: fx.Node | None,
+    reason: str,
+    loc: Location | None,
+) -> LayoutError:
+    """The error that an op, or the result of a method, needs a value in another layout.
+
+    Args:
+        before, after: the value as it is, and as it is needed.
+        change: the work that this would take.
+        user: the op; None: the result.
+        reason: why the op cannot take the value as it is; may be empty.
+        loc: the user's line.
+    """
+    who = str(user.target).removesuffix(".default") if user is not None else "the result"
+    because = f": {reason}" if reason else ""
+    return LayoutError(
+        f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
+        f"{_WORK[change]}{because}",
+        loc=loc,
+        remedy="cut another dimension, or leave it whole; or ask for the layout that is needed "
+        "in front of that line, as by x = cg.layout(x, cg.whole), which gathers it there",
+    )
+
+
+def gradient_refusal(
+    path: str, before: Version, after: Version, change: Change, loc: Location | None
+) -> LayoutError:
+    """The error that a parameter is cut otherwise than its gradient; the plan can change it.
+
+    Args:
+        path: that of the parameter.
+        before, after: its gradient as the backward makes it, and as the parameter is cut.
+        change: the work that would lead from one to the other.
+        loc: the user's line.
+    """
+    type_, cuts = text_of(after).partition(" ")[2], text_of_cuts(before.layout)
+    return LayoutError(
+        f"the backward makes the gradient of '{path}' as {text_of(before)}, but '{path}' is "
+        f"{type_}, and its gradient would have to be {_WORK[change]}",
+        loc=loc,
+        remedy=f'cut it in the plan as its gradient is: "{path}": {cuts}',
+    )
