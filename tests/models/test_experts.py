@@ -78,11 +78,28 @@ def train_plainly(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> 
     return [loss.detach() for loss in losses]
 
 
+INPUTS = "forward(moving)|forward(input_ids)|loss(moving)|loss(input_ids)|loss(labels)"
+
 PLACES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "two stages": (2, {}, {}),
     "dp": (1, {"dp": 2}, {}),
     "two stages, ep": (2, {"ep": 2}, {"*.experts.*": cg.cut(0, "ep")}),
     "dp, ep": (1, {"dp": 2, "ep": 2}, {"*.experts.*": cg.cut(0, "ep")}),
+    "two stages, tokens over ep": (
+        2,
+        {"ep": 2},
+        {"*.experts.*": cg.cut(0, "ep"), INPUTS: cg.cut(0, "ep")},
+    ),
+    "tokens over dp and ep": (
+        1,
+        {"dp": 2, "ep": 2},
+        {"*.experts.*": cg.cut(0, "ep"), INPUTS: cg.cut(0, "dp", "ep")},
+    ),
+    "tokens over ep, tp": (
+        1,
+        {"ep": 2, "tp": 2},
+        {"*.experts.*": cg.cut(0, "ep"), INPUTS: cg.cut(0, "ep")},
+    ),
 }
 
 
@@ -102,7 +119,7 @@ def test_it_trains_as_plain_transformers(family: str, place: str) -> None:
     ids, labels = torch.randint(3, VOCABULARY, (2, 4, LENGTH), generator=generator)
     size = 2 ** len(axes)
     if "dp" in axes:
-        plan = plan | {"loss(input_ids)|loss(labels)|forward(input_ids)": cg.cut(0, "dp")}
+        plan = {INPUTS: cg.cut(0, "dp")} | plan
     with use_world(VirtualWorld(stages * size)):
         cuts = cg.cut_layers(model, stages, example={"input_ids": ids, "use_cache": False})
         places = [

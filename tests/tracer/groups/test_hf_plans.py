@@ -167,6 +167,31 @@ def test_experts_stay_whole_and_a_note_says_so() -> None:
     assert str(plan).endswith("# layers.*: each rank has all experts")
 
 
+class StackedExperts(nn.Module):
+    """What transformers' modules of experts have."""
+
+    has_gate, has_bias, is_transposed = True, True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.up_bias = nn.Parameter(torch.zeros(4, 8, 8)), nn.Parameter(torch.zeros(4, 8))
+
+
+def test_experts_are_spread_over_an_axis_that_cuts_the_batch_too() -> None:
+    model = Model(**{"layers.*.mixture": "moe_tp_experts"})
+    for layer in model.model.layers:
+        layer.mixture = StackedExperts()
+    cuts = layouts(model, hf(model, experts="ep"), mesh(dp=2, tp=2, ep=2))
+    assert cuts["model.layers.1.mixture.up"] == "ep,,"
+    assert cuts["model.layers.0.mixture.up_bias"] == "ep,"
+    plan = str(hf(model, experts="ep"))
+    assert '"forward(input_ids)": cg.cut(0, "dp", "ep"),' in plan
+    assert "each rank has all experts" not in plan
+    assert '"forward(input_ids)": cg.cut(0, "ep"),' in str(hf(model, batch=None, experts="ep"))
+    with pytest.raises(ValueError, match="Model has no module with the weights of experts"):
+        hf(Model(), experts="ep")
+
+
 def test_a_plan_is_printed_as_python() -> None:
     plan = hf(Model(), batch=None)
     text = str(plan)

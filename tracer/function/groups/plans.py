@@ -72,14 +72,24 @@ _OF_EXPERTS = frozenset(
 _OF_EXCHANGES = frozenset({"local_params", "all_reduce"})
 """Styles of modules that say what ranks exchange, which follows from the cuts of parameters."""
 
+_NUMBER = r"(?<=\.)\d+(?=\.|$)"
+"""A number that is a name in a path."""
+
 _KEYS = frozenset({"k_proj", "v_proj"})
 _HEADS = frozenset({"q_proj", "o_proj", "attn.c_attn", "attn.c_proj"})
 _ROWS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", "labels", "pixel_values")
 """Arguments of a model's `forward` with a row for each example."""
 
 
+_EXPERTS = ("has_gate", "has_bias", "is_transposed")
+"""What transformers sets on a module that has the weights of all experts, stacked."""
+
+
 def hf(
-    model: nn.Module, axis: str | tuple[str, str] = "tp", batch: str | None = "dp"
+    model: nn.Module,
+    axis: str | tuple[str, str] = "tp",
+    batch: str | None = "dp",
+    experts: str | None = None,
 ) -> ShardingPlan:
     """Make a plan for a model of transformers from the tensor parallel plan that it brings.
 
@@ -93,42 +103,44 @@ def hf(
     are cut along the batch. All other arguments are whole, unless another plan, joined by `|`,
     names them. Where two plans name a tensor or an argument, the first plan counts. If the model's
     plan gathers the output of a layer, that layer is whole, except the layer that makes logits.
-    Each rank has all experts.
 
     Args:
         model: a model of transformers, such as `LlamaForCausalLM`; it may be on the meta device.
         axis: the axis of the mesh that cuts weights. If it has more ranks than the model has heads
             of keys, give two axes: the first cuts keys and values, both cut everything else.
         batch: the axis that cuts the rows of arguments; None: the arguments are whole.
+        experts: the axis over whose ranks experts are spread. It cuts the rows of arguments, too,
+            behind `batch`. None: each rank has all experts.
 
     Returns:
         The plan.
 
     Raises:
         ValueError: a style of the model's plan is not known; or it brings no plan, and its forward
-            cannot be traced.
+            cannot be traced; or `experts` is an axis, and the model has none.
     """
     names = _names_of(model)
     if not names:
-        return derived(model, axis, batch)
+        return derived(model, axis, batch, experts)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    experts = tuple(key for key, name in names.items() if name in _OF_EXPERTS)
+    modules = tuple(key for key, name in names.items() if name in _OF_EXPERTS)
     shardings: dict[str, Sharding] = {}
     for key, name in names.items():
-        if name in _OF_EXPERTS | _OF_EXCHANGES or key.startswith(tuple(f"{e}." for e in experts)):
+        if name in _OF_EXPERTS | _OF_EXCHANGES or key.startswith(tuple(f"{m}." for m in modules)):
             continue
         style = _style(model, key, name)
         for parameter, dims in _parameters(model, key):
             path = f"{_within_base(model, key)}.{parameter}".removesuffix(".")
             shardings[path] = _sharding(model, key, style, dims, axes)
-    notes = tuple(f"{_within_base(model, key)}: each rank has all experts" for key in experts)
-    return _plan(model, shardings, batch, notes)
+    notes = [f"{_within_base(model, key)}: each rank has all experts" for key in modules]
+    return _plan(model, shardings, batch, experts, tuple(notes) if experts is None else ())
 
 
 def derived(
     model: nn.Module,
     axis: str | tuple[str, str] = "tp",
     batch: str | None = "dp",
+    experts: str | None = None,
     *,
     example: Mapping[str, Any] | None = None,
 ) -> ShardingPlan:
@@ -148,14 +160,15 @@ def derived(
     Args:
         model: a model of transformers, or another one with an `example`; it may be on the meta
             device. Its equal layers are cut alike, so one with few layers is as good, and faster.
-        axis, batch: as `hf` takes them.
+        axis, batch, experts: as `hf` takes them.
         example: inputs by name, on which the model is traced; None: a text.
 
     Returns:
         The plan, whose `str` is Python.
 
     Raises:
-        ValueError: the model's forward cannot be traced, or nothing of it can be cut.
+        ValueError: the model's forward cannot be traced, or nothing of it can be cut; or `experts`
+            is an axis, and the model has none.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     shardings, reasons = derive(model, axes, example)
@@ -163,17 +176,45 @@ def derived(
         why = "; ".join(reasons) or "no projection leads to one other alone"
         raise ValueError(f"nothing of {type(model).__name__} can be cut along {axes[0]}: {why}")
     own = {_within_base(model, path): sharding for path, sharding in shardings.items()}
-    return _plan(model, own, batch, tuple(f"whole: {reason}" for reason in reasons))
+    notes = tuple(f"whole: {reason}" for reason in reasons)
+    return _plan(model, own, batch, experts, notes)
 
 
 def _plan(
-    model: nn.Module, shardings: Mapping[str, Sharding], batch: str | None, notes: tuple[str, ...]
+    model: nn.Module,
+    shardings: Mapping[str, Sharding],
+    batch: str | None,
+    experts: str | None,
+    notes: tuple[str, ...],
 ) -> ShardingPlan:
     """The plan of parameters, wherever an actor keeps the model, and of the batch."""
+    if experts is not None:
+        shardings = {**shardings, **dict.fromkeys(_of_experts(model), cut(0, experts))}
     patterns = {f"*{path}": sharding for path, sharding in shardings.items()}
-    if batch is not None:
-        patterns |= {f"forward({name})": cut(0, batch) for name in _ROWS}
+    rows = [axis for axis in (batch, experts) if axis is not None]
+    if rows:
+        patterns |= {f"forward({name})": cut(0, *rows) for name in _ROWS}
     return ShardingPlan.of(patterns, optional=type(model).__name__, notes=notes)
+
+
+def _of_experts(model: nn.Module) -> Iterator[str]:
+    """The paths of parameters that have all experts in their first dimension.
+
+    Raises:
+        ValueError: there are none.
+    """
+    paths = {
+        f"{_within_base(model, re.sub(_NUMBER, '*', path))}.{name}"
+        for path, module in model.named_modules()
+        if all(_read(module, flag) is not None for flag in _EXPERTS)
+        for name, _ in module.named_parameters()
+    }
+    if not paths:
+        raise ValueError(
+            f"{type(model).__name__} has no module with the weights of experts in the form of "
+            "transformers; leave out experts=, or add cuts of your own by cg.plan"
+        )
+    yield from sorted(paths)
 
 
 def _names_of(model: nn.Module) -> dict[str, str]:
@@ -194,9 +235,9 @@ def _style(model: nn.Module, key: str, name: str) -> Style:
     return Style() if name in _GATHERED and "*" in key else style
 
 
-def _read(model_or_config: object, name: str) -> object:
-    """An attribute of a model or its config; None if there is no such attribute."""
-    return getattr(model_or_config, name, None)
+def _read(source: object, name: str) -> object:
+    """An attribute of a model, its config or a module; None if there is no such attribute."""
+    return getattr(source, name, None)
 
 
 def _names(value: object) -> dict[str, str]:
@@ -222,7 +263,7 @@ def _parameters(model: nn.Module, key: str) -> Iterator[tuple[str, int]]:
     """
     dims_of: dict[str, int] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        generic = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
+        generic = re.sub(_NUMBER, "*", path)
         layer, _, name = generic.rpartition(".")
         if layer == key:
             dims_of.setdefault(name, parameter.dim())
@@ -263,6 +304,6 @@ def _sharding(
 def _is_transposed(model: nn.Module, key: str) -> bool:
     """True if the weights of a layer have the shape (inputs, outputs), as in GPT-2."""
     for path, module in model.named_modules():
-        if re.sub(r"(?<=\.)\d+(?=\.)", "*", path) == key:
+        if re.sub(_NUMBER, "*", path) == key:
             return type(module).__name__ == "Conv1D"
     return False
