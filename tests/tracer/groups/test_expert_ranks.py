@@ -1,0 +1,188 @@
+"""A mixture of experts over ranks: a router, a shared expert, and losses of balance, proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.ir.ops import Collective, Op, Transfer
+from cg.ir.ops.module import Module
+from cg.ir.text.diagnostics import IRError
+from cg.ir.verify.verifier import verify
+from cg.launch.world.world import use_world
+from cg.passes.manager.manager import PassManager
+from cg.passes.manager.pipelines import default_pipeline
+
+WIDTH, EXPERTS, CHOICES = 6, 4, 2
+
+
+class Mixture(nn.Module):
+    """Gives `[tokens, width]`, and has the gradients of the last update in `last`."""
+
+    def __init__(self, seed: int, skewed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        if skewed:  # two experts get all tokens, and the others none
+            nn.init.constant_(self.router.bias[:CHOICES], 50.0)
+        self.register_buffer("correction", torch.randn(EXPERTS) * 0.1)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.5)
+        self.shared = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH))
+        self.double()
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def mixed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and what balance costs: an auxiliary loss and a z-loss."""
+        logits = self.router(x)
+        scores = logits.softmax(-1)
+        _, ids = (scores + self.correction).topk(CHOICES)
+        shares = scores.gather(1, ids)
+        gate, up = cg.expert_linear(x, self.up, ids).chunk(2, -1)
+        h = cg.expert_linear(functional.silu(gate) * up, self.down, ids)
+        h = (h * shares.unsqueeze(-1)).sum(1) + self.shared(x)
+        counts = functional.one_hot(ids, EXPERTS).double().sum(1).mean(0)
+        balance = (counts * scores.mean(0)).sum() + 0.1 * logits.logsumexp(-1).square().mean()
+        return x + h, balance
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mixed(x)
+
+    def loss(self, x: Tensor, balance: Tensor, y: Tensor) -> Tensor:
+        out, own = self.mixed(x)
+        return functional.mse_loss(out, y) + 0.1 * (own + balance)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+EXPERT_CUTS = {"up|down": cg.cut(0, "ep")}
+ARGUMENTS = "forward(x)|loss(x)|loss(y)"
+MESHES: dict[str, tuple[int, dict[str, int], dict[str, Any], Any]] = {
+    "pp 2, ep 2": (2, {"ep": 2}, {ARGUMENTS: cg.cut(0, "ep")}, None),
+    "dp 2, ep 2": (1, {"dp": 2, "ep": 2}, {ARGUMENTS: cg.cut(0, "dp", "ep")}, None),
+    "ep 2, tp 2": (
+        1,
+        {"ep": 2, "tp": 2},
+        {
+            ARGUMENTS: cg.cut(0, "ep"),
+            "shared.0.*": cg.cut(0, "tp"),
+            "shared.2.weight": cg.cut(1, "tp"),
+        },
+        None,
+    ),
+    "fsdp 2, ep 2": (
+        1,
+        {"dp": 2, "ep": 2},
+        {ARGUMENTS: cg.cut(0, "dp", "ep")},
+        cg.cut(0, "dp"),
+    ),
+    "ep 4, uneven tokens": (1, {"ep": 4}, {ARGUMENTS: cg.cut(0, "ep")}, None),
+}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+    return x, y
+
+
+def lowered(name: str, skewed: bool = False) -> Any:
+    """A step of two microbatches, in one stage or two."""
+    stages, axes, cuts, store = MESHES[name]
+    size = 1
+    for length in axes.values():
+        size *= length
+    places = [cg.mesh(range(i * size, (i + 1) * size), **axes) for i in range(stages)]
+    options = {} if store is None else {"store": store}
+    actor = cg.actor(Mixture)
+    actors = [
+        actor.on(place, plan=cuts | EXPERT_CUTS, **options)(seed, skewed)
+        for seed, place in enumerate(places)
+    ]
+
+    @cg.trace
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses = []
+        for part, target in cg.microbatches((x, y), 2):
+            balance = 0.0
+            for each in actors[:-1]:
+                part, balance = each.forward(part)
+            losses.append(actors[-1].loss(part, balance, target))
+        loss = cg.mean(losses)
+        cg.backward(loss)
+        for each in actors:
+            each.update()
+        return loss
+
+    return step.lower(*batch())
+
+
+def plain_losses(stages: int, skewed: bool) -> list[Tensor]:
+    models = [Mixture(seed, skewed) for seed in range(stages)]
+    losses = []
+    for _ in range(3):
+        parts = []
+        for part, target in zip(*(tensor.chunk(2) for tensor in batch()), strict=True):
+            balance: Any = 0.0
+            for model in models[:-1]:
+                part, balance = model(part)
+            parts.append(models[-1].loss(part, balance, target))
+        losses.append(torch.stack(parts).mean())
+        losses[-1].backward()
+        for model in models:
+            model.update()
+    return [loss.detach() for loss in losses]
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("skewed", [False, True], ids=["", "two experts get all tokens"])
+def test_it_trains_as_one_process(name: str, skewed: bool) -> None:
+    """The third loss has seen all gradients twice."""
+    with use_world(VirtualWorld(4)):
+        compiled = lowered(name, skewed).compile()
+        losses = [compiled(*batch()) for _ in range(3)]
+    torch.testing.assert_close(losses, plain_losses(MESHES[name][0], skewed), rtol=1e-9, atol=1e-9)
+
+
+def removals(module: Module, kind: type[Op]) -> Iterator[None]:
+    """Once for each op of a kind: the users of its results take an operand; then it is put back.
+
+    What only transfers take is left out, since the next transfer reduces as well.
+    """
+    for op in [op for op in module.program.ops if isinstance(op, kind)]:
+        users = [user for user in module.program.ops if set(op.results) & set(user.operands)]
+        if all(isinstance(user, Transfer) for user in users):
+            continue
+        before = [user.operands for user in users]
+        taken = dict(zip(op.results, op.operands * len(op.results), strict=False))
+        for user in users:
+            user.operands = tuple(taken.get(value, value) for value in user.operands)
+        yield
+        for user, operands in zip(users, before, strict=True):
+            user.operands = operands
+
+
+def test_whatever_travels_is_needed() -> None:
+    """A program is refused from which a gather, a reduction or the adjoint of one is left out."""
+    count = 0
+    names = [each.name for each in default_pipeline()]
+    for name in MESHES:
+        for last, kind in (("insert-transfers", Transfer), ("lower-transfers", Collective)):
+            with use_world(VirtualWorld(4)):
+                module = lowered(name).trace.module
+            PassManager(default_pipeline()[: names.index(last) + 1]).run(module)
+            verify(module)
+            for _ in removals(module, kind):
+                with pytest.raises(IRError):
+                    verify(module)
+                count += 1
+            verify(module)
+    assert count >= 300
