@@ -155,6 +155,9 @@ def run_arm(arm: str, width: int, steps: int) -> None:
         times.append((time.perf_counter() - began) * 1e3)
     if rank == 0:
         print(json.dumps({"ms": [round(t, 3) for t in times[WARM:]], "loss": loss}), flush=True)
+    if arm == "torch":
+        dist.barrier()  # else a rank that ends first breaks the other's connections
+        dist.destroy_process_group()
 
 
 def turn(arm: str, width: int, steps: int) -> dict[str, Any]:

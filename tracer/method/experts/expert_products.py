@@ -81,12 +81,11 @@ def _expert_linear(input: Tensor, weight: Tensor, ids: Tensor, partial: bool = F
     """`partial`: ids may be of experts elsewhere, whose products are zeros here."""
     order, ends = _by_expert(ids, weight.shape[0], partial)
     rows = _rows_by_group(_sorted(input, ids, order), weight.transpose(1, 2), ends)
-    if partial:
+    if partial and rows.device.type != "cpu":
         is_here = torch.arange(len(rows), device=rows.device) < ends[-1]
         rows = torch.where(is_here.unsqueeze(1), rows, 0)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return rows.index_select(0, place).view(*ids.shape, weight.shape[1])
+    result = rows.new_zeros(ids.numel(), weight.shape[1])
+    return result.index_copy_(0, order, rows).view(*ids.shape, weight.shape[1])
 
 
 def _expert_outer(
@@ -100,7 +99,8 @@ def _expert_outer(
 def _by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]:
     """The order that sorts rows by expert, and where each expert's rows end in it, as int32.
 
-    Rows of experts that are elsewhere come last.
+    Rows of experts that are elsewhere come last. On a host they are left out: a device would have
+    to tell the host how many they are.
     """
     flat = ids.reshape(-1)
     is_here = (flat >= 0) & (flat < experts)
@@ -115,7 +115,10 @@ def _by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor
         )
     ranked, order = flat.to(torch.int32).sort(stable=True)
     numbers = torch.arange(experts, device=ids.device, dtype=torch.int32)
-    return order, torch.searchsorted(ranked, numbers, right=True, out_int32=True)
+    ends = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
+    if partial and ids.device.type == "cpu":
+        order = order[: int(ends[-1])] if experts else order[:0]
+    return order, ends
 
 
 def _sorted(rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:
