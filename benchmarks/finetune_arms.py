@@ -108,9 +108,10 @@ def ours(args: argparse.Namespace) -> tuple[Step, int]:
         print(cuts, file=sys.stderr)
     train, _, _ = finetune.make_steps(cuts, stages, given)
     schedule = cg.schedules.by_name(args.schedule)
-    lowered = train.lower(tokens(0, args, vocabulary))
+    ids = tokens(0, args, vocabulary)
+    lowered = train.lower(ids, finetune.successors(ids))
     compiled = lowered.compile(schedule=schedule, fuse=args.fuse)
-    return lambda ids: float(compiled(ids)[0]), vocabulary
+    return lambda ids: float(compiled(ids, finetune.successors(ids))[0]), vocabulary
 
 
 class Wrapped(nn.Module):
@@ -174,7 +175,7 @@ def pipelining(args: argparse.Namespace) -> tuple[Step, int]:
     )
 
     def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-        labels = nn.functional.pad(ids[:, 1:], (0, 1), value=finetune.IGNORED)
+        labels = finetune.successors(ids)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return loss / parts
 
