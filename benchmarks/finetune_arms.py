@@ -154,7 +154,12 @@ def pipelining(args: argparse.Namespace) -> tuple[Step, int]:
     llama_peer.join(torch.device("cpu"), 1, 600.0)
     rank, size, parts = cg.rank(), cg.world_size(), args.microbatches
     given = argparse.Namespace(
-        model=args.model, attention="sdpa", dropout=False, lora=0, length=args.length
+        model=args.model,
+        attention="sdpa",
+        trust_remote_code=False,
+        dropout=False,
+        lora=0,
+        length=args.length,
     )
     model = finetune.read_model(given)
     example = {"input_ids": torch.zeros(1, args.length, dtype=torch.int64), "use_cache": False}

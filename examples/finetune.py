@@ -124,7 +124,9 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
     size = args.dp * args.tp
     example = {"input_ids": torch.zeros(1, args.length, dtype=torch.int64), "use_cache": False}
     try:
-        cuts = cg.cut_layers(model.whole, args.stages or len(places), example=example)
+        cuts = cg.cut_layers(
+            model.whole, args.stages or len(places), example=example, experts=args.experts
+        )
     except ValueError as error:
         raise SystemExit(str(error)) from error
     if len(cuts) != len(places):
@@ -334,6 +336,8 @@ def parse() -> argparse.Namespace:
     add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
     add("--lora", type=int, default=0, help="train adapters of this rank alone")
     add("--attention", default="sdpa", choices=("sdpa", "eager"), help="what can be traced")
+    add("--experts", help="how a mixture computes its experts, such as batched_mm; cg if left out")
+    add("--trust-remote-code", action="store_true", help="run Python that the folder brings")
     add("--dropout", action="store_true", help="drop out as the model says, in evaluations too")
     add("--steps", type=int, default=100, help="steps in all, resumed ones included")
     add("--batch", type=int, default=8, help="windows of text a step")
@@ -389,7 +393,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    model, tokenizer = read_model(args), read_tokenizer(args.model)
+    model, tokenizer = read_model(args), read_tokenizer(args.model, args.trust_remote_code)
     try:
         note = tables.check_length(args.length, model.whole, args.model)
         texts = Texts.of(documents(args.data), tokenizer, args.length, args.windows)

@@ -26,6 +26,8 @@ from ..mpi.jobs import ROOT, needs_mpi, run
 
 transformers = pytest.importorskip("transformers")
 
+from transformers import dynamic_module_utils  # noqa: E402
+
 from . import tiny_model  # noqa: E402 (it needs transformers)
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -90,7 +92,7 @@ def plain(
     """The losses of plain transformers in one process, and that of the validation at the end."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     texts = Texts.of(documents([]), tokenizer, 16, 60)
-    trained = transformers.AutoModelForCausalLM.from_pretrained(model)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
     optimizer, scheduler = finetune.trainers(trained.parameters(), 1e-3, 0.0, steps)
     found = []
     for step in range(steps):
@@ -338,6 +340,102 @@ def grown(model: Path, tmp_path: Path) -> Path:
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(folder)
     return folder
+
+
+OWN_MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+"""
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def update_json(file: Path, **entries: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.fixture
+def own_code(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose model halves its logits, by code of its own."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "own"
+    shutil.copytree(model, folder)
+    (folder / "own_model.py").write_text(OWN_MODEL)
+    (folder / "own_tokenizer.py").write_text(OWN_TOKENIZER)
+    classes = {"AutoConfig": "own_model.OwnConfig"}
+    classes["AutoModelForCausalLM"] = "own_model.OwnForCausalLM"
+    update_json(folder / "config.json", model_type="own", auto_map=classes)
+    return folder
+
+
+def test_code_of_the_folder(own_code: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """It runs where it is trusted alone, and checkpoints have it."""
+    out = tmp_path / "out"
+    message = f"{own_code} needs Python code that it brings: read it, and give --trust-remote-code"
+    assert refused(monkeypatch, "--model", own_code, "--out", out).startswith(message)
+    tune(own_code, out, "--steps 2 --trust-remote-code --evaluate-every 0")
+    assert losses(out) == pytest.approx(plain(own_code, 2)[0], rel=1e-5)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(
+        out / "checkpoints" / "step-000002", trust_remote_code=True
+    )
+    assert type(saved).__name__ == "OwnForCausalLM"
+
+
+def test_a_tokenizer_that_is_code_of_the_folder(own_code: Path) -> None:
+    classes = {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}
+    update_json(
+        own_code / "tokenizer_config.json", auto_map=classes, tokenizer_class="OwnTokenizer"
+    )
+    with pytest.raises(SystemExit, match="give --trust-remote-code to run it"):
+        finetune.read_tokenizer(own_code)
+    tokenizer = finetune.read_tokenizer(own_code, trust_remote_code=True)
+    assert type(tokenizer).__name__ == "OwnTokenizer"
+
+
+def test_implementations_of_experts(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "mixture"
+    shutil.copytree(model, folder)
+    config = transformers.MixtralConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    monkeypatch.setattr(finetune, "make_steps", _tells_experts)
+    words = ["--model", folder, "--out", tmp_path / "out", *TINY.split()]
+    assert refused(monkeypatch, *words) == "cg"
+    assert refused(monkeypatch, *words, "--experts", "batched_mm") == "batched_mm"
+    message = refused(monkeypatch, *words, "--experts", "other")
+    assert message.startswith("there are no experts='other'; there are batched_mm, cg, ")
+    words[1] = model
+    message = refused(monkeypatch, *words, "--experts", "cg")
+    assert message.startswith("experts='cg' is asked for, and LlamaForCausalLM has no experts of")
+
+
+def _tells_experts(cuts: Any, *_: Any) -> None:
+    raise SystemExit(cuts.model.config._experts_implementation)
 
 
 def test_a_token_beyond_the_embedding(
