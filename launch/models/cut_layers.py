@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...tracer.values.heap.gradient_hooks import has_gradient_hooks
 from .analysis import Analysis, analyse
 from .balance import balance
 from .chain import Chain, find_chain
@@ -61,13 +62,25 @@ def cut_layers(
     Raises:
         ValueError: the model has no such layers, fewer than stages, or does something around them
             that cannot be cut; it cannot run on the example; the costs are not those of its
-            layers; or it has no such experts.
+            layers; it has no such experts; or a parameter has a gradient hook.
     """
+    _refuse_hooks(model)
     choose_experts(model, experts)
     chain = find_chain(model, layers)
     analysis = analyse(model, chain, example_of(model) if example is None else example)
     chosen = _costs(model, chain, analysis, costs)
     return Cuts(model, chain, analysis, _lengths(model, chain, analysis, chosen, stages), chosen)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks of parameters: the modules of stages have copies, which have no hooks."""
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"'{name}' of {type(model).__name__} has a gradient hook, which a step does not "
+                "call; remove it, and do its work in a method that the step calls behind "
+                "cg.backward, such as the one of the optimizer"
+            )
 
 
 def _costs(
