@@ -108,9 +108,10 @@ def ours(args: argparse.Namespace) -> tuple[Step, int]:
         print(cuts, file=sys.stderr)
     train, _, _ = finetune.make_steps(cuts, stages, given)
     schedule = cg.schedules.by_name(args.schedule)
-    lowered = train.lower(tokens(0, args, vocabulary))
+    ids = tokens(0, args, vocabulary)
+    lowered = train.lower(ids, finetune.successors(ids))
     compiled = lowered.compile(schedule=schedule, fuse=args.fuse)
-    return lambda ids: float(compiled(ids)[0]), vocabulary
+    return lambda ids: float(compiled(ids, finetune.successors(ids))[0]), vocabulary
 
 
 class Wrapped(nn.Module):
@@ -153,7 +154,12 @@ def pipelining(args: argparse.Namespace) -> tuple[Step, int]:
     llama_peer.join(torch.device("cpu"), 1, 600.0)
     rank, size, parts = cg.rank(), cg.world_size(), args.microbatches
     given = argparse.Namespace(
-        model=args.model, attention="sdpa", dropout=False, lora=0, length=args.length
+        model=args.model,
+        attention="sdpa",
+        trust_remote_code=False,
+        dropout=False,
+        lora=0,
+        length=args.length,
     )
     model = finetune.read_model(given)
     example = {"input_ids": torch.zeros(1, args.length, dtype=torch.int64), "use_cache": False}
@@ -174,7 +180,7 @@ def pipelining(args: argparse.Namespace) -> tuple[Step, int]:
     )
 
     def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-        labels = nn.functional.pad(ids[:, 1:], (0, 1), value=finetune.IGNORED)
+        labels = finetune.successors(ids)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return loss / parts
 

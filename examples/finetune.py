@@ -28,7 +28,7 @@ import curves
 import tables
 import torch
 from folders import Model, read_model, read_tokenizer
-from texts import Texts, documents
+from texts import IGNORED, Texts, documents, successors
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
@@ -61,11 +61,20 @@ class Stage(nn.Module):
         rows = torch.arange(len(ids), device=ids.device)
         return logits[rows, at].float()
 
-    def loss(self, moving, ids: Tensor, lent: dict[str, Tensor]) -> Tensor:
-        """Mean negative log likelihood of each token behind those before it, nats."""
+    def loss(
+        self, moving, ids: Tensor, labels: Tensor, count: Tensor, lent: dict[str, Tensor]
+    ) -> Tensor:
+        """The part of a microbatch in the mean negative log likelihood of a step's labels, nats.
+
+        Args:
+            labels: the token behind each of `ids`, int64 [batch, time]; `IGNORED` does not count.
+            count: of the labels of all microbatches, so that each weighs the same.
+        """
         logits = self.forward(moving, ids, lent).logits.float()
-        labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # labels are smaller than logits
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        total = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total / count
 
     def update(self) -> None:
         """One step of the optimizer; ordinary PyTorch, which runs on the ranks that hold it."""
@@ -74,12 +83,9 @@ class Stage(nn.Module):
         self.scheduler.step()
 
 
-IGNORED = -100
-"""The label of a token whose successor is not known."""
-
 ROWS = (
     "forward(moving)|forward(ids)|logits(moving)|logits(ids)|logits(at)|loss(moving)|loss(ids)"
-    "|lend(rows)"
+    "|loss(labels)|lend(rows)"
 )
 """Arguments that are cut along the batch."""
 
@@ -118,7 +124,9 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
     size = args.dp * args.tp
     example = {"input_ids": torch.zeros(1, args.length, dtype=torch.int64), "use_cache": False}
     try:
-        cuts = cg.cut_layers(model.whole, args.stages or len(places), example=example)
+        cuts = cg.cut_layers(
+            model.whole, args.stages or len(places), example=example, experts=args.experts
+        )
     except ValueError as error:
         raise SystemExit(str(error)) from error
     if len(cuts) != len(places):
@@ -165,15 +173,17 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
         name, *more = last
         return getattr(stages[-1], name)(moving, ids, *more, own)
 
-    @cg.trace
-    def train(ids):
+    def mean_loss(ids, labels):
         lent = lend()  # once a step: a tied weight goes to its users, and its gradient comes back
-        loss = cg.mean(
-            [
-                run(microbatch, lent, ("loss",))
-                for microbatch in cg.microbatches(ids, args.microbatches)
-            ]
+        count = (labels != IGNORED).sum()
+        return sum(
+            run(some, lent, ("loss", known, count))
+            for some, known in cg.microbatches((ids, labels), args.microbatches)
         )
+
+    @cg.trace
+    def train(ids, labels):
+        loss = mean_loss(ids, labels)
         cg.backward(loss)
         norm = cg.clip_grad_norm(stages, args.clip)
         for stage in stages:
@@ -181,14 +191,8 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
         return loss, norm
 
     @cg.trace
-    def evaluate(ids):
-        lent = lend()
-        return cg.mean(
-            [
-                run(microbatch, lent, ("loss",))
-                for microbatch in cg.microbatches(ids, args.microbatches)
-            ]
-        )
+    def evaluate(ids, labels):
+        return mean_loss(ids, labels)
 
     @cg.trace
     def predict(ids, at):
@@ -250,7 +254,7 @@ class Run:
         for step in bar:
             ids = self.texts.batch(step, args.batch, args.seed)
             began = time.perf_counter()
-            loss, _ = self.train(ids)
+            loss, _ = self.train(ids, successors(ids))
             self.record.losses.append(float(loss))
             seconds += time.perf_counter() - began
             self.record.done = done = step + 1
@@ -264,9 +268,14 @@ class Run:
                 self.save()
 
     def validate(self) -> float:
+        """The mean loss of the labels of all batches that are judged, nats."""
+        total, count = 0.0, 0
         batches = self.texts.validation_batches(self.args.batch, self.args.evaluate_batches)
-        losses = [float(self.evaluate(ids)) for ids in batches]
-        return sum(losses) / len(losses)
+        for ids, labels in batches:
+            labelled = int((labels != IGNORED).sum())
+            total += float(self.evaluate(ids, labels)) * labelled
+            count += labelled
+        return total / count
 
     def save(self, dry_run: bool = False) -> None:
         """Write a checkpoint, then remove those that are older than the newest --keep."""
@@ -327,6 +336,8 @@ def parse() -> argparse.Namespace:
     add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
     add("--lora", type=int, default=0, help="train adapters of this rank alone")
     add("--attention", default="sdpa", choices=("sdpa", "eager"), help="what can be traced")
+    add("--experts", help="how a mixture computes its experts, such as batched_mm; cg if left out")
+    add("--trust-remote-code", action="store_true", help="run Python that the folder brings")
     add("--dropout", action="store_true", help="drop out as the model says, in evaluations too")
     add("--steps", type=int, default=100, help="steps in all, resumed ones included")
     add("--batch", type=int, default=8, help="windows of text a step")
@@ -382,7 +393,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    model, tokenizer = read_model(args), read_tokenizer(args.model)
+    model, tokenizer = read_model(args), read_tokenizer(args.model, args.trust_remote_code)
     try:
         note = tables.check_length(args.length, model.whole, args.model)
         texts = Texts.of(documents(args.data), tokenizer, args.length, args.windows)
@@ -399,7 +410,8 @@ def main() -> None:
         print(cuts)
     train, evaluate, predict = make_steps(cuts, stages, args)
     schedule = cg.schedules.by_name(args.schedule)
-    lowered = train.lower(texts.batch(0, args.batch, args.seed))
+    ids = texts.batch(0, args.batch, args.seed)
+    lowered = train.lower(ids, successors(ids))
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp)
     compiled = lowered.compile(schedule=schedule, fuse=args.fuse, fsdp=fsdp)
     run = Run(args, model, stages, texts, compiled, evaluate, Record())

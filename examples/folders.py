@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def read_model(args: argparse.Namespace) -> Model:
     """The model of a folder, and with --lora its adapters.
 
     Raises:
-        SystemExit: the folder is no model, or its weights do not fit, or are quantized.
+        SystemExit: the folder is no model, its weights do not fit or are quantized, or it needs
+            code that is not trusted.
     """
     if not (args.model / "config.json").is_file():
         raise SystemExit(f"{args.model} is no folder of a model: it has no config.json")
@@ -48,7 +50,7 @@ def read_model(args: argparse.Namespace) -> Model:
         weight_files.refuse_quantized(args.model)
         rename = adapters.name_in_model if args.lora else str
         weights = cg.pretrained(args.model, rename=rename)
-        whole = _empty(args.model, args.attention, weights)
+        whole = _empty(args, weights)
         whole.train(args.dropout)
         if args.lora:
             whole = adapters.add_adapters(whole, args.lora, args.model, args.seed)
@@ -64,7 +66,7 @@ def read_model(args: argparse.Namespace) -> Model:
     return model
 
 
-def _empty(folder: Path, attention: str, weights: Any) -> Any:
+def _empty(args: argparse.Namespace, weights: Any) -> Any:
     """The model without its weights, with its head tied to its embedding if the files have it so.
 
     transformers does the same (`tie_weights`): a head and an embedding that are stored with
@@ -75,11 +77,18 @@ def _empty(folder: Path, attention: str, weights: Any) -> Any:
     def make() -> Any:
         with cg.empty_weights():
             return transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention
+                config,
+                dtype=torch.float32,
+                attn_implementation=args.attention,
+                trust_remote_code=args.trust_remote_code,
             )
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model = make()
+    folder = args.model
+    with _own_code_refused(folder):
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=args.trust_remote_code
+        )
+        model = make()
     if not weights.differing(model):
         return model
     if cg.rank() == 0:
@@ -95,14 +104,31 @@ def _empty(folder: Path, attention: str, weights: Any) -> Any:
     return model
 
 
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder.
+def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder; its own code runs only if it is trusted.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is none, or it needs code that is not trusted.
     """
     import transformers
 
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         raise SystemExit(f"{folder} has no tokenizer: save the model's into it (save_pretrained)")
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    with _own_code_refused(folder):
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+
+
+@contextmanager
+def _own_code_refused(folder: Path) -> Iterator[None]:
+    """Where transformers refuses to run the Python of a folder, say in a line how to allow it."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise SystemExit(
+            f"{folder} needs Python code that it brings: read it, and give --trust-remote-code to "
+            "run it"
+        ) from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def documents(files: Sequence[Path]) -> Iterator[str | list[Any]]:
@@ -115,8 +116,27 @@ class Texts:
             chosen.append(int(torch.randperm(count, generator=generator)[position % count]))
         return self.train[chosen]
 
-    def validation_batches(self, size: int, most: int) -> Iterator[Tensor]:
-        """Batches to be judged on; the first windows come again to fill the last batch."""
+    def validation_batches(self, size: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches to be judged on: their windows and labels, both [size, length].
+
+        The first windows fill the last batch. Their labels are ignored there, so that no window
+        counts twice.
+        """
         count = len(self.validation)
         for start in range(0, min(count, most * size), size):
-            yield self.validation[[(start + i) % count for i in range(size)]]
+            ids = self.validation[[(start + i) % count for i in range(size)]]
+            labels = successors(ids)
+            labels[count - start :] = IGNORED
+            yield ids, labels
+
+
+def successors(ids: Tensor) -> Tensor:
+    """The labels of windows, int64 [windows, length]: each token's is the token behind it.
+
+    The last token's is ignored. A caller may have more ignored, such as those of prompts.
+    """
+    return functional.pad(ids[:, 1:], (0, 1), value=IGNORED)  # smaller than to cut logits
+
+
+IGNORED = -100
+"""A label that does not count."""

@@ -57,9 +57,10 @@ def measured(run: Any, args: argparse.Namespace) -> None:
         run.texts.batch(step, shape.batch, run.args.seed)
         for step in range(args.steps + args.profiled)
     ]
+    labels = [finetune.successors(ids) for ids in batches]
 
     def step(number: int) -> float:
-        return float(compiled(batches[number])[0])
+        return float(compiled(batches[number], labels[number])[0])
 
     Meter(args, cg.rank(), cg.allgather).run(step, lambda: details(compiled))
 

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from .chain import Chain
@@ -70,6 +74,12 @@ def analyse(model: nn.Module, chain: Chain, example: Mapping[str, Any]) -> Analy
             run.end(output)
     except ValueError:
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be traced: what {error.func} gives has a shape, or is "
+            "a number, that depends on the data. Take a form without it, such as experts='cg' for "
+            "a mixture of experts of transformers"
+        ) from error
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} does not run on the example inputs "

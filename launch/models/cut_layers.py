@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...tracer.values.heap.gradient_hooks import has_gradient_hooks
 from .analysis import Analysis, analyse
 from .balance import balance
 from .chain import Chain, find_chain
 from .cut_model import Cuts, ModelCosts
 from .example_inputs import example_of
-from .experts import make_experts_static
+from .experts import choose_experts
 
 
 def cut_layers(
@@ -22,16 +23,16 @@ def cut_layers(
     *,
     example: Mapping[str, Any] | None = None,
     layers: str | None = None,
+    experts: str | None = None,
 ) -> Cuts:
     """Cut a model between its layers into the stages of a pipeline.
 
-    The model's forward runs once, on fake tensors, and is left as it is, but that experts of
-    transformers are computed by `cg.expert_linear`. A stage has the parameters
-    that its part of the forward uses: the first one an embedding, the last one a norm and a head.
-    Each stage computes by itself what depends on the inputs alone, such as masks and rotary
-    tables. A parameter that several stages use and that is trained, such as tied embeddings, is in
-    the first of them alone, and goes to the others as a value (`ModelPart.lend`). One that is
-    frozen is in each.
+    The model's forward runs once, on fake tensors, and is left as it is, but for `experts`. A stage
+    has the parameters that its part of the forward uses: the first one an embedding, the last one a
+    norm and a head. Each stage computes by itself what depends on the inputs alone, such as masks
+    and rotary tables. A parameter that several stages use and that is trained, such as tied
+    embeddings, is in the first of them alone, and goes to the others as a value
+    (`ModelPart.lend`). One that is frozen is in each.
 
     ```python
     with cg.empty_weights():
@@ -50,20 +51,36 @@ def cut_layers(
         example: the model's inputs by name, for that one run; the models of transformers that take
             texts or images need none.
         layers: the path of the list of layers, if it is not the one with most parameters.
+        experts: how a mixture of experts of transformers computes them: "cg", by
+            `cg.expert_linear`, or one of transformers' implementations, such as "batched_mm". None
+            is "cg" in the place of transformers' defaults, which are "grouped_mm" and "eager", and
+            leaves another choice as it is.
 
     Returns:
         The stages, whose `str` is a table of them; `part(i)` makes the module of one.
 
     Raises:
         ValueError: the model has no such layers, fewer than stages, or does something around them
-            that cannot be cut; it cannot run on the example; or the costs are not those of its
-            layers.
+            that cannot be cut; it cannot run on the example; the costs are not those of its
+            layers; it has no such experts; or a parameter has a gradient hook.
     """
-    make_experts_static(model)
+    _refuse_hooks(model)
+    choose_experts(model, experts)
     chain = find_chain(model, layers)
     analysis = analyse(model, chain, example_of(model) if example is None else example)
     chosen = _costs(model, chain, analysis, costs)
     return Cuts(model, chain, analysis, _lengths(model, chain, analysis, chosen, stages), chosen)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks of parameters: the modules of stages have copies, which have no hooks."""
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"'{name}' of {type(model).__name__} has a gradient hook, which a step does not "
+                "call; remove it, and do its work in a method that the step calls behind "
+                "cg.backward, such as the one of the optimizer"
+            )
 
 
 def _costs(

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ...tracer.method.experts.expert_products import static_form
+
 _OF_SHAPE_ALONE = frozenset(
     {
         "empty_like",
@@ -64,7 +66,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        func, args, kwargs = static_form(func, args, kwargs or {})
         results = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:

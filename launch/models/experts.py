@@ -26,29 +26,50 @@ class _ChoosesExperts(Protocol):
     def _can_set_experts_implementation(self) -> bool: ...
 
 
-def make_experts_static(model: nn.Module) -> None:
-    """Let the experts of a model's mixtures be computed by `cg.expert_linear`.
+def choose_experts(model: nn.Module, name: str | None) -> None:
+    """Set by which implementation a model's mixtures of experts are computed.
 
-    The ways of transformers loop over the experts that the data chooses, or sort the rows of the
-    whole batch, and so need all of it on each rank. Values are the same. A model that is not of
-    transformers, or has no such experts, or computes them in another way than transformers' own
-    defaults, is left as it is.
+    The defaults of transformers loop over the experts that the data chooses, or sort the rows of
+    the whole batch, and so need all of it on each rank. `IMPLEMENTATION` takes their place; its
+    values are the same. A model that is not of transformers, or has no such experts, or computes
+    them in another way than by these defaults, is left as it is.
+
+    Args:
+        name: of the implementation; None takes the place of defaults alone.
+
+    Raises:
+        ValueError: there is no such implementation, or the model has no such experts.
     """
-    for module in model.modules():
-        if (
-            isinstance(module, _ChoosesExperts)
-            and module._can_set_experts_implementation()
-            and module.config._experts_implementation in _DEFAULTS
-        ):
-            _register()
-            module.set_experts_implementation(IMPLEMENTATION)
+    mixtures = [
+        module
+        for module in model.modules()
+        if isinstance(module, _ChoosesExperts) and module._can_set_experts_implementation()
+    ]
+    if not mixtures:
+        if name is None:
+            return
+        raise ValueError(
+            f"experts='{name}' is asked for, and {type(model).__name__} has no experts of "
+            "transformers that can be computed in several ways; leave it out"
+        )
+    names = _register()
+    if name not in (None, *names):
+        raise ValueError(f"there are no experts='{name}'; there are {', '.join(names)}")
+    for module in mixtures:
+        if name is not None or module.config._experts_implementation in _DEFAULTS:
+            module.set_experts_implementation(name or IMPLEMENTATION)
 
 
-def _register() -> None:
-    """Make the implementation known to transformers, which a user of its models has."""
+def _register() -> list[str]:
+    """Make the implementation known to transformers, which a user of its models has.
+
+    Returns:
+        The names of all implementations. "eager" is the model's own forward of its experts.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
+    return sorted({"eager", *ALL_EXPERTS_FUNCTIONS})
 
 
 def _forward(

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
@@ -23,6 +26,8 @@ from ..mpi.jobs import ROOT, needs_mpi, run
 
 transformers = pytest.importorskip("transformers")
 
+from transformers import dynamic_module_utils  # noqa: E402
+
 from . import tiny_model  # noqa: E402 (it needs transformers)
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -30,7 +35,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import finetune  # noqa: E402 (found by the line above)
 import folders  # noqa: E402
 import weight_files  # noqa: E402
-from texts import Texts, documents  # noqa: E402
+from texts import IGNORED, Texts, documents, successors  # noqa: E402
 
 from examples.serve import __main__ as serving  # noqa: E402
 from examples.serve.families import open_model  # noqa: E402
@@ -81,31 +86,71 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def plain(model: Path, steps: int) -> list[float]:
-    """The losses of plain transformers in one process."""
+def plain(
+    model: Path, steps: int, labels_of: Callable[[Tensor], Tensor] = successors
+) -> tuple[list[float], float]:
+    """The losses of plain transformers in one process, and that of the validation at the end."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     texts = Texts.of(documents([]), tokenizer, 16, 60)
-    trained = transformers.AutoModelForCausalLM.from_pretrained(model)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
     optimizer, scheduler = finetune.trainers(trained.parameters(), 1e-3, 0.0, steps)
     found = []
     for step in range(steps):
         ids = texts.batch(step, 8, seed=0)
-        loss = trained(input_ids=ids, labels=ids).loss
+        loss = mean_loss(trained, ids, labels_of(ids))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         found.append(float(loss.detach()))
+    judged = mean_loss(trained, texts.validation, successors(texts.validation))
+    return found, float(judged.detach())
+
+
+def mean_loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+
+
+def validation(out: Path) -> float:
+    """The last validation loss of a run."""
+    found: float = json.loads((out / "figures.json").read_text())["validation"][-1][1]
     return found
 
 
 def test_losses_are_those_of_plain_transformers(model: Path, whole: Path) -> None:
-    assert losses(whole) == pytest.approx(plain(model, 6), rel=1e-5)
+    """Also that of the three validation windows, whose batch the first ones fill again."""
+    expected, judged = plain(model, 6)
+    assert losses(whole) == pytest.approx(expected, rel=1e-5)
+    assert validation(whole) == pytest.approx(judged, rel=1e-5)
     checkpoints = sorted((whole / "checkpoints").iterdir())
     assert [each.name for each in checkpoints] == [f"step-{n:06d}" for n in range(1, 7)]
     for each in checkpoints:
         check_opens(each)
+
+
+def few(ids: Tensor) -> Tensor:
+    """Labels of which row r of a batch keeps r: the first microbatches of four have 1 and 5."""
+    labels = successors(ids)
+    kept = torch.arange(len(ids))[:, None] > torch.arange(ids.shape[1])
+    return labels.where(kept, IGNORED)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (1, "--microbatches 1"),
+        pytest.param(2, "--pp 2 --microbatches 4", marks=SLOW),
+        (2, "--pp 1 --dp 2 --microbatches 4"),
+    ],
+)
+def test_each_label_counts_once(
+    ranks: int, shape: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Microbatches have 1 label to 13, and rows along dp differ as well."""
+    monkeypatch.setattr(finetune, "successors", few)
+    tune(model, tmp_path, f"{shape} --steps 2 --evaluate-every 0", ranks)
+    assert losses(tmp_path) == pytest.approx(plain(model, 2, few)[0], rel=1e-5)
 
 
 def test_a_table_that_the_model_makes_as_it_runs(tmp_path: Path) -> None:
@@ -117,7 +162,7 @@ def test_a_table_that_the_model_makes_as_it_runs(tmp_path: Path) -> None:
     tiny_model.write(model, rope_parameters=rotary | factors, **untied)
     tune(model, out, "--steps 1 --pp 2")
     tune(model, out, "--steps 2 --pp 1 --resume", ranks=1)
-    assert losses(out) == pytest.approx(plain(model, 2), rel=1e-5)
+    assert losses(out) == pytest.approx(plain(model, 2)[0], rel=1e-5)
     check_opens(out / "checkpoints" / "step-000002")
 
 
@@ -142,7 +187,7 @@ def test_a_folder_with_other_names_than_the_model(tmp_path: Path, model: Path) -
     output = tune(folder, out, "--steps 1 --pp 2")
     assert output.count(f"the weights in {folder}, 1 under other names") == 1
     tune(folder, out, "--steps 2 --pp 1 --resume", ranks=1)
-    assert losses(out) == pytest.approx(plain(folder, 2), rel=1e-5)
+    assert losses(out) == pytest.approx(plain(folder, 2)[0], rel=1e-5)
     saved = out / "checkpoints" / "step-000002"
     check_opens(saved)
     names = (load_file(f / "model.safetensors").keys() for f in (saved, folder))
@@ -297,6 +342,102 @@ def grown(model: Path, tmp_path: Path) -> Path:
     return folder
 
 
+OWN_MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+"""
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def update_json(file: Path, **entries: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.fixture
+def own_code(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose model halves its logits, by code of its own."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "own"
+    shutil.copytree(model, folder)
+    (folder / "own_model.py").write_text(OWN_MODEL)
+    (folder / "own_tokenizer.py").write_text(OWN_TOKENIZER)
+    classes = {"AutoConfig": "own_model.OwnConfig"}
+    classes["AutoModelForCausalLM"] = "own_model.OwnForCausalLM"
+    update_json(folder / "config.json", model_type="own", auto_map=classes)
+    return folder
+
+
+def test_code_of_the_folder(own_code: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """It runs where it is trusted alone, and checkpoints have it."""
+    out = tmp_path / "out"
+    message = f"{own_code} needs Python code that it brings: read it, and give --trust-remote-code"
+    assert refused(monkeypatch, "--model", own_code, "--out", out).startswith(message)
+    tune(own_code, out, "--steps 2 --trust-remote-code --evaluate-every 0")
+    assert losses(out) == pytest.approx(plain(own_code, 2)[0], rel=1e-5)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(
+        out / "checkpoints" / "step-000002", trust_remote_code=True
+    )
+    assert type(saved).__name__ == "OwnForCausalLM"
+
+
+def test_a_tokenizer_that_is_code_of_the_folder(own_code: Path) -> None:
+    classes = {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}
+    update_json(
+        own_code / "tokenizer_config.json", auto_map=classes, tokenizer_class="OwnTokenizer"
+    )
+    with pytest.raises(SystemExit, match="give --trust-remote-code to run it"):
+        finetune.read_tokenizer(own_code)
+    tokenizer = finetune.read_tokenizer(own_code, trust_remote_code=True)
+    assert type(tokenizer).__name__ == "OwnTokenizer"
+
+
+def test_implementations_of_experts(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "mixture"
+    shutil.copytree(model, folder)
+    config = transformers.MixtralConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    monkeypatch.setattr(finetune, "make_steps", _tells_experts)
+    words = ["--model", folder, "--out", tmp_path / "out", *TINY.split()]
+    assert refused(monkeypatch, *words) == "cg"
+    assert refused(monkeypatch, *words, "--experts", "batched_mm") == "batched_mm"
+    message = refused(monkeypatch, *words, "--experts", "other")
+    assert message.startswith("there are no experts='other'; there are batched_mm, cg, ")
+    words[1] = model
+    message = refused(monkeypatch, *words, "--experts", "cg")
+    assert message.startswith("experts='cg' is asked for, and LlamaForCausalLM has no experts of")
+
+
+def _tells_experts(cuts: Any, *_: Any) -> None:
+    raise SystemExit(cuts.model.config._experts_implementation)
+
+
 def test_a_token_beyond_the_embedding(
     grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,15 +541,15 @@ def test_a_head_that_is_not_the_embedding(model: Path, tmp_path: Path) -> None:
     output = tune(folder, out, "--steps 2 --evaluate-every 0")
     line = "has a head that is not its embedding, so it is used, although config.json says"
     assert output.count(line) == 1
-    assert losses(out) == pytest.approx(plain(folder, 2), rel=1e-5)
-    assert losses(out) != pytest.approx(plain(model, 2), rel=1e-5)
+    assert losses(out) == pytest.approx(plain(folder, 2)[0], rel=1e-5)
+    assert losses(out) != pytest.approx(plain(model, 2)[0], rel=1e-5)
     found = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoints/step-000002")
     assert not torch.equal(found.lm_head.weight, found.model.embed_tokens.weight)
     tensors["lm_head.weight"] = embedding.clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     output = tune(folder, tmp_path / "same", "--steps 2 --evaluate-every 0")
     assert line not in output
-    assert losses(tmp_path / "same") == pytest.approx(plain(model, 2), rel=1e-5)
+    assert losses(tmp_path / "same") == pytest.approx(plain(model, 2)[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("table", ["transformer.wpe", "model.decoder.embed_positions"])

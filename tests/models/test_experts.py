@@ -112,6 +112,17 @@ PLACES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     ],
 )
 def test_it_trains_as_plain_transformers(family: str, place: str) -> None:
+    check_training(family, place, experts=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_an_implementation_of_transformers(family: str, experts: str) -> None:
+    check_training(family, "two stages", experts)
+
+
+def check_training(family: str, place: str, experts: str | None) -> None:
     stages, axes, plan = PLACES[place]
     model = model_of(family)
     plain = copy.deepcopy(model)
@@ -121,7 +132,9 @@ def test_it_trains_as_plain_transformers(family: str, place: str) -> None:
     if "dp" in axes:
         plan = {INPUTS: cg.cut(0, "dp")} | plan
     with use_world(VirtualWorld(stages * size)):
-        cuts = cg.cut_layers(model, stages, example={"input_ids": ids, "use_cache": False})
+        example = {"input_ids": ids, "use_cache": False}
+        cuts = cg.cut_layers(model, stages, example=example, experts=experts)
+        assert model.config._experts_implementation == (experts or "cg")  # type: ignore[union-attr]
         places = [
             cg.mesh(range(index * size, (index + 1) * size), **axes) if axes else index
             for index in range(stages)
@@ -133,3 +146,32 @@ def test_it_trains_as_plain_transformers(family: str, place: str) -> None:
         compiled = training_step(actors, cuts).lower(ids, labels).compile()
         losses = [compiled(ids, labels) for _ in range(3)]
     torch.testing.assert_close(losses, train_plainly(plain, ids, labels), rtol=1e-6, atol=1e-6)
+
+
+def test_a_default_is_left_if_it_is_asked_for() -> None:
+    """It is of as many operations, and `cg.cut_layers` takes it in every type."""
+    tables = [str(cg.cut_layers(model_of("Mixtral"), 2, experts=e)) for e in ("cg", "grouped_mm")]
+    assert tables[0] == tables[1]
+    assert " 1  1" in tables[0]
+
+
+def test_a_choice_of_before_is_left() -> None:
+    model = model_of("Mixtral")
+    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    cg.cut_layers(model, 1)
+    assert model.config._experts_implementation == "batched_mm"  # type: ignore[union-attr]
+    cg.cut_layers(model, 1, experts="cg")
+    assert model.config._experts_implementation == "cg"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "message"),
+    [
+        (model_of("Mixtral"), "other", "no experts='other'; there are batched_mm, cg, .*eager, "),
+        (model_of("Mixtral"), "eager", r"aten.nonzero.* depends on the data.* experts='cg' for a"),
+        (nn.Linear(2, 2), "cg", "'cg' is asked for, and Linear has no experts of transformers"),
+    ],
+)
+def test_implementations_that_are_refused(model: nn.Module, experts: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cg.cut_layers(model, 1, experts=experts)

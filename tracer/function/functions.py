@@ -26,6 +26,7 @@ from ..method.purity.watch import UsesGradients
 from ..method.twice import settled
 from ..values.actor_state import ActorState, collect
 from ..values.gradient_buckets import Buckets
+from ..values.heap.gradient_hooks import has_gradient_hooks
 from ..values.interface import (
     MethodTarget,
     RankBodies,
@@ -238,11 +239,11 @@ def _no_derivative(call: TracedCall) -> TraceError:
 def _refuse_hooks(call: TracedCall) -> None:
     """Refuse parameters with gradient hooks."""
     for state in call.state.tensors:
-        tensor = state.tensor
-        if state.is_trained and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+        if state.is_trained and has_gradient_hooks(state.tensor):
             raise TraceError(
                 f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
                 "would see the gradient of each call instead of their sum",
                 loc=call.error_loc,
-                remedy="do the hook's work in the method that uses the optimizer",
+                remedy="do the hook's work in a method that the step calls behind cg.backward, "
+                "such as the one of the optimizer",
             )

@@ -303,6 +303,13 @@ class _JointTrace(Scene):
                     "once, while tracing",
                     "do so before the step is traced, or mark the method with @cg.opaque",
                 )
+            if fake._backward_hooks or fake._post_accumulate_grad_hooks:
+                raise self.call.refusal(
+                    f"it puts a hook on the gradient of '{tensor.path}', which would be one more "
+                    "in each call",
+                    "give the parameter to a torch.autograd.Function whose backward does its "
+                    "work, and compute with its result",
+                )
             if fake.requires_grad > had_grad:
                 raise self.call.refusal(
                     f"it writes to '{tensor.path}' what a gradient could flow back through, from "
