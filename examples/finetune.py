@@ -8,7 +8,7 @@
 
 DIR is a folder as `save_pretrained` writes it. Each checkpoint under --out is one as well, or with
 --lora a folder of adapters that peft opens. Beside the weights it has the state from which training
-goes on, on any shape of ranks.
+goes on, on any shape of ranks. --ep spreads the experts of a mixture, and the batch, over ranks.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
         SystemExit: the model has too few layers, or cannot be cut.
     """
     places = homes(args.schedule, args.pp)
-    size = args.dp * args.tp
+    size = args.dp * args.ep * args.tp
     example = {"input_ids": torch.zeros(1, args.length, dtype=torch.int64), "use_cache": False}
     try:
         cuts = cg.cut_layers(
@@ -132,16 +132,16 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
     if len(cuts) != len(places):
         raise SystemExit(f"--stages names {len(cuts)} stages, and there are {len(places)}")
     lent = "forward(lent)|logits(lent)|loss(lent)"
-    plan = cg.plan({ROWS: cg.cut(0, "dp"), lent: cg.whole})
-    if args.tp > 1:
-        plan = plan | cg.plans.hf(model.whole, batch=None)
+    plan = cg.plan({ROWS: cg.cut(0, "dp", "ep"), lent: cg.whole})
+    if args.tp > 1 or args.ep > 1:
+        plan = plan | cg.plans.hf(model.whole, batch=None, experts="ep" if args.ep > 1 else None)
     stages = []
     for index, home in enumerate(places):
         if size == 1:
             make = Stage.on(home, init=model.weights)
         else:
             ranks = range(home * size, (home + 1) * size)
-            grid = cg.mesh(ranks, dp=args.dp, tp=args.tp)
+            grid = cg.mesh(ranks, dp=args.dp, ep=args.ep, tp=args.tp)
             store = cg.cut(0, "dp") if args.fsdp else cg.whole
             make = Stage.on(grid, plan=plan, init=model.weights, store=store)
         stages.append(make(cuts, index, args))
@@ -160,7 +160,7 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
             if part.lent:
                 sizes = {name: len(cuts.model.get_parameter(name)) for name in part.lent}
                 rows = {name: torch.arange(size) for name, size in sizes.items()}
-                weights |= stage.lend(rows if args.dp > 1 else None)
+                weights |= stage.lend(rows if args.dp * args.ep > 1 else None)
         return weights
 
     def run(ids, lent, last):
@@ -206,10 +206,11 @@ def sample(predict: Any, tokenizer: Any, args: argparse.Namespace) -> str:
     ids = tokenizer(args.prompt)["input_ids"]
     start = len(ids)
     room = min(args.length, start + args.sample)
-    window = torch.zeros(args.dp, args.length, dtype=torch.int64)  # later tokens have no effect
+    copies = args.dp * args.ep
+    window = torch.zeros(copies, args.length, dtype=torch.int64)  # later tokens have no effect
     for at in range(start, room):
         window[:, :at] = torch.tensor(ids)
-        positions = torch.full((args.dp,), at - 1)
+        positions = torch.full((copies,), at - 1)
         ids.append(int(predict(window, positions)[0].argmax()))
         if ids[-1] == tokenizer.eos_token_id:
             break
@@ -324,6 +325,7 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
     add("--pp", type=int, default=cg.world_size(), help="groups of ranks in the pipeline")
     add("--dp", type=int, default=1, help="ranks of a group that share the batch")
+    add("--ep", type=int, default=1, help="ranks of a group that share experts, and the batch too")
     add("--tp", type=int, default=1, help="ranks of a group that share weights")
     add(
         "--fsdp",
@@ -356,35 +358,26 @@ def parse() -> argparse.Namespace:
     add("--sample", type=int, default=24, help="tokens to continue it by; 0: none")
     add("--trace", type=Path, help="write a profile of all ranks, for Perfetto, to this file")
     args = parser.parse_args()
-    for name in (
-        "pp",
-        "dp",
-        "tp",
-        "steps",
-        "batch",
-        "microbatches",
-        "length",
-        "save_every",
-        "keep",
-    ):
+    sizes = ("pp", "dp", "ep", "tp")
+    for name in (*sizes, "steps", "batch", "microbatches", "length", "save_every", "keep"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.pp * args.dp * args.tp != cg.world_size():
-        parser.error(
-            f"--pp {args.pp} x --dp {args.dp} x --tp {args.tp} are {args.pp * args.dp * args.tp} "
-            f"ranks, and there are {cg.world_size()}"
-        )
-    if args.batch % args.microbatches or args.batch // args.microbatches < args.dp:
+    ranks = math.prod(vars(args)[name] for name in sizes)
+    if ranks != cg.world_size():
+        product = " x ".join(f"--{name} {vars(args)[name]}" for name in sizes)
+        parser.error(f"{product} are {ranks} ranks, and there are {cg.world_size()}")
+    copies = args.dp * args.ep
+    if args.batch % args.microbatches or args.batch // args.microbatches < copies:
         parser.error(
             f"--batch {args.batch} does not divide into {args.microbatches} microbatches of a "
-            f"window or more for each of {args.dp} ranks"
+            f"window or more for each of {copies} ranks"
         )
     if args.fsdp and args.dp == 1:
         parser.error("--fsdp keeps weights in pieces on the ranks of --dp, which must be above 1")
-    if args.lora and args.tp > 1:
+    if args.lora and args.tp * args.ep > 1:
         parser.error(
-            "--lora with --tp: the plans of models do not say how adapters are cut; use --dp or "
-            "--pp"
+            "--lora with --tp or --ep: the plans of models do not say how adapters are cut; use "
+            "--dp or --pp"
         )
     if missing := [str(file) for file in args.data if not file.is_file()]:
         parser.error(f"--data: there is no file {', '.join(missing)}")

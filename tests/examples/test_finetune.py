@@ -410,21 +410,45 @@ def test_a_tokenizer_that_is_code_of_the_folder(own_code: Path) -> None:
     assert type(tokenizer).__name__ == "OwnTokenizer"
 
 
-def test_implementations_of_experts(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    folder = tmp_path / "mixture"
+@pytest.fixture(scope="module")
+def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts, with the tokenizer of the other model."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
     shutil.copytree(model, folder)
+    torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=257,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
         num_local_experts=4,
     )
     transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_experts_over_ranks(mixture: Path, tmp_path: Path) -> None:
+    """Losses are those of plain transformers, and other shapes of ranks go on."""
+    first = tmp_path / "first"
+    tune(mixture, first, "--pp 1 --dp 2 --ep 2 --steps 3 --save-every 1 --keep 9", ranks=4)
+    expected, judged = plain(mixture, 3)
+    assert losses(first) == pytest.approx(expected, rel=1e-5)
+    for shape, ranks in (("--pp 2 --ep 2 --sample 2", 4), ("--pp 2", 2)):
+        out = tmp_path / shape
+        resumable(first, out, 2)
+        tune(mixture, out, f"{shape} --steps 3 --resume --evaluate-every 3", ranks=ranks)
+        assert losses(out) == pytest.approx(expected, rel=1e-5)
+        assert validation(out) == pytest.approx(judged, rel=1e-5)
+        check_opens(out / "checkpoints" / "step-000003")
+
+
+def test_implementations_of_experts(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(finetune, "make_steps", _tells_experts)
-    words = ["--model", folder, "--out", tmp_path / "out", *TINY.split()]
+    words = ["--model", mixture, "--out", tmp_path / "out", *TINY.split()]
     assert refused(monkeypatch, *words) == "cg"
     assert refused(monkeypatch, *words, "--experts", "batched_mm") == "batched_mm"
     message = refused(monkeypatch, *words, "--experts", "other")
@@ -597,7 +621,7 @@ def test_more_tokens_than_positions_that_are_computed(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--pp 2", "--pp 2 x --dp 1 x --tp 1 are 2 ranks, and there are 1"),
+        ("--pp 2", "--pp 2 x --dp 1 x --ep 1 x --tp 1 are 2 ranks, and there are 1"),
         ("--batch 6", "--batch 6 does not divide into 4 microbatches"),
         ("--attention flex_attention", "invalid choice: 'flex_attention'"),
         ("--data no.txt", "--data: there is no file no.txt"),
