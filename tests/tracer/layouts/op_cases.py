@@ -177,6 +177,8 @@ CASES: dict[str, OpCase] = {
     "norm 3": case(lambda x: torch.linalg.vector_norm(x, 3, 1), ints(4, 3), tolerance=1e-12),
     "norm inf": case(lambda x: torch.linalg.vector_norm(x, float("inf")), ints(4, 3)),
     "logsumexp": case(lambda x: torch.logsumexp(x, 1), ints(4, 3), tolerance=1e-12),
+    "histogram": case(lambda x: torch.histc(x, 5, -2, 3), ints(4, 3)),
+    "histogram between extremes": case(lambda x: torch.histc(x, 5), ints(4, 3)),
     "logsumexp of infinities": case(
         lambda x: torch.logsumexp(torch.where(x > 1, math.inf, -math.inf), 1), ints(6, 4)
     ),

@@ -250,6 +250,17 @@ def _chosen(case: Case) -> Answer:
     return reduced(case, _dims(case), None, why="is needed whole, to find the index in it")
 
 
+def _histogram(case: Case) -> Answer:
+    """Counts of pieces add up, unless the edges of the bins are the extremes of all entries."""
+    (operand,) = case.operands
+    dims = named(operand.shape)
+    sizes = {f"d{i}": size for i, size in enumerate(operand.shape)} | {"bins": case["bins"]}
+    has_edges = case["min"] != case["max"]
+    why = "is needed whole, since its extremes are the edges of the bins"
+    keep = {} if has_edges else dict.fromkeys((dim for (dim,) in dims), why)
+    return solve(case, Factors((dims,), ((("bins",),),), sizes, NOT_LINEAR, keep))
+
+
 def _softmax_along(expanded: Any, case: Case) -> Answer | Expansion:
     """An op along a dimension; if the dimension is cut, `expanded` replaces the op."""
     first = case.operands[0]
@@ -316,6 +327,7 @@ RULES: Mapping[object, Rule] = {
     **dict.fromkeys(
         (_ATEN.sort.default, _ATEN.sort.stable, _ATEN.topk.default, _ATEN.argsort.default), _along
     ),
+    _ATEN.histc.default: _histogram,
     _ATEN._softmax.default: partial(_softmax_along, _softmax),
     _ATEN._log_softmax.default: partial(_softmax_along, _log_softmax),
     _ATEN._softmax_backward_data.default: partial(_softmax_along, _softmax_backward),
