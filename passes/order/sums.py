@@ -25,7 +25,7 @@ def sum_as_terms_come(work: ProgramWork, order: Sequence[int]) -> list[int]:
     Returns:
         The indices with the additions in other positions.
     """
-    sums = list(_Sums(work, order).all())
+    sums = list(_SumFinder(work, order).all())
     if not sums:
         return list(order)
     moved = {index for each in sums for index in each.additions}
@@ -90,7 +90,7 @@ class _Sum:
             (total,) = call.results
 
 
-class _Sums:
+class _SumFinder:
     """Finds the sums of a program."""
 
     def __init__(self, work: ProgramWork, order: Sequence[int]) -> None:
