@@ -84,7 +84,8 @@ def _expert_linear(input: Tensor, weight: Tensor, ids: Tensor, partial: bool = F
     if partial and rows.device.type != "cpu":
         is_here = torch.arange(len(rows), device=rows.device) < ends[-1]
         rows = torch.where(is_here.unsqueeze(1), rows, 0)
-    result = rows.new_zeros(ids.numel(), weight.shape[1])
+    make = rows.new_empty if len(rows) == ids.numel() else rows.new_zeros
+    result = make(ids.numel(), weight.shape[1])
     return result.index_copy_(0, order, rows).view(*ids.shape, weight.shape[1])
 
 
