@@ -41,6 +41,10 @@ _STATIC_FORMS = {
         "torch.zeros(n, dtype=torch.int64).scatter_add(0, x, torch.ones_like(x)) counts n classes"
     ),
     "aten.repeat_interleave.Tensor": "say how many there are in all by output_size=n",
+    "aten._ctc_loss.Tensor": (
+        "pad the targets, [rows, longest], and give the lengths as tensors [rows] or as tuples of "
+        "integers"
+    ),
     "aten._pack_padded_sequence.default": (
         "run over padded sequences, and leave out by torch.where what is beyond their ends"
     ),

@@ -102,9 +102,17 @@ class Shapes(nn.Module):
         return self.linear(x).repeat_interleave(x.argmax(1) + 1, 0, output_size=2).mean()
 
     def aligns(self, x: torch.Tensor) -> torch.Tensor:
-        log_probs = self.linear(x).log_softmax(-1)[:, None]
-        lengths = torch.tensor([2]), torch.tensor([1])
-        return nn.functional.ctc_loss(log_probs, torch.tensor([[1]]), *lengths)
+        log_probs = self.linear(x).log_softmax(-1)[:, None].expand(2, 2, 3)
+        lengths = torch.tensor([2, 2]), torch.tensor([1, 2])
+        return nn.functional.ctc_loss(log_probs, torch.tensor([1, 2, 1]), *lengths)
+
+    def aligns_with_known_shapes(self, x: torch.Tensor) -> torch.Tensor:
+        log_probs = self.linear(x).log_softmax(-1)[:, None].expand(2, 2, 3)
+        lengths = torch.tensor([2, 2]), torch.tensor([1, 2])
+        return nn.functional.ctc_loss(log_probs, torch.tensor([[1, 0], [2, 1]]), *lengths)
+
+    def merges(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).mean() * torch.unique_consecutive(x.argmax(1)).amax()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,8 @@ class Shapes(nn.Module):
         ("chooses", "torch.nonzero_static(mask, size=n)"),
         ("counts", "torch.zeros(n, dtype=torch.int64).scatter_add(0, x, torch.ones_like(x))"),
         ("repeats", "say how many there are in all by output_size=n"),
-        ("aligns", "torch.library.custom_op with register_fake and register_autograd"),
+        ("aligns", "pad the targets, [rows, longest], and give the lengths as tensors [rows]"),
+        ("merges", "torch.library.custom_op with register_fake and register_autograd"),
     ],
 )
 def test_shapes_that_depend_on_values(method: str, remedy: str) -> None:
@@ -126,7 +135,7 @@ def test_shapes_that_depend_on_values(method: str, remedy: str) -> None:
     assert caught.value.loc.function == method
 
 
-@pytest.mark.parametrize("method", ["masks", "chooses", "counts", "repeats"])
+@pytest.mark.parametrize("method", ["masks", "chooses", "counts", "repeats", "aligns"])
 def test_the_form_of_known_shapes_does_the_same(method: str) -> None:
     """Its values and gradients are those of what is refused."""
     x = torch.tensor([[2.0, -1.0, 0.5], [1.0, -2.0, 0.3]])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-ATEN = torch.ops.aten
+ATEN, CG = torch.ops.aten, torch.ops.cg
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,19 @@ def nll(reduction: int) -> Callable[..., Any]:
 
 def nll_backward(reduction: int) -> Callable[..., Any]:
     return lambda g, x, t, w: ATEN.nll_loss_backward(g, x, t, w, reduction, 2, w.sum())
+
+
+def ctc(x: torch.Tensor, t: torch.Tensor, n: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return CG.ctc_loss(x, t + 1, n, m, 0, False)[0]  # type: ignore[no-any-return]
+
+
+def ctc_backward(g: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    x, t, n, m = rows
+    kept = CG.ctc_loss(x, t + 1, n, m, 0, False)
+    return CG.ctc_loss_backward(g, x, t + 1, n, m, *kept, 0, False)  # type: ignore[no-any-return]
+
+
+ROWS_OF_CTC = (indices(4, 4, 3), torch.tensor([6, 5, 6, 4]), torch.tensor([3, 2, 0, 1]))
 
 
 OF_BORDERS = torch.tensor([[0, 3], [3, 5], [0, 0], [6, 3]])
@@ -228,6 +241,8 @@ CASES: dict[str, OpCase] = {
         )
         for r, name in enumerate(("none", "mean", "sum"))
     },
+    "ctc": case(ctc, ints(6, 4, 5), *ROWS_OF_CTC, tolerance=1e-12),
+    "ctc backward": case(ctc_backward, ints(4), ints(6, 4, 5), *ROWS_OF_CTC, tolerance=1e-12),
     "nll of one": case(
         lambda x, t: ATEN.nll_loss_forward(x, t, None, 1, -100), ints(4), indices(4)
     ),

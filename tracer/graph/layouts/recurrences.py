@@ -1,9 +1,10 @@
-"""Rules of loops of a recurrent cell over time: rows may be cut, steps and features may not."""
+"""Rules of loops over time: rows may be cut, steps and features may not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ...method.recurrence.alignments import CTC_LOSS, CTC_LOSS_BACKWARD
 from ...method.recurrence.loop_operators import (
     RECURRENCE,
     RECURRENCE_BACKWARD,
@@ -64,7 +65,42 @@ def _sum_of_steps(case: Case) -> Answer:
     return _solved(case, (result,), each(0))
 
 
+_ALIGNED: Mapping[str, Dims] = {
+    "log_probs": (("t",), _ROWS, ("c",)),
+    "targets": (_ROWS, ("s",)),
+    **dict.fromkeys(("gradient", "input_lengths", "target_lengths", "losses"), (_ROWS,)),
+    "log_alpha": (_ROWS, ("t",), ("a",)),
+}
+"""The dimensions of CTC's tensors: rows, steps, classes, labels, and states."""
+
+
+def _alignment(case: Case) -> Answer:
+    return _aligned(case, ("losses", "log_alpha"), ())
+
+
+def _alignment_backward(case: Case) -> Answer:
+    return _aligned(case, ("log_probs",), each(0))
+
+
+def _aligned(case: Case, results: tuple[str, ...], linear: Linear) -> Answer:
+    operands = [
+        (_ALIGNED[name], value)
+        for name, value in case.arguments.items()
+        if isinstance(value, Operand)
+    ]
+    shapes = [(dims, operand.shape) for dims, operand in operands]
+    shapes += [(_ALIGNED[name], case.shape(index)) for index, name in enumerate(results)]
+    sizes = {
+        factor: size for dims, shape in shapes for (factor,), size in zip(dims, shape, strict=True)
+    }
+    keep = dict.fromkeys(sizes.keys() - {"b"}, "is needed whole in a loop over time")
+    own = tuple(_ALIGNED[name] for name in results)
+    return solve(case, Factors(tuple(dims for dims, _ in operands), own, sizes, linear, keep))
+
+
 RULES: Mapping[object, Rule] = {
+    CTC_LOSS: _alignment,
+    CTC_LOSS_BACKWARD: _alignment_backward,
     RECURRENCE: _loop,
     RECURRENCE_BACKWARD: _gradients,
     STEP_PRODUCTS: _sum_of_steps,

@@ -1,4 +1,4 @@
-"""Torch's functions of recurrent layers and cells, with one operator for each loop over time."""
+"""Torch's functions that loop over time, with one operator for each loop."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from ...torch_modes import is_autocast_on
+from .alignments import accepts_ctc, ctc_loss
 from .loop_operators import recurrence
 from .recurrent_cells import CELLS
 
 
 class WholeLoops(TorchFunctionMode):
-    """Gives torch's functions of recurrent layers and cells operators that loop over time.
+    """Gives torch's functions of recurrent layers, cells and CTC operators that loop over time.
 
-    Torch's own loops run where these operators do not follow: under autocast, under the transforms
-    of `torch.func`, for packed sequences, and for arguments that torch refuses.
+    Torch's own loops run where these operators do not follow: under the transforms of `torch.func`,
+    for packed sequences, for targets of CTC that are not padded, with lengths in tensors, for
+    arguments that torch refuses, and, but for CTC, under autocast.
     """
 
     def __torch_function__(
@@ -57,9 +60,9 @@ def _not_handled() -> Iterator[None]:
 
 
 def _is_transformed() -> bool:
-    """True if something else than autograd looks at operators: autocast, or a transform."""
+    """True if a transform looks at operators, besides autograd."""
     is_functional = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_autocast_on() or is_functional or forward_ad._current_level >= 0
+    return is_functional or forward_ad._current_level >= 0
 
 
 class _Whole:
@@ -189,8 +192,8 @@ def _states(hx: Any) -> tuple[Any, ...]:
 
 
 def _are_plain(*tensors: Any) -> bool:
-    """True for dense tensors of one floating type."""
-    return all(
+    """True for dense tensors of one floating type, which stays as it is."""
+    return not is_autocast_on() and all(
         isinstance(tensor, Tensor)
         and tensor.layout is torch.strided
         and tensor.is_floating_point()
@@ -210,5 +213,7 @@ _WHOLE: Mapping[Any, _Whole] = {
         getattr(_C, f"{cell}_cell"): _Whole(partial(_one_step, cell), partial(_accepts_step, cell))
         for cell in CELLS
     },
+    _C.ctc_loss: _Whole(ctc_loss, accepts_ctc),
+    functional.ctc_loss: _Whole(ctc_loss, accepts_ctc),
 }
-"""By torch's functions, as `nn.LSTM` and `nn.LSTMCell` call them."""
+"""By torch's functions, as `nn.LSTM`, `nn.LSTMCell` and `nn.CTCLoss` call them."""
