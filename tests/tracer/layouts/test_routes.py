@@ -20,7 +20,7 @@ import cg
 from cg.tracer.graph.layouts.change import Change
 
 from ...sampling import examples
-from .simulation import check, layout, mesh
+from .simulation import check, layout, mesh, simulate
 
 EXPERTS, WIDTH = 4, 6
 
@@ -143,3 +143,29 @@ def test_a_backward_gathers_one_gradient_a_token() -> None:
     reduced = [t.before for t in run.propagation.transfers if t.change is Change.REDUCE]
     lengths = [version.node.meta["val"].numel() for version in reduced]
     assert lengths == [8 * WIDTH, 8 * WIDTH]
+
+
+@pytest.mark.parametrize("tokens", ["-,-", "ep,-", "dp.ep,-"])
+@pytest.mark.parametrize("wrong", [-1, EXPERTS, EXPERTS + 3])
+def test_an_id_of_no_expert_is_an_error(tokens: str, wrong: int) -> None:
+    """As where a rank has all experts. No rank would have its rows, so they would be zeros."""
+    x, up, _, ids, _ = tensors(tokens=4)
+    ids[3, 1] = wrong
+    layouts = [layout(text) for text in (tokens, "ep,-,-", tokens)]
+    with pytest.raises(IndexError, match=rf"expert_linear: index {wrong} at \[3, 1\] is out of"):
+        simulate(cg.expert_linear, [x, up, ids], layouts, mesh(dp=2, ep=2))
+
+
+def test_pieces_of_groups_that_lie_otherwise_in_memory() -> None:
+    """A group norm's backward takes its gradient for contiguous, as it is in the whole graph."""
+
+    def step(h: Tensor, s: Tensor) -> Tensor:
+        return functional.group_norm(h.transpose(1, 2), 2).transpose(1, 2).relu()
+
+    layouts = [layout(text) for text in ("dp,-", "dp,-,-", "ep,-,-", "dp,-", "dp,-")]
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        return gradients(values, partial(mixture, [step]))
+
+    place = mesh(dp=2, ep=2)
+    check(function, tensors(seed=1), layouts, place, tolerance=1e-9, absolute=1e-9)

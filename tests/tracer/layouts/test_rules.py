@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 from torch import fx
 
 from cg.ir.layout import Layout
@@ -132,3 +133,12 @@ def test_layouts_that_follow(row: tuple[object, ...]) -> None:
     )
     assert run.outputs[0] == layout(str(expected))
     assert [change.value for change in run.changes] == changes
+
+
+@pytest.mark.parametrize("summands", range(3))
+def test_a_slope_of_prelu_is_no_factor_of_its_gradients(summands: int) -> None:
+    """Where an input is positive, its gradient is that of the result."""
+    layouts = [layout("-,-|dp" if index == summands else "-,-") for index in range(3)]
+    grad, x, slope = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(0)).double()
+    backward = torch.ops.aten._prelu_kernel_backward.default
+    check(backward, [grad, x, slope], layouts, mesh(dp=2), tolerance=1e-9)

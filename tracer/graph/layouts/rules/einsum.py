@@ -19,8 +19,10 @@ from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
 from ..cuts import is_interval
 from ..factors import Dims, Factors, each, jointly, letters, sizes_of
 from ..solution import solve
+from ..values.ids import CHECKED_IDS
 from .creation import zeros
 from .pointwise import broadcast
+from .rows import first_entry
 
 _ATEN = torch.ops.aten
 
@@ -100,13 +102,18 @@ def _local_linear(experts: int, op: LocalOp) -> Any:
     weight = op.operands[1]
     if not all(shape_of(weight)):
         return zeros(op, op.arguments["input"])
-    return op.run(**_own(op, weight[0], experts))
+    return op.run(**_own(op, weight[0], experts, _checked(op, experts)))
 
 
-def _own(op: LocalOp, here: Intervals, experts: int) -> dict[str, Any]:
+def _checked(op: LocalOp, experts: int) -> fx.Node:
+    """The ids. Without a check, one out of range would be of no rank's experts, and give zeros."""
+    place = first_entry(op.operands[2])
+    return op.emit(CHECKED_IDS, op.arguments["ids"], experts, None, "expert_linear", place)
+
+
+def _own(op: LocalOp, here: Intervals, experts: int, ids: fx.Node) -> dict[str, Any]:
     """Ids that count from the rank's first expert; those of others are beyond its experts."""
     ((first, last),) = here
-    ids = op.arguments["ids"]
     if last - first == experts:
         return {}
     return {"ids": op.emit(_ATEN.sub.Tensor, ids, first), "partial": True}
@@ -128,7 +135,7 @@ def _local_outer(experts: int, op: LocalOp) -> Any:
     here, *others = region
     if len(here) > 1:
         return op.piece(op.run(), (here, *whole(shape_of(tuple(others)))))
-    return op.run(experts=here[0][1] - here[0][0], **_own(op, here, experts))
+    return op.run(experts=here[0][1] - here[0][0], **_own(op, here, experts, op.arguments["ids"]))
 
 
 def _rank(case: Case, name: str) -> int:

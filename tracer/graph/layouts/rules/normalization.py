@@ -103,7 +103,15 @@ def _local_groups(op: LocalOp) -> Any:
     groups = op.arguments["group"] * shape[1] // channels
     if not groups:
         return zeros(op, next(v for v in op.arguments.values() if isinstance(v, fx.Node)))
-    return op.run(N=shape[0], C=shape[1], group=groups)
+    dense = {n: _dense(op, v) for n, v in op.arguments.items() if isinstance(v, fx.Node)}
+    return op.run(**dense, N=shape[0], C=shape[1], group=groups)
+
+
+def _dense(op: LocalOp, value: fx.Node) -> fx.Node:
+    """A contiguous piece, which the kernels take unasked: pieces have other strides than wholes."""
+    if value.meta["val"].is_contiguous():
+        return value
+    return op.emit(_ATEN.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def _batch_norm(case: Case) -> Answer | Expansion:

@@ -66,10 +66,6 @@ def _first(case: Case) -> Linear:
     return each(0)
 
 
-def _last(case: Case) -> Linear:
-    return each(len(case.operands) - 1)
-
-
 def _scaled(case: Case) -> Linear:
     """A quotient; rows that are zero on some ranks divide nothing."""
     is_divided_by_rows = any(divisor.routing is not None for divisor in case.operands[1:])
@@ -145,7 +141,7 @@ _LINEAR: Mapping[object, Callable[[Case], Linear]] = {
     _ATEN.mish_backward.default: _first,
     _ATEN.softshrink_backward.default: _first,
     _ATEN.hardshrink_backward.default: _first,
-    _ATEN._prelu_kernel_backward.default: _last,
+    _ATEN._prelu_kernel_backward.default: _first,
 }
 
 _ZEROS = frozenset(
