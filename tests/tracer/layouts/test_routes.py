@@ -169,3 +169,44 @@ def test_pieces_of_groups_that_lie_otherwise_in_memory() -> None:
 
     place = mesh(dp=2, ep=2)
     check(function, tensors(seed=1), layouts, place, tolerance=1e-9, absolute=1e-9)
+
+
+def _read_before(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    tokens = x.exp()
+    before = cg.expert_linear(tokens, w, ids)
+    tokens[:, :2].mul_(2)
+    return before + cg.expert_linear(tokens, w, ids)
+
+
+def _computed_again(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    column = x[:, :1].exp()
+    tokens = column * x.new_ones(WIDTH)
+    column[:, :1].add_(1)
+    return cg.expert_linear(tokens, w, ids)
+
+
+def _written_late(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    tokens = x.exp()
+    tokens[:, :2].add_(x.sum(0).exp()[:2])
+    return tokens
+
+
+def _other_ids(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    own = ids.clone()
+    h = cg.expert_linear(x, w, own)
+    own[:, :1].zero_()
+    return cg.expert_linear(h, w, own)
+
+
+@pytest.mark.parametrize("step", [_read_before, _computed_again, _written_late, _other_ids])
+def test_a_write_in_place_that_a_copy_would_miss_is_refused(step: Callable[..., Tensor]) -> None:
+    x, up, _, ids, _ = tensors(tokens=4)
+    layouts = [layout(text) for text in ("ep,-", "ep,-,-", "ep,-")]
+    with pytest.raises(cg.LayoutError, match="its memory is written in place"):
+        simulate(step, [x, up, ids], layouts, mesh(ep=2))
+
+
+def test_ids_that_are_written_route_no_rows() -> None:
+    x, up, _, ids, _ = tensors(tokens=4)
+    layouts = [layout(text) for text in ("-,-", "ep,-,-", "-,-")]
+    check(_other_ids, [x, up, ids], layouts, mesh(ep=2), tolerance=1e-9)

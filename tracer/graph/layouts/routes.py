@@ -14,6 +14,8 @@ from torch import fx
 
 from ....ir.attributes import ReduceOp
 from ....ir.layout import Cut, Layout
+from ...values.operators import written_values
+from ..autodiff.subgraphs import memory_of
 from .cases import Case, Operand, Results, Routing
 from .cuts import canonical
 from .factors import Dims, Factor, Factors
@@ -81,6 +83,13 @@ class Routes:
             if len(positions) == 1 and (dims_of_ids := positions.pop()) is not None:
                 return Routing(route.ids, route.experts, route.cut, dims_of_ids)
         return None
+
+
+def still_true(routings: Mapping[fx.Node, Routing], node: fx.Node) -> dict[fx.Node, Routing]:
+    """The routings behind a node: rows are not routed by ids that it writes in place."""
+    written = written_values(node.target, node.args, node.kwargs)
+    memories = {memory_of(value) for value in written if isinstance(value, fx.Node)}
+    return {n: r for n, r in routings.items() if memory_of(r.ids) not in memories}
 
 
 def _own(case: Case, factors: Factors) -> tuple[dict[Factor, Cut], Route | None]:

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from ....values.operators import is_random
-from ...autodiff.subgraphs import has_effect, is_view
+from ...autodiff.subgraphs import has_effect, is_view, memory_of
 from ..cases import LayoutError
 from ..cuts import CutProduct
 from ..versions import LayoutTransfer, Propagation, Version
+from .local_writes import LocalWrites
 from .rank_graphs import Graphs, Name, build_all, kind
 from .writes import StateWrites
 
@@ -167,6 +168,8 @@ class _Partitioner:
         self._put_off(writes)
         writes.move_views(self.level)
         writes.check(self.outputs, (t.before for t in self.transfers.values()))
+        memories = frozenset(map(memory_of, self.state))
+        LocalWrites(propagation, self.level, self.reads, self.transfers, memories).check()
 
     def _draws_late(self, node: fx.Node) -> LayoutError:
         """The error that two parts draw random numbers: one key seeds all draws of a call."""

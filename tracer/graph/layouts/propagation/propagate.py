@@ -34,6 +34,7 @@ from ..change import DEFAULT, ORDER, Change, change_between
 from ..cuts import without_axes
 from ..expansions import copied, replace_by, traced
 from ..functional import read_later, without_writes
+from ..routes import still_true
 from ..rules.table import LINEAR, VIEWS, rule_of
 from ..versions import End, LayoutTransfer, Propagation, Version, rewire
 from .refusals import check_given, check_in_place, gradient_refusal, refusal
@@ -234,9 +235,8 @@ class _Propagator:
 
     def _routing(self, version: Version) -> Routing | None:
         """The ranks that have the rows of a version, unless its rows have been added up."""
-        routing, summands = self.routings.get(version.node), version.layout.summands
-        is_routed = routing is not None and set(routing.cut.axes) <= set(summands)
-        return routing if is_routed else None
+        routing = self.routings.get(version.node)
+        return routing if routing and {*routing.cut.axes} <= {*version.layout.summands} else None
 
     def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
         reads, allowed = [], frozenset(Change) if answer.is_asked else None
@@ -245,6 +245,7 @@ class _Propagator:
             free = frozenset(Change) if index in answer.dispatched else allowed
             reads.append(self._version(operand.node, layout, node, reason, free))
         check_in_place(case, answer, self.versions)
+        self.routings = still_true(self.routings, node)
         self.answers[node], self.reads[node] = answer, tuple(reads)
         self._lay_out(node, answer.results, answer.routing)
 
