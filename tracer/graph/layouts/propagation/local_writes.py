@@ -1,7 +1,7 @@
 """Writes in place to values that a method computes, which exchanges and later parts take as copies.
 
-A value has its memory in the part that computes it. What is exchanged, or goes to another part, is
-a copy of what is there at the end of the part.
+A value has its memory in the part that computes it. Exchanges and later parts take copies, which
+are made at the end of that part.
 """
 
 from __future__ import annotations
