@@ -73,7 +73,8 @@ class LocalGraphBuilder:
     def placeholder(self, version: Version) -> None:
         node = version.node
         name = node.name if node.name.isidentifier() else f"v_{node.name}"
-        if any(v.node is node for v in self._values):  # in another layout
+        taken = {placeholder.target for placeholder in self.graph.find_nodes(op="placeholder")}
+        while name in taken:  # by another layout of the value, or by a value of such a name
             name = f"{name}_{len(self._values)}"
         new = self.graph.placeholder(name)
         layout, shape = unmerged(version.layout, tuple(node.meta["val"].shape))
