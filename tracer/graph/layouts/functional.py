@@ -1,14 +1,15 @@
 """Replace ops that write in place by ops that make a new tensor.
 
-An op cannot write in place to a value that is transferred first. If an op has made the value, and
-no view of it is taken, nothing else sees the write, so the op can make a new tensor instead. Writes
-to state stay.
+An op cannot write in place to a value that is transferred first. If an op of the graph has made the
+value, the write can make a new tensor instead. A write to a slice of the value makes a new slice,
+and a new value with it; what is read behind the write is read of these. Writes to state stay, and
+so do writes to values of which other kinds of views are taken.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,8 +20,13 @@ from .expansions import fake_mode_of
 _ATEN = torch.ops.aten
 
 
-def without_writes(graph: fx.Graph) -> None:
-    """Replace the writes of a graph that can be replaced; the graph is changed in place."""
+def without_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Replace the writes of a graph that can be replaced; the graph is changed in place.
+
+    Returns:
+        The nodes that are new, each with the node that wrote.
+    """
+    new: dict[fx.Node, fx.Node] = {}
     state = {memory_of(node) for node in graph.nodes if node.op == "placeholder"}
     for node in list(graph.nodes):
         if node.target is _ATEN.native_batch_norm.default:
@@ -36,10 +42,87 @@ def without_writes(graph: fx.Graph) -> None:
         if form is None or not isinstance(first, fx.Node):
             continue
         if view is None and not _is_own(first, node):
+            views = _slices(first, node)
+            if views:
+                node.target = form
+                result = _as_written(node, first)
+                new |= dict.fromkeys(_scatter(result, views), node)
             continue
         node.target = form
         result = node if view is not None else _as_written(node, first)
-        _read_instead(first, result)
+        _replace_behind(result, {first: result})
+    return new
+
+
+def _slices(part: fx.Node, writer: fx.Node) -> list[fx.Node]:
+    """The slices of slices from a part to the value that has it; empty if a write has to stay."""
+    slices: list[fx.Node] = []
+    while part.target in _SLICES:
+        slices.append(part)
+        parent = part.args[0]
+        assert isinstance(parent, fx.Node)
+        part = parent
+    if not slices or not _makes_tensor(part):
+        return []
+    return slices if all(view.target in _SLICES for view in _views(part, writer)) else []
+
+
+def _views(value: fx.Node, writer: fx.Node) -> list[fx.Node]:
+    """All views of a value in front of a writer, and views of these, in order."""
+    users = sorted(user for user in value.users if user < writer and _takes_view(user, value))
+    return [view for user in users for view in (user, *_views(user, writer))]
+
+
+def _scatter(part: fx.Node, slices: Sequence[fx.Node]) -> list[fx.Node]:
+    """Make the value whose part is a new one, and let what is behind read it and its slices.
+
+    Args:
+        part: the new part.
+        slices: the slices of which it is one, the smallest first.
+
+    Returns:
+        The new nodes.
+    """
+    graph, new, result = part.graph, [], part
+    for view in slices:
+        whole, *where = view.args
+        assert isinstance(whole, fx.Node)
+        op = _SLICES[view.target]
+        if op is None:
+            continue
+        with graph.inserting_after(result):
+            result = graph.call_function(op, (whole, result, *where), dict(view.kwargs))
+        result.meta["val"] = whole.meta["val"]
+        new.append(result)
+    value = slices[-1].args[0]
+    assert isinstance(value, fx.Node)
+    again, last = {value: result}, result
+    for view in sorted(_views(value, part)):
+        source = view.args[0]
+        assert isinstance(source, fx.Node)
+        assert callable(view.target)
+        with graph.inserting_after(last):
+            arguments = (again[source], *view.args[1:])
+            last = graph.call_function(view.target, arguments, dict(view.kwargs))
+        last.meta["val"] = view.meta["val"]
+        again[view] = last
+        new.append(last)
+    # The result of the write is the slice, which later writes may change, too.
+    _replace_behind(last, {**again, part: again[slices[0]]})
+    for view in reversed(new):
+        if not view.users and view.target in _SLICES:
+            graph.erase_node(view)
+    return [node for node in new if node.users]
+
+
+def _replace_behind(place: fx.Node, new: Mapping[fx.Node, fx.Node]) -> None:
+    """Let nodes behind a place take new nodes in the place of others."""
+    is_behind = False
+    for user in list(place.graph.nodes):
+        for old in user.all_input_nodes if is_behind else ():
+            if old in new:
+                user.replace_input_with(old, new[old])
+        is_behind = is_behind or user is place
 
 
 def _give_statistics(node: fx.Node, state: Collection[int | None]) -> None:
@@ -60,16 +143,7 @@ def _give_statistics(node: fx.Node, state: Collection[int | None]) -> None:
         with node.graph.inserting_after(node):
             item = node.graph.call_function(operator.getitem, (node, index))
         item.meta["val"] = value.meta["val"]
-        _read_instead(value, item)
-
-
-def _read_instead(written: fx.Node, result: fx.Node) -> None:
-    """Let nodes behind a result read it instead of the value that was written to."""
-    passed = False
-    for user in list(result.graph.nodes):
-        if passed and written in user.all_input_nodes:
-            user.replace_input_with(written, result)
-        passed = passed or user is result
+        _replace_behind(item, {value: item})
 
 
 def _as_written(node: fx.Node, first: fx.Node) -> fx.Node:
@@ -146,6 +220,15 @@ def _takes(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
+_SLICES: Mapping[object, torch._ops.OpOverload | None] = {
+    _ATEN.slice.Tensor: _ATEN.slice_scatter.default,
+    _ATEN.select.int: _ATEN.select_scatter.default,
+    _ATEN.alias.default: None,
+    _ATEN.detach.default: None,
+}
+"""The op that gives a tensor with another slice, for each kind of slice; None: it is the slice."""
+
+
 def _is_own(node: fx.Node, writer: fx.Node) -> bool:
     """True if an op has made a value, and nothing in front of a writer refers to its memory."""
     target = node.target
@@ -156,13 +239,16 @@ def _is_own(node: fx.Node, writer: fx.Node) -> bool:
         # A caller of unsafe_split promises to treat its results as tensors of their own.
         is_split = source.target is _ATEN.unsafe_split.Tensor
         return is_split and not any(_takes_view(user, node) for user in users)
-    if not isinstance(target, torch._ops.OpOverload):
+    return _makes_tensor(node) and not any(_takes_view(user, node) for user in users)
+
+
+def _makes_tensor(node: fx.Node) -> bool:
+    """True if an op makes one tensor, with memory of its own."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target is _ATEN._unsafe_view.default:
         return False
-    if any(returned.alias_info is not None for returned in target._schema.returns):
-        return False
-    if len(target._schema.returns) != 1 or target is _ATEN._unsafe_view.default:
-        return False
-    return not any(_takes_view(user, node) for user in users)
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is None
 
 
 def _takes_view(user: fx.Node, node: fx.Node) -> bool:

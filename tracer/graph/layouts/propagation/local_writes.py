@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from ....values.operators import written_values
@@ -63,13 +64,25 @@ class LocalWrites:
     def _check_write(self, node: fx.Node, version: Version) -> None:
         owner = self._owner(version)
         if isinstance(owner, fx.Node):
-            if self.parts.get(owner, self.parts[node]) != self.parts[node]:
+            is_elsewhere = self.parts.get(owner, self.parts[node]) != self.parts[node]
+            if is_elsewhere and not self._is_first(node, owner):
                 raise self._error(version.node, "is computed in front of an exchange")
             return
         transfer = self.transfers[owner]
         # Whatever reads the value behind a reduction takes the sum.
         if transfer.change is not Change.REDUCE or self._owner(transfer.before) is not owner.node:
             raise self._error(version.node, "is a copy")
+
+    def _is_first(self, node: fx.Node, owner: fx.Node) -> bool:
+        """True if a write fills memory that holds nothing yet, and its part alone uses it."""
+        if owner.target is not torch.ops.aten.empty_strided.default:
+            return False
+        memory = memory_of(owner)
+        return all(
+            self.parts[user] == self.parts[node]
+            for user in self.parts
+            if user is not owner and any(memory_of(v.node) == memory for v in self.reads(user))
+        )
 
     def _owner(self, version: Version) -> Version | fx.Node:
         """What has the memory of a version: the op that made it, or a transfer."""

@@ -7,6 +7,7 @@ Anything more is an error, unless the caller allows it.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -86,8 +87,7 @@ _TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
 
 def _length(version: Version) -> int:
     """The number of entries of a value."""
-    length: int = version.node.meta["val"].numel()
-    return length
+    return math.prod(version.node.meta["val"].shape)
 
 
 class _Propagator:
@@ -104,13 +104,13 @@ class _Propagator:
         names: Locations,
         ends: Sequence[End],
     ) -> None:
-        self.place = place
-        self.ends = ends
+        self.place, self.ends = place, ends
         self.sizes = dict(place.axes)
         self.allowed = allowed
         self.graph, self.copies = copied(graph)
         self.locations = {c: names[n.name] for n, c in self.copies.items() if n.name in names}
-        without_writes(self.graph)
+        new = without_writes(self.graph).items()
+        self.locations |= {n: self.locations[w] for n, w in new if w in self.locations}
         self.given = {self.copies[node]: layout for node, layout in given.items()}
         self.like = {self.copies[node]: self.copies[source] for node, source in like.items()}
         self.pins = {self.copies[node]: layout for node, layout in pins.items()}
