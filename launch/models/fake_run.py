@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from .chain import Chain, LayerList
-from .dependence import Dependence
 
 
 class FakeRun:
@@ -37,14 +36,14 @@ class FakeRun:
 
     def run(
         self,
-        watcher: Dependence,
         note: Callable[[str, torch.Tensor], None] = lambda name, fake: None,
+        watcher: AbstractContextManager[Any] | None = None,
     ) -> Any:
         """Run the model, without gradients.
 
         Args:
-            watcher: the mode in which the model runs.
             note: told the name and the fake of each parameter, before the run.
+            watcher: a mode in which the model runs.
 
         Returns:
             The output, of fake tensors.
@@ -64,7 +63,7 @@ class FakeRun:
                 _replaced(self.model, parameter, self.fake),
                 torch.no_grad(),
                 self.mode,
-                watcher,
+                watcher or nullcontext(),
             ):
                 return self.model(**inputs)
         except ValueError:
@@ -141,7 +140,7 @@ def _entered(
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
     try:
-        FakeRun(model, example).run(Dependence())
+        FakeRun(model, example).run()
     finally:
         for hook in hooks:
             hook.remove()
