@@ -80,7 +80,6 @@ _HEADS = frozenset({"q_proj", "o_proj", "attn.c_attn", "attn.c_proj"})
 _ROWS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", "labels", "pixel_values")
 """Arguments of a model's `forward` with a row for each example."""
 
-
 _EXPERTS = ("has_gate", "has_bias", "is_transposed")
 """What transformers sets on a module that has the weights of all experts, stacked."""
 
