@@ -32,7 +32,8 @@ from cg.ir.ops.module import Module
 from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
 from cg.passes.manager.manager import PassManager
-from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
+from tests.backends.conformance import EXECUTIONS, Case, check, patient
+from tests.backends.conformance_cases import cases
 from tests.backends.devices.patience import PATIENCE
 
 

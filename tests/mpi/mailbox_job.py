@@ -15,7 +15,8 @@ from cg.backends.program.executor import Executable
 from cg.backends.program.linked import LinkedProgram
 from cg.backends.transports import registry
 from cg.launch.world import world as worlds
-from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
+from tests.backends.conformance import EXECUTIONS, Case, check, patient
+from tests.backends.conformance_cases import cases
 from tests.stages import LinearStage
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..backends.conformance import cases
+from ..backends.conformance_cases import cases
 from .jobs import ROOT, environment, needs_mpi, run
 
 # By what is installed: whoever looks for the module `pip` turns setuptools' distutils off for this

@@ -6,7 +6,8 @@ import pytest
 
 from cg.backends.fake.device import FABRIC
 
-from ..conformance import EXECUTIONS, Case, cases, check
+from ..conformance import EXECUTIONS, Case, check
+from ..conformance_cases import cases
 from .ranks import play
 
 CASES = [

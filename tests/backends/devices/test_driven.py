@@ -26,7 +26,7 @@ from cg.ir.text.parser import (
 )
 from tests.backends.devices.patience import loose_device
 
-from ..conformance import one_way
+from ..conformance_cases import one_way
 from .ranks import HostCommunicator, ThreadWorld, on_ranks, pause
 
 

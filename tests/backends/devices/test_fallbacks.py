@@ -23,7 +23,8 @@ from cg.passes.lower.capture import Capture
 from cg.passes.manager.manager import PassManager
 from tests.backends.devices.patience import loose_device
 
-from ..conformance import check, pipeline
+from ..conformance import check
+from ..conformance_cases import pipeline
 from .ranks import ThreadWorld, bound, on_ranks, pause
 
 X = torch.ones(4)

@@ -27,7 +27,8 @@ from cg.passes.lower.capture import Capture
 from cg.passes.manager.manager import PassManager
 from tests.backends.devices.patience import loose_device
 
-from ..conformance import Case, pipeline
+from ..conformance import Case
+from ..conformance_cases import pipeline
 from .ranks import ThreadWorld, bound, on_ranks, pause
 
 

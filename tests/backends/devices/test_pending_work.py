@@ -20,7 +20,7 @@ from cg.ir.attributes import Stream
 from cg.ir.text.parser import parse_module
 from tests.backends.devices.patience import loose_device
 
-from ..conformance import pipeline
+from ..conformance_cases import pipeline
 from .ranks import ThreadWorld, on_ranks, pause
 from .ranks import bound as bound_on
 from .test_order import captured

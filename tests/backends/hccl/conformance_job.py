@@ -22,7 +22,8 @@ from cg.launch.environment.config import config
 from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
 from cg.passes.manager.manager import PassManager
-from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
+from tests.backends.conformance import EXECUTIONS, Case, check, patient
+from tests.backends.conformance_cases import cases
 
 TIMES = WARM_UPS + 2
 
