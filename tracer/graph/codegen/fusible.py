@@ -1,7 +1,8 @@
 """Prepare a piece of a graph to be compiled as a whole.
 
 A gradient that is a matrix product is added to `.grad` as soon as its factors are there, so that
-they need not be held until the graph has run; see `autodiff/products.py`.
+they need not be held until the graph has run; see `autodiff/products.py`. A product with experts is
+written as its parts; see `product_parts.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 from ..autodiff.products import ADD_PRODUCT, GradientProduct
 from ..autodiff.subgraphs import Subgraph, fake_of, results
 from ..layouts.asked import ASKED
+from .product_parts import ProductParts, is_expert_product
 
 CLONE = torch.ops.aten.clone.default
 
@@ -44,6 +46,7 @@ def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fu
     chosen = list(products.values())
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    parts = ProductParts(piece.graph, graph, copies)
     for node in piece.graph.nodes:
         if node in numbers:
             product = chosen[numbers[node]]
@@ -54,6 +57,8 @@ def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fu
             copies.update(dict.fromkeys(product.nodes, added))
         elif node.target is ASKED:  # only without a mesh: on a mesh, it has been replaced
             copies[node] = graph.call_function(CLONE, (copies[node.args[0]],))
+        elif is_expert_product(node):
+            copies[node] = parts.add(node)
         elif node not in copies and node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results(piece.graph)))

@@ -29,6 +29,9 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     "expert_outer(Tensor left, Tensor right, Tensor ids, SymInt experts, bool partial=False)"
     " -> Tensor"
 )
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "expert_order(Tensor ids, SymInt experts, bool partial=False) -> (Tensor, Tensor, Tensor)"
+)
 
 _ALIGNMENT = 16
 """Bytes; the kernel of CUDA takes rows that begin at multiples of it."""
@@ -103,6 +106,23 @@ def _by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor
     Rows of experts that are elsewhere come last. On a host they are left out: a device would have
     to tell the host how many they are.
     """
+    order, ends = _all_by_expert(ids, experts, partial)
+    if partial and ids.device.type == "cpu":
+        order = order[: int(ends[-1])] if experts else order[:0]
+    return order, ends
+
+
+def _expert_order(
+    ids: Tensor, experts: int, partial: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The order that sorts rows by expert, the place of each row in it, and where groups end."""
+    order, ends = _all_by_expert(ids, experts, partial)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return order, place, ends
+
+
+def _all_by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]:
     flat = ids.reshape(-1)
     is_here = (flat >= 0) & (flat < experts)
     if partial:
@@ -116,10 +136,7 @@ def _by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor
         )
     ranked, order = flat.to(torch.int32).sort(stable=True)
     numbers = torch.arange(experts, device=ids.device, dtype=torch.int32)
-    ends = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
-    if partial and ids.device.type == "cpu":
-        order = order[: int(ends[-1])] if experts else order[:0]
-    return order, ends
+    return order, torch.searchsorted(ranked, numbers, right=True, out_int32=True)
 
 
 def _sorted(rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:
@@ -230,6 +247,7 @@ for _name, _kernel in {
     "grouped_mm": _grouped_mm,
     "expert_linear": _expert_linear,
     "expert_outer": _expert_outer,
+    "expert_order": _expert_order,
 }.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("cg::grouped_mm", _fake_grouped, lib=_LIBRARY)
@@ -245,6 +263,15 @@ torch.library.register_fake(
     ),
     lib=_LIBRARY,
 )
+torch.library.register_fake(
+    "cg::expert_order",
+    lambda ids, experts, partial=False: (
+        ids.new_empty(ids.numel(), dtype=torch.int64),
+        ids.new_empty(ids.numel(), dtype=torch.int64),
+        ids.new_empty(experts, dtype=torch.int32),
+    ),
+    lib=_LIBRARY,
+)
 torch.library.register_autograd(
     "cg::expert_linear", _linear_backward, setup_context=_save, lib=_LIBRARY
 )
@@ -255,6 +282,7 @@ torch.library.register_autograd(
 GROUPED_MM = torch.ops.cg.grouped_mm.default
 EXPERT_LINEAR = torch.ops.cg.expert_linear.default
 EXPERT_OUTER = torch.ops.cg.expert_outer.default
+EXPERT_ORDER = torch.ops.cg.expert_order.default
 
 
 @register_flop_formula(torch.ops.cg.grouped_mm)
