@@ -52,7 +52,8 @@ class ProductParts:
 
     def add(self, product: fx.Node) -> fx.Node:
         """Add the parts of a product, and return its result in the copy."""
-        add = self._add_linear if product.target is EXPERT_LINEAR else self._add_outer
+        is_linear = product.target is EXPERT_LINEAR
+        add: Callable[..., fx.Node] = self._add_linear if is_linear else self._add_outer
         return add(*product.args, **product.kwargs)
 
     def _add_linear(
