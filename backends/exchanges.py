@@ -6,6 +6,8 @@ reductions run in that order, so results do not depend on which rank arrived fir
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..ir.attributes import ReduceOp
-from ..ir.ops import Exchange
+from ..ir.layout import Region
+from ..ir.ops import Exchange, RoutedRows
 
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -69,10 +72,60 @@ def combine(exchange: Exchange, pieces: Sequence[Any], donated: int | None = Non
     return piece.clone() if isinstance(piece, Tensor) else piece
 
 
+def own_rows(routed: RoutedRows, shape: Sequence[int], ids: Tensor) -> list[Tensor]:
+    """For each member, a mask of the rows of a whole tensor that are of its experts.
+
+    Args:
+        routed: the experts of each member.
+        shape: the shape of the tensor.
+        ids: `[rows, choices]`; the tensor has a row for each row, or for each id.
+
+    Returns:
+        Booleans, one for each row of the tensor in the order of its leading dimensions.
+    """
+    by_row = ids.reshape(math.prod(shape[: routed.lead]), -1)
+    masks: dict[Region, Tensor] = {}
+    for region in routed.experts:
+        if region not in masks:
+            parts = [(by_row >= first) & (by_row < last) for first, last in region[0]]
+            parts = parts or [torch.zeros_like(by_row, dtype=torch.bool)]
+            masks[region] = functools.reduce(torch.logical_or, parts).any(1)
+    return [masks[region] for region in routed.experts]
+
+
+def _only(rows: Tensor, tensor: Tensor, lead: int) -> Tensor:
+    """The tensor with zeros for all rows but these."""
+    mask = rows.view(*tensor.shape[:lead], *(1,) * (tensor.dim() - lead))
+    return torch.where(mask, tensor, 0)
+
+
+def _outcomes_of_rows(
+    exchange: Exchange, operands: Sequence[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
+    """The same of a collective in which ids say which rows travel."""
+    routed, (_, ids) = exchange.routed, operands[0]
+    assert routed is not None, "only some rows travel"
+    tensors = [tensor for tensor, _ in operands]
+    if exchange.concat is not None:
+        whole = torch.cat(tensors)
+        return [_only(rows, whole, routed.lead) for rows in own_rows(routed, whole.shape, ids)]
+    masks = own_rows(routed, tensors[0].shape, ids)
+    tensors = [_only(m, tensor, routed.lead) for m, tensor in zip(masks, tensors, strict=True)]
+    return [
+        combine(exchange, [cut(exchange, tensor, member) for tensor in tensors])
+        for member in range(len(tensors))
+    ]
+
+
 def outcomes(exchange: Exchange, operands: Sequence[Any]) -> list[Any]:
-    """The value of each member, in group order, from the senders' tensors; None for a unit."""
+    """The value of each member, in group order, from the senders' tensors; None for a unit.
+
+    Where ids say which rows travel, a sender gives a pair of its tensor and the ids.
+    """
     if not exchange.receivers:
         return [None for _ in exchange.members]
+    if exchange.routed is not None:
+        return [*_outcomes_of_rows(exchange, operands)]
     if exchange.is_shared:
         whole = combine(exchange, operands)
         return [whole, *(whole.clone() for _ in exchange.members[1:])]

@@ -4,8 +4,8 @@
 
 A step is the forward and the backward of one layer: a router, two of eight experts a token, which
 are spread over two ranks, a gated product with SiLU, and the gradients of all weights, in float32.
-Each rank has 256 tokens. cg gathers tokens and reduces results. Torch sorts rows by expert and
-exchanges them by `all_to_all_single` over Gloo with counts, dropless, and multiplies each expert's
+Each rank has 256 tokens. cg gathers tokens and reduces results, or exchanges rows that are needed,
+in an arm of its own. Torch sorts rows by expert and exchanges them by `all_to_all_single` over Gloo with counts, dropless, and multiplies each expert's
 rows in a loop. Each arm is a job of two ranks with one thread each. A figure is the median of the
 steps of a turn behind five others, on the slower rank; the losses of both arms are compared.
 """
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 RANKS, EXPERTS, CHOICES, TOKENS, WARM = 2, 8, 2, 256, 5
-ARMS = ("cg", "torch")
+ARMS = ("gather", "exchange", "torch")
 
 
 class Layer(nn.Module):
@@ -58,7 +58,7 @@ def tokens(width: int) -> Tensor:
     return torch.randn(RANKS * TOKENS, width, generator=torch.Generator().manual_seed(1))
 
 
-def cg_step(width: int) -> tuple[Callable[[], float], int]:
+def cg_step(width: int, dispatch: Literal["gather", "exchange"]) -> tuple[Callable[[], float], int]:
     """A step, and the rank."""
     import cg
 
@@ -80,7 +80,8 @@ def cg_step(width: int) -> tuple[Callable[[], float], int]:
         return loss
 
     x = tokens(width)
-    return lambda: float(step(x)), cg.rank()
+    compiled = step.lower(x).compile(dispatch=dispatch)
+    return lambda: float(compiled(x)), cg.rank()
 
 
 class Exchange(torch.autograd.Function):
@@ -144,10 +145,10 @@ def torch_step(width: int) -> tuple[Callable[[], float], int]:
     return step, rank
 
 
-def run_arm(arm: str, width: int, steps: int) -> None:
+def run_arm(arm: Literal["gather", "exchange", "torch"], width: int, steps: int) -> None:
     """One job's rank; rank 0 prints its times and the loss."""
     torch.set_num_threads(1)
-    step, rank = (cg_step if arm == "cg" else torch_step)(width)
+    step, rank = torch_step(width) if arm == "torch" else cg_step(width, arm)
     times, loss = [], 0.0
     for _ in range(WARM + steps):
         began = time.perf_counter()
@@ -162,10 +163,9 @@ def run_arm(arm: str, width: int, steps: int) -> None:
 
 def turn(arm: str, width: int, steps: int) -> dict[str, Any]:
     """A job of an arm."""
-    start = {
-        "cg": ["-m", "cg.launch", "-n", str(RANKS)],
-        "torch": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)],
-    }[arm]
+    start = ["-m", "cg.launch", "-n", str(RANKS)]
+    if arm == "torch":
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command = [sys.executable, *start, __file__, "--arm", arm, "--widths", str(width)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -208,10 +208,11 @@ def main() -> None:
         }
         losses = {round(r["loss"], 4) for r in rows if r["width"] == width}
         assert len(losses) == 1, f"the arms disagree: {losses}"
-        ratio = medians["cg"] / medians["torch"]
-        print(
-            f"width {width}: cg {medians['cg']:.2f} ms, torch {medians['torch']:.2f}: {ratio:.2f}"
-        )
+        figures = [f"torch {medians['torch']:.2f} ms"]
+        for arm in ARMS[:-1]:
+            ratio = medians[arm] / medians["torch"]
+            figures.append(f"{arm} {medians[arm]:.2f}: {ratio:.2f}")
+        print(f"width {width}: {', '.join(figures)}")
     if args.json:
         args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
 

@@ -347,10 +347,9 @@ class Binder:
     def _issue(self, op: Op, port: Port) -> None:
         self._ports[op.result] = port
         self._indices[op.result] = self._at
-        source = self._register(op.operands[0]) if op.operands else None
-        sources = () if source is None else (source,)
+        sources, registers = tuple(map(self._register, op.operands)), self._code.registers
         info = InstructionInfo(Role.ISSUE, sources, port=port)
-        self._emit(instructions.issue(port, self._code.registers, source), info)
+        self._emit(instructions.issue_all(port, registers, sources), info)
 
     def _bind_wait(self, op: Wait) -> None:
         future = op.operands[0]

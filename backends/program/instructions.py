@@ -150,6 +150,19 @@ def issue(port: Port, registers: Registers, source: int | None) -> Instruction:
     return run
 
 
+def issue_all(port: Port, registers: Registers, sources: Sequence[int]) -> Instruction:
+    """Start a communication op; it takes several operands as a tuple."""
+    if len(sources) < 2:
+        return issue(port, registers, sources[0] if sources else None)
+    start, get = port.start, getter(sources)
+
+    def run() -> bool:
+        start(get(registers))
+        return True
+
+    return run
+
+
 def wait(port: Port, registers: Registers, target: int) -> Instruction:
     """Poll a communication op; once it is complete, write its value."""
     poll, take = port.poll, port.take

@@ -27,10 +27,12 @@ from .collectives import (
     Exchange,
     Gather,
     ReduceScatter,
+    RoutedRows,
     Scatter,
 )
 from .rank_local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
 from .regions import Assemble, Reserve, Slice
+from .row_collectives import AllGatherRows, ReduceScatterRows, RowCollective
 from .transfers import PointToPoint, Recv, Send, Transfer, batch_of
 
 Communication: TypeAlias = PointToPoint | Collective
@@ -39,6 +41,7 @@ Communication: TypeAlias = PointToPoint | Collective
 __all__ = [
     "Adjoint",
     "AllGather",
+    "AllGatherRows",
     "AllReduce",
     "AllToAll",
     "Alloc",
@@ -59,8 +62,11 @@ __all__ = [
     "PointToPoint",
     "Recv",
     "ReduceScatter",
+    "ReduceScatterRows",
     "Reserve",
     "Return",
+    "RoutedRows",
+    "RowCollective",
     "Scatter",
     "Send",
     "Slice",
@@ -94,6 +100,8 @@ OP_CLASSES: dict[str, type[Op]] = {
         Gather,
         Scatter,
         Barrier,
+        AllGatherRows,
+        ReduceScatterRows,
         Wait,
         Alloc,
         Free,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..attributes import COMMUNICATION_STREAMS, ReduceOp, Stream, Traffic
+from ..layout import Region
 from ..phases import Phase, has_futures
 from ..types import Place, Type, UnitType
 from .base import Adjoint, Op, Value
@@ -28,6 +29,22 @@ from .rules import (
     resized,
     same_but_place,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """The rows of a collective's tensors that travel: those that ids send to a member's experts.
+
+    The leading dimensions of a whole tensor are rows, and so many entries of the ids belong to a
+    row as there are ids for each. A row is a member's if one of its ids is of the member's experts.
+
+    Attributes:
+        lead: the number of dimensions that rows stand along.
+        experts: for each member the indices of its experts, a region of one dimension.
+    """
+
+    lead: int
+    experts: tuple[Region, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,9 @@ class Exchange:
         cut: the dimension along which operands are cut into a part for each member; None: whole.
         reduce: the operation that combines pieces elementwise, if any.
         concat: the dimension along which pieces are concatenated, if any.
+        routed: the rows that travel, if not all do. Rows are cut or concatenated along their first
+            dimension. Of concatenated ones a receiver gets its own, and zeros for the others; of
+            combined ones a sender gives its own alone, and the others count as zeros.
     """
 
     members: tuple[int, ...]
@@ -58,6 +78,7 @@ class Exchange:
     cut: int | None = None
     reduce: ReduceOp | None = None
     concat: int | None = None
+    routed: RoutedRows | None = None
 
     @property
     def problem(self) -> Problem | None:
@@ -87,7 +108,7 @@ class Exchange:
     @property
     def is_shared(self) -> bool:
         """True if all members get the same value."""
-        return self.cut is None and self.has_one_result_type
+        return self.cut is None and self.routed is None and self.has_one_result_type
 
     @property
     def is_whole(self) -> bool:
@@ -114,8 +135,9 @@ class Collective(Op):
 
     brings_operands: ClassVar[bool] = True
     streams: ClassVar[frozenset[Stream]] = COMMUNICATION_STREAMS
-    # The operands that it takes, in words, for errors.
+    # The operands that it takes, in words, for errors, and how many of each sender.
     operand_rule: ClassVar[str] = "one operand for each rank of the program"
+    operands_each: ClassVar[int] = 1
     group: Place = field(default=Place((0,)), kw_only=True)
     chan: int | None = field(default=None, kw_only=True)
     seq: int | None = field(default=None, kw_only=True)
@@ -141,8 +163,13 @@ class Collective(Op):
         raise NotImplementedError(f"{self.opcode} has no transpose")
 
     @property
+    def tensors(self) -> tuple[Value, ...]:
+        """The operands that travel: the first of each sender."""
+        return self.operands[: len(self.operands) // self.operands_each]
+
+    @property
     def operand_places(self) -> tuple[Place | None, ...]:
-        return tuple([Place((rank,)) for rank in self.exchange.senders])
+        return tuple([Place((rank,)) for rank in self.exchange.senders]) * self.operands_each
 
     @property
     def result_places(self) -> tuple[Place, ...]:
@@ -154,9 +181,8 @@ class Collective(Op):
     def by_rank(self) -> Mapping[int, tuple[tuple[Value, ...], tuple[Value, ...]]]:
         """The operands and results of each rank of the group, in a program over all ranks."""
         exchange = self.exchange
-        operands = {
-            rank: (value,) for rank, value in zip(exchange.senders, self.operands, strict=True)
-        }
+        count = len(exchange.senders)
+        operands = {r: self.operands[i::count] for i, r in enumerate(exchange.senders)}
         if exchange.is_shared:
             results = dict.fromkeys(exchange.members, self.results)
         else:
@@ -183,7 +209,7 @@ class Collective(Op):
         if one_rank:
             all_send = exchange.senders == exchange.members
             operands = int(all_send or context.program.rank in exchange.senders)
-        expect_operands(self, operands, self.operand_rule)
+        expect_operands(self, operands * self.operands_each, self.operand_rule)
         single = one_rank or exchange.is_shared
         expect_results(self, 1 if single else members, "one result (scattered: one for each rank)")
         futures = has_futures(context.phase)
@@ -204,12 +230,12 @@ class Collective(Op):
             return UnitType()
         if not self.operands:
             return result_type
-        first = self.operands[0]
+        first, *others = self.tensors
         dim = exchange.cut if exchange.cut is not None else exchange.concat
         if dim is None and exchange.reduce is None:
             return first.type
         type_ = expect_tensor(first, self)
-        for value in self.operands[1:]:
+        for value in others:
             expect_type(value, type_, f"the {self.opcode} has, from another rank,")
         if dim is None:
             return type_

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..attributes import COMMUNICATION_STREAMS, Stream, Traffic
+from ..layout import Region
 from ..phases import Phase
 from ..types import FutureType, Place, TensorType, Type, UnitType
 from .base import Adjoint, Op
 from .rank_local import check_unchanged
+from .row_collectives import check_rows
 from .rules import (
     CheckContext,
     Problem,
@@ -17,6 +19,7 @@ from .rules import (
     expect_future,
     expect_operands,
     expect_results,
+    expect_tensor,
     expect_type,
     same_but_layout,
     same_but_place,
@@ -37,10 +40,17 @@ class Transfer(Op):
     Summands are combined, unless the result has summands along the same axes of the same mesh.
     Copies may become summands. Of a sum, the first rank along the axes keeps its copy, and the
     others have zeros; of a maximum or minimum, each rank keeps its copy.
+
+    With `experts`, the second operand has ids, and a row travels only between ranks of which one
+    has an id of the row among its experts. The first `lead` dimensions are rows, as in
+    `all_gather_rows`, and `experts` has a region for each rank of the mesh. A rank that gathers
+    gets zeros, or the true numbers, for other rows than its own, and a rank's summand has zeros
+    there. If a collective cannot do it, as where pieces are uneven, all rows travel. `dispatch`
+    says which form `choose-dispatch` has chosen, and why.
     """
 
     opcode: ClassVar[str] = "transfer"
-    takes: ClassVar[str] = "a value"
+    takes: ClassVar[str] = "a value; with `experts`, then ids"
     gives: ClassVar[str] = "the same type at another place, or of another layout"
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.TRACED, Phase.PLACED})
     remedy: ClassVar[str] = (
@@ -51,13 +61,16 @@ class Transfer(Op):
     takes_summands: ClassVar[bool] = True
     traffic: Traffic | None = field(default=None, kw_only=True)
     donated: bool | None = field(default=None, kw_only=True)
+    dispatch: str | None = field(default=None, kw_only=True)
+    experts: tuple[Region, ...] | None = field(default=None, kw_only=True)
+    lead: int | None = field(default=None, kw_only=True)
     via: str | None = field(default=None, kw_only=True)
     why: str | None = field(default=None, kw_only=True)
 
     @property
     def place(self) -> Place | None:
         ranks: dict[int, None] = {}
-        for value in (*self.operands, *self.results):
+        for value in (self.operands[0], *self.results):
             if value.type.place is not None:
                 ranks.update(dict.fromkeys(value.type.place.ranks))
         return Place(tuple(ranks)) if ranks else None
@@ -68,9 +81,13 @@ class Transfer(Op):
         return not same_but_place(self.operands[0].type, self.result.type)
 
     def check(self, context: CheckContext) -> None:
-        expect_operands(self, 1, "one operand")
+        expect_operands(
+            self, 1 if self.experts is None else 2, "one operand; with experts, ids too"
+        )
         expect_results(self, 1, "one result")
         source, target = self.operands[0].type, self.result.type
+        if self.experts is not None:
+            self._check_rows(self.experts)
         if not same_but_layout(source, target):
             check_unchanged(self)
         _check_summands(self, source, target)
@@ -85,6 +102,21 @@ class Transfer(Op):
                 f"write {{via = ...}}, and {self.operands[0].type}; insert-transfers makes the "
                 "others",
             )
+
+    def _check_rows(self, experts: tuple[Region, ...]) -> None:
+        """Raise unless the ids and the experts fit."""
+        check_rows(
+            self, expect_tensor(self.result, self), self.lead or 0, self.operands[1:], experts
+        )
+        places = [value.type.place for value in (*self.operands, self.result)]
+        for value, place in zip(self.operands, places, strict=False):
+            if place != places[-1] or (place is not None and len(place.ranks) != len(experts)):
+                raise Problem(
+                    f"rows travel between the ranks of one mesh, which all have the ids, and have "
+                    f"experts; %{value.name} is {value.type}, the result {self.result.type}",
+                    "write the experts of each rank, and the ids of each",
+                    value,
+                )
 
     def check_places(self, context: CheckContext) -> None:
         """Check nothing: a transfer goes from any place to any place."""

@@ -14,7 +14,18 @@ from ..attributes import Effect, ReduceOp, Shares, Stream, Symbol, Task, Traffic
 from ..flops import Flops
 from ..layout import Region, format_region
 from ..location import Location
-from ..ops import OP_CLASSES, Assemble, Op, Reserve, Slice, Value, attribute_names
+from ..ops import (
+    OP_CLASSES,
+    AllGatherRows,
+    Assemble,
+    Op,
+    ReduceScatterRows,
+    Reserve,
+    Slice,
+    Transfer,
+    Value,
+    attribute_names,
+)
 from ..ops.module import Channel, Function, FunctionKind, Module, Program, Vjp
 from ..types import Mesh, Place, Type, format_ranks
 
@@ -215,6 +226,9 @@ _REGIONS: dict[type[Op], dict[type, Callable[[Any], str]]] = {
     Slice: {tuple: format_region},
     Reserve: {tuple: _regions},
     Assemble: {tuple: _regions},
+    Transfer: {tuple: _regions},
+    AllGatherRows: {tuple: _regions},
+    ReduceScatterRows: {tuple: _regions},
 }
 """The ops whose tuples are regions."""
 

@@ -181,7 +181,7 @@ class _SummandChecker:
         """Unite the terms of the operands, which have one region."""
         part = self._parts[first]
         terms: set[_Term] = set()
-        for value in op.operands:
+        for value in op.tensors if isinstance(op, Collective) else op.operands:
             summand = self._parts.get(value)
             if summand is None or (summand.source, summand.region) != (part.source, part.region):
                 raise self._unlike(op, first, value)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
 from ...passes.manager.registry import Switches, parse_switches
+from ...passes.placement.choose_dispatch import DISPATCHES, Dispatch
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ..environment.config import Config, config
@@ -29,7 +30,8 @@ class CompileOptions:
 
     Raises:
         TypeError: an option is of another type.
-        ValueError: `timeout` is no time, `check_inputs` is less than 1, or there is no such `fuse`.
+        ValueError: `timeout` is no time, `check_inputs` is less than 1, or there is no such `fuse`
+            or `dispatch`.
     """
 
     schedule: Schedule | None = None
@@ -41,6 +43,7 @@ class CompileOptions:
     fuse: str | None = None
     fsdp: Residency | None = None
     check_inputs: bool | int | None = None
+    dispatch: Dispatch = "auto"
     settings: Config = field(default_factory=config)
 
     def __post_init__(self) -> None:
@@ -61,6 +64,8 @@ class CompileOptions:
         if self.fuse is not None:
             check_name(self.fuse)
         _check_interval(self.check_inputs)
+        if self.dispatch not in DISPATCHES:
+            raise ValueError(f"dispatch={self.dispatch!r}: it is {', '.join(DISPATCHES)}")
 
     @property
     def switches(self) -> Switches:

@@ -22,6 +22,7 @@ from ...passes.lower.capture import describe
 from ...passes.lower.fuse import Fuse
 from ...passes.manager.manager import PassManager
 from ...passes.manager.pipelines import default_pipeline
+from ...passes.placement.choose_dispatch import Dispatch
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ...passes.simulate.stage_memory import recomputable
@@ -157,6 +158,7 @@ class Lowered:
         fuse: str | None = None,
         fsdp: Residency | None = None,
         check_inputs: bool | int | None = None,
+        dispatch: Dispatch = "auto",
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
 
@@ -183,6 +185,9 @@ class Lowered:
                 give, by a digest of each argument, before the execution runs. None: in the first
                 three executions, in each whose number is a power of two, and in every 512th; True:
                 in each; an int n: in every n-th; False: in none.
+            dispatch: of experts that are cut over ranks: `gather` lets all tokens travel to all of
+                these ranks, `exchange` only to those that have one of their experts, and `auto`
+                takes the exchange where it saves enough bytes and no device is at the ranks.
 
             All but `dump` and `timeout` must be equal on all ranks.
 
@@ -195,7 +200,7 @@ class Lowered:
             TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
                 or `passes` no string.
             ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
-                or there is no such `fuse`.
+                or there is no such `fuse` or `dispatch`.
         """
         if not isinstance(max_inflight, int) or isinstance(max_inflight, bool):
             raise TypeError(
@@ -212,6 +217,7 @@ class Lowered:
             fuse=fuse,
             fsdp=fsdp,
             check_inputs=check_inputs,
+            dispatch=dispatch,
         )
         if schedule is not None and wants_costs(schedule):
             measure = functools.partial(self._measure, options)
@@ -234,6 +240,7 @@ class Lowered:
         timeout: float | None = None,
         fsdp: Residency | None = None,
         check_inputs: bool | int | None = None,
+        dispatch: Dispatch = "auto",
     ) -> Optimistic:
         """As `compile`, for a step that clips gradients and goes on; collective.
 
@@ -243,7 +250,7 @@ class Lowered:
         traces the step once more, and keeps a copy of all that the actors hold.
 
         Args:
-            schedule, passes, seed, timeout, fsdp, check_inputs: as in `compile`.
+            schedule, passes, seed, timeout, fsdp, check_inputs, dispatch: as in `compile`.
 
         Raises:
             TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
@@ -263,6 +270,7 @@ class Lowered:
             timeout=timeout,
             fsdp=fsdp,
             check_inputs=check_inputs,
+            dispatch=dispatch,
         )
         with lock_of(self._world).held(self._step.name):
             bold = Lowered(self._step, [self._again[0](optimistic=True)], self._world)
@@ -280,8 +288,14 @@ class Lowered:
             )
         args, kwargs = self._example
         undo = Undo(self.trace.instances)
-        passes, seed, timeout = options.passes, options.seed, options.timeout
-        with self.compile(schedule=schedule, passes=passes, seed=seed, timeout=timeout) as compiled:
+        compiled = self.compile(
+            schedule=schedule,
+            passes=options.passes,
+            seed=options.seed,
+            timeout=options.timeout,
+            dispatch=options.dispatch,
+        )
+        with compiled:
             undo.remember()
             try:
                 return compiled.measure(*args, **kwargs)
@@ -339,6 +353,7 @@ class Lowered:
             in_flight=0 if driver is None else options.in_flight,
             fuse=options.fuse,
             prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
+            dispatch=options.dispatch,
         )
         variants = []
         for trace, fusing in zip(self.traces, self._fusing, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -47,13 +48,13 @@ class Storages:
         self._storage: dict[Value, LiveStorage] = {}
         self._makers: dict[Value, Op] = {}
         # Futures of communications that read a value and have not been waited for.
-        self._reading: dict[Value, Value] = {}
+        self._reading: dict[Value, tuple[Value, ...]] = {}
         self._given = set(program.params)
         for value in program.params:
             self._make(value, -1, owner=False)
         for index, op in enumerate(program.ops):
             self._visit(op, index)
-        self._escape(self._reading.values())
+        self._escape(itertools.chain.from_iterable(self._reading.values()))
 
     def of(self, value: Value) -> LiveStorage | None:
         """The storage of a value; None for units and futures."""
@@ -73,7 +74,7 @@ class Storages:
         elif isinstance(op, Communication):
             self._makers[op.result] = op
             if op.operands and not isinstance(op, Recv):
-                self._reading[op.result] = op.operands[0]
+                self._reading[op.result] = op.operands
         elif isinstance(op, Return):
             self._escape(op.operands)
         else:
@@ -91,9 +92,8 @@ class Storages:
 
     def _visit_wait(self, op: Wait, index: int) -> None:
         (source,) = op.operands
-        read = self._reading.pop(source, None)
-        storage = None if read is None else self.of(read)
-        if storage is not None:
+        storages = [self.of(value) for value in self._reading.pop(source, ())]
+        for storage in dict.fromkeys(s for s in storages if s is not None):
             storage.last = index
             if op.results and isinstance(op.result.type, UnitType):
                 storage.reads.append(op.result)

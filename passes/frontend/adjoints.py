@@ -51,6 +51,13 @@ def pull_back(op: Op, program: Program, cotangents: Cotangents) -> Pairs:
     total = cotangents.total(op.result, op)
     if op.adjoint is Adjoint.TRAVELS:
         assert isinstance(op, Transfer), "nothing else travels"
+        if op.experts is not None:
+            raise error(
+                "the gradient of a transfer of rows is not known outside of a method",
+                op=op,
+                program=program,
+                help="leave out experts and ids; a method's derivative has transfers of its own",
+            )
         cotangent = cotangents.new(op.operands[0], _returning(op, total.type))
         cotangents.ops.append(Transfer((total,), (cotangent,), via=op.via, loc=op.loc, mb=op.mb))
         total = cotangent

@@ -22,6 +22,7 @@ from ..lower.plan_buffers import PlanBuffers
 from ..lower.split_tails import SplitTails
 from ..order.assign_stages import AssignStages
 from ..order.schedule import SchedulePrograms
+from ..placement.choose_dispatch import ChooseDispatch
 from ..placement.choose_transports import ChooseTransports
 from ..placement.fabrics import Fabrics
 from ..placement.insert_transfers import InsertTransfers
@@ -40,6 +41,7 @@ def default_pipeline(
     fuse: str | None = None,
     fsdp: Fsdp | None = None,
     prefetch: int = 1,
+    dispatch: str = "auto",
 ) -> Pipeline:
     """The pipeline from a traced module to a checked program for each rank.
 
@@ -52,9 +54,11 @@ def default_pipeline(
         fuse: the compiler that compiles the graphs of functions as a whole; None: none.
         fsdp: the pass that gathers stored parameters; None: it gathers them for each task.
         prefetch: as in `SchedulePrograms`.
+        dispatch: as in `ChooseDispatch`.
 
     Raises:
         TypeError: `schedule` is not a `Schedule`.
+        ValueError: there is no such `dispatch`.
     """
     schedule = schedule if schedule is not None else one_f_one_b()
     if not isinstance(schedule, Schedule):
@@ -84,6 +88,8 @@ def default_pipeline(
         DeadCodeElimination(),
         # Places are final, so a value that is used elsewhere has to travel.
         InsertTransfers(),
+        # Transfers to experts gather all tokens, or exchange some; from here on no ids are read.
+        ChooseDispatch(dispatch, "" if fabrics is None else fabrics.ranks),
         # Layouts are final, too: from here on ranks exchange plain tensors.
         LowerTransfers(),
         # A schedule can put other work between the start of a transfer and its end.

@@ -31,6 +31,7 @@ from ..lower.plan_buffers import PlanBuffers
 from ..lower.split_tails import SplitTails
 from ..order.assign_stages import AssignStages
 from ..order.schedule import SchedulePrograms
+from ..placement.choose_dispatch import ChooseDispatch
 from ..placement.choose_transports import ChooseTransports
 from ..placement.insert_transfers import InsertTransfers
 from ..placement.lower_transfers import LowerTransfers
@@ -84,6 +85,7 @@ for _pass in (
     SchedulePrograms,
     ChooseTransports,
     InsertTransfers,
+    ChooseDispatch,
     LowerTransfers,
     PlaceReplicated,
     SplitTransfers,

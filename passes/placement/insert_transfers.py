@@ -125,9 +125,9 @@ class _Couriers:
 
     def explicit(self, op: Transfer) -> Transfer:
         """Make a user's transfer take the value itself and, by default, the value's transport."""
-        (value,) = op.operands
-        source, via = self.routed.get(value, (value, None))
-        op.operands = (source,)
+        sources = [self.routed.get(value, (value, None)) for value in op.operands]
+        op.operands = tuple([source for source, _ in sources])
+        _, via = sources[0]
         op.via = op.via if op.via is not None else via
         return op
 

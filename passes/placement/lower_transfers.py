@@ -10,6 +10,7 @@ from ...ir.attributes import Symbol
 from ...ir.layout import Region, overlap, shape_of, share, volume, whole, within
 from ...ir.ops import (
     AllGather,
+    AllGatherRows,
     AllReduce,
     Assemble,
     Call,
@@ -17,6 +18,7 @@ from ...ir.ops import (
     Constant,
     Op,
     ReduceScatter,
+    ReduceScatterRows,
     Slice,
     Transfer,
     Value,
@@ -26,7 +28,7 @@ from ...ir.ops.clone import copy_op
 from ...ir.ops.module import Module
 from ...ir.ops.names import Names
 from ...ir.phases import Phase
-from ...ir.types import Mesh, Place, TensorType, Type
+from ...ir.types import DType, Mesh, Place, TensorType
 from ..base import Pass
 from .resharding import plan
 from .resharding_plan import (
@@ -39,6 +41,7 @@ from .resharding_plan import (
     RegionMessage,
     ReshardingPlan,
 )
+from .routed_fibres import RoutedFibres
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,12 @@ class LowerTransfers(Pass):
         names, ops = Names.of(program), list[Op]()
         renamed: dict[Value, Value] = {}
         # Each microbatch has the same transfers.
-        recipes: dict[tuple[Type, Type], _Recipe] = {}
+        recipes: dict[tuple[object, ...], _Recipe] = {}
         for op in program.ops:
             if renamed:
                 op.operands = tuple([renamed.get(value, value) for value in op.operands])
             if isinstance(op, Transfer) and _is_laid_out(op):
-                types = op.operands[0].type, op.result.type
+                types = *(v.type for v in (*op.operands, op.result)), op.experts, op.lead
                 if types not in recipes:
                     recipes[types] = _Lowering(module, op).run()
                 result = recipes[types].apply(op, names, ops)
@@ -150,10 +153,12 @@ class _Recipe:
 
     def apply(self, op: Transfer, names: Names, ops: list[Op]) -> Value:
         """Append the ops that replace another transfer; return the value that is its result."""
-        (known,), (source,) = self.transfer.operands, op.operands
-        # Equal types become one object, which has computed its regions.
-        source.type, op.result.type = known.type, self.transfer.result.type
-        values = {known: source, self.transfer.result: op.result}
+        source = op.operands[0]
+        values = {self.transfer.result: op.result}
+        for known, value in zip(self.transfer.operands, op.operands, strict=True):
+            value.type = known.type  # equal types become one object, which has computed its regions
+            values[known] = value
+        op.result.type = self.transfer.result.type
         for value, suffix in self.values:
             values[value] = Value(names.fresh(f"{source.name}.{suffix}"), value.type)
         for template in self.ops:
@@ -178,13 +183,14 @@ class _Lowering:
         self._values: list[tuple[Value, str]] = []
         self._module = module
         self._op = op
-        (self._source,) = op.operands
+        self._source = op.operands[0]
         source_type, target_type = self._source.type, op.result.type
         assert isinstance(source_type, TensorType), "only tensors have layouts"
         assert isinstance(target_type, TensorType), "a transfer keeps the element type"
         self._have, self._made = source_type, target_type
         self._slices: dict[tuple[Value, int, Region], Value] = {}
         self._held: dict[int, list[_RegionAtRank]] = {}
+        self._routed = RoutedFibres.of(op)
 
     def run(self) -> _Recipe:
         """Make the ops."""
@@ -204,7 +210,8 @@ class _Lowering:
             elif isinstance(step, CombineRound):
                 self._combine(step, resharding)
             elif isinstance(step, GatherRound):
-                self._gather(step)
+                # What has rows of some experts alone can be gathered no further.
+                self._gather(step, step is resharding.rounds[-1])
             else:
                 self._move(step)
         self._fill(resharding.neutral)
@@ -218,7 +225,11 @@ class _Lowering:
         for message, value in received:
             self._held[message.target].append(_RegionAtRank(value, message.region, message.region))
 
-    def _gather(self, step: GatherRound) -> None:
+    def _gather(self, step: GatherRound, is_last: bool) -> None:
+        routed = self._routed if is_last else None
+        if routed is not None and routed.fit(step.fibres):
+            self._gather_rows(step.fibres, routed)
+            return
         for fibre in step.fibres:
             operands = self._operands(fibre, fibre.pieces)
             assert fibre.dim is not None, "a gather is along a dimension"
@@ -229,6 +240,28 @@ class _Lowering:
                 self._hold(fibre.ranks, result, fibre.region)
             else:
                 self._take_apart(result, fibre, fibre.dim)
+
+    def _gather_rows(self, fibres: Iterable[Fibre], routed: RoutedFibres) -> None:
+        for fibre in fibres:
+            operands = (*self._operands(fibre, fibre.pieces), *self._ids(fibre, routed))
+            results = [self._new("rows", fibre.region, Place.of(rank)) for rank in fibre.ranks]
+            self._ops.append(
+                AllGatherRows(
+                    operands,
+                    tuple(results),
+                    group=Place(fibre.ranks),
+                    experts=routed.experts_of(fibre),
+                    lead=routed.lead,
+                )
+            )
+            for rank, value in zip(fibre.ranks, results, strict=True):
+                self._hold((rank,), value, fibre.region)
+
+    def _ids(self, fibre: Fibre, routed: RoutedFibres) -> tuple[Value, ...]:
+        """The ids of a fibre's rows at each of its ranks."""
+        region, ids = routed.region(fibre), routed.ids
+        held = [(_RegionAtRank(ids, routed.type.region(r), region), r) for r in fibre.ranks]
+        return tuple([self._slice(part, rank, region) for part, rank in held])
 
     def _take_apart(self, gathered: Value, fibre: Fibre, dim: int) -> None:
         """Slice a gathered tensor, in which the pieces stand one behind the other, into them."""
@@ -243,6 +276,8 @@ class _Lowering:
 
     def _reduce(self, step: ReduceRound, resharding: ReshardingPlan) -> None:
         held: dict[int, list[_RegionAtRank]] = {rank: [] for rank in step.after}
+        routed = self._routed
+        moves_rows = routed is not None and routed.fit(step.fibres)
         for fibre in step.fibres:
             operands = self._operands(fibre, (fibre.region,) * len(fibre.ranks))
             place = Place(fibre.ranks)
@@ -256,6 +291,14 @@ class _Lowering:
                 collective = ReduceScatter(
                     operands, results, group=place, op=resharding.reduce, dim=fibre.dim
                 )
+                if routed is not None and moves_rows:
+                    collective = ReduceScatterRows(
+                        (*operands, *self._ids(fibre, routed)),
+                        results,
+                        group=place,
+                        experts=routed.experts_of(fibre),
+                        lead=routed.lead,
+                    )
             self._ops.append(collective)
             for rank, piece, value in zip(fibre.ranks, fibre.pieces, results, strict=True):
                 held[rank].append(_RegionAtRank(value, piece, piece))
@@ -358,13 +401,13 @@ class _Lowering:
             return value
         key = value, rank, region
         if key not in self._slices:
-            self._slices[key] = self._new("part", region, Place.of(rank))
-            taken = region if value is self._source else within(region, part.has)
+            self._slices[key] = self._new("part", region, Place.of(rank), type_.dtype)
+            taken = region if value in self._op.operands else within(region, part.has)
             self._ops.append(Slice((value,), (self._slices[key],), region=taken))
         return self._slices[key]
 
-    def _new(self, suffix: str, region: Region, place: Place) -> Value:
-        type_ = TensorType(self._made.dtype, shape_of(region), place)
+    def _new(self, suffix: str, region: Region, place: Place, dtype: DType | None = None) -> Value:
+        type_ = TensorType(dtype or self._made.dtype, shape_of(region), place)
         value = Value(suffix, type_)
         self._values.append((value, suffix))
         return value

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...ir.attributes import Action, Task, Traffic
-from ...ir.ops import Call, Collective, Op, Recv, Send
+from ...ir.ops import Call, Collective, Op, Recv, RowCollective, Send
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.diagnostics import error
@@ -175,4 +175,6 @@ def _volume(message: Message) -> int:
     if not isinstance(op, Collective) or op.exchange.is_whole:
         return largest
     members = len(op.group.ranks)
+    if isinstance(op, RowCollective):
+        largest = int(largest * op.expected_share)
     return op.exchange.rounds * largest * (members - 1) // members

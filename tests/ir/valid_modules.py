@@ -138,12 +138,33 @@ LAID_OUT = """module @m phase=placed world=4 {
 }
 """
 
+ROWS = """module @m phase=placed world=4 {
+  mesh @m {dp = 2, ep = 2, ranks = {0..3}}
+  program @m(%x: f32[8/dp.ep,4]@m, %i: i64[8/dp,2]@m, %h: f32[8/dp,2,4|+ep]@m) {
+    %y = transfer(%x, %i) {experts = {[0:3], [3:8], [0:3], [3:8]}, lead = 1} : f32[8/dp,4]@m
+    %z = transfer(%h, %i) {experts = {[0:3], [3:8], [0:3], [3:8]}, lead = 2} : f32[8/dp.ep,2,4]@m
+    %x0 = slice(%x) {region = [0:2,0:4]} : f32[2,4]@0
+    %x1 = slice(%x) {region = [2:4,0:4]} : f32[2,4]@1
+    %i0 = slice(%i) {region = [0:4,0:2]} : i64[4,2]@0
+    %i1 = slice(%i) {region = [0:4,0:2]} : i64[4,2]@1
+    %y0, %y1 = all_gather_rows(%x0, %x1, %i0, %i1)
+      {experts = {[0:3+5:6], [0:0]}, group = {0..1}, lead = 1} : f32[4,4]@0, f32[4,4]@1
+    %h0 = slice(%h) {region = [0:4,0:2,0:4]} : f32[4,2,4]@0
+    %h1 = slice(%h) {region = [0:4,0:2,0:4]} : f32[4,2,4]@1
+    %z0, %z1 = reduce_scatter_rows(%h0, %h1, %i0, %i1)
+      {experts = {[0:3], [3:8]}, group = {0..1}, lead = 2} : f32[2,2,4]@0, f32[2,2,4]@1
+    return() {at = {0..3}}
+  }
+}
+"""
+
 VALID = {
     "traced": TRACED,
     "placed": PLACED,
     "async": ASYNC,
     "scheduled": SCHEDULED,
     "laid out": LAID_OUT,
+    "rows": ROWS,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -86,6 +86,11 @@ def test_check_inputs_below_1(given: int) -> None:
         doubled.lower(torch.ones(2)).compile(check_inputs=given)
 
 
+def test_no_such_dispatch() -> None:
+    with pytest.raises(ValueError, match="dispatch='all_to_all': it is auto, gather, exchange"):
+        doubled.lower(torch.ones(2)).compile(dispatch=cast("Any", "all_to_all"))
+
+
 def test_options_that_must_be_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CG_PASSES", "-overlap")
     monkeypatch.setenv("CG_SEED", "3")
@@ -98,6 +103,7 @@ def test_options_that_must_be_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch
         "fuse": None,
         "fsdp": None,
         "check_inputs": 1,
+        "dispatch": "auto",
     }
 
 

@@ -121,7 +121,7 @@ class SectionProgram:
         section = self.section
         reduced = {transfer.after for transfer in reductions}
         pending = [pair for pair in section.gradients if pair[1] not in reduced]
-        used = set(section.gives) | {t.before for t in _transfers(section.partition)}
+        used = set(section.gives) | {v for t in _transfers(section.partition) for v in t.takes}
         used |= {v for part in section.partition.parts for v in part.inputs}
         for part, _ in section.partition.steps:
             gradients = [pair for pair in pending if pair[1] in part.outputs]
@@ -182,7 +182,7 @@ class SectionProgram:
                 if transfer in reductions:
                     writer.reduce(reductions[transfer], transfer.before)
                 else:
-                    writer.transfer(transfer.before, transfer.after)
+                    writer.transfer(transfer)
         return writer.end(self.name, self.section.gives)
 
 
@@ -318,7 +318,8 @@ class _SectionWriter:
         )
         self._values.update(zip(gives, results, strict=False))
 
-    def transfer(self, before: Version, after: Version) -> None:
+    def transfer(self, transfer: LayoutTransfer) -> None:
+        before, after, rows = transfer.before, transfer.after, transfer.rows
         result = self._values[after] = self._value(after)
         if _type(before).shape != _type(after).shape:
             raise LayoutError(
@@ -328,7 +329,11 @@ class _SectionWriter:
                 remedy="keep the factors apart where ranks exchange something: do not view two cut "
                 "dimensions as one",
             )
-        self._ops.append(TransferOp((self._values[before],), (result,), loc=self._loc))
+        operands = tuple([self._values[version] for version in transfer.takes])
+        op = TransferOp(operands, (result,), loc=self._loc)
+        if rows is not None:
+            op.experts, op.lead = rows.experts, rows.lead
+        self._ops.append(op)
 
     def gather(self, gather: ParameterGather, version: Version) -> None:
         """Gather a stored parameter."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ....ir.types import ObjectType, TensorType, ValueType
+from ....ir.types import DType, ObjectType, TensorType, ValueType
 from ...dtypes import TORCH_DTYPES, describe
 from ...errors import TransportError
 from .objects import Encoded, decode, encode
@@ -109,6 +109,44 @@ class TensorCodec:
         """The bytes of the tensor: its own memory where that is contiguous, else a copy."""
         plain = prepared.resolve_conj().resolve_neg().contiguous().cpu()
         return plain.view(-1).view(torch.uint8).numpy().data
+
+
+class RowsCodec:
+    """Some rows of a matrix, as many as the message has; what is written is a pair of both.
+
+    Args:
+        dtype: the type of the matrix.
+    """
+
+    nbytes: int | None = None
+
+    def __init__(self, dtype: DType) -> None:
+        self._dtype = TORCH_DTYPES[dtype]
+        self._size = dtype.itemsize
+
+    def prepare(self, value: Any) -> tuple[tuple[Tensor, Tensor], int]:
+        matrix, rows = value
+        if matrix.dtype is not self._dtype:
+            raise TransportError(f"a message of rows of {self._dtype} has {describe(matrix)}")
+        return (matrix.detach(), rows), len(rows) * matrix.shape[1] * self._size
+
+    def keep(self, prepared: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        matrix, rows = prepared
+        return matrix.clone(), rows
+
+    def write(self, prepared: tuple[Tensor, Tensor], target: memoryview, at: int) -> None:
+        matrix, rows = prepared
+        count = len(rows) * matrix.shape[1]
+        if count:
+            flat = torch.frombuffer(target, dtype=self._dtype, count=count, offset=at)
+            torch.index_select(matrix, 0, rows, out=flat.view(len(rows), -1))
+
+    def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:
+        """The entries of all rows, in one dimension."""
+        count = nbytes // self._size
+        if not count:
+            return torch.empty(0, dtype=self._dtype)
+        return torch.frombuffer(source, dtype=self._dtype, count=count, offset=at)
 
 
 class ObjectCodec:

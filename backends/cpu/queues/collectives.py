@@ -8,8 +8,9 @@ same on all queues.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 from ....ir.ops import AllReduce, Collective, Exchange
 from ....ir.ops.rules import resized
 from ....ir.types import TensorType, UnitType, ValueType
-from ...errors import BindError
+from ...errors import BindError, TransportError
 from ...exchanges import combine, cut, reduce
 from ...failures.interruptions import is_interruption
 from ...poison import Poison
-from ..memory.codecs import codec_of
+from ..memory.codecs import Codec, RowsCodec, codec_of
 from ..memory.parallel_memcpy import Copier
 from .messages import Active, Incoming, Outgoing, RecvQueue, SendQueue
+from .moving_rows import MovingRows
 
 Steps = Generator[None, None, Any]
 
@@ -159,29 +161,35 @@ class _MessageExchange:
         self._near = group.near
         self._member = group.ranks.index(group.rank)
         self._receives = group.rank in exchange.receivers
-        part = _part_of(exchange, sent)
+        self._sent, self._part, self._copier = sent, _part_of(exchange, sent), group.copier
         receivers = set(exchange.receivers)
-        # Queues with their outgoing messages; and the member whose part each takes, None for a
-        # whole operand.
-        self._out: list[tuple[SendQueue, Outgoing, int | None]] = []
+        # Queues with their outgoing messages, and the members that each goes to.
+        self._out: list[tuple[SendQueue, Outgoing, tuple[int, ...]]] = []
         for ranks, queue in group.out if group.rank in exchange.senders else ():
             if not receivers.isdisjoint(ranks):
-                is_near = group.near >= set(ranks)
-                whose = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
-                message = Outgoing(codec_of(sent if is_near else part, group.copier), is_held=True)
-                self._out.append((queue, message, whose))
+                message = Outgoing(self._codec(group.near >= set(ranks)), is_held=True)
+                self._out.append((queue, message, ranks))
         # Queues with their incoming messages, by rank; values are held in place until `release`.
         self._into: dict[int, tuple[RecvQueue, Incoming]] = {}
         for source in exchange.senders:
             is_near = source in group.near
             served = group.near - {source} if is_near else {group.rank}
             if source != group.rank and not receivers.isdisjoint(served):
-                codec = codec_of(sent if is_near else part, group.copier)
-                self._into[source] = group.into[source], Incoming(codec, hold=True)
+                self._into[source] = group.into[source], Incoming(self._codec(is_near), hold=True)
         self._messages: list[tuple[SendQueue | RecvQueue, Outgoing | Incoming]]
         self._messages = [(queue, message) for queue, message, _ in self._out]
         self._messages += self._into.values()
         self._combines = self._receives and not isinstance(sent, UnitType)
+
+    def _codec(self, is_near: bool) -> Codec:
+        """How messages are written to members on this machine, or on others."""
+        return codec_of(self._sent if is_near else self._part, self._copier)
+
+    def _content(self, value: Any, ranks: tuple[int, ...]) -> Any:
+        """What a message to some members has: the operand, or one's part on another machine."""
+        if self._exchange.cut is None or self._near >= set(ranks):
+            return value
+        return cut(self._exchange, value, self._exchange.members.index(ranks[0]))
 
     def run(self, value: Any) -> Steps:
         """The value that this rank gets; None if it gets none."""
@@ -192,18 +200,26 @@ class _MessageExchange:
         return result
 
     def pieces(self, value: Any) -> Generator[None, None, list[Any]]:
-        """This rank's piece of each sender's operand; others' stay in place until `release`.
+        """This rank's piece of each sender's operand; others' stay in place until `release`."""
+        values = yield from self._contents(value)
+        values[self._rank] = value
+        return [
+            self._piece(rank, values[rank]) for rank in self._exchange.senders if rank in values
+        ]
+
+    def _contents(self, value: Any) -> Generator[None, None, dict[int, Any]]:
+        """Send all messages; the contents of those that come, by rank.
 
         Raises:
             Poison: a sender has failed; all its receivers learn of it in this exchange.
         """
         for source, expected in self._into.values():
             source.post(expected)
-        for queue, message, whose in self._out:
+        for queue, message, ranks in self._out:
             if isinstance(value, Poison):
                 message.fail(value)
             else:
-                message.load(value if whose is None else cut(self._exchange, value, whose))
+                message.load(self._content(value, ranks))
             queue.send(message)
         while not self._is_done():
             yield
@@ -215,10 +231,7 @@ class _MessageExchange:
         except BaseException:  # not only Exceptions: an object's class may raise anything
             self.release()
             raise
-        values[self._rank] = value
-        return [
-            self._piece(rank, values[rank]) for rank in self._exchange.senders if rank in values
-        ]
+        return values
 
     def _is_done(self) -> bool:
         """Return whether all messages have come, and `value` may be changed; makes progress."""
@@ -237,6 +250,83 @@ class _MessageExchange:
         for queue, message in self._into.values():
             if message.error is None:
                 queue.release(message)
+
+
+class _RowExchange(_MessageExchange):
+    """An exchange of the rows that are a receiver's, or a sender's; operands come with ids.
+
+    All members have the same ids. So a message needs to say of its rows neither which nor how many
+    they are.
+    """
+
+    def __init__(
+        self, op: Collective, group: GroupQueues, sent: TensorType, result: TensorType
+    ) -> None:
+        _MessageExchange.__init__(self, op.exchange, group, sent)
+        gathers = op.exchange.concat is not None
+        self._whole, self._made = (result if gathers else sent).shape, result.shape
+        assert op.exchange.routed is not None, "only some rows travel"
+        self._lead = op.exchange.routed.lead
+        self._moving: MovingRows
+
+    def _codec(self, is_near: bool) -> Codec:
+        assert isinstance(self._sent, TensorType), "the caller has looked"
+        return RowsCodec(self._sent.dtype)
+
+    def _content(self, value: Any, ranks: tuple[int, ...]) -> Any:
+        return self._matrix(value[0]), self._moving.sent(self._member, self._numbers(ranks))
+
+    def _numbers(self, ranks: Iterable[int]) -> list[int]:
+        """The numbers in the group, in its order."""
+        return sorted(map(self._exchange.members.index, ranks))
+
+    def _matrix(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = math.prod(tensor.shape[: self._lead])
+        return tensor.reshape(rows, tensor.numel() // max(rows, 1))
+
+    def run(self, value: Any) -> Steps:
+        if not isinstance(value, Poison):
+            self._moving = MovingRows(self._exchange, self._whole, value[1])
+        contents = yield from self._contents(value)
+        try:
+            return self._combined(self._matrix(value[0]), contents)
+        finally:
+            self.release()
+
+    def _combined(self, own: torch.Tensor, contents: dict[int, Any]) -> torch.Tensor:
+        gathers, part = self._exchange.concat is not None, len(own)
+        part //= 1 if gathers else len(self._exchange.members)
+        result = own.new_zeros(math.prod(self._made[: self._lead]), own.shape[1])
+        for source, rank in enumerate(self._exchange.members):
+            if rank == self._rank:
+                at = slice(source * part, (source + 1) * part)
+                mine = torch.where(self._moving.own(source), own if gathers else own[at], 0)
+                result[at].copy_(mine) if gathers else result.add_(mine)
+                continue
+            served = self._near - {rank} if rank in self._near else {self._rank}
+            positions, rows = self._moving.taken(source, self._numbers(served), self._member)
+            matrix = self._rows_of(rank, contents[rank], positions, rows)
+            (result.index_copy_ if gathers else result.index_add_)(0, rows, matrix)
+        return result.view(self._made)
+
+    def _rows_of(
+        self, rank: int, content: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """A message as a matrix, or some rows of it.
+
+        Raises:
+            TransportError: the sender has other ids.
+        """
+        width = math.prod(self._made[self._lead :])
+        matrix = content.view(-1, width) if width else content.new_empty(len(rows), 0)
+        if positions is not None and width:
+            matrix = matrix.index_select(0, positions)
+        if len(matrix) != len(rows):
+            raise TransportError(
+                f"rank {rank} has sent {len(matrix)} rows of {len(rows)} by its ids, which are the "
+                "same on all ranks"
+            )
+        return matrix
 
 
 class _SplitAllReduce:
@@ -299,6 +389,10 @@ def _algorithm(
     op: Collective, group: GroupQueues, operand: ValueType | None, result: ValueType
 ) -> _MessageExchange | _SplitAllReduce:
     exchange = op.exchange
+    if exchange.routed is not None:
+        if not isinstance(operand, TensorType) or not isinstance(result, TensorType):
+            raise BindError(f"`{op.opcode}` moves rows of tensors, and its operand is {operand}")
+        return _RowExchange(op, group, operand, result)
     if not exchange.senders:  # a barrier: every member sends a unit to every member
         return _MessageExchange(Exchange(group.ranks, group.ranks, group.ranks), group, UnitType())
     sent = operand if operand is not None else _whole_of(exchange, result)

@@ -27,6 +27,7 @@ from ....ir.ops import (
     Op,
     Recv,
     Reserve,
+    RowCollective,
     Send,
     Slice,
     Value,
@@ -151,6 +152,12 @@ class DeviceBinder(Binder):
     # -- communication ----------------------------------------------------------------------
 
     def _issue(self, op: Op, port: Port) -> None:
+        if isinstance(op, RowCollective):
+            self._fail(
+                op,
+                "the host would have to wait for the ids that say which rows of a device travel",
+                "cut experts with dispatch='gather' where ranks have devices",
+            )
         if isinstance(port, StreamPort):
             sources = tuple(map(self._register, op.operands))
             self._emit(self._on_stream(op, port), InstructionInfo(Role.ISSUE, sources, port=port))

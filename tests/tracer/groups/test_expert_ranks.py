@@ -12,9 +12,11 @@ from torch.nn import functional
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.ir.ops import Collective, Op, Transfer
+from cg.ir.attributes import Action
+from cg.ir.ops import AllGatherRows, Collective, Op, ReduceScatterRows, RowCollective, Transfer
 from cg.ir.ops.module import Module
 from cg.ir.text.diagnostics import IRError
+from cg.ir.types import TensorType
 from cg.ir.verify.verifier import verify
 from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
@@ -89,12 +91,12 @@ MESHES: dict[str, tuple[int, dict[str, int], dict[str, Any], Any]] = {
 }
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+def batch(rows: int = 12) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, rows, WIDTH, generator=torch.Generator().manual_seed(3)).double()
     return x, y
 
 
-def lowered(name: str, skewed: bool = False) -> Any:
+def lowered(name: str, skewed: bool = False, rows: int = 12) -> Any:
     """A step of two microbatches, in one stage or two."""
     stages, axes, cuts, store = MESHES[name]
     size = 1
@@ -122,15 +124,15 @@ def lowered(name: str, skewed: bool = False) -> Any:
             each.update()
         return loss
 
-    return step.lower(*batch())
+    return step.lower(*batch(rows))
 
 
-def plain_losses(stages: int, skewed: bool) -> list[Tensor]:
+def plain_losses(stages: int, skewed: bool, rows: int = 12) -> list[Tensor]:
     models = [Mixture(seed, skewed) for seed in range(stages)]
     losses = []
     for _ in range(3):
         parts = []
-        for part, target in zip(*(tensor.chunk(2) for tensor in batch()), strict=True):
+        for part, target in zip(*(tensor.chunk(2) for tensor in batch(rows)), strict=True):
             balance: Any = 0.0
             for model in models[:-1]:
                 part, balance = model(part)
@@ -150,6 +152,56 @@ def test_it_trains_as_one_process(name: str, skewed: bool) -> None:
         compiled = lowered(name, skewed).compile()
         losses = [compiled(*batch()) for _ in range(3)]
     torch.testing.assert_close(losses, plain_losses(MESHES[name][0], skewed), rtol=1e-9, atol=1e-9)
+
+
+EVEN = [name for name in MESHES if "uneven" not in name]
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_an_exchange_of_rows_trains_as_one_process(name: str) -> None:
+    """Rows that no rank needs do not travel; values and gradients are those of the whole batch."""
+    with use_world(VirtualWorld(4)):
+        compiled = lowered(name, name == EVEN[0], rows=16).compile(dispatch="exchange")
+        moved = [op for op in ops_of(compiled.module) if isinstance(op, RowCollective)]
+        losses = [compiled(*batch(16)) for _ in range(3)]
+    assert {type(op) for op in moved} == {AllGatherRows, ReduceScatterRows}
+    expected = plain_losses(MESHES[name][0], name == EVEN[0], rows=16)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_exchange_of_a_backward_is_that_of_the_forward_the_other_way() -> None:
+    """Of a stage, each microbatch gathers tokens and reduces them, and their gradients likewise."""
+    with use_world(VirtualWorld(4)):
+        module = lowered("pp 2, ep 2").trace.module
+    names = [each.name for each in default_pipeline()]
+    PassManager(default_pipeline()[: names.index("insert-transfers") + 1]).run(module)
+    rows: dict[tuple[int, Action], list[bool]] = {}
+    for op in module.program.ops:
+        if isinstance(op, Transfer) and op.experts and op.lead == 1:
+            type_ = op.operands[0].type
+            assert op.task is not None
+            assert isinstance(type_, TensorType)
+            assert type_.layout is not None
+            sums = rows.setdefault((op.task.stage, op.task.action), [])
+            sums.append(bool(type_.layout.summands))
+    both = [False, True] * 2  # a gather, then a reduction, in each of two microbatches
+    assert rows.pop((0, Action.BACKWARD)) == [False] * 2, "nobody wants the gradient of the input"
+    assert rows == {
+        (0, Action.FORWARD): both,
+        (1, Action.FORWARD): both,
+        (1, Action.BACKWARD): both,
+    }
+
+
+def ops_of(module: Module) -> Iterator[Op]:
+    for program in module.programs:
+        yield from program.ops
+
+
+def test_uneven_tokens_are_not_exchanged() -> None:
+    with use_world(VirtualWorld(4)), pytest.raises(cg.IRError, match="uneven pieces") as error:
+        lowered("ep 4, uneven tokens").compile(dispatch="exchange")
+    assert "use a batch that is a multiple of the ranks" in str(error.value)
 
 
 def removals(module: Module, kind: type[Op]) -> Iterator[None]:
@@ -174,15 +226,18 @@ def test_whatever_travels_is_needed() -> None:
     """A program is refused from which a gather, a reduction or the adjoint of one is left out."""
     count = 0
     names = [each.name for each in default_pipeline()]
-    for name in MESHES:
-        for last, kind in (("insert-transfers", Transfer), ("lower-transfers", Collective)):
+    stages = ("insert-transfers", Transfer), ("lower-transfers", Collective)
+    forms = [*((name, "gather") for name in MESHES), ("dp 2, ep 2", "exchange")]
+    for name, form in forms:
+        for last, kind in stages:
+            pipeline = default_pipeline(dispatch=form)
             with use_world(VirtualWorld(4)):
-                module = lowered(name).trace.module
-            PassManager(default_pipeline()[: names.index(last) + 1]).run(module)
+                module = lowered(name, rows=12 if form == "gather" else 16).trace.module
+            PassManager(pipeline[: names.index(last) + 1]).run(module)
             verify(module)
             for _ in removals(module, kind):
                 with pytest.raises(IRError):
                     verify(module)
                 count += 1
             verify(module)
-    assert count >= 300
+    assert count >= 370

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -43,6 +44,30 @@ class Routing:
     experts: int
     cut: Cut
     dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """The rows of a value that have one of a rank's experts among their ids.
+
+    Attributes:
+        ids: the value that has the numbers of experts, `[rows, choices]`.
+        experts: how many experts there are.
+        cut: how they are cut over ranks.
+        lead: how many leading dimensions of the value are its rows; these are in the order of the
+            rows of `ids`, or of its entries.
+    """
+
+    ids: fx.Node
+    experts: int
+    cut: Cut
+    lead: int
+
+    def fits(self, shape: Shape) -> bool:
+        """True if a value of a shape has a row for each row of the ids, or for each entry."""
+        ids = tuple(self.ids.meta["val"].shape)
+        rows = math.prod(shape[: self.lead])
+        return len(ids) == 2 and rows in (ids[0], math.prod(ids))
 
 
 @dataclass(frozen=True)
@@ -176,8 +201,10 @@ class Answer:
         free: dimensions of the first result that could be cut at no cost, if asked for.
         reasons: why the op cannot take some operands in their layouts, by index.
         is_asked: whether the user has asked for the layouts, so that any transfer may make them.
-        dispatched: operands that any transfer may bring to the ranks that have rows of experts.
+        dispatched: operands that any transfer may bring to the ranks that have rows of experts,
+            with the rows that these need; None: all.
         routing: the ranks that have the rows of the results, which all are sums over them.
+        summed: the rows in which a rank's summand of each result is not zero.
     """
 
     wanted: tuple[Layout, ...]
@@ -187,8 +214,9 @@ class Answer:
     free: frozenset[int] = frozenset()
     reasons: Mapping[int, str] = field(default_factory=dict)
     is_asked: bool = False
-    dispatched: frozenset[int] = frozenset()
+    dispatched: Mapping[int, ExpertRows | None] = field(default_factory=dict)
     routing: Routing | None = None
+    summed: ExpertRows | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import fx
 
@@ -16,9 +17,11 @@ from ....ir.attributes import ReduceOp
 from ....ir.layout import Cut, Layout
 from ...values.operators import written_values
 from ..autodiff.subgraphs import memory_of
-from .cases import Case, Operand, Results, Routing
+from .cases import Case, ExpertRows, Operand, Results, Routing
 from .cuts import canonical
 from .factors import Dims, Factor, Factors
+
+_ByIds = TypeVar("_ByIds", Routing, ExpertRows)
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,16 @@ class Routes:
         chosen: the cut of the factor of experts, if the op has one that is cut.
         own: the route of an op that has experts: that of the rows that its own experts give.
         passed: for each axis along which routed sums go through the op, their route.
+        operands: the dimensions of the op's operands.
+        index: the number of the operand that has the ids, if the op has experts.
     """
 
     results: tuple[Dims | None, ...]
     chosen: Mapping[Factor, Cut]
     own: Route | None
     passed: Mapping[str, Route] = field(default_factory=dict)
+    operands: tuple[Dims, ...] = ()
+    index: int | None = None
 
     @staticmethod
     def of(case: Case, factors: Factors) -> Routes:
@@ -58,7 +65,8 @@ class Routes:
         chosen, own = _own(case, factors)
         passed = dict(_passed(case, factors, own))
         whole = {a: r for a, r in passed.items() if passed.keys() >= set(r.cut.axes)}
-        return Routes(factors.results, chosen, own, whole)
+        index = None if factors.choice is None else factors.choice[1]
+        return Routes(factors.results, chosen, own, whole, factors.operands, index)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -73,9 +81,7 @@ class Routes:
         """The routing of the results, if it is the same for all."""
         if None in layouts:
             return None
-        for route in dict.fromkeys((self.own, *self.passed.values())):
-            if route is None:
-                continue
+        for route in self._all():
             positions = {
                 _positions(route, dims, layout)
                 for dims, layout in zip(self.results, layouts, strict=True)
@@ -84,8 +90,44 @@ class Routes:
                 return Routing(route.ids, route.experts, route.cut, dims_of_ids)
         return None
 
+    def needed(self, index: int) -> ExpertRows | None:
+        """The rows of an operand that an op's results depend on, if these are those of experts.
 
-def still_true(routings: Mapping[fx.Node, Routing], node: fx.Node) -> dict[fx.Node, Routing]:
+        An op with experts takes no other rows of its own, and one through which routed sums pass
+        gives zeros for all others.
+        """
+        if index == self.index:
+            return None
+        rows = (_rows(route, self.operands[index]) for route in self._all())
+        return next((own for own in rows if own is not None), None)
+
+    def summed(self, layouts: Results) -> ExpertRows | None:
+        """The rows in which the results are not zero, if these are the same for all."""
+        for route in self._all():
+            leads = {
+                _rows(route, dims) if layout and {*route.cut.axes} <= {*layout.summands} else None
+                for dims, layout in zip(self.results, layouts, strict=True)
+            }
+            if len(leads) == 1 and (rows := leads.pop()) is not None:
+                return rows
+        return None
+
+    def _all(self) -> list[Route]:
+        routes = dict.fromkeys((self.own, *self.passed.values()))
+        return [route for route in routes if route is not None]
+
+
+def _rows(route: Route, dims: Dims | None) -> ExpertRows | None:
+    """The rows of a tensor that stand along its leading dimensions, in the order of the ids."""
+    lead = 0
+    for dim, factor in zip(dims or (), route.factors, strict=False):
+        if dim != (factor,):
+            break
+        lead += 1
+    return ExpertRows(route.ids, route.experts, route.cut, lead) if lead else None
+
+
+def still_true(routings: Mapping[fx.Node, _ByIds], node: fx.Node) -> dict[fx.Node, _ByIds]:
     """The routings behind a node: rows are not routed by ids that it writes in place."""
     written = written_values(node.target, node.args, node.kwargs)
     memories = {memory_of(value) for value in written if isinstance(value, fx.Node)}

@@ -74,7 +74,7 @@ class _Solution:
             for index, dims in enumerate(self.factors.results)
         )
         routing = self._routes.of_results(result_layouts)
-        dispatched = frozenset(self._dispatched)
+        dispatched = {index: self._routes.needed(index) for index in self._dispatched}
         return Answer(
             operand_layouts,
             result_layouts,
@@ -84,6 +84,7 @@ class _Solution:
             self.reasons,
             dispatched=dispatched,
             routing=routing,
+            summed=self._routes.summed(result_layouts),
         )
 
     def _claim(self) -> None:

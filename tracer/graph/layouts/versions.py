@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....ir.layout import Layout
+from ....ir.layout import Layout, Region
 from ....ir.location import Location
 from ....ir.types import Place, TensorType
 from ...values.specs import ir_dtype
-from .cases import Answer, Results
+from .cases import Answer, ExpertRows, Results
 from .change import Change
 
 
@@ -24,10 +24,27 @@ class Version:
     Attributes:
         node: the node that computes the value.
         layout: the layout of this version.
+        rows: the rows that ranks hold; what is in others is not defined. None: all.
     """
 
     node: fx.Node
     layout: Layout
+    rows: ExpertRows | None = None
+
+
+@dataclass(frozen=True)
+class RowTransfer:
+    """The rows that travel in a transfer: those that a rank needs, or has a summand of.
+
+    Attributes:
+        ids: the ids that say which do, in the layout in which ranks have them.
+        experts: the experts of each rank of the place.
+        lead: as in `ExpertRows`.
+    """
+
+    ids: Version
+    experts: tuple[Region, ...]
+    lead: int
 
 
 @dataclass(frozen=True)
@@ -37,11 +54,18 @@ class LayoutTransfer:
     Attributes:
         before, after: the value in its old layout, and in the new one.
         change: the work that the transfer takes.
+        rows: the rows that travel; None: all.
     """
 
     before: Version
     after: Version
     change: Change
+    rows: RowTransfer | None = None
+
+    @property
+    def takes(self) -> tuple[Version, ...]:
+        """The versions that it takes."""
+        return (self.before,) if self.rows is None else (self.before, self.rows.ids)
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from ....values.operators import is_random
-from ...autodiff.subgraphs import has_effect, is_view, memory_of
+from ...autodiff.subgraphs import has_effect, memory_of
 from ..cases import LayoutError
-from ..cuts import CutProduct
 from ..versions import LayoutTransfer, Propagation, Version
 from .local_writes import LocalWrites
+from .part_order import is_plain_view, is_product, last_of_buckets
 from .rank_graphs import Graphs, Name, build_all, kind
 from .writes import StateWrites
 
@@ -146,7 +145,7 @@ class _Partitioner:
         self.needed: dict[int, dict[Version, None]] = {}
         drawn: int | None = None
         following, earliest = 0, 0
-        ends = _last_of_buckets(self.ops, buckets)
+        ends = last_of_buckets(self.ops, buckets)
         writes = StateWrites(propagation, self.ops, self.state)
         for node in self.ops:
             for version in self.reads(node):
@@ -167,7 +166,7 @@ class _Partitioner:
                 earliest = following
         self._put_off(writes)
         writes.move_views(self.level)
-        writes.check(self.outputs, (t.before for t in self.transfers.values()))
+        writes.check(self.outputs, (v for t in self.transfers.values() for v in t.takes))
         memories = frozenset(map(memory_of, self.state))
         LocalWrites(propagation, self.level, self.reads, self.transfers, memories).check()
 
@@ -207,8 +206,8 @@ class _Partitioner:
         latest: dict[fx.Node, int] = {}
         exchanged: set[fx.Node] = set()
         for node in reversed(self.ops):
-            moves = _is_product(node, self.propagation)
-            moves = moves or (_is_plain_view(node) and node not in exchanged)
+            moves = is_product(node, self.propagation)
+            moves = moves or (is_plain_view(node) and node not in exchanged)
             random = is_random(node.target, node.args, node.kwargs)
             if moves and not random and not has_effect(node) and not writes.has(node):
                 self.level[node] = max(self.level[node], latest.get(node, 0))
@@ -220,10 +219,29 @@ class _Partitioner:
                     exchanged.add(version.node)
                 bound = self.level[node] - exchanges
                 latest[version.node] = min(latest.get(version.node, bound), bound)
+                for ids in self._ids_of(version):  # they stay: how late they may be is not known
+                    exchanged.add(ids.node)
+                    latest[ids.node] = 0
+
+    def _ids_of(self, version: Version) -> Iterator[Version]:
+        """The ids that say which rows travel in the transfers that make a version."""
+        transfer = self.transfers.get(version)
+        if transfer is not None:
+            yield from self._ids_of(transfer.before)
+            if transfer.rows is not None:
+                yield transfer.rows.ids
 
     def _live(self) -> list[fx.Node]:
         """The ops that an output needs or that have an effect, and the ops that these need."""
-        live = {version.node for version in self.outputs if version is not None}
+        live = set[fx.Node]()
+
+        def need(version: Version) -> None:
+            live.add(version.node)
+            live.update(ids.node for ids in self._ids_of(version))
+
+        for version in self.outputs:
+            if version is not None:
+                need(version)
         answers = self.propagation.answers
         ops = [n for n in self.nodes if n in answers or n.target is operator.getitem]
         for node in reversed(ops):
@@ -232,7 +250,8 @@ class _Partitioner:
                 if node.target is operator.getitem:
                     live.update(node.all_input_nodes)
                 else:
-                    live.update(version.node for version in self.propagation.reads[node])
+                    for version in self.propagation.reads[node]:
+                        need(version)
         return [node for node in ops if node in live]
 
     def reads(self, node: fx.Node) -> Iterable[Version]:
@@ -250,7 +269,19 @@ class _Partitioner:
             return 0 if version in self.given else self.level.get(version.node, 0)
         if self.is_gather(transfer):
             return self.opened.get(self.stored[version.node], 0)
-        return self.available(transfer.before) + transfer.change.communicates
+        at = self.available(transfer.before)
+        if transfer.rows is not None:
+            at = max(at, self._known(transfer.rows.ids))
+        return at + transfer.change.communicates
+
+    def _known(self, ids: Version) -> int:
+        """The number of exchanges that come before those of a transfer that takes ids.
+
+        The transfers behind a part stand in order, so one takes what another has just made.
+        """
+        transfer = self.transfers.get(ids)
+        is_made = transfer is not None and transfer.change.communicates
+        return self.available(ids) - is_made
 
     def exchanges(self) -> list[LayoutTransfer]:
         """The transfers in which ranks exchange something, without gathers of stored state."""
@@ -318,7 +349,8 @@ class _Partitioner:
                 self.needed.setdefault(at, {})[version] = None
             return
         if transfer is not None and transfer.change.communicates:
-            self._want(transfer.before, None)
+            for source in transfer.takes:
+                self._want(source, None)
             return
         is_const = self._is_at_hand(version.node)
         if transfer is not None:  # a slice: made where it is read; of an output, at once
@@ -396,26 +428,6 @@ class _Partitioner:
 
 
 _NO_LAYOUT: Any = None
-
-
-def _is_plain_view(node: fx.Node) -> bool:
-    """True if a node is a view, and its op gives no other result."""
-    if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor):
-        return False
-    return is_view(node)
-
-
-def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """The last node of each bucket, but for the bucket that is complete last."""
-    last = {buckets[node]: node for node in ops if node in buckets}
-    ends = [node for node in ops if node in last.values()]
-    return set(ends[:-1])
-
-
-def _is_product(node: fx.Node, propagation: Propagation) -> bool:
-    """True if a dimension of a result is a product of cut factors, which no type has."""
-    layouts = (layout for layout in propagation.layouts[node] if layout is not None)
-    return any(isinstance(cut, CutProduct) for layout in layouts for cut in layout.cuts)
 
 
 def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:

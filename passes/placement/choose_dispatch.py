@@ -1,0 +1,153 @@
+"""Choose whether all tokens travel to the ranks of experts, or the rows of these alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, get_args
+
+from ...ir.layout import volume
+from ...ir.ops import Transfer, Value
+from ...ir.ops.module import Module
+from ...ir.ops.row_collectives import expected_share
+from ...ir.phases import Phase
+from ...ir.text.diagnostics import error
+from ...ir.types import TensorType
+from ..base import Pass
+from .fabrics import Fabrics
+from .resharding import plan
+from .resharding_plan import GatherRound, ReduceRound
+from .routed_fibres import RoutedFibres
+
+Dispatch: TypeAlias = Literal["auto", "gather", "exchange"]
+"""How rows come to experts, and back."""
+
+DISPATCHES: tuple[str, ...] = get_args(Dispatch)
+
+LEAST_SAVED = 256 * 1024
+"""Bytes that a rank need not receive, for which it is worth to pick rows out of a tensor."""
+
+
+@dataclass(frozen=True)
+class ChooseDispatch(Pass):
+    """Choose the form of each transfer between tokens and experts that are cut over ranks.
+
+    A transfer with `experts` may move the rows alone that are of a rank's experts: an exchange. The
+    pass takes ids and experts off the others, which then gather all rows, or reduce them. It
+    compares what a rank receives: all rows of the others, or the share of them that is expected
+    where any choice of experts is as likely as any other. `dispatch` of the transfer says why.
+
+    The host picks the rows. A device's host would have to wait for the ids in each layer, so where
+    a rank has a device all rows travel.
+
+    Before::
+
+        mesh @m {ep = 4, ranks = {0..3}}
+        %y = transfer(%x, %ids) {experts = {[0:2], [2:4], [4:6], [6:8]}, lead = 1} : f32[8,4]@m
+
+    After::
+
+        %y = transfer(%x) {dispatch = "gather: ..."} : f32[8,4]@m
+
+    Options:
+        dispatch: `gather` or `exchange` for all transfers; `auto`: whatever saves enough bytes.
+        ranks: the transports of devices, as in `choose-transports`.
+    """
+
+    dispatch: str = "auto"
+    ranks: str = ""
+
+    name: ClassVar[str] = "choose-dispatch"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.PLACED,)
+
+    def __post_init__(self) -> None:
+        if self.dispatch not in DISPATCHES:
+            raise ValueError(f"dispatch={self.dispatch!r}: it is {', '.join(DISPATCHES)}")
+
+    def run(self, module: Module) -> bool:
+        program = module.program
+        routed = [op for op in program.ops if isinstance(op, Transfer) and op.experts is not None]
+        whole: dict[tuple[Value, object], Value] = {}
+        same: dict[Value, Value] = {}
+        for op in routed:
+            problem, remedy = self._problem(op)
+            if problem and self.dispatch == "exchange":
+                raise error(
+                    f"rows are to be exchanged, but {problem}", op=op, program=program, help=remedy
+                )
+            share, saved = _savings(op)
+            text = f"{share:.0%} of {_bytes(op)} bytes a rank"
+            if not problem and (self.dispatch == "exchange" or self._pays(saved)):
+                op.dispatch = f"exchange: {text}"
+                continue
+            asked = (
+                "asked for" if self.dispatch == "gather" else f"an exchange of {text} saves little"
+            )
+            op.dispatch = f"gather: {problem or asked}"
+            op.operands, op.experts, op.lead = op.operands[:1], None, None
+            key = op.operands[0], op.result.type
+            same[op.result] = whole.setdefault(key, op.result)
+        _drop_copies(module, {value: kept for value, kept in same.items() if value is not kept})
+        return bool(routed)
+
+    def _pays(self, saved: int) -> bool:
+        return self.dispatch == "auto" and saved >= LEAST_SAVED
+
+    def _problem(self, op: Transfer) -> tuple[str, str]:
+        """Why rows cannot be exchanged, and what to do; empty if they can."""
+        fabrics, place = Fabrics(self.ranks), op.result.type.place
+        assert place is not None, "a placed program says where values are"
+        for rank in place.ranks:
+            if fabrics.of_rank(rank) is not None:
+                return (
+                    f"rank {rank} has a device, whose host would have to wait for the ids",
+                    "use dispatch='gather' or 'auto', or give these ranks no device",
+                )
+        if not _fits(op):
+            return (
+                "ranks have uneven pieces, or pieces that do not stand one behind the other",
+                "use a batch that is a multiple of the ranks that cut it, or dispatch='auto'",
+            )
+        return "", ""
+
+
+def _fits(op: Transfer) -> bool:
+    """True if collectives can move the rows of a transfer."""
+    routed, have, made = RoutedFibres.of(op), op.operands[0].type, op.result.type
+    assert routed is not None, "the caller has looked"
+    assert isinstance(have, TensorType), "only tensors have rows"
+    assert isinstance(made, TensorType), "only tensors have rows"
+    rounds = plan(have, made).rounds
+    collectives = [step for step in rounds if isinstance(step, GatherRound | ReduceRound)]
+    moved = any(step.received() for step in rounds if step not in collectives)
+    return not moved and len(collectives) == 1 and routed.fit(collectives[0].fibres)
+
+
+def _bytes(op: Transfer) -> int:
+    """The bytes of all rows that a rank receives from the others."""
+    have, made = op.operands[0].type, op.result.type
+    assert isinstance(have, TensorType), "only tensors have rows"
+    assert isinstance(made, TensorType), "only tensors have rows"
+    received = plan(have, made).received()
+    return max(received.values(), default=0) * made.dtype.itemsize
+
+
+def _savings(op: Transfer) -> tuple[float, int]:
+    """The share of rows that are expected to travel, and the bytes of the others."""
+    (type_, ids), experts = [value.type for value in op.operands], op.experts
+    assert isinstance(type_, TensorType), "only tensors have rows"
+    assert isinstance(ids, TensorType), "ids are a tensor"
+    assert experts is not None, "the caller has looked"
+    count = sum(map(volume, set(experts)))
+    choices = ids.numel // max(math.prod(type_.shape[: op.lead]), 1)
+    shares = [expected_share(region, count, choices) for region in experts]
+    share = sum(shares) / len(shares)
+    return share, int((1 - share) * _bytes(op))
+
+
+def _drop_copies(module: Module, same: dict[Value, Value]) -> None:
+    """Let all ops take the first of several transfers that are equal without ids."""
+    program = module.program
+    program.ops[:] = [op for op in program.ops if same.keys().isdisjoint(op.results)]
+    for op in program.ops if same else ():
+        op.operands = tuple([same.get(value, value) for value in op.operands])
