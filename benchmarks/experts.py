@@ -4,10 +4,11 @@
 
 A step is the forward and the backward of one layer: a router, two of eight experts a token, which
 are spread over two ranks, a gated product with SiLU, and the gradients of all weights, in float32.
-Each rank has 256 tokens. cg gathers tokens and reduces results, or exchanges rows that are needed,
-in an arm of its own. Torch sorts rows by expert and exchanges them by `all_to_all_single` over Gloo with counts, dropless, and multiplies each expert's
-rows in a loop. Each arm is a job of two ranks with one thread each. A figure is the median of the
-steps of a turn behind five others, on the slower rank; the losses of both arms are compared.
+Each rank has 256 tokens. cg gathers tokens and reduces results; in an arm of its own it exchanges
+the rows that experts need. Torch sorts rows by expert and exchanges them by `all_to_all_single`
+over Gloo with counts, dropless, and multiplies each expert's rows in a loop. Each arm is a job of
+two ranks with one thread each. A figure is the median of the steps of a turn behind five others, on
+the slower rank; the losses of all arms are compared.
 """
 
 from __future__ import annotations

@@ -338,6 +338,12 @@ def parse() -> argparse.Namespace:
     add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
     add("--lora", type=int, default=0, help="train adapters of this rank alone")
     add("--attention", default="sdpa", choices=("sdpa", "eager"), help="what can be traced")
+    add(
+        "--dispatch",
+        choices=("auto", "gather", "exchange"),
+        default="auto",
+        help="with --ep: all tokens go to all ranks of experts, or rows to those that need them",
+    )
     add("--experts", help="how a mixture computes its experts, such as batched_mm; cg if left out")
     add("--trust-remote-code", action="store_true", help="run Python that the folder brings")
     add("--dropout", action="store_true", help="drop out as the model says, in evaluations too")
@@ -406,7 +412,7 @@ def main() -> None:
     ids = texts.batch(0, args.batch, args.seed)
     lowered = train.lower(ids, successors(ids))
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp)
-    compiled = lowered.compile(schedule=schedule, fuse=args.fuse, fsdp=fsdp)
+    compiled = lowered.compile(schedule=schedule, fuse=args.fuse, fsdp=fsdp, dispatch=args.dispatch)
     run = Run(args, model, stages, texts, compiled, evaluate, Record())
     if args.resume:
         run.resume()

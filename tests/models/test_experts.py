@@ -11,7 +11,9 @@ from torch import nn
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
+from cg.ir.ops import AllGatherRows, ReduceScatterRows
 from cg.launch.world.world import use_world
+from cg.passes.placement.choose_dispatch import Dispatch
 
 from .families import LENGTH, VOCABULARY, transformers
 from .training import TrainedPart, training_step
@@ -122,12 +124,20 @@ def test_an_implementation_of_transformers(family: str, experts: str) -> None:
     check_training(family, "two stages", experts)
 
 
-def check_training(family: str, place: str, experts: str | None) -> None:
+@pytest.mark.parametrize("family", ["Mixtral", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
+def test_an_exchange_of_rows_trains_as_plain_transformers(family: str) -> None:
+    """Views of batches and lengths stand between experts and transfers."""
+    check_training(family, "tokens over dp and ep", None, dispatch="exchange", rows=8)
+
+
+def check_training(
+    family: str, place: str, experts: str | None, dispatch: Dispatch = "auto", rows: int = 4
+) -> None:
     stages, axes, plan = PLACES[place]
     model = model_of(family)
     plain = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
-    ids, labels = torch.randint(3, VOCABULARY, (2, 4, LENGTH), generator=generator)
+    ids, labels = torch.randint(3, VOCABULARY, (2, rows, LENGTH), generator=generator)
     size = 2 ** len(axes)
     if "dp" in axes:
         plan = {INPUTS: cg.cut(0, "dp")} | plan
@@ -143,7 +153,9 @@ def check_training(family: str, place: str, experts: str | None) -> None:
             (TrainedPart.on(where, plan=plan) if axes else TrainedPart.on(where))(cuts, index)
             for index, where in enumerate(places)
         ]
-        compiled = training_step(actors, cuts).lower(ids, labels).compile()
+        compiled = training_step(actors, cuts).lower(ids, labels).compile(dispatch=dispatch)
+        used = {type(op) for program in compiled.module.programs for op in program.ops}
+        assert (used >= {AllGatherRows, ReduceScatterRows}) == (dispatch == "exchange")
         losses = [compiled(ids, labels) for _ in range(3)]
     torch.testing.assert_close(losses, train_plainly(plain, ids, labels), rtol=1e-6, atol=1e-6)
 

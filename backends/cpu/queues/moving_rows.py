@@ -44,7 +44,7 @@ class MovingRows:
     def taken(
         self, source: int, receivers: Sequence[int], receiver: int
     ) -> tuple[Tensor | None, Tensor]:
-        """What a receiver takes of a message.
+        """The rows that a receiver takes of a message, and their places in its result.
 
         Returns:
             The numbers of the message's rows, None for all; and the rows of the receiver's result.

@@ -38,18 +38,22 @@ _ALIGNED = _SCALING | {_ATEN.add.Tensor, _ATEN.expand.default}
 """Ops that keep the rows of operands that have as many dimensions as the result."""
 
 
-def kept(node: fx.Node, shape: Shape, rows: ExpertRows) -> ExpertRows | None:
-    """The rows of an operand of an op that are rows of its result.
+def kept(node: fx.Node, index: int, rows: ExpertRows) -> ExpertRows | None:
+    """The rows of an operand of an op that are enough for rows of its result.
 
     Args:
         node: the op.
-        shape: the operand's shape.
+        index: the number of the operand among its tensors.
         rows: rows of the result.
 
     Returns:
-        The same rows of the operand; None if the op may not keep them.
+        The same rows of the operand; None if the op may not keep them, or may make something
+        infinite of the zeros that others are.
     """
-    return _mapped(node, _shape(node), shape, rows)
+    if node.target is _ATEN.div.Tensor and index:
+        return None
+    operand = node.all_input_nodes[min(index, len(node.all_input_nodes) - 1)]
+    return _mapped(node, _shape(node), _shape(operand), rows)
 
 
 def _mapped(node: fx.Node, have: Shape, other: Shape, rows: ExpertRows) -> ExpertRows | None:

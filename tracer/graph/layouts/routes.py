@@ -48,16 +48,14 @@ class Routes:
         chosen: the cut of the factor of experts, if the op has one that is cut.
         own: the route of an op that has experts: that of the rows that its own experts give.
         passed: for each axis along which routed sums go through the op, their route.
-        operands: the dimensions of the op's operands.
-        index: the number of the operand that has the ids, if the op has experts.
+        factors: the dimensions of the op.
     """
 
     results: tuple[Dims | None, ...]
     chosen: Mapping[Factor, Cut]
     own: Route | None
     passed: Mapping[str, Route] = field(default_factory=dict)
-    operands: tuple[Dims, ...] = ()
-    index: int | None = None
+    factors: Factors | None = None
 
     @staticmethod
     def of(case: Case, factors: Factors) -> Routes:
@@ -65,8 +63,7 @@ class Routes:
         chosen, own = _own(case, factors)
         passed = dict(_passed(case, factors, own))
         whole = {a: r for a, r in passed.items() if passed.keys() >= set(r.cut.axes)}
-        index = None if factors.choice is None else factors.choice[1]
-        return Routes(factors.results, chosen, own, whole, factors.operands, index)
+        return Routes(factors.results, chosen, own, whole, factors)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -93,12 +90,15 @@ class Routes:
     def needed(self, index: int) -> ExpertRows | None:
         """The rows of an operand that an op's results depend on, if these are those of experts.
 
-        An op with experts takes no other rows of its own, and one through which routed sums pass
-        gives zeros for all others.
+        An op with experts reads no others. One through which routed sums pass gives zeros for the
+        others, unless a zero in the operand becomes something infinite, as in a division.
         """
-        if index == self.index:
+        factors = self.factors
+        if factors is None or (factors.choice is not None and factors.choice[1] == index):
             return None
-        rows = (_rows(route, self.operands[index]) for route in self._all())
+        is_linear = frozenset({index}) in factors.linear
+        routes = self._all() if is_linear else [self.own] if self.own is not None else []
+        rows = (_rows(route, factors.operands[index]) for route in routes)
         return next((own for own in rows if own is not None), None)
 
     def summed(self, layouts: Results) -> ExpertRows | None:

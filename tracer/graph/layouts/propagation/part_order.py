@@ -1,4 +1,4 @@
-"""What decides in which part of a graph a node runs, beside the exchanges that it waits for."""
+"""Nodes that run in other parts of a graph than the exchanges ask for that they wait for."""
 
 from __future__ import annotations
 

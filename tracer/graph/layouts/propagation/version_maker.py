@@ -271,16 +271,11 @@ class VersionMaker:
         most = _length(before) - (before.node.target not in VIEWS)
         if not is_coarser or self._gathered(before, axes) > most:
             return None
-        reads = tuple(
-            replace(r, layout=without_axes(r.layout, axes)) for r in self.reads[before.node]
-        )
         sources = self.reads[before.node]
-        own = [
-            None if rows is None else kept(before.node, tuple(r.node.meta["val"].shape), rows)
-            for r in sources
-        ]
+        reads = tuple(replace(r, layout=without_axes(r.layout, axes)) for r in sources)
+        own = [rows and kept(before.node, index, rows) for index in range(len(reads))]
         if rows is not None and any(
-            some is None and read.layout != source.layout
+            some is None and read != source
             for some, read, source in zip(own, reads, sources, strict=True)
         ):
             return None
