@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from ...ir.layout import volume
-from ...ir.ops import Transfer, Value
-from ...ir.ops.module import Module
+from ...ir.ops import Op, Transfer, Value
+from ...ir.ops.module import Module, Program
 from ...ir.ops.row_collectives import expected_share
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import error
-from ...ir.types import TensorType
+from ...ir.types import TensorType, Type
 from ..base import Pass
 from .fabrics import Fabrics
 from .resharding import plan
@@ -67,8 +68,6 @@ class ChooseDispatch(Pass):
     def run(self, module: Module) -> bool:
         program = module.program
         routed = [op for op in program.ops if isinstance(op, Transfer) and op.experts is not None]
-        whole: dict[tuple[Value, object], Value] = {}
-        same: dict[Value, Value] = {}
         for op in routed:
             problem, remedy = self._problem(op)
             if problem and self.dispatch == "exchange":
@@ -85,9 +84,7 @@ class ChooseDispatch(Pass):
             )
             op.dispatch = f"gather: {problem or asked}"
             op.operands, op.experts, op.lead = op.operands[:1], None, None
-            key = op.operands[0], op.result.type
-            same[op.result] = whole.setdefault(key, op.result)
-        _drop_copies(module, {value: kept for value, kept in same.items() if value is not kept})
+        _drop_copies(program, {op.operands[0] for op in routed if op.experts is None})
         return bool(routed)
 
     def _pays(self, saved: int) -> bool:
@@ -145,9 +142,18 @@ def _savings(op: Transfer) -> tuple[float, int]:
     return share, int((1 - share) * _bytes(op))
 
 
-def _drop_copies(module: Module, same: dict[Value, Value]) -> None:
-    """Let all ops take the first of several transfers that are equal without ids."""
-    program = module.program
-    program.ops[:] = [op for op in program.ops if same.keys().isdisjoint(op.results)]
-    for op in program.ops if same else ():
-        op.operands = tuple([same.get(value, value) for value in op.operands])
+def _drop_copies(program: Program, gathered: Set[Value]) -> None:
+    """Let all ops take the first of several transfers of a value that are equal without ids."""
+    first: dict[tuple[Value, Type, str | None], Value] = {}
+    same: dict[Value, Value] = {}
+    ops: list[Op] = []
+    for op in program.ops:
+        if same:
+            op.operands = tuple([same.get(value, value) for value in op.operands])
+        if isinstance(op, Transfer) and op.experts is None and op.operands[0] in gathered:
+            result = first.setdefault((op.operands[0], op.result.type, op.via), op.result)
+            if result is not op.result:
+                same[op.result] = result
+                continue
+        ops.append(op)
+    program.ops[:] = ops

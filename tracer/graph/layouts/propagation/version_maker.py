@@ -84,6 +84,8 @@ class VersionMaker:
         self.transfers: list[LayoutTransfer] = []
         self.versions: dict[fx.Node, list[Version]] = {}
         """The versions of each value that transfers start from; rules see the last one."""
+        self.dispatched: set[Version] = set()
+        """The versions of which ranks have gathered the rows of their experts."""
         self.made: dict[Version, Version] = {}
         """For each version that was asked for, the version that is read in its place."""
 
@@ -168,6 +170,8 @@ class VersionMaker:
         if target in self.made:
             return self.made[target]
         before, change = self._cheapest(node, layout)
+        if target in self.dispatched:  # whoever needs the other rows, too, may gather them
+            allowed = _EVERYTHING
         if change not in (self.allowed if allowed is None else allowed):
             loc = self.locations.get(node if user is None else user)
             raise refusal(before, target, change, user, reason, loc)
@@ -187,6 +191,7 @@ class VersionMaker:
             self.transfers.append(LayoutTransfer(before, target, change, moved))
         self.made[target] = instead or target
         if target.rows is not None:
+            self.dispatched.add(replace(target, rows=None))
             return self.made[target]
         if change is Change.REDUCE:
             self.versions[node].append(self.made[target])
