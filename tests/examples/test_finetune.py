@@ -432,7 +432,12 @@ def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_experts_over_ranks(mixture: Path, tmp_path: Path) -> None:
     """Losses are those of plain transformers, and other shapes of ranks go on."""
     first = tmp_path / "first"
-    tune(mixture, first, "--pp 1 --dp 2 --ep 2 --steps 3 --save-every 1 --keep 9", ranks=4)
+    tune(
+        mixture,
+        first,
+        "--pp 1 --dp 2 --ep 2 --dispatch exchange --steps 3 --save-every 1 --keep 9",
+        ranks=4,
+    )
     expected, judged = plain(mixture, 3)
     assert losses(first) == pytest.approx(expected, rel=1e-5)
     for shape, ranks in (("--pp 2 --ep 2 --sample 2", 4), ("--pp 2", 2)):
