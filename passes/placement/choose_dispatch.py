@@ -36,7 +36,8 @@ class ChooseDispatch(Pass):
     A transfer with `experts` may move the rows alone that are of a rank's experts: an exchange. The
     pass takes ids and experts off the others, which then gather all rows, or reduce them. It
     compares what a rank receives: all rows of the others, or the share of them that is expected
-    where any choice of experts is as likely as any other. `dispatch` of the transfer says why.
+    where any choice of experts is as likely as any other. `dispatch` of the transfer says why. An
+    exchange that is asked for, where no transfer can be one, is an error.
 
     The host picks the rows. A device's host would have to wait for the ids in each layer, so where
     a rank has a device all rows travel.
@@ -68,6 +69,14 @@ class ChooseDispatch(Pass):
     def run(self, module: Module) -> bool:
         program = module.program
         routed = [op for op in program.ops if isinstance(op, Transfer) and op.experts is not None]
+        if not routed and self.dispatch == "exchange":
+            raise error(
+                "rows are to be exchanged, but none travel to experts that are cut over ranks, or "
+                "from them, in the order of the ids",
+                program=program,
+                help="cut experts and the batch along one axis, the batch last along this one, as "
+                "by cg.cut(0, 'dp', 'ep'); or leave out dispatch='exchange'",
+            )
         for op in routed:
             problem, remedy = self._problem(op)
             if problem and self.dispatch == "exchange":

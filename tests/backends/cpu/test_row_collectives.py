@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.queues.local_sender import LocalSender
 from cg.backends.cpu.queues.messages import Outgoing
+from cg.backends.cpu.queues.moving_rows import MovingRows
 from cg.backends.errors import TransportError
 from cg.backends.exchanges import outcomes
 from cg.ir.layout import Region
@@ -143,6 +145,29 @@ def rows_to_others(ids: Tensor, member: int, count: int, lead: int, gathers: boo
         else:
             rows += owner != member and member in having
     return rows
+
+
+@pytest.mark.parametrize("kind", [AllGatherRows, ReduceScatterRows])
+def test_a_message_to_one_receiver_has_its_rows_alone(kind: type[RowCollective]) -> None:
+    """Between machines each receiver has a message of its own; rows are counted one by one."""
+    count, part = 3, ROWS // 3
+    op = op_of(kind, GROUPS[count], 1, TensorType(DType.F32, (ROWS, WIDTH)))
+    regions = experts(count)
+    for ids in routings():
+        moving = MovingRows(op.exchange, (ROWS, WIDTH), ids)
+        for source, receiver in itertools.permutations(range(count), 2):
+            having, owner = (receiver, source) if kind is AllGatherRows else (source, receiver)
+            rows = [
+                row
+                for row in range(owner * part, (owner + 1) * part)
+                if any(a <= i < b for i in ids[row].tolist() for a, b in regions[having][0])
+            ]
+            positions, places = moving.taken(source, [receiver], receiver)
+            assert positions is None
+            start = 0 if kind is AllGatherRows else owner * part
+            assert places.tolist() == [row - start for row in rows]
+            start = owner * part if kind is AllGatherRows else 0
+            assert moving.sent(source, [receiver]).tolist() == [row - start for row in rows]
 
 
 def test_other_ids_on_another_rank_are_an_error() -> None:
