@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from one_gpu.qwen2 import REAL, SMALL
 
-from examples.serve.engine import CgEngine, Options, start
+from examples.serve.engine import CgEngine, start
 from examples.serve.requests import GREEDY, Request
 from examples.serve.scheduler import Scheduler, Ticket
+from examples.serve.settings import Options
 from examples.serve.work import POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Rows
 
 from .bench import Bench

@@ -12,7 +12,8 @@ from groups.bench import Run
 from torch import Tensor
 
 import cg
-from examples.serve.engine import CgEngine, Options, start
+from examples.serve.engine import CgEngine, start
+from examples.serve.settings import Options
 from examples.serve.work import POSITION, SLOT, TABLE, TOKEN, Decode
 
 from .bench import ByHand, OneGpu, how_captured

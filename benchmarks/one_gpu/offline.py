@@ -10,9 +10,10 @@ from typing import Any
 import nano
 import torch
 
-from examples.serve.engine import CgEngine, Options, start
+from examples.serve.engine import CgEngine, start
 from examples.serve.requests import Request
 from examples.serve.scheduler import Scheduler, Ticket
+from examples.serve.settings import Options
 
 from .bench import OneGpu
 from .qwen2 import REAL, SMALL

@@ -109,7 +109,7 @@ FRONT = Plan(
 ENGINE = Plan(
     "engine",
     f"{sys.executable} -m examples.serve -n 2 --model tiny-qwen2 --blocks 256 --context 128 "
-    "--batch 2 --chunk 32 --requests 4096 --port 0",  # few variants, to start soon
+    "--batch 2 --chunk 32 --requests 4096 --port 0 --ahead",  # few variants, to start soon
     (
         *("-thr_cap", "-affinity", "-cmd_budget", "-fill_tgt", "-async_sched", "-groups"),
         *("-carry", "-variants", "-prefix", "-chunk", "-warm", "-gc_freeze", "-overlap"),

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
@@ -48,14 +49,17 @@ def microseconds(rows: int) -> float:
 
     from examples.serve import engine as engines
     from examples.serve import scheduler as schedulers
+    from examples.serve.settings import Options
+    from examples.serve.variants import all_sizes
 
     torch.set_num_threads(1)
     context, size = 1024, 64
     blocks = 1 + rows * context // size
     limits = engines.Limits(1, rows, PROMPT, blocks, size, context, 1 << 15, ())
-    options = engines.Options(groups=1, batches=(rows,), chunks=(PROMPT,), widths=(), draws=False)
-    stub: Any = Stub(torch.full((rows,), 5))
-    engine = engines.CgEngine(limits, options, (stub,), stub)
+    options = Options(groups=1, batches=(rows,), chunks=(PROMPT,), widths=(), draws=False)
+    stub = Stub(torch.full((rows,), 5))
+    graphs: Any = SimpleNamespace(compiled=dict.fromkeys(all_sizes(limits, options), (stub,)))
+    engine = engines.CgEngine(limits, options, graphs)
     scheduler = schedulers.Scheduler(limits)
     for number in range(rows):
         prompt = tuple(range(number, number + PROMPT))

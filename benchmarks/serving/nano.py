@@ -88,9 +88,8 @@ def server(model: Path, nano: Nano, dtype: str, fuse: str | None = None) -> list
         "--block-size": nano.block_size,
         "--context": nano.context,
     }
-    if fuse:
-        given["--fuse"] = fuse
-    line = [sys.executable, "-m", "examples.serve"]
+    given["--fuse"] = fuse or "none"
+    line = [sys.executable, "-m", "examples.serve", "--ahead"]
     for name, value in given.items():
         line.append(name)
         line += [str(value)] if isinstance(value, int | str) else map(str, value)

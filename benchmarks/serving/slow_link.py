@@ -49,7 +49,9 @@ from cg.launch.runtime.runtime import transport_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.serving.engine import PROMPT, config, prefill_of, prompts, rows_of
-from examples.serve.engine import CgEngine, Options, start
+from examples.serve.engine import CgEngine, start
+from examples.serve.settings import Options
+from examples.serve.variants import DecodeSize, PrefillSize
 from examples.serve.work import POSITION, TOKEN, Decode
 
 BATCH = 8
@@ -275,6 +277,11 @@ def first_token(engine: CgEngine) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
+def _graph(engine: CgEngine, kind: type[DecodeSize] | type[PrefillSize]) -> cg.Compiled:
+    """The graph of the first variant of a kind."""
+    return next(g[0] for size, g in engine.graphs.compiled.items() if isinstance(size, kind))
+
+
 @dataclass(frozen=True)
 class Paper:
     """What predictions are made from: milliseconds of a stage, and of a message.
@@ -292,11 +299,15 @@ class Paper:
 
     def itl(self, engine: CgEngine, groups: int) -> float:
         """An execution of a group begins when its last has ended, or when a rank has time."""
-        return max(self._end(engine.decode[0], ".decode", self.stage), groups * self._turn())
+        return max(
+            self._end(_graph(engine, DecodeSize), ".decode", self.stage), groups * self._turn()
+        )
 
     def ttft(self, engine: CgEngine) -> float:
         """The second chunk follows the first by as long as a rank is busy with that."""
-        return self._end(engine.prefill, ".prefill", self.chunk) + self.chunk + self.send
+        return (
+            self._end(_graph(engine, PrefillSize), ".prefill", self.chunk) + self.chunk + self.send
+        )
 
     def _turn(self) -> float:
         return self.stage + self.send

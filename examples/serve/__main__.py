@@ -61,13 +61,14 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
     line += [] if features.affinity else ["--no-affinity"]
     line += ["-m", "examples.serve.ranks", "--model", model]
     for name in (
-        *("groups", "tp", "batch", "batches", "chunk", "chunks", "prompt_tokens", "blocks"),
-        *("block_size", "context", "dtype", "fuse", "profile"),
+        *("groups", "tp", "batch", "batches", "chunk", "chunks", "prompt_tokens", "memory"),
+        *("blocks", "layers", "block_size", "context", "dtype", "fuse", "profile"),
     ):
         value = getattr(given, name)
         if value is not None:
             several = value if isinstance(value, list) else [value]
             line += [f"--{name.replace('_', '-')}", *map(str, several)]
+    line += ["--ahead"] if given.ahead else []
     return [*line, f"--features={given.features}"]
 
 

@@ -1,198 +1,233 @@
 """The engine: stages of a model on all ranks, driven by rank 0 through graphs that cg has compiled.
 
-A decode batch is an execution of the graph of its group, a prefill chunk one of the prefill graph.
-Each graph has a variant for each bucket, and all variants have run before the engine is ready. The
+A decode batch is an execution of a graph of its group, a prefill chunk one of a graph for chunks.
+There is a graph for each variant (`variants.py`), and work goes to the cheapest that holds it. The
 group's carry takes the tokens of a batch from the last stage to the first; the driver gets them as
 well. So the driver may submit the next batch of a group before it knows the tokens of this one.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 import cg
 
+from .defaults import check_ranks
 from .families import GptConfig, Model, open_model
-from .model import LENGTH, PROMPT, Guards, Pool, Stage, split
+from .model import LENGTH, PROMPT
+from .progress import said
 from .requests import How, Limits
-from .results import Tokens
-from .work import ENTRY, POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Rows
+from .results import Parts, Tokens
+from .settings import Options
+from .stage_graphs import StageGraphs
+from .variants import (
+    DecodeSize,
+    PrefillSize,
+    all_sizes,
+    bucket,
+    cheapest,
+    first_sizes,
+    later_sizes,
+    padding,
+    prompt_rows,
+    widths,
+)
+from .work import ENTRY, POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Result, Rows
 
 log = logging.getLogger("serve")
 
-PROMPTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of prompts that a prefill is compiled for, below the largest."""
-WARM_UPS = 3
+WARM_UPS = {"cpu": 1, "accelerator": 3}
 """Executions of each variant in each context; the third one is recorded, on devices that can."""
 WITHOUT_DRAWS = "a temperature or log-probabilities, without `draws`"
-STARTS = {"cpu": 16 << 20, "accelerator": 192 << 20}
-"""Bytes that a device reads in the time that a layer takes besides reading its weights.
-
-With 8 rows a layer of SmolLM2-135M takes 3.2 ms of a core, and its head of 113 MB takes 10 ms. A
-layer of Qwen2.5-0.5B takes 66 us of an H100, in a recorded step, and its 30 MB take 9 us of these.
-"""
-SAYING = 10.0
-"""Seconds between two lines of the log on how far warming is."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a model is served; equal on all ranks.
-
-    Attributes:
-        groups: decode batches at a time; one for each rank if None.
-        batches: the sizes of decode batches that are compiled, ascending.
-        chunks: the lengths of prefill chunks that are compiled, ascending.
-        prompt_tokens: the most tokens of all prompts of one prefill, with padding; one prompt if
-            None.
-        blocks: of each pool, the trash included.
-        block_size: tokens in a block.
-        context: the longest sequence; that of the model if None.
-        widths: the lengths of block tables that are compiled, ascending; a quarter of the context
-            and the context if None.
-        in_flight: executions of a graph at a time.
-        dtype: of weights and pools.
-        fuse: as `compile` takes it.
-        passes: as `compile` takes them.
-        seed: of random weights.
-        warm: whether all variants run before the engine is ready.
-        clamp: whether the graph clamps ids to the vocabulary, beside the checks of the driver.
-        debug_bounds: whether it checks ids, positions and blocks; an execution fails otherwise.
-        via: the transport of activations and tokens from stage to stage, as `cg.via` takes it.
-        draws: whether decode batches with a temperature are taken; without, half as many variants
-            are compiled.
-        tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
-            the vocabulary.
-        layers: how many each stage has; if None, `cut` balances them.
-    """
-
-    groups: int | None = None
-    batches: tuple[int, ...] = (1, 2, 4, 8)
-    chunks: tuple[int, ...] = (32, 128)
-    prompt_tokens: int | None = None
-    blocks: int = 256
-    block_size: int = 16
-    context: int | None = None
-    widths: tuple[int, ...] | None = None
-    in_flight: int = 2
-    dtype: torch.dtype = torch.float32
-    fuse: str | None = None
-    passes: str = ""
-    seed: int = 0
-    warm: bool = True
-    clamp: bool = False
-    debug_bounds: bool = False
-    via: str = "auto"
-    draws: bool = True
-    tp: int = 1
-    layers: tuple[int, ...] | None = None
+SHARE = 0.1
+"""The most of the time of a busy engine that goes to compiling variants that are asked for."""
 
 
 class CgEngine:
-    """Rank 0's end of the engine; `start` makes it."""
+    """Rank 0's end of the engine; `start` makes it.
+
+    Args:
+        device: of the first stage; None for the host.
+
+    Attributes:
+        graphs: of the variants that are compiled.
+        options: how the model is served.
+        asked: how often work was padded to a larger variant, by the size that would have served it.
+    """
 
     def __init__(
         self,
         limits: Limits,
         options: Options,
-        decode: Sequence[cg.Compiled],
-        prefill: cg.Compiled,
-        copies: torch.Stream | None = None,
+        graphs: StageGraphs,
+        device: torch.device | None = None,
     ) -> None:
-        self.limits = limits
-        self._copies = copies
-        self.decode = tuple(decode)
-        self.prefill = prefill
-        self.options = options
+        self.limits, self.options, self.graphs = limits, options, graphs
+        self.asked: Counter[DecodeSize | PrefillSize] = Counter()
+        is_host = device is None or device.type == "cpu"
+        self._warm_ups = WARM_UPS["cpu" if is_host else "accelerator"] if options.warm else 0
+        self._copies = torch.Stream(device) if device is not None and _has_events(device) else None
         self._widths = widths(limits, options)
         self._counting = np.arange(max(limits.slots, *self._widths))
+        self._later = later_sizes(limits, options) if options.late else []
+        self._flying: deque[cg.Future] = deque()
+        self._serving: dict[Any, Any] = {}
+        self._rests_until = 0.0
 
-    def submit(self, work: Decode | Prefill) -> Tokens:
+    def submit(self, work: Decode | Prefill) -> Result:
         """Start work; waits while `Options.in_flight` executions of its graph are under way.
+
+        If no variant holds it, one is compiled first.
 
         Raises:
             ValueError: it is outside of the limits; nothing was started.
         """
+        while self._flying and self._flying[0].done():
+            self._flying.popleft()
         return self._decode(work) if isinstance(work, Decode) else self._prefill(work)
 
     def close(self) -> None:
         """End the executions in flight, then the ranks; idempotent."""
-        for graph in (*self.decode, self.prefill):
-            graph.close()
+        self.graphs.close()
 
-    def warm(self) -> None:
-        """Run each variant in each of its contexts, on padding."""
-        decodes = list(decode_variants(self.limits, self.options))
-        work = [(graph, example) for graph in self.decode for example in decodes]
-        chunks = prefill_variants(self.limits, self.options)
-        work += [(self.prefill, example) for example in chunks]
-        said = monotonic()
-        for number, (graph, example) in enumerate(work):
-            if monotonic() > said + SAYING:
-                log.info("warms the engine: %d of %d variants have run", number, len(work))
-                said = monotonic()
-            for _ in range(WARM_UPS):
-                futures = [graph.execute(*example) for _ in range(self.options.in_flight)]
+    # -- variants ----------------------------------------------------------------------------------
+
+    def due(self, idle: bool) -> bool:
+        """True if `improve` is to be called as soon as nothing is in flight.
+
+        While there is work, only what was asked for is compiled, in a `SHARE` of the time.
+        """
+        if idle:
+            return bool(self.asked or self._later)
+        return bool(self.asked) and monotonic() >= self._rests_until
+
+    def improve(self) -> None:
+        """Compile another variant, with nothing in flight: the one that was asked for most."""
+        size = self.asked.most_common(1)[0][0] if self.asked else self._later[0]
+        self.add(size)
+        left = len(self._later)
+        log.info(
+            "%d variants are compiled%s",
+            len(self.graphs.compiled),
+            f", {left} of those that are likely to be asked for are left" if left else "",
+        )
+
+    def add(self, size: DecodeSize | PrefillSize) -> None:
+        """Compile a variant once all that is in flight has ended, and use it from now on."""
+        while self._flying:
+            self._flying.popleft().exception()
+        began = monotonic()
+        with said(f"compiling {size}"):
+            self.graphs.add(size)
+            self.warm(size)
+        self._rests_until = monotonic() + (monotonic() - began) * (1 / SHARE - 1)
+
+    def warm(self, size: DecodeSize | PrefillSize) -> None:
+        """Run a variant in each of its contexts, on padding, and use it from now on."""
+        for group, graph in enumerate(self.graphs.compiled[size]):
+            work = _example(size, self.limits, group)
+            for _ in range(self._warm_ups):
+                futures = [graph.execute(*work) for _ in range(self.options.in_flight)]
                 for future in futures:
                     future.result()
+        self._serving.clear()
+        self.asked.pop(size, None)
+        self._later = [other for other in self._later if other != size]
+
+    def _variant(self, ideal: Any) -> Any:
+        """The cheapest compiled variant that holds work of a size; None if there is none."""
+        if ideal not in self._serving:
+            same = (size for size in self.graphs.compiled if type(size) is type(ideal))
+            self._serving[ideal] = cheapest(same, ideal)
+        size = self._serving[ideal]
+        if size is not None and size != ideal:
+            self.asked[ideal] += 1
+        return size
+
+    def _needed(self, ideal: Any) -> Any:
+        """The same; one is compiled if there is none."""
+        size = self._variant(ideal)
+        if size is None:
+            self.add(ideal)
+            return ideal
+        return size
+
+    # -- work --------------------------------------------------------------------------------------
 
     def _decode(self, work: Decode) -> Tokens:
-        limits, rows, how, size = self.limits, work.rows, work.how, self.limits.block_size
+        limits, rows, how, block = self.limits, work.rows, work.how, self.limits.block_size
         _check(0 <= work.group < limits.groups, f"group {work.group} of {limits.groups}")
         _check(0 < len(rows) <= limits.slots, f"{len(rows)} rows of at most {limits.slots}")
         _check(self.options.draws or how is How.GREEDY, WITHOUT_DRAWS)
         _within("a token", rows[:, TOKEN], -1, limits.vocabulary)
         _within("a slot", rows[:, SLOT], 0, limits.slots)
         _within("a position", rows[:, POSITION], 0, limits.context)
-        index, offset = np.divmod(rows[:, POSITION], size)
+        index, offset = np.divmod(rows[:, POSITION], block)
         needed = int(index.max()) + 1
         table = rows[:, TABLE : TABLE + needed]
         _check(table.shape[1] == needed, f"{table.shape[1]} blocks, and {needed} are needed")
         is_needed = self._counting[:needed] <= index[:, None]
         _within("a block", np.where(is_needed, table, 1), 1, limits.blocks)
-        batches = self.options.batches[-1 if how is How.SCORED else 0 :]
-        width = _bucket(self._lengths(how), needed)
-        numbers = _padding(_bucket(batches, len(rows)), TABLE + width, SLOT, limits.slots)
+        size = self._needed(self._decode_size(len(rows), needed, how))
+        numbers = padding(size.rows, TABLE + size.width, SLOT, limits.slots)
         numbers[: len(rows), :TABLE] = rows[:, :TABLE]
         np.multiply(table, is_needed, numbers[: len(rows), TABLE : TABLE + needed])
-        numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * size + offset
-        future = self.decode[work.group].execute(torch.from_numpy(numbers), int(how))
-        return Tokens(future, len(rows), self._copies)
+        numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * block + offset
+        graph = self.graphs.compiled[size][work.group]
+        return self._tokens(graph, len(rows), torch.from_numpy(numbers), int(size.how), work.group)
 
-    def _prefill(self, work: Prefill) -> Tokens:
-        limits, how, chunks, width = self.limits, work.how, self.options.chunks, 0
+    def _decode_size(self, rows: int, needed: int, how: How) -> DecodeSize:
+        """The smallest size of a variant that holds a batch."""
+        if how is How.SCORED:
+            return DecodeSize(self.options.batches[-1], self._widths[-1], how)
+        return DecodeSize(bucket(self.options.batches, rows), bucket(self._widths, needed), how)
+
+    def _prefill(self, work: Prefill) -> Result:
+        limits = self.limits
         lengths = [len(chunk.tokens) for chunk in work.chunks]
         _check(0 < len(lengths) <= limits.prompts, f"{len(lengths)} of {limits.prompts} prompts")
         for length in lengths:
             _check(0 < length <= limits.chunk, f"{length} tokens of at most {limits.chunk}")
-        _check(self.options.draws or how is How.GREEDY, WITHOUT_DRAWS)
-        if how is How.SCORED or any(chunk.start for chunk in work.chunks):
-            _check(len(lengths) == 1, "a chunk that has to be alone")
-            how = max(how, How.DRAWN) if self.options.draws else how
-            chunks = chunks[-1 if how is How.SCORED else 0 :]
-            needed = -(-(work.chunks[0].start + lengths[0]) // limits.block_size)
-            width = _bucket(self._lengths(how), needed)
-        length = _bucket(chunks, max(lengths))
-        rows = _bucket(prompt_rows(limits), len(lengths))
-        numbers = _padding(rows, PROMPT + 2 * length + width, LENGTH, 1)
+        _check(self.options.draws or work.how is How.GREEDY, WITHOUT_DRAWS)
+        is_alone = work.how is How.SCORED or any(chunk.start for chunk in work.chunks)
+        _check(len(lengths) == 1 or not is_alone, "a chunk that has to be alone")
+        ideal = self._prefill_size(work, is_alone)
+        size = self._variant(ideal)
+        if size is None and ideal.rows > 1:
+            # What one of several asks for counts, and each of them is served alone.
+            self.asked[ideal] += 1
+            return Parts([self._prefill(replace(work, chunks=(each,))) for each in work.chunks])
+        size = self._needed(ideal)
+        numbers = padding(size.rows, PROMPT + 2 * size.tokens + size.width, LENGTH, 1)
         # Chunks that draw a token come first, since the result has the tokens of the first rows.
         ordered = sorted(work.chunks, key=lambda chunk: not chunk.last)
         for row, chunk in zip(numbers, ordered, strict=False):
-            self._write(row, chunk, length, width)
-        future = self.prefill.execute(torch.from_numpy(numbers), length, int(how))
-        return Tokens(future, work.draws, self._copies)
+            self._write(row, chunk, size.tokens, size.width)
+        (graph,) = self.graphs.compiled[size]
+        batch = torch.from_numpy(numbers)
+        return self._tokens(graph, work.draws, batch, size.tokens, int(size.how))
+
+    def _prefill_size(self, work: Prefill, is_alone: bool) -> PrefillSize:
+        """The smallest size of a variant that holds chunks."""
+        limits, options, how, first = self.limits, self.options, work.how, work.chunks[0]
+        tokens = max(len(chunk.tokens) for chunk in work.chunks)
+        if not is_alone:
+            rows = bucket(prompt_rows(limits), len(work.chunks))
+            return PrefillSize(rows, bucket(options.chunks, tokens), 0, how)
+        if how is How.SCORED:
+            return PrefillSize(1, options.chunks[-1], self._widths[-1], how)
+        width = bucket(self._widths, -(-(first.start + tokens) // limits.block_size))
+        how = How.DRAWN if options.draws else how
+        return PrefillSize(1, bucket(options.chunks, tokens), width, how)
 
     def _write(self, row: Rows, chunk: Chunk, length: int, width: int) -> None:
         """Write a chunk into a row with room for `length` tokens and `width` blocks."""
@@ -210,39 +245,68 @@ class CgEngine:
         if width:
             blocks[:needed] = table
 
-    def _lengths(self, how: How) -> tuple[int, ...]:
-        """The lengths of block tables for which variants are compiled, ascending."""
-        return self._widths[-1:] if how is How.SCORED else self._widths
+    def _tokens(self, graph: cg.Compiled, count: int, *arguments: Any) -> Tokens:
+        """Start an execution, of which `count` tokens are asked for."""
+        future = graph.execute(*arguments)
+        self._flying.append(future)
+        return Tokens(future, count, self._copies)
 
 
 def start(
-    source: Path | str | PretrainedConfig | GptConfig, options: Options | None = None
+    source: Path | str | PretrainedConfig | GptConfig | Model, options: Options | None = None
 ) -> CgEngine | None:
     """Start the engine; collective.
 
     Args:
-        source: a folder, or a configuration for random weights; see `open_model`.
+        source: a folder, or a configuration for random weights, as `open_model` takes them; or
+            what it has made of one.
         options: the same on all ranks.
 
     Returns:
-        The engine on rank 0, once all variants have run. None on other ranks, which serve until
-        rank 0 has closed it.
+        The engine on rank 0, once its variants have run; with `Options.late` the first two. None on
+        other ranks, which serve until rank 0 has closed it.
 
     Raises:
         FileNotFoundError, ValueError: as `open_model`; or the options do not fit the model.
     """
     options = Options() if options is None else options
-    model = open_model(Path(source) if isinstance(source, str) else source, options.seed)
-    _check(cg.world_size() % options.tp == 0, f"{cg.world_size()} ranks by {options.tp}")
-    _check(model.groups % options.tp == 0, f"{model.groups} heads of keys by {options.tp}")
-    count = cg.world_size() // options.tp
+    model = source
+    if not isinstance(model, Model):
+        model = open_model(Path(model) if isinstance(model, str) else model, options.seed)
+    limits = limits_of(model, options)
+    with said("reading the weights", cg.rank() == 0):
+        graphs = StageGraphs(model, limits, options)
+    sizes = first_sizes(limits, options) if options.late else all_sizes(limits, options)
+    for number, size in enumerate(sizes, 1):
+        with said(f"compiling variant {number} of {len(sizes)}, {size}", cg.rank() == 0):
+            graphs.compile(size)
+    graphs.open()
+    if cg.rank() != 0:
+        graphs.follow()
+        return None
+    first = next(iter(graphs.stages[0].instances.values()))
+    engine = CgEngine(limits, options, graphs, first.pool0.device)
+    with said("running them on padding"):
+        for size in sizes:
+            engine.warm(size)
+    return engine
+
+
+def limits_of(model: Model, options: Options) -> Limits:
+    """The limits of an engine for a model.
+
+    Raises:
+        ValueError: the options do not fit the model, or the number of ranks.
+    """
+    check_ranks(model, cg.world_size(), options.tp)
+    stages = cg.world_size() // options.tp
     context = min(model.context, options.context or model.context)
-    groups, slots = options.groups or count, options.batches[-1]
+    groups, slots = options.groups or stages, options.batches[-1]
     chunk = min(options.chunks[-1], context)
-    longest = _bucket(options.chunks, chunk)
+    longest = bucket(options.chunks, chunk)
     prompts = (longest if options.prompt_tokens is None else options.prompt_tokens) // longest
     _check(prompts > 0, f"{options.prompt_tokens} prompt tokens, and a chunk alone has {longest}")
-    limits = Limits(
+    return Limits(
         groups=groups,
         slots=slots,
         chunk=chunk,
@@ -253,152 +317,13 @@ def start(
         eos=model.eos,
         prompts=min(prompts, groups * slots),
     )
-    # Rank 0 decides: another rank may have an accelerator where this one has none.
-    parts = cg.allgather(cut(model, count, options))[0]
-    pool = Pool(limits.blocks, limits.block_size)
-    stages = [make_stage(model, layers, pool, options, stage) for stage, layers in enumerate(parts)]
-    compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
-    decode_examples = list(decode_variants(limits, options))
-    steps = [decode_step(stages, limits.slots, options.via) for _ in range(limits.groups)]
-    decode = [step.lower_many(decode_examples).compile(**compiling) for step in steps]
-    chunk_examples = list(prefill_variants(limits, options))
-    prefill = prefill_step(stages, options.via).lower_many(chunk_examples).compile(**compiling)
-    if cg.rank() != 0:
-        for graph in (*decode, prefill):
-            graph.serve()
-        return None
-    first = next(iter(stages[0].instances.values()))
-    device = first.pool0.device
-    copies = torch.Stream(device) if _has_events(device) else None
-    log.info("has compiled the engine")
-    engine = CgEngine(limits, options, decode, prefill, copies)
-    if options.warm:
-        engine.warm()
-    return engine
 
 
-def cut(model: Model, stages: int, options: Options) -> list[range]:
-    """The layers of each stage: `Options.layers`, or a cut that balances decode steps.
-
-    A step reads all weights, so a layer takes the time to read its own and that to start its
-    operators. The last stage reads the head as well, which may be as large as many layers.
-    """
-    _check(model.layers >= stages, f"{model.layers} layers in {stages} stages")
-    size = options.dtype.itemsize
-    layer = model.layer * size
-    layer += STARTS["accelerator" if torch.accelerator.is_available() else "cpu"]
-    head = model.hidden * model.vocabulary * size / layer
-    sizes = options.layers or split(model.layers, stages, head)
-    fits = len(sizes) == stages and sum(sizes) == model.layers and min(sizes) > 0
-    _check(fits, f"{model.layers} layers in {stages} stages as {sizes}")
-    return [range(a, b) for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
-
-
-def make_stage(
-    model: Model, layers: range, pool: Pool, options: Options, stage: int
-) -> cg.ActorHandle:
-    """A stage on its rank, or cut over its ranks."""
-    tp, guards = options.tp, Guards(options.clamp, options.debug_bounds)
-    if tp == 1:
-        return Stage.on(stage)(model, layers, pool, options.dtype, guards=guards)
-    mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
-    rows = cg.cut(0, "tp")
-    ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
-    ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
-    plan = cg.plan({"pool*": cg.cut(1, "tp"), **model.cuts, **ends})
-    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False, guards=guards)
-
-
-def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:
-    """The step of one group of decode batches, with a carry of its own."""
-    carried = cg.carry(torch.zeros(slots + 1, dtype=torch.int64), on=0)
-
-    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def decode(batch: Tensor, how: int) -> Any:
-        tokens, slot = batch[:, TOKEN], batch[:, SLOT]
-        x = torch.where(tokens < 0, carried.get(slot), tokens)
-        for stage in stages:
-            x = cg.via(stage.decode(x, batch, how), via)
-        carried.set(x[0] if how == How.SCORED else x, slot)
-        return x
-
-    return decode
-
-
-def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step:
-    """The step of chunks of prompts."""
-
-    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def prefill(batch: Tensor, tokens: int, how: int) -> Any:
-        x = batch[:, PROMPT : PROMPT + tokens]
-        for stage in stages:
-            x = cg.via(stage.prefill(x, batch, tokens, how), via)
-        return x
-
-    return prefill
-
-
-def widths(limits: Limits, options: Options) -> tuple[int, ...]:
-    """The lengths of block tables that are compiled."""
-    whole = -(-limits.context // limits.block_size)
-    chosen = (-(-whole // 4), whole) if options.widths is None else options.widths
-    return tuple(sorted({*(width for width in chosen if width < whole), whole}))
-
-
-def decode_variants(limits: Limits, options: Options) -> Iterator[tuple[Tensor, int]]:
-    """Arguments of each variant of a decode step: padding alone, which is written to the trash.
-
-    Only one variant, of the largest batch, gives log-probabilities. Clients rarely ask for them,
-    and each variant takes time to compile and to warm.
-    """
-    for width in widths(limits, options):
-        for count in options.batches:
-            batch = torch.from_numpy(_padding(count, TABLE + width, SLOT, limits.slots))
-            for how in (How.GREEDY, How.DRAWN)[: 1 + options.draws]:
-                yield batch, int(how)
-    if options.draws:
-        yield batch, int(How.SCORED)
-
-
-def prompt_rows(limits: Limits) -> tuple[int, ...]:
-    """The numbers of prompts that a prefill is compiled for."""
-    return (*(rows for rows in PROMPTS if rows < limits.prompts), limits.prompts)
-
-
-def prefill_variants(limits: Limits, options: Options) -> Iterator[tuple[Tensor, int, int]]:
-    """Arguments of each variant of the prefill step: prompts that begin, and one that goes on.
-
-    Tables are empty where prompts begin. Variants that go on with a prompt draw, with any sampling.
-    One variant, the longest, gives log-probabilities.
-    """
-    hows, lengths = (How.GREEDY, How.DRAWN)[: 1 + options.draws], widths(limits, options)
-    for count in options.chunks:
-        for rows in prompt_rows(limits):
-            for how in hows:
-                yield _prompts(rows, count, 0, how)
-        for width in lengths:
-            yield _prompts(1, count, width, hows[-1])
-    if options.draws:
-        yield _prompts(1, count, lengths[-1], How.SCORED)
-
-
-def _prompts(rows: int, count: int, width: int, how: How) -> tuple[Tensor, int, int]:
-    batch = _padding(rows, PROMPT + 2 * count + width, LENGTH, 1)
-    return torch.from_numpy(batch), count, int(how)
-
-
-def _padding(rows: int, columns: int, column: int, number: int) -> Rows:
-    """Rows of padding, which go to the trash, with a number in one column."""
-    numbers = np.zeros((rows, columns), np.int64)
-    numbers[:, column] = number
-    return numbers
-
-
-def _bucket(sizes: Sequence[int], needed: int) -> int:
-    """The smallest size that is large enough."""
-    index = bisect_left(sizes, needed)
-    _check(index < len(sizes), f"{needed} of at most {sizes[-1]}")
-    return sizes[index]
+def _example(size: DecodeSize | PrefillSize, limits: Limits, group: int) -> tuple[Any, ...]:
+    """Arguments of a variant's graph, of padding."""
+    if isinstance(size, DecodeSize):
+        return size.example(limits), int(size.how), group
+    return size.example(), size.tokens, int(size.how)
 
 
 def _within(name: str, numbers: Any, least: int, bound: int) -> None:

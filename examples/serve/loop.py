@@ -34,7 +34,9 @@ BACKLOG = 4096
 BEAT = 1.0
 """Seconds between counts that are sent while there is work."""
 USUAL_CHUNK = 512
-"""The longest chunk of an engine that is not told otherwise."""
+"""The longest chunk of an engine on hosts."""
+QUIET = 1.0
+"""Seconds without work after which an engine counts as idle: a client may ask again at once."""
 PATIENCE = 300.0
 """Seconds after which an execution that has not ended is taken for a hang; the process ends."""
 
@@ -63,6 +65,7 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._patience, self._usual_chunk = patience, usual_chunk
         self._busy = self._since = 0.0  # seconds with work in flight; since when there is some
+        self._quiet_at = 0.0  # when it counts as idle
         self._timer: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
         self._is_paused = False
@@ -83,6 +86,7 @@ class EngineLoop:
         if self.features.shm_ring:
             self._ring = Ring(path.with_suffix(".ring"), creates=True)
         self.link.send(Kind.HELLO, wire.pack_hello(self.engine.limits))
+        self._quiet_at = monotonic() + QUIET
         self._send_stats()
         if self.features.gc_freeze:
             gc.collect()
@@ -92,8 +96,11 @@ class EngineLoop:
             self._wake.clear()
             self._take_commands()
             self._collect()
-            for ticket in self.scheduler.schedule():
-                self._submit(ticket)
+            if self.engine.due(self._is_quiet()):
+                self._improve()
+            else:
+                for ticket in self.scheduler.schedule():
+                    self._submit(ticket)
             self._send()
             if not self.features.gc_freeze:
                 self.features.changes["gc_freeze"] = gc.get_stats()[2]["collections"] - collections
@@ -167,6 +174,29 @@ class EngineLoop:
             self._since = now
         self._lanes[index].append((ticket, result, now))
         result.when_done(self._wake.set)
+
+    def _improve(self) -> None:
+        """Let the engine prepare for other work, once what is in flight has ended.
+
+        Nothing else is submitted until then, and this process does nothing else meanwhile.
+        """
+        if any(self._lanes):
+            return
+        try:
+            self.engine.improve()
+        except Exception as error:
+            self._fault = error
+        self._wake.set()
+
+    def _is_quiet(self) -> bool:
+        """True if there has been no work for a while; if there is none, looks again after it."""
+        if not self.scheduler.is_idle:
+            self._quiet_at = monotonic() + QUIET
+            return False
+        left = self._quiet_at - monotonic()
+        if left > 0:
+            asyncio.get_running_loop().call_later(left, self._wake.set)
+        return left <= 0
 
     def _collect(self) -> None:
         was_busy = any(self._lanes)

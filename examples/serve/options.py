@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import argparse
 
-from .loop import USUAL_CHUNK
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engine."""
+    """Add the options of the engine; sizes that are not given are chosen (`defaults.py`)."""
     add = parser.add_argument
     add("--model", default="random", help="a folder, random, tiny-qwen2 or smollm2")
     add("--groups", type=int, help="decode batches in flight; by default one for each stage")
     add("--tp", type=int, default=1, help="ranks that hold a stage together")
     add("--layers", type=int, nargs="*", metavar="N", help="of each stage; balanced by default")
-    add("--batch", type=int, default=8, help="the largest decode batch of a group")
+    add("--batch", type=int, help="the largest decode batch of a group; by default 256 on GPUs")
     add("--batches", type=int, nargs="*", metavar="N", help="below --batch; by default usual ones")
-    add("--chunk", type=int, default=USUAL_CHUNK, help="the longest prefill chunk, in tokens")
+    add("--chunk", type=int, help="the longest prefill chunk, in tokens; by default 1024 on GPUs")
     add("--chunks", type=int, nargs="*", metavar="N", help="below --chunk; by default usual ones")
-    add("--prompt-tokens", type=int, help="of all prompts of one prefill; one prompt by default")
-    add("--blocks", type=int, default=512, help="blocks of a rank's pools")
-    add("--block-size", type=int, default=16, help="tokens of a block")
+    add("--prompt-tokens", type=int, help="of all prompts of one prefill; of 16 chunks on GPUs")
+    add("--memory", type=float, help="share of what is free for keys and values; 0.9 on GPUs")
+    add("--blocks", type=int, help="blocks of a rank's pools; by default what --memory holds")
+    add("--block-size", type=int, help="tokens of a block; by default 64 on GPUs, else 16")
+    add("--context", type=int, help="the longest sequence; by default the model's, or --blocks'")
     add(
-        "--context",
-        type=int,
-        help="the longest sequence; by default the model's, or what the blocks hold",
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="by default the checkpoint's on GPUs, else float32",
     )
-    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    add("--fuse", choices=("inductor",), help="compile bodies with torch.compile's backend")
+    add("--fuse", choices=("inductor", "none"), help="by default inductor where Triton is")
+    add("--ahead", action="store_true", help="compile all variants before it is ready")
     add("--profile", metavar="DIR", help="write what every rank does, as cg.profile records it")
     add("--features", default="", help="switches, such as -prefix,+inproc")

@@ -9,29 +9,55 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
+import socket
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
 
 import cg
 
 from . import features as switches
-from .engine import CgEngine, Options, start
+from .defaults import BLOCK, CHUNKS, Choice, Given, Hardware, choose, measure
+from .engine import CgEngine, start
+from .families import Model, open_model
 from .loop import EngineLoop
 from .models import source
 from .options import add_arguments
 from .requests import Limits
+from .settings import Options
 from .transports import loop_factory
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
-CHUNKS = (32, 128, 512)
+log = logging.getLogger("serve")
+
 KV256 = 256
 """Tokens of a block with `+kv256`, in pools of the same size."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Sizes without the switches that change them."""
+
+    chunk: int
+    block_size: int
+
+
+@cg.actor
+class Probe(nn.Module):
+    """Lies where the actors of its rank do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("here", torch.zeros(1))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,58 +68,100 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def options(given: argparse.Namespace, features: switches.Features) -> Options:
-    """The options of the engine, from those of the job and the switches.
+def given_sizes(given: argparse.Namespace, features: switches.Features) -> Given:
+    """The sizes that the options of the job and the switches give.
 
     Raises:
         ValueError: the options contradict one another.
     """
-    batches = sizes(BATCHES if given.batches is None else given.batches, given.batch)
-    chunks = sizes(CHUNKS if given.chunks is None else given.chunks, given.chunk)
-    groups = given.groups if features.groups else 1
-    if not features.chunk:
-        if given.context is None:
-            raise ValueError("-chunk needs --context, for a chunk is as long as that")
-        chunks = sizes(CHUNKS, given.context)
-    block_size = KV256 if features.kv256 else given.block_size
-    blocks = -(-given.blocks * given.block_size // block_size)
-    capacity = (blocks - 1) * block_size  # the first is trash
-    if given.context is not None and given.context > capacity:
-        raise ValueError(
-            f"{blocks - 1} blocks of {block_size} tokens hold no sequence of {given.context}: "
-            "give more --blocks, or a shorter --context"
-        )
-    chosen = Options(
-        groups=groups,
-        batches=batches if features.variants else batches[-1:],
-        chunks=chunks if features.variants else chunks[-1:],
-        prompt_tokens=given.prompt_tokens,
-        # Kernels of devices read no further than a row is long.
-        widths=() if torch.accelerator.is_available() else None,
+    if not features.chunk and given.context is None:
+        raise ValueError("-chunk needs --context, for a chunk is as long as that")
+    block_size, blocks = given.block_size, given.blocks
+    if features.kv256:
+        if blocks is not None:
+            blocks = -(-blocks * (block_size or BLOCK["cpu"]) // KV256)
+        block_size = KV256
+    return Given(
+        ranks=cg.world_size(),
+        tp=given.tp,
+        groups=given.groups if features.groups else 1,
+        layers=tuple(given.layers) if given.layers else None,
+        dtype=given.dtype,
+        fuse=given.fuse,
+        memory=given.memory,
         blocks=blocks,
         block_size=block_size,
-        context=given.context or capacity,
-        in_flight=max(2, groups or cg.world_size() // given.tp),
-        tp=given.tp,
-        layers=tuple(given.layers) if given.layers else None,
-        dtype=getattr(torch, given.dtype),
-        fuse=given.fuse,
+        context=given.context,
+        batch=given.batch,
+        batches=None if given.batches is None else tuple(given.batches),
+        chunk=given.chunk if features.chunk else given.context,
+        chunks=None if given.chunks is None else tuple(given.chunks),
+        prompt_tokens=given.prompt_tokens,
+    )
+
+
+def options(chosen: Options, given: argparse.Namespace, features: switches.Features) -> Options:
+    """The options of the engine, from those that are chosen and the switches."""
+    passes = [f"-{name}" for name in ("overlap", "capture") if not getattr(features, name)]
+    chosen = replace(
+        chosen,
         warm=features.warm,
+        late=not given.ahead,
         clamp=features.clamp,
         debug_bounds=features.debug_bounds,
-        passes=",".join(
-            f"-{name}" for name in ("overlap", "capture") if not getattr(features, name)
-        ),
+        passes=",".join(passes),
     )
-    return chosen if features.variants else replace(chosen, widths=())
+    if features.variants:
+        return chosen
+    batches, chunks = chosen.batches[-1:], chosen.chunks[-1:]
+    return replace(chosen, batches=batches, chunks=chunks, widths=())
 
 
-def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
-    """The usual buckets below the largest one, and the largest."""
-    return (*sorted({size for size in usual if 0 < size < most}), most)
+def chosen(
+    given: argparse.Namespace, features: switches.Features
+) -> tuple[Model, Choice, Hardware]:
+    """The model, and the options for it that suit what all ranks have; collective.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model` and `choose`.
+    """
+    model_source = source(given.model)
+    model = open_model(model_source)
+    probes = [Probe.on(rank)() for rank in range(cg.world_size())]
+    device = probes[cg.rank()].local.here.device
+    machines = cg.allgather(socket.gethostname())
+    own = measure(None if device.type == "cpu" else device, machines.count(machines[cg.rank()]))
+    hardware = Hardware.least(cg.allgather(own))
+    sizes = given_sizes(given, features)
+    return model, choose(hardware, model, stored_dtype(model_source), sizes), hardware
 
 
-def count(features: switches.Features, limits: Limits, given: argparse.Namespace) -> None:
+def stored_dtype(model_source: Any) -> torch.dtype:
+    """The dtype that the configuration of a model names; float32 if it names none."""
+    config = model_source
+    if isinstance(config, Path) and (config / "config.json").exists():
+        config = AutoConfig.from_pretrained(config)
+    dtype = config.dtype if isinstance(config, PretrainedConfig) else None
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def prepare(
+    given: argparse.Namespace, features: switches.Features
+) -> tuple[CgEngine | None, Usual]:
+    """Start the engine with the options of a job; collective."""
+    model, choice, hardware = chosen(given, features)
+    if cg.rank() == 0:
+        for line in choice.reasons:
+            log.info("%s", line)
+    usual = Usual(
+        given.chunk or CHUNKS[hardware.place][-1], given.block_size or BLOCK[hardware.place]
+    )
+    return start(model, options(choice.options, given, features)), usual
+
+
+def count(
+    features: switches.Features, limits: Limits, given: argparse.Namespace, usual: Usual
+) -> None:
     """Count the changes of switches that act on ranks.
 
     Args:
@@ -108,7 +176,7 @@ def count(features: switches.Features, limits: Limits, given: argparse.Namespace
     if not features.groups:
         changes["groups"] = cg.world_size() // given.tp - limits.groups
     if features.kv256:
-        changes["kv256"] = limits.block_size - given.block_size
+        changes["kv256"] = limits.block_size - usual.block_size
     for name in ("overlap", "capture", "warm"):
         changes[name] = not getattr(features, name)
 
@@ -117,22 +185,35 @@ def main() -> None:
     """Serve until the front has gone."""
     arguments = parse()
     logging.basicConfig(format=f"%(asctime)s rank {cg.rank()} %(message)s", level=logging.WARNING)
-    logging.getLogger("serve").setLevel(logging.INFO)
+    log.setLevel(logging.INFO)
     features = switches.parse(arguments.features)
     with cg.profile(arguments.profile) if arguments.profile else contextlib.nullcontext():
-        engine = start(source(arguments.model), options(arguments, features))
+        engine, usual = prepare(arguments, features)
         if engine is not None:  # the others have served until now
             with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
-                runner.run(serve(engine, features, arguments, arguments.socket))
+                runner.run(serve(engine, features, arguments, usual, arguments.socket))
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this process, which has done all: taking torch's modules apart would take a second."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 async def serve(
-    engine: CgEngine, features: switches.Features, given: argparse.Namespace, path: Path
+    engine: CgEngine,
+    features: switches.Features,
+    given: argparse.Namespace,
+    usual: Usual,
+    path: Path,
 ) -> None:
     """Serve the front that listens at a path, until it goes."""
-    count(features, engine.limits, given)
+    count(features, engine.limits, given, usual)
     try:
-        await EngineLoop(engine, features, usual_chunk=given.chunk).run(path)
+        await EngineLoop(engine, features, usual_chunk=usual.chunk).run(path)
     finally:
         engine.close()
 
@@ -140,9 +221,9 @@ async def serve(
 async def serve_here(given: argparse.Namespace, path: Path) -> None:
     """Serve in the front's process, which plays all ranks."""
     features = switches.parse(given.features)
-    engine = start(source(given.model), options(given, features))
+    engine, usual = prepare(given, features)
     assert engine is not None
-    await serve(engine, features, given, path)
+    await serve(engine, features, given, usual, path)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ class How(IntEnum):
     DRAWN = 1  # draws it
     SCORED = 2  # gives log-probabilities
 
+    @property
+    def words(self) -> str:
+        """Its name in the log."""
+        return ("greedy", "with sampling", "with log-probabilities")[self]
+
 
 @dataclass(frozen=True)
 class Sampling:

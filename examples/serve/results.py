@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 import cg
 
 from .requests import Scores
+from .work import Result
 
 
 class Tokens:
@@ -77,6 +78,40 @@ class Tokens:
             for host, part in zip(self._host, parts, strict=True):
                 host.copy_(part, non_blocking=True)
             self._copied = self._copies.record_event()
+
+
+class Parts:
+    """The results of pieces of work that were started one by one, as that of one piece.
+
+    Args:
+        parts: in the order of their tokens.
+    """
+
+    def __init__(self, parts: Sequence[Result]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """The tokens of all parts; the first error of one."""
+        return [token for part in self._parts for token in part.result(timeout)]
+
+    def scores(self) -> list[Scores]:
+        return [scores for part in self._parts for scores in part.scores()]
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call back when the last part has ended."""
+        left = len(self._parts)
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                call()
+
+        for part in self._parts:
+            part.when_done(count)
 
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:

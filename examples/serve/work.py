@@ -86,4 +86,10 @@ class Engine(Protocol):
     limits: Limits
 
     def submit(self, work: Decode | Prefill) -> Result: ...
+    def due(self, idle: bool) -> bool:
+        """True if `improve` is to be called as soon as nothing is in flight."""
+
+    def improve(self) -> None:
+        """Prepare for work that is to come; nothing may be in flight."""
+
     def close(self) -> None: ...

@@ -129,6 +129,14 @@ class Lowered:
         """The first of the traces."""
         return self.traces[0]
 
+    def apart(self) -> tuple[Lowered, ...]:
+        """The traces one by one, each to be compiled as a program of its own."""
+        again = [self._again[i : i + 1] for i in range(len(self.traces))]
+        return tuple(
+            Lowered(self._step, [trace], self._world, retrace, self._example)
+            for trace, retrace in zip(self.traces, again, strict=True)
+        )
+
     def as_text(self, phase: str = "traced", *, locations: bool = False, variant: int = 0) -> str:
         """The IR at a phase, compiled with the defaults up to that phase.
 

@@ -201,7 +201,8 @@ class Step:
     def lower_many(self, signatures: Sequence[Any]) -> Lowered:
         """Trace the step for each of several sets of arguments; collective.
 
-        Compiled, they are one graph: each call takes the variant that fits its arguments.
+        Compiled, they are one graph: each call takes the variant that fits its arguments. Calls of
+        methods that are alike in several of them are traced once.
 
         Args:
             signatures: for each variant a tuple of positional arguments, a dictionary of keyword
@@ -221,8 +222,9 @@ class Step:
             )
         if not signatures:
             raise ValueError(f"lower_many() of {self.__name__} takes at least one set of arguments")
+        traces = Traces()
         again = [
-            Again(functools.partial(self._trace_entry, index, entry, Traces()))
+            Again(functools.partial(self._trace_entry, index, entry, traces))
             for index, entry in enumerate(signatures)
         ]
         return Lowered(self._definition, [retrace.trace() for retrace in again], world(), again)

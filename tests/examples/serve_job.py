@@ -4,7 +4,7 @@ mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT [TP]]
 mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT [TP]]
 
 Stages that are cut over ranks take one group of requests, so that less is traced; on hosts these
-are greedy.
+are greedy. Others begin with two variants, and compile more between requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
     tp = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     has_device = worlds.world().device is not None
-    engine = start(folder, FEW if tp == 1 else replace(GREEDY, tp=tp, draws=has_device))
+    options = FEW if tp == 1 else replace(GREEDY, tp=tp, draws=has_device)
+    engine = start(folder, replace(options, late=tp == 1))
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
         return
@@ -35,7 +36,10 @@ def main() -> None:
     if not engine.options.draws:
         requests = [replace(each, sampling=Sampling()) for each in requests]
     driver = Driver(engine, Habits(seed=5, preempting=0.03, cancelling=0.01))
-    driver.run(requests)
+    for number in range(4):  # between them, variants are compiled that they have asked for
+        driver.run(requests[number::4])
+        while engine.due(idle=True):
+            engine.improve()
     if has_device:
         say_how_devices_run(engine)
     engine.close()
@@ -55,7 +59,7 @@ def say_how_devices_run(engine: CgEngine) -> None:
     """
     variants = [
         instances
-        for graph in (*engine.decode, engine.prefill)
+        for graph in engine.graphs.graphs()
         for instances in zip(
             *(context.instances for context in graph._made.graph.contexts[0]), strict=True
         )

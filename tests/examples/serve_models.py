@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from examples.serve.engine import Options
+from examples.serve.settings import Options
 
 OPTIONS = Options(batches=(2, 4), chunks=(8, 32), prompt_tokens=96, blocks=20, block_size=8)
 """Two groups on two ranks, and three prompts of a prefill: 31 variants, which is what the tests

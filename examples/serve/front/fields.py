@@ -65,6 +65,14 @@ def refuse_others(body: Body, api: str) -> None:
             bad(f"stream_options.{name[:100]} is not supported", "stream_options")
 
 
+def required(body: Body, name: str, kind: str) -> Any:
+    """The value of a field that has to be there."""
+    value = body.get(name)
+    if value is None:
+        bad(f"{name} is missing: give {kind}", name)
+    return value
+
+
 def string(body: Body, name: str, default: str = "") -> str:
     value = body.get(name)
     if value is None:

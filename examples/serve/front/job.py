@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import wire
 from ..features import Features
+from ..progress import SAYING
 from ..requests import End, Events, Limits, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
@@ -259,6 +260,7 @@ class EngineJob:
         self.starts += 1
         self._began = monotonic()
         log.info("starting the engine")
+        said = asyncio.ensure_future(self._say_starting())
         if callable(self.command):
             here: asyncio.Future[Any] = asyncio.ensure_future(self.command(self.path))
             here.add_done_callback(lambda _: self._ended.set())
@@ -273,7 +275,15 @@ class EngineJob:
             )
             self._processes.add(self._process.pid)
             await self._ended.wait()
+        said.cancel()
         return self.state is State.READY
+
+    async def _say_starting(self) -> None:
+        """Say that the engine is not ready yet, also while no rank can say anything."""
+        while self.state is State.STARTING:
+            await asyncio.sleep(SAYING)
+            if self.state is State.STARTING:
+                log.info("the engine is not ready yet, after %.0f s", monotonic() - self._began)
 
     async def _end_processes(self, grace: float) -> None:
         """Close the socket, so that the ranks end, and make sure that they have ended."""

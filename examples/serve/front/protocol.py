@@ -149,7 +149,7 @@ def _shown(token: object) -> str:
 
 def messages(body: Body) -> list[dict[str, str]]:
     """Read the messages, each with `role` and `content`; parts of a content are joined."""
-    entries = body.get("messages")
+    entries = fields.required(body, "messages", "a list of them")
     if not isinstance(entries, list) or not 0 < len(entries) <= MESSAGES:
         bad(f"messages must be a list of 1 to {MESSAGES} messages", "messages")
     return [_message(entry) for entry in entries]
@@ -185,7 +185,7 @@ def _chat(body: Body, text: Text) -> list[tuple[int, ...]]:
 
 
 def _prompts(body: Body, text: Text, limits: Limits) -> list[tuple[int, ...]]:
-    prompt = body.get("prompt")
+    prompt = fields.required(body, "prompt", "a text, a list of token ids, or a list of these")
     if isinstance(prompt, str):
         return [tuple(text.encode(prompt))]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):

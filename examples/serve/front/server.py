@@ -20,7 +20,7 @@ from aiohttp import web
 
 from ..features import Features
 from ..requests import Limits
-from . import protocol
+from . import fields, protocol
 from .admission import Admission, Bounds
 from .answers import Answers
 from .connections import Gate, Waits, limit_waits
@@ -227,9 +227,10 @@ class Front:
             protocol.check_model(body, self.name)
             if "messages" in body:
                 return self.text.encode_chat(protocol.messages(body))
-            if not isinstance(body.get("prompt"), str):
+            prompt = fields.required(body, "prompt", "a text, or messages")
+            if not isinstance(prompt, str):
                 raise ApiError(400, "prompt must be a string", "prompt", "invalid_value")
-            return self.text.encode(body["prompt"])
+            return self.text.encode(prompt)
 
         tokens = await self._in_thread(work, payload)
         return web.json_response(
@@ -240,7 +241,9 @@ class Front:
         body = protocol.parse(await self._body(request))
         limits = self._check_open()
         protocol.check_model(body, self.name)
-        tokens = protocol.token_ids(body.get("tokens"), "tokens", limits)
+        tokens = protocol.token_ids(
+            fields.required(body, "tokens", "a list of token ids"), "tokens", limits
+        )
         return web.json_response({"prompt": self.text.decode(tokens)})
 
     # -- what all of them need ---------------------------------------------------------------------

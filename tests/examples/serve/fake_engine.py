@@ -107,6 +107,16 @@ class FakeEngine:
         ]
         self.is_closed = self._garbles = False
         self.works = 0
+        self.to_improve = self.urgent = 0
+
+    def due(self, idle: bool) -> bool:
+        return self.urgent > 0 or (idle and self.to_improve > 0)
+
+    def improve(self) -> None:
+        assert not self.queue, "improved with work in flight"
+        assert self.to_improve > 0, "nothing to improve"
+        self.to_improve -= 1
+        self.urgent = max(0, self.urgent - 1)
 
     def submit(self, work: Decode | Prefill) -> FakeResult:
         assert not self.is_closed, "submitted after close"

@@ -300,6 +300,27 @@ def test_requests_for_what_there_is_not(
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "kind"),
+    [
+        ("/v1/completions", "prompt", "a text, a list of token ids, or a list of these"),
+        ("/v1/chat/completions", "messages", "a list of them"),
+        ("/tokenize", "prompt", "a text, or messages"),
+        ("/detokenize", "tokens", "a list of token ids"),
+    ],
+)
+@pytest.mark.parametrize("body", [{}, {"prompt": None, "messages": None, "tokens": None}])
+def test_a_field_that_is_missing_is_named(
+    attacked: Server, path: str, name: str, kind: str, body: Any
+) -> None:
+    if path == "/tokenize" and "messages" in body:
+        body = {"prompt": None}
+    found, answer = attacked.get(path, body)
+    assert found == 400
+    error = answer["error"]
+    assert (error["message"], error["param"]) == (f"{name} is missing: give {kind}", name)
+
+
 def test_bytes_that_are_no_http(attacked: Server) -> None:
     for data in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET\r\n\r\n", b"\0" * 1000):
         assert status(ask(attacked, data + b"\r\n\r\n")) in (0, 400)

@@ -21,6 +21,7 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
+from examples.serve import loop as loops
 from examples.serve import wire
 from examples.serve.features import Features, parse
 from examples.serve.front.job import EngineJob
@@ -252,6 +253,52 @@ def test_long_chunks_are_counted(tmp_path: Path) -> None:
         await front.until(lambda: len(front.ends) == 2)
 
     assert run(tmp_path, story, "-chunk", usual_chunk=8).features.changes["chunk"] == 12
+
+
+def test_an_idle_engine_is_improved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once there has been no work for a while, and as long as there is none."""
+    monkeypatch.setattr(loops, "QUIET", 0.02)
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        assert isinstance(loop.engine, FakeEngine)
+        loop.engine.to_improve = 2
+        front.add(Request(1, (1,), 3))
+        await front.until(lambda: len(front.ends) == 1)
+        await front.until(
+            lambda: isinstance(loop.engine, FakeEngine) and not loop.engine.to_improve
+        )
+        front.add(Request(2, (2,), 3))
+        await front.until(lambda: len(front.ends) == 2)
+
+    run(tmp_path, story)
+
+
+def test_a_busy_engine_is_improved_between_executions(tmp_path: Path) -> None:
+    """With nothing in flight, and then the requests go on."""
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        assert isinstance(loop.engine, FakeEngine)
+        front.add(*(Request(i, (i,), 100) for i in range(1, 6)))
+        while not loop.engine.works:
+            await asyncio.sleep(0)
+        loop.engine.to_improve = loop.engine.urgent = 3
+        await front.until(lambda: len(front.ends) == 5)
+        assert loop.engine.to_improve == 0
+        for i in range(1, 6):
+            assert front.tokens[i] == reference((i,), 100, ROOMY)
+
+    run(tmp_path, story)
+
+
+def test_an_engine_that_cannot_be_improved_ends_the_loop(tmp_path: Path) -> None:
+    async def story(front: Front, loop: EngineLoop) -> None:
+        assert isinstance(loop.engine, FakeEngine)
+        loop.engine.urgent, loop.engine.to_improve = 1, -1
+        front.add(Request(1, (1,), 3))
+        await front.until(lambda: front.link.is_closed)
+
+    with pytest.raises(AssertionError, match="nothing to improve"):
+        run(tmp_path, story)
 
 
 def test_a_request_that_the_front_should_have_refused(tmp_path: Path) -> None:

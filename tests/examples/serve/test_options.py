@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen2Config
 
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
@@ -17,11 +20,17 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve import __main__ as command
 from examples.serve import ranks
-from examples.serve.features import parse
+from examples.serve.defaults import Hardware, choose, measure
+from examples.serve.families import GptConfig, open_model
+from examples.serve.features import Features, parse
 from examples.serve.options import add_arguments
+from examples.serve.settings import Options
 from examples.serve.transports import loop_factory
 
 from .fake_engine import TINY
+
+CONFIG = Qwen2Config(num_hidden_layers=8, max_position_embeddings=2048)
+MODEL = open_model(CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -36,52 +45,75 @@ def given(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_buckets() -> None:
-    found = ranks.options(given("--batch", "48", "--chunk", "100"), parse(""))
-    assert found.batches == (1, 2, 4, 8, 16, 24, 32, 48)
-    assert found.chunks == (32, 100)
-    assert found.groups is None
-    assert found.in_flight == 2
-    assert ranks.options(given("--groups", "3"), parse("")).in_flight == 3
-    assert ranks.options(given("--batch", "1"), parse("")).batches == (1,)
+def found(words: argparse.Namespace, features: Features) -> Options:
+    """The engine's options on two ranks of a host with two cores each."""
+    hardware = Hardware("cpu", 64 << 30, 2, has_triton=False)
+    sizes = ranks.given_sizes(words, features)
+    choice = choose(hardware, MODEL, torch.float32, sizes)
+    return ranks.options(choice.options, words, features)
+
+
+def test_sizes_that_are_given() -> None:
+    own = found(given("--batch", "48", "--chunk", "100"), parse(""))
+    assert own.batches == (1, 2, 4, 8, 16, 24, 32, 48)
+    assert own.chunks == (32, 100)
+    assert own.groups is None
+    assert own.in_flight == 2
+    assert own.late
+    assert not found(given("--ahead"), parse("")).late
+    assert found(given("--groups", "3"), parse("")).in_flight == 3
+    assert found(given("--batch", "1"), parse("")).batches == (1,)
     few = given("--batch", "48", "--batches", "64", "24", "3", "--chunk", "100", "--chunks")
-    found = ranks.options(few, parse(""))
-    assert (found.batches, found.chunks) == ((3, 24, 48), (100,))
-    assert ranks.options(few, parse("-variants")).batches == (48,)
-
-
-def test_sequences_are_no_longer_than_blocks_hold() -> None:
-    small = ("--blocks", "5", "--block-size", "4")
-    assert ranks.options(given(*small), parse("")).context == 16
-    assert ranks.options(given(*small, "--context", "12"), parse("")).context == 12
-    with pytest.raises(ValueError, match="4 blocks of 4 tokens hold no sequence of 17: give more"):
-        ranks.options(given(*small, "--context", "17"), parse(""))
+    own = found(few, parse(""))
+    assert (own.batches, own.chunks) == ((3, 24, 48), (100,))
+    assert found(few, parse("-variants")).batches == (48,)
+    assert found(given("--layers", "7", "1"), parse("")).layers == (7, 1)
+    assert found(given("--memory", "0.001"), parse("")).blocks < found(given(), parse("")).blocks
 
 
 def test_switches_of_the_engine() -> None:
     words = given("--context", "1024", "--batch", "8")
-    largest = ranks.options(words, parse("-variants"))
+    largest = found(words, parse("-variants"))
     assert (largest.batches, largest.chunks, largest.widths) == ((8,), (512,), ())
-    assert ranks.options(words, parse("-chunk")).chunks == (32, 128, 512, 1024)
-    assert ranks.options(words, parse("-groups")).groups == 1
-    assert not ranks.options(words, parse("-warm")).warm
-    assert ranks.options(words, parse("-overlap,-capture")).passes == "-overlap,-capture"
-    large = ranks.options(words, parse("+kv256,+clamp"))
-    assert (large.blocks, large.block_size, large.clamp) == (32, 256, True)
+    assert found(words, parse("-chunk")).chunks == (32, 128, 512, 1024)
+    assert found(words, parse("-groups")).groups == 1
+    assert not found(words, parse("-warm")).warm
+    assert found(words, parse("-overlap,-capture")).passes == "-overlap,-capture"
+    usual, large = found(words, parse("")), found(words, parse("+kv256,+clamp"))
+    assert (large.block_size, large.clamp) == (256, True)
+    assert (large.blocks - 1) * 256 == (usual.blocks - 1) * 16  # the same memory
+    assert found(given("--blocks", "512"), parse("+kv256")).blocks == 32
     assert not large.debug_bounds
-    assert ranks.options(words, parse("+debug_bounds")).debug_bounds
+    assert found(words, parse("+debug_bounds")).debug_bounds
     with pytest.raises(ValueError, match="-chunk needs --context"):
-        ranks.options(given(), parse("-chunk"))
+        found(given(), parse("-chunk"))
 
 
 def test_what_they_count() -> None:
-    limits = ranks.Limits(1, 4, 5, 16, 256, 30, 50, ())
-    ranks.count(features := parse("-groups,-overlap,+kv256"), limits, given())
+    limits, usual = ranks.Limits(1, 4, 5, 16, 256, 30, 50, ()), ranks.Usual(512, 16)
+    ranks.count(features := parse("-groups,-overlap,+kv256"), limits, given(), usual)
     changes = features.changes
     assert (changes["groups"], changes["overlap"], changes["capture"]) == (1, 1, 0)
     assert changes["kv256"] == 240
-    ranks.count(features := parse(""), TINY, given())
+    ranks.count(features := parse(""), TINY, given(), usual)
     assert not any(features.changes.values())
+
+
+def test_the_dtype_that_a_model_is_stored_in(tmp_path: Path) -> None:
+    assert ranks.stored_dtype(GptConfig()) is torch.float32
+    assert ranks.stored_dtype(CONFIG) is torch.float32
+    assert ranks.stored_dtype(tmp_path) is torch.float32  # checkpoints of examples/train_gpt.py
+    Qwen2Config(dtype="bfloat16").save_pretrained(tmp_path)
+    assert ranks.stored_dtype(tmp_path) is torch.bfloat16
+
+
+def test_all_ranks_choose_alike() -> None:
+    """A world of two ranks in this process, each with half of the machine."""
+    model, choice, hardware = ranks.chosen(given("--model", "random"), parse(""))
+    assert hardware == Hardware.least([measure(None, 2), hardware])
+    assert model.context == 128
+    assert choice.options.in_flight == 2
+    assert len(choice.reasons) == 5
 
 
 def test_a_loop_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +131,13 @@ def test_the_command_of_the_job() -> None:
     start = line.index("examples.serve.ranks") + 1
     passed = ranks.parse([*line[start:], "/tmp/socket"])
     assert (passed.model, passed.batch, passed.features) == ("random", 4, "-affinity,-thr_cap")
-    assert ranks.options(passed, parse("")).prompt_tokens == 2048
-    assert ranks.options(given(), parse("")).prompt_tokens is None
-    words = command._parse([*own, "--batches", "1", "2", "--chunks"])
+    assert found(passed, parse("")).prompt_tokens == 2048
+    assert found(given(), parse("")).prompt_tokens is None
+    words = command._parse(
+        [*own, "--batches", "1", "2", "--chunks", "--layers", "5", "3", "--ahead"]
+    )
     line = command.job(words, "random", parse(words.features))
     passed = ranks.parse([*line[line.index("examples.serve.ranks") + 1 :], "/tmp/socket"])
-    assert (passed.batches, passed.chunks, str(passed.socket)) == ([1, 2], [], "/tmp/socket")
+    assert passed.ahead
+    assert (passed.batches, passed.chunks, passed.layers) == ([1, 2], [], [5, 3])
     assert str(passed.socket) == "/tmp/socket"

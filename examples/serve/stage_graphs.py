@@ -1,0 +1,168 @@
+"""The graphs of an engine on all ranks: stages of a model, and the variants that are compiled.
+
+Each variant is a graph of its own, and all use the same actors. So a variant can be added while
+others are open. To compile one, all ranks have to come to it. The other ranks serve until a graph
+closes that nothing is executed by, the *gate*: its end stands in the order of the driver's
+commands, so all ranks leave at the same execution, with nothing in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cg
+
+from .defaults import balanced
+from .families import Model
+from .model import PROMPT, Guards, Pool, Stage
+from .requests import How, Limits
+from .settings import Options
+from .variants import DecodeSize, PrefillSize
+from .work import SLOT, TOKEN
+
+
+class StageGraphs:
+    """The stages of a model, and their graphs; made on all ranks.
+
+    Attributes:
+        compiled: the variants: of decode batches a graph for each group, of chunks one.
+    """
+
+    def __init__(self, model: Model, limits: Limits, options: Options) -> None:
+        count = cg.world_size() // options.tp
+        # Rank 0 decides: another rank may have an accelerator where this one has none.
+        parts = cg.allgather(cut(model, count, options))[0]
+        pool = Pool(limits.blocks, limits.block_size)
+        self.stages = [
+            make_stage(model, layers, pool, options, stage) for stage, layers in enumerate(parts)
+        ]
+        self.compiled: dict[DecodeSize | PrefillSize, tuple[cg.Compiled, ...]] = {}
+        self._limits, self._options = limits, options
+        self._decode = decode_step(self.stages, limits, options.via)
+        self._prefill = prefill_step(self.stages, options.via)
+        self._gate: cg.Compiled | None = None
+
+    def compile(self, size: DecodeSize | PrefillSize) -> None:
+        """Compile a variant; collective."""
+        limits, options = self._limits, self._options
+        if isinstance(size, DecodeSize):
+            batch = size.example(limits)
+            examples: list[Any] = [(batch, int(size.how), n) for n in range(limits.groups)]
+            lowered = self._decode.lower_many(examples)
+        else:
+            lowered = self._prefill.lower_many([(size.example(), size.tokens, int(size.how))])
+        self.compiled[size] = tuple(
+            each.compile(max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes)
+            for each in lowered.apart()
+        )
+
+    def open(self) -> None:
+        """Open the gate, so that the other ranks serve in `follow`; collective."""
+        self._gate = gate.lower(0).compile(max_inflight=1)
+
+    def add(self, size: DecodeSize | PrefillSize) -> None:
+        """On rank 0, with nothing in flight: compile a variant, while the others follow."""
+        self._call(size)
+        self.compile(size)
+        self.open()
+
+    def follow(self) -> None:
+        """On the other ranks: serve, and compile what rank 0 adds, until it closes."""
+        while True:
+            assert self._gate is not None, "it is opened first"
+            self._gate.serve()
+            size = cg.allgather(None)[0]
+            if size is None:
+                break
+            self.compile(size)
+            self.open()
+        for graph in self.graphs():
+            graph.serve()
+
+    def close(self) -> None:
+        """On rank 0: end the executions in flight, then all ranks; idempotent."""
+        if self._gate is not None:
+            self._call(None)
+            self._gate = None
+        for graph in self.graphs():
+            graph.close()
+
+    def graphs(self) -> list[cg.Compiled]:
+        """The graphs of all variants."""
+        return list(itertools.chain.from_iterable(self.compiled.values()))
+
+    def _call(self, size: DecodeSize | PrefillSize | None) -> None:
+        """Let the other ranks come out of `serve`, and tell them what is next."""
+        assert self._gate is not None, "it is opened first"
+        self._gate.close()
+        cg.allgather(size)
+
+
+@cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+def gate(number: int) -> int:
+    """A graph that the other ranks serve, and that nothing is executed by."""
+    return number
+
+
+def cut(model: Model, stages: int, options: Options) -> list[range]:
+    """The layers of each stage: `Options.layers`, or a cut that balances decode steps.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or `Options.layers` do not fit.
+    """
+    on_host = not torch.accelerator.is_available()
+    sizes = options.layers or balanced(model, stages, options.dtype, on_host)
+    if len(sizes) != stages or sum(sizes) != model.layers or min(sizes) < 1:
+        raise ValueError(f"{model.layers} layers in {stages} stages as {sizes}")
+    return [range(a, b) for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+
+
+def make_stage(
+    model: Model, layers: range, pool: Pool, options: Options, stage: int
+) -> cg.ActorHandle:
+    """A stage on its rank, or cut over its ranks."""
+    tp, guards = options.tp, Guards(options.clamp, options.debug_bounds)
+    if tp == 1:
+        return Stage.on(stage)(model, layers, pool, options.dtype, guards=guards)
+    mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
+    rows = cg.cut(0, "tp")
+    ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
+    ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
+    plan = cg.plan({"pool*": cg.cut(1, "tp"), **model.cuts, **ends})
+    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False, guards=guards)
+
+
+def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "auto") -> cg.Step:
+    """The step of decode batches; each group has a carry of its own."""
+    zeros = torch.zeros(limits.slots + 1, dtype=torch.int64)
+    carries = [cg.carry(zeros, on=0) for _ in range(limits.groups)]
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def decode(batch: Tensor, how: int, group: int) -> Any:
+        carried = carries[group]
+        tokens, slot = batch[:, TOKEN], batch[:, SLOT]
+        x = torch.where(tokens < 0, carried.get(slot), tokens)
+        for stage in stages:
+            x = cg.via(stage.decode(x, batch, how), via)
+        carried.set(x[0] if how == How.SCORED else x, slot)
+        return x
+
+    return decode
+
+
+def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step:
+    """The step of chunks of prompts."""
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def prefill(batch: Tensor, tokens: int, how: int) -> Any:
+        x = batch[:, PROMPT : PROMPT + tokens]
+        for stage in stages:
+            x = cg.via(stage.prefill(x, batch, tokens, how), via)
+        return x
+
+    return prefill

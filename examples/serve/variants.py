@@ -1,0 +1,192 @@
+"""Variants of the graphs of decode batches and chunks: their sizes, and which one serves what.
+
+A graph is compiled for fixed sizes. Work is padded to the cheapest compiled variant that holds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .model import LENGTH, PROMPT
+from .requests import How, Limits
+from .settings import Options
+from .work import SLOT, TABLE, Rows
+
+PROMPTS = (1, 4, 16, 64, 256, 1024)
+"""Numbers of prompts that a prefill is compiled for, below the largest."""
+SERVES = {
+    How.GREEDY: (How.GREEDY,),
+    How.DRAWN: (How.GREEDY, How.DRAWN),
+    How.SCORED: (How.SCORED,),
+}
+"""The work that variants serve: a temperature of 0 draws the likeliest token."""
+
+
+class Size(Protocol):
+    """The size of a variant, or of work."""
+
+    def holds(self, needed: Self) -> bool:
+        """True if a variant of this size serves work of that size."""
+        ...
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """A number, or several, by which cheaper variants come first."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecodeSize:
+    """Decode batches of up to `rows` rows, with tables of up to `width` blocks."""
+
+    rows: int
+    width: int
+    how: How
+
+    def holds(self, needed: DecodeSize) -> bool:
+        fits = self.rows >= needed.rows and self.width >= needed.width
+        return fits and needed.how in SERVES[self.how]
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        return self.rows * self.width, self.how
+
+    def __str__(self) -> str:
+        return f"decode batches of {self.rows} with {self.width} blocks each, {self.how.words}"
+
+    def example(self, limits: Limits) -> Tensor:
+        """A batch of padding alone, which is written to the trash."""
+        return torch.from_numpy(padding(self.rows, TABLE + self.width, SLOT, limits.slots))
+
+
+@dataclass(frozen=True)
+class PrefillSize:
+    """Prefills of up to `rows` chunks of up to `tokens` tokens.
+
+    Tables have `width` blocks: of a chunk that goes on with its prompt, and is alone. Without any,
+    all chunks begin their prompts.
+    """
+
+    rows: int
+    tokens: int
+    width: int
+    how: How
+
+    def holds(self, needed: PrefillSize) -> bool:
+        fits = self.rows >= needed.rows and self.tokens >= needed.tokens
+        fits = fits and self.width >= needed.width and (self.rows == 1 or not self.width)
+        return fits and needed.how in SERVES[self.how]
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        return self.rows * self.tokens, self.width, self.how
+
+    def __str__(self) -> str:
+        many = f"{self.rows} chunks" if self.rows > 1 else "a chunk"
+        behind = f" behind up to {self.width} blocks" if self.width else ""
+        return f"{many} of {self.tokens} tokens{behind}, {self.how.words}"
+
+    def example(self) -> Tensor:
+        """Padding alone, which is written to the trash."""
+        columns = PROMPT + 2 * self.tokens + self.width
+        return torch.from_numpy(padding(self.rows, columns, LENGTH, 1))
+
+
+S = TypeVar("S", bound=Size)
+
+
+def cheapest(sizes: Iterable[S], needed: S) -> S | None:
+    """The cheapest size that holds what is needed; None if none does."""
+    fitting = (size for size in sizes if size.holds(needed))
+    return min(fitting, key=lambda size: size.cost, default=None)
+
+
+def first_sizes(limits: Limits, options: Options) -> tuple[DecodeSize, PrefillSize]:
+    """The two variants that are compiled first: they serve most first requests, with any sampling.
+
+    The batch is the largest, so that all requests are served; its tables are the shortest. The
+    chunk begins a prompt.
+    """
+    how = How.DRAWN if options.draws else How.GREEDY
+    tokens = options.chunks[-1]
+    if options.first_chunk is not None:
+        tokens = bucket(options.chunks, min(tokens, options.first_chunk))
+    decode = DecodeSize(options.batches[-1], widths(limits, options)[0], how)
+    return decode, PrefillSize(1, tokens, 0, how)
+
+
+def all_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize]:
+    """All variants; those ahead of others are compiled ahead of them.
+
+    Ahead are greedy ones, of short tables, with the largest batches: those that most requests ask
+    for. One of each graph gives log-probabilities, of the largest batch: clients rarely ask for
+    them.
+    """
+    lengths = widths(limits, options)
+    hows = (How.GREEDY, How.DRAWN)[: 1 + options.draws]
+    sizes: list[DecodeSize | PrefillSize] = []
+    for width in lengths:
+        sizes += [
+            DecodeSize(rows, width, how) for rows in reversed(options.batches) for how in hows
+        ]
+    for tokens in reversed(options.chunks):
+        counts = reversed(prompt_rows(limits))
+        sizes += [PrefillSize(rows, tokens, 0, how) for rows in counts for how in hows]
+        sizes += [PrefillSize(1, tokens, width, hows[-1]) for width in lengths]
+    if options.draws:
+        sizes.append(DecodeSize(options.batches[-1], lengths[-1], How.SCORED))
+        sizes.append(PrefillSize(1, options.chunks[-1], lengths[-1], How.SCORED))
+    return sizes
+
+
+def later_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize]:
+    """Those of all variants that are compiled although nobody has asked for them yet.
+
+    They neither draw nor give log-probabilities, except for chunks that go on, which always draw;
+    and their tables are the shortest.
+    """
+    shortest = widths(limits, options)[0]
+    return [
+        size
+        for size in all_sizes(limits, options)
+        if size.how is How.GREEDY or (isinstance(size, PrefillSize) and size.width)
+        if size.width <= shortest and size.how is not How.SCORED
+    ]
+
+
+def widths(limits: Limits, options: Options) -> tuple[int, ...]:
+    """The lengths of block tables that are compiled."""
+    whole = -(-limits.context // limits.block_size)
+    chosen = (-(-whole // 4), whole) if options.widths is None else options.widths
+    return tuple(sorted({*(width for width in chosen if width < whole), whole}))
+
+
+def prompt_rows(limits: Limits) -> tuple[int, ...]:
+    """The numbers of prompts that a prefill is compiled for."""
+    return (*(rows for rows in PROMPTS if rows < limits.prompts), limits.prompts)
+
+
+def padding(rows: int, columns: int, column: int, number: int) -> Rows:
+    """Rows of padding, which go to the trash, with a number in one column."""
+    numbers = np.zeros((rows, columns), np.int64)
+    numbers[:, column] = number
+    return numbers
+
+
+def bucket(sizes: Sequence[int], needed: int) -> int:
+    """The smallest size that is large enough.
+
+    Raises:
+        ValueError: none is.
+    """
+    index = bisect_left(sizes, needed)
+    if index == len(sizes):
+        raise ValueError(f"outside of the engine's limits: {needed} of at most {sizes[-1]}")
+    return sizes[index]
