@@ -112,7 +112,7 @@ def measure(device: torch.device | None, ranks: int) -> Hardware:
         return Hardware(
             "cpu" if device is None else device.type, _free_host() // ranks, cores, False
         )
-    free, _ = torch.accelerator.get_memory_info(device)
+    free, _ = torch.accelerator.memory.get_memory_info(device)
     has_triton = importlib.util.find_spec("triton") is not None
     return Hardware(device.type, free, cores, has_triton)
 

@@ -65,6 +65,7 @@ class Stage(nn.Module):
     """Some layers of a model, which map [rows, tokens, hidden] to the same.
 
     The first stage takes ids [rows, tokens], and the last gives a token for each row, int64 [rows].
+    Pools are left on the meta device; `Zeros` fills them where the stage lies.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Stage(nn.Module):
         shape = (pool.blocks * pool.size, model.groups, 2, model.width)
         self.count = len(layers)
         for index in range(self.count):
-            self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
+            self.register_buffer(f"pool{index}", torch.empty(shape, dtype=dtype, device="meta"))
 
     def decode(self, x: Tensor, batch: Tensor, how: int) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The next token of each row; with `How.SCORED` also the results of `score`.

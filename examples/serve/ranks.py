@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 import cg
@@ -35,6 +34,7 @@ from .models import source
 from .options import add_arguments
 from .requests import Limits
 from .settings import Options
+from .stage_graphs import own_device
 from .transports import loop_factory
 
 log = logging.getLogger("serve")
@@ -49,15 +49,6 @@ class Usual:
 
     chunk: int
     block_size: int
-
-
-@cg.actor
-class Probe(nn.Module):
-    """Lies where the actors of its rank do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("here", torch.zeros(1))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -127,8 +118,7 @@ def chosen(
     """
     model_source = source(given.model)
     model = open_model(model_source)
-    probes = [Probe.on(rank)() for rank in range(cg.world_size())]
-    device = probes[cg.rank()].local.here.device
+    device = own_device()
     machines = cg.allgather(socket.gethostname())
     own = measure(None if device.type == "cpu" else device, machines.count(machines[cg.rank()]))
     hardware = Hardware.least(cg.allgather(own))

@@ -9,11 +9,13 @@ commands, so all ranks leave at the same execution, with nothing in flight.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cg
 
@@ -37,9 +39,10 @@ class StageGraphs:
         count = cg.world_size() // options.tp
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
-        pool = Pool(limits.blocks, limits.block_size)
+        pool, device = Pool(limits.blocks, limits.block_size), own_device()
         self.stages = [
-            make_stage(model, layers, pool, options, stage) for stage, layers in enumerate(parts)
+            make_stage(model, layers, pool, options, stage, device)
+            for stage, layers in enumerate(parts)
         ]
         self.compiled: dict[DecodeSize | PrefillSize, tuple[cg.Compiled, ...]] = {}
         self._limits, self._options = limits, options
@@ -103,6 +106,47 @@ class StageGraphs:
         cg.allgather(size)
 
 
+@cg.actor
+class Probe(nn.Module):
+    """Lies where the actors of its rank do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("here", torch.zeros(1))
+
+
+def own_device() -> torch.device:
+    """The device that this rank's actors lie on; collective."""
+    probes = [Probe.on(rank)() for rank in range(cg.world_size())]
+    device: torch.device = probes[cg.rank()].local.here.device
+    return device
+
+
+class Zeros:
+    """Zeros for tensors that a stage has left on the meta device, in memory of the rank's device.
+
+    An actor is made on the host, which has no room for the pools of a device. A host's pages are
+    taken when they are first written to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def tensors(
+        self, instance: object, wanted: Mapping[str, Tensor], actor: str
+    ) -> Mapping[str, Zeros]:
+        """This source, for each tensor."""
+        return dict.fromkeys(wanted, self)
+
+    def read(self, region: Sequence[Sequence[tuple[int, int]]], dtype: torch.dtype) -> Tensor:
+        """Zeros of the size of a region: runs of indices for each dimension."""
+        shape = [sum(stop - start for start, stop in runs) for runs in region]
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)
+
+
 @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
 def gate(number: int) -> int:
     """A graph that the other ranks serve, and that nothing is executed by."""
@@ -123,18 +167,25 @@ def cut(model: Model, stages: int, options: Options) -> list[range]:
 
 
 def make_stage(
-    model: Model, layers: range, pool: Pool, options: Options, stage: int
+    model: Model,
+    layers: range,
+    pool: Pool,
+    options: Options,
+    stage: int,
+    device: torch.device,
 ) -> cg.ActorHandle:
-    """A stage on its rank, or cut over its ranks."""
+    """A stage on its rank, or cut over its ranks; `device` is this rank's."""
     tp, guards = options.tp, Guards(options.clamp, options.debug_bounds)
+    zeros = Zeros(device)
     if tp == 1:
-        return Stage.on(stage)(model, layers, pool, options.dtype, guards=guards)
+        return Stage.on(stage, init=zeros)(model, layers, pool, options.dtype, guards=guards)
     mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
     rows = cg.cut(0, "tp")
     ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
     ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
     plan = cg.plan({"pool*": cg.cut(1, "tp"), **model.cuts, **ends})
-    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False, guards=guards)
+    make = Stage.on(mesh, plan=plan, init=zeros)
+    return make(model, layers, pool, options.dtype, packs=False, guards=guards)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "auto") -> cg.Step:

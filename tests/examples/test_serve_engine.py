@@ -394,7 +394,7 @@ def test_pools_are_written_to_as_they_are(folder: Path) -> None:
     """A compiler may copy a whole pool of which a view is written to."""
     model, limits = open_model(folder), Limits(1, 2, 32, 10, 8, 64, 64, (), 1)
     with use_world(VirtualWorld(1)):
-        stage = make_stage(model, range(2), Pool(10, 8), FEW, 0)
+        stage = make_stage(model, range(2), Pool(10, 8), FEW, 0, torch.device("cpu"))
         size = all_sizes(limits, FEW)[0]
         assert isinstance(size, DecodeSize)
         step = decode_step([stage], limits)

@@ -17,6 +17,7 @@ from torch import Tensor
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from cg.tracer.method import joint
 from cg.tracer.record.session.signature import CallSignature, signature_of
 from cg.tracer.record.step import describe_inputs
 from cg.tracer.torch_modes import Ambient
@@ -329,3 +330,39 @@ def test_signatures_differ_where_a_change_is_named(one: Any, other: Any) -> None
     changes = texts[1].changes_since(texts[0])
     assert (changes == []) == (keys[0] == keys[1])
     assert len(texts[0].changes_since(texts[1])) == len(changes)
+
+
+def test_signatures_apart_share_traces_and_are_graphs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number chooses an actor; the call of another one, which is alike, is traced once."""
+    traced: list[str] = []
+    trace = joint._JointTrace.trace
+
+    def count(self: Any) -> Any:
+        traced.append(self.call.what)
+        return trace(self)
+
+    monkeypatch.setattr(joint._JointTrace, "trace", count)
+    with use_world(VirtualWorld(1)):
+        first = Times.on(0)(2.0)
+        others = [Times.on(0)(3.0), Times.on(0)(5.0)]
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x: Tensor, which: int) -> Tensor:
+            return others[which].scale(first.scale(x))
+
+        lowered = step.lower_many([(X, 0), (X, 1)])
+        assert len(traced) == 3  # of three factors; that of both signatures once
+        graphs = [each.compile() for each in lowered.apart()]
+        assert [len(graph.variants) for graph in graphs] == [1, 1]
+        futures = [graph.execute(X, which) for which, graph in enumerate(graphs)]
+        assert torch.equal(futures[1].result(), X * 10)
+        assert torch.equal(futures[0].result(), X * 6)
+        with pytest.raises(cg.InputError):
+            graphs[0].execute(X, 1)
+        for graph in graphs:
+            graph.close()
+        (alone,) = step.lower(X, 1).apart()
+        with alone.compile() as graph:
+            assert torch.equal(graph.execute(X, 1).result(), X * 10)

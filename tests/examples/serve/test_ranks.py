@@ -91,6 +91,9 @@ def test_two_ranks_give_the_text_of_one(tmp_path: Path) -> None:
             texts.append(body["choices"][0]["text"])
             own.wait_for(own.is_empty)
             assert own.end() == 0
+            text = own.log.read_text()
+            assert "BAD TERMINATION" not in text
+            assert "cg.launch:" not in text  # which says how a job has ended, if not by itself
     assert texts[0] == texts[1]
 
 
