@@ -129,7 +129,11 @@ class CgEngine:
         with said(f"compiling {size}"):
             self.graphs.add(size)
             self.warm(size)
-        self._rests_until = monotonic() + (monotonic() - began) * (1 / SHARE - 1)
+        self.rest(monotonic() - began)
+
+    def rest(self, seconds: float) -> None:
+        """Compile nothing beside work for as long as makes these seconds a `SHARE` of the time."""
+        self._rests_until = monotonic() + seconds * (1 / SHARE - 1)
 
     def warm(self, size: DecodeSize | PrefillSize) -> None:
         """Run a variant in each of its contexts, on padding, and use it from now on."""
@@ -273,7 +277,7 @@ def start(
     model = source
     if not isinstance(model, Model):
         model = open_model(Path(model) if isinstance(model, str) else model, options.seed)
-    limits = limits_of(model, options)
+    limits, began = limits_of(model, options), monotonic()
     with said("reading the weights", cg.rank() == 0):
         graphs = StageGraphs(model, limits, options)
     sizes = first_sizes(limits, options) if options.late else all_sizes(limits, options)
@@ -289,6 +293,7 @@ def start(
     with said("running them on padding"):
         for size in sizes:
             engine.warm(size)
+    engine.rest(monotonic() - began)
     return engine
 
 

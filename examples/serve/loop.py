@@ -97,6 +97,7 @@ class EngineLoop:
             self._take_commands()
             self._collect()
             if self.engine.due(self._is_quiet()):
+                self._send()
                 self._improve()
             else:
                 for ticket in self.scheduler.schedule():

@@ -298,6 +298,10 @@ def test_what_no_variant_holds_is_compiled_at_once(folders: dict[int, Path]) -> 
         assert [[token] for token in together.result()] == alone
         assert together.scores() == []
         assert set(engine.graphs.compiled) == first
+        # A busy engine rests for nine times as long as it has compiled.
+        assert engine.asked
+        assert not engine.due(idle=False)
+        engine.rest(0.0)
         assert engine.due(idle=False)
         scored = replace(chunks[0], sampling=Sampling(logprobs=2))
         result = engine.submit(Prefill((scored,)))
@@ -306,8 +310,8 @@ def test_what_no_variant_holds_is_compiled_at_once(folders: dict[int, Path]) -> 
         engine.submit(prefill_of((1,), 8, (4, 5), True, Sampling())).result()
         (scores, goes_on) = set(engine.graphs.compiled) - first
         assert {scores.how, goes_on.how} == {How.SCORED, How.DRAWN}
-        # A busy engine rests for nine times as long as it has compiled.
         assert not engine.due(idle=False)
+        assert engine.due(idle=True)
         asked = engine.asked.most_common(1)[0][0]
         engine.improve()
         assert asked in engine.graphs.compiled

@@ -108,6 +108,7 @@ class FakeEngine:
         self.is_closed = self._garbles = False
         self.works = 0
         self.to_improve = self.urgent = 0
+        self.before: Callable[[], None] = lambda: None
 
     def due(self, idle: bool) -> bool:
         return self.urgent > 0 or (idle and self.to_improve > 0)
@@ -115,6 +116,7 @@ class FakeEngine:
     def improve(self) -> None:
         assert not self.queue, "improved with work in flight"
         assert self.to_improve > 0, "nothing to improve"
+        self.before()
         self.to_improve -= 1
         self.urgent = max(0, self.urgent - 1)
 
