@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from examples.serve import loop as loops
 from examples.serve import wire
 from examples.serve.features import Features, parse
+from examples.serve.front import job as job_module
 from examples.serve.front.job import EngineJob
 from examples.serve.front.metrics import Metrics
 from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
@@ -365,3 +366,24 @@ def test_an_engine_in_the_process_of_the_front_says_why_it_ends(
         asyncio.run(asyncio.wait_for(job.run(), 60))
     assert "the engine has failed" in caplog.text
     assert "MemoryError: no room for the engine at engine" in caplog.text
+
+
+def test_a_front_says_that_the_engine_is_not_ready(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while no rank can say anything."""
+    monkeypatch.setattr(job_module, "SAYING", 0.01)
+
+    async def starts(path: Path) -> None:
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        job = EngineJob(starts, tmp_path, Features(), 1, Metrics(Counter()))
+        running = asyncio.ensure_future(job.run())
+        while "the engine is not ready yet, after" not in caplog.text:
+            await asyncio.sleep(0.01)
+        await job.close()
+        running.cancel()
+
+    with caplog.at_level(logging.INFO, "serve"):
+        asyncio.run(asyncio.wait_for(story(), 60))
