@@ -5,6 +5,14 @@ from __future__ import annotations
 import argparse
 
 
+def share(text: str) -> float:
+    """A share of something, above 0 and at most 1."""
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share: give a number above 0, at most 1")
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine; sizes that are not given are chosen (`defaults.py`)."""
     add = parser.add_argument
@@ -17,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, help="the longest prefill chunk, in tokens; by default 1024 on GPUs")
     add("--chunks", type=int, nargs="*", metavar="N", help="below --chunk; by default usual ones")
     add("--prompt-tokens", type=int, help="of all prompts of one prefill; of 16 chunks on GPUs")
-    add("--memory", type=float, help="share of what is free for keys and values; 0.9 on GPUs")
+    add("--memory", type=share, help="share of what is free for keys and values; 0.9 on GPUs")
     add("--blocks", type=int, help="blocks of a rank's pools; by default what --memory holds")
     add("--block-size", type=int, help="tokens of a block; by default 64 on GPUs, else 16")
     add("--context", type=int, help="the longest sequence; by default the model's, or --blocks'")

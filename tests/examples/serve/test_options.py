@@ -71,6 +71,13 @@ def test_sizes_that_are_given() -> None:
     assert found(given("--memory", "0.001"), parse("")).blocks < found(given(), parse("")).blocks
 
 
+@pytest.mark.parametrize("share", ["0", "-0.5", "90", "nan", "much"])
+def test_shares_of_memory_that_are_none(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        given(f"--memory={share}")
+    assert "argument --memory" in capsys.readouterr().err
+
+
 def test_switches_of_the_engine() -> None:
     words = given("--context", "1024", "--batch", "8")
     largest = found(words, parse("-variants"))
