@@ -270,7 +270,7 @@ def _why_rows(hardware: Hardware, given: Given) -> str:
     if given.batch is not None:
         return "as is given"
     if hardware.place == "cpu":
-        return f"for ranks of {hardware.cores} cores"
+        return f"by cores, of which each rank has {hardware.cores}"
     return f"as a {hardware.kind} device takes them"
 
 
