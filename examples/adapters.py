@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ PREFIX = "base_model.model."
 def add_adapters(model: nn.Module, rank: int, folder: Path, seed: int) -> Any:
     """Give each linear layer inside of a model's layers an adapter; all else is frozen.
 
-    The adapters are in memory, though the model is on the meta device. They are the same on all
-    ranks.
+    So do the weights of all experts that are stacked in a tensor. (peft does this by itself for
+    some models alone.) The adapters are in memory, though the model is on the meta device. They are
+    the same on all ranks.
 
     Raises:
         SystemExit: peft is not installed.
@@ -30,6 +32,7 @@ def add_adapters(model: nn.Module, rank: int, folder: Path, seed: int) -> Any:
         r=rank,
         lora_alpha=2 * rank,
         target_modules="all-linear",
+        target_parameters=stacked(model),
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(folder),
     )
@@ -43,6 +46,17 @@ def add_adapters(model: nn.Module, rank: int, folder: Path, seed: int) -> Any:
             owner, _, last = name.rpartition(".")
             setattr(adapted.get_submodule(owner), last, nn.Parameter(value))
     return adapted
+
+
+def stacked(model: nn.Module) -> list[str]:
+    """The names, below a layer's number, of parameters with the matrices of all experts."""
+    return sorted(
+        {
+            re.sub(r"^.*\.\d+\.", "", name)
+            for name, parameter in model.named_parameters()
+            if ".experts." in name and parameter.dim() == 3
+        }
+    )
 
 
 def name_in_model(name: str) -> str | None:

@@ -380,10 +380,10 @@ def parse() -> argparse.Namespace:
         )
     if args.fsdp and args.dp == 1:
         parser.error("--fsdp keeps weights in pieces on the ranks of --dp, which must be above 1")
-    if args.lora and args.tp * args.ep > 1:
+    if args.lora and args.tp > 1:
         parser.error(
-            "--lora with --tp or --ep: the plans of models do not say how adapters are cut; use "
-            "--dp or --pp"
+            "--lora with --tp: the plans of models do not say how adapters are cut; use --dp, --ep "
+            "or --pp"
         )
     if missing := [str(file) for file in args.data if not file.is_file()]:
         parser.error(f"--data: there is no file {', '.join(missing)}")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...tracer.method.experts.expert_products import expert_linear
+from .adapted import AdaptedWeight, adapt_by_products
 
 IMPLEMENTATION = "cg"
 """Its name among transformers' implementations of experts."""
@@ -26,6 +27,16 @@ class _ChoosesExperts(Protocol):
     def _can_set_experts_implementation(self) -> bool: ...
 
 
+@runtime_checkable
+class _Experts(Protocol):
+    """A module with the weights of all experts, stacked, and how they lie."""
+
+    config: Any
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+
 def choose_experts(model: nn.Module, name: str | None) -> None:
     """Set by which implementation a model's mixtures of experts are computed.
 
@@ -40,6 +51,16 @@ def choose_experts(model: nn.Module, name: str | None) -> None:
     Raises:
         ValueError: there is no such implementation, or the model has no such experts.
     """
+    _choose(model, name)
+    adapt_by_products(model, _takes_adapters)
+
+
+def _takes_adapters(module: nn.Module) -> bool:
+    """True for a module of experts that `_forward` computes."""
+    return isinstance(module, _Experts) and module.config._experts_implementation == IMPLEMENTATION
+
+
+def _choose(model: nn.Module, name: str | None) -> None:
     mixtures = [
         module
         for module in model.modules()
@@ -99,8 +120,30 @@ def _forward(
 
 
 def _project(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, is_turned: bool
+    rows: Tensor,
+    weight: Tensor | AdaptedWeight,
+    bias: Tensor | None,
+    ids: Tensor,
+    is_turned: bool,
 ) -> Tensor:
-    matrices = weight.transpose(1, 2) if is_turned else weight
-    result = expert_linear(rows.to(weight.dtype), matrices, ids)
-    return result if bias is None else result + functional.embedding(ids, bias)
+    changes = weight.changes if isinstance(weight, AdaptedWeight) else ()
+    weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
+    rows = rows.to(weight.dtype)
+    result = expert_linear(rows, weight.transpose(1, 2) if is_turned else weight, ids)
+    for change in changes:
+        inner = expert_linear(rows, change.inward, ids)
+        result = result + expert_linear(inner, change.outward, ids) * change.scaling
+    return result if bias is None else result + _biases(rows, bias, ids)
+
+
+_COLUMNS = 8
+"""The least width of products that devices have a kernel for."""
+
+
+def _biases(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
+    """The biases of the experts of each token, `[tokens, k, out]`: products with a first column.
+
+    So rows of biases lie, and go, where the rows of other products do.
+    """
+    ones = functional.pad(rows.new_ones(len(ids), 1), (0, _COLUMNS - 1))
+    return expert_linear(ones, functional.pad(bias.unsqueeze(-1), (0, _COLUMNS - 1)), ids)

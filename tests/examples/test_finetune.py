@@ -90,9 +90,16 @@ def plain(
     model: Path, steps: int, labels_of: Callable[[Tensor], Tensor] = successors
 ) -> tuple[list[float], float]:
     """The losses of plain transformers in one process, and that of the validation at the end."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    texts = Texts.of(documents([]), tokenizer, 16, 60)
     trained = transformers.AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
+    return train_plainly(trained, model, steps, labels_of)
+
+
+def train_plainly(
+    trained: Any, folder: Path, steps: int, labels_of: Callable[[Tensor], Tensor] = successors
+) -> tuple[list[float], float]:
+    """Train a model of a folder in one process: the losses, and that of the validation."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = Texts.of(documents([]), tokenizer, 16, 60)
     optimizer, scheduler = finetune.trainers(trained.parameters(), 1e-3, 0.0, steps)
     found = []
     for step in range(steps):
@@ -408,63 +415,6 @@ def test_a_tokenizer_that_is_code_of_the_folder(own_code: Path) -> None:
         finetune.read_tokenizer(own_code)
     tokenizer = finetune.read_tokenizer(own_code, trust_remote_code=True)
     assert type(tokenizer).__name__ == "OwnTokenizer"
-
-
-@pytest.fixture(scope="module")
-def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts, with the tokenizer of the other model."""
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    shutil.copytree(model, folder)
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    transformers.MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def test_experts_over_ranks(mixture: Path, tmp_path: Path) -> None:
-    """Losses are those of plain transformers, and other shapes of ranks go on."""
-    first = tmp_path / "first"
-    tune(
-        mixture,
-        first,
-        "--pp 1 --dp 2 --ep 2 --dispatch exchange --steps 3 --save-every 1 --keep 9",
-        ranks=4,
-    )
-    expected, judged = plain(mixture, 3)
-    assert losses(first) == pytest.approx(expected, rel=1e-5)
-    for shape, ranks in (("--pp 2 --ep 2 --sample 2", 4), ("--pp 2", 2)):
-        out = tmp_path / shape
-        resumable(first, out, 2)
-        tune(mixture, out, f"{shape} --steps 3 --resume --evaluate-every 3", ranks=ranks)
-        assert losses(out) == pytest.approx(expected, rel=1e-5)
-        assert validation(out) == pytest.approx(judged, rel=1e-5)
-        check_opens(out / "checkpoints" / "step-000003")
-
-
-def test_implementations_of_experts(
-    mixture: Path, model: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(finetune, "make_steps", _tells_experts)
-    words = ["--model", mixture, "--out", tmp_path / "out", *TINY.split()]
-    assert refused(monkeypatch, *words) == "cg"
-    assert refused(monkeypatch, *words, "--experts", "batched_mm") == "batched_mm"
-    message = refused(monkeypatch, *words, "--experts", "other")
-    assert message.startswith("there are no experts='other'; there are batched_mm, cg, ")
-    words[1] = model
-    message = refused(monkeypatch, *words, "--experts", "cg")
-    assert message.startswith("experts='cg' is asked for, and LlamaForCausalLM has no experts of")
-
-
-def _tells_experts(cuts: Any, *_: Any) -> None:
-    raise SystemExit(cuts.model.config._experts_implementation)
 
 
 def test_a_token_beyond_the_embedding(

@@ -108,8 +108,9 @@ def hf(
         axis: the axis of the mesh that cuts weights. If it has more ranks than the model has heads
             of keys, give two axes: the first cuts keys and values, both cut everything else.
         batch: the axis that cuts the rows of arguments; None: the arguments are whole.
-        experts: the axis over whose ranks experts are spread. It cuts the rows of arguments, too,
-            behind `batch`. None: each rank has all experts.
+        experts: the axis over whose ranks experts are spread, with adapters that peft has given to
+            their weights (`target_parameters`). It cuts the rows of arguments, too, behind `batch`.
+            None: each rank has all experts.
 
     Returns:
         The plan.
@@ -188,7 +189,7 @@ def _plan(
 ) -> ShardingPlan:
     """The plan of parameters, wherever an actor keeps the model, and of the batch."""
     if experts is not None:
-        shardings = {**shardings, **dict.fromkeys(_of_experts(model), cut(0, experts))}
+        shardings = {**shardings, **_of_experts(model, experts)}
     patterns = {f"*{path}": sharding for path, sharding in shardings.items()}
     rows = [axis for axis in (batch, experts) if axis is not None]
     if rows:
@@ -196,24 +197,48 @@ def _plan(
     return ShardingPlan.of(patterns, optional=type(model).__name__, notes=notes)
 
 
-def _of_experts(model: nn.Module) -> Iterator[str]:
-    """The paths of parameters that have all experts in their first dimension.
+def _of_experts(model: nn.Module, axis: str) -> dict[str, Sharding]:
+    """The cuts of parameters that have all experts stacked, and of their adapters by peft.
 
     Raises:
         ValueError: there are none.
     """
-    paths = {
-        f"{_within_base(model, re.sub(_NUMBER, '*', path))}.{name}"
-        for path, module in model.named_modules()
-        if all(_read(module, flag) is not None for flag in _EXPERTS)
-        for name, _ in module.named_parameters()
-    }
-    if not paths:
+    shardings: dict[str, Sharding] = {}
+    for path, module in model.named_modules():
+        prefix = _within_base(model, re.sub(_NUMBER, "*", path))
+        cuts = _cuts_of_experts(module, axis) | _cuts_of_adapters(module, axis)
+        shardings |= {f"{prefix}.{name}": sharding for name, sharding in cuts.items()}
+    if not shardings:
         raise ValueError(
             f"{type(model).__name__} has no module with the weights of experts in the form of "
             "transformers; leave out experts=, or add cuts of your own by cg.plan"
         )
-    yield from sorted(paths)
+    return dict(sorted(shardings.items()))
+
+
+def _cuts_of_experts(module: nn.Module, axis: str) -> dict[str, Sharding]:
+    """By the names of parameters; none, if the module is not one of experts."""
+    if any(_read(module, flag) is None for flag in _EXPERTS):
+        return {}
+    return {name: cut(0, axis) for name, _ in module.named_parameters()}
+
+
+def _cuts_of_adapters(module: nn.Module, axis: str) -> dict[str, Sharding]:
+    """By the names of parameters; none, if the module does not adapt stacked parameters.
+
+    The factors of all experts are in one matrix each. Rows of the first one are those of expert
+    after expert. Columns of the second one have the experts for each number of the rank.
+    """
+    count = _read(module, "num_experts")
+    if _read(module, "parameter_name") is None or not isinstance(count, int) or count == 1:
+        return {}
+    return {
+        name: cut(0, axis)
+        if name.startswith("lora_A.")
+        else cut(1, axis, blocks=p.shape[1] // count)
+        for name, p in module.named_parameters()
+        if name.startswith(("lora_A.", "lora_B."))
+    }
 
 
 def _names_of(model: nn.Module) -> dict[str, str]:
