@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from .launch.checkpoints.weights import pretrained
     from .launch.environment.config import ConfigError
     from .launch.measure.profiling import profile
+    from .launch.models.capacity import expert_capacity
     from .launch.models.cut_layers import cut_layers
     from .launch.models.empty_weights import empty_weights
+    from .launch.models.expert_choices import expert_choices
     from .launch.world.devices import DeviceError
     from .launch.world.waiting import WorldError
     from .launch.world.world import rank, world_size
@@ -106,6 +108,8 @@ _HOMES = {
     "via": "tracer.record.intrinsics.via",
     # Models of other libraries
     "cut_layers": "launch.models.cut_layers",
+    "expert_capacity": "launch.models.capacity",
+    "expert_choices": "launch.models.expert_choices",
     "empty_weights": "launch.models.empty_weights",
     "pretrained": "launch.checkpoints.weights",
     "save_checkpoint": "launch.checkpoints.checkpoint",
@@ -184,6 +188,8 @@ __all__ = [
     "scatter",
     "via",
     "cut_layers",
+    "expert_capacity",
+    "expert_choices",
     "empty_weights",
     "rank",
     "world_size",

@@ -200,6 +200,11 @@ routed = cg.expert_linear(tokens, weight, ids)
 print(routed.shape, torch.allclose(routed[0, 1], weight[2] @ tokens[0], atol=1e-6))
 
 
+# cg.expert_capacity
+taken = cg.expert_capacity(ids, experts=3, capacity=0.75)
+print(taken, (~taken).sum())
+
+
 # cg.on
 @cg.trace(inputs=cg.on(0), outputs=cg.on(3))
 def sent(x):
@@ -371,6 +376,17 @@ cuts = cg.cut_layers(layers, 2, example={"input": x})
 print(cuts)
 moving = cuts.part(0)(None, x)
 print(torch.equal(cuts.part(1)(moving, x), layers(x)))
+
+# cg.expert_choices
+from transformers import MixtralConfig, MixtralForCausalLM
+
+sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+torch.manual_seed(0)
+mixture = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+with cg.expert_choices(mixture, capacity=1.0) as choices:
+    mixture(torch.arange(8).view(1, 8))
+print(choices.counts(), choices.dropped())
 
 # cg.empty_weights
 with cg.empty_weights():

@@ -21,10 +21,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import curves
+import finetune_options
+import mixtures
 import tables
 import torch
 from folders import Model, read_model, read_tokenizer
@@ -39,10 +40,13 @@ import cg
 class Stage(nn.Module):
     """A part of the model, with its optimizer. Weights are float32, whatever it computes in."""
 
-    def __init__(self, cuts: Any, index: int, args: argparse.Namespace) -> None:
+    def __init__(
+        self, cuts: Any, index: int, args: argparse.Namespace, balance: mixtures.Balance
+    ) -> None:
         super().__init__()
         self.part = cuts.part(index)
         self.bf16 = args.bf16
+        self.balance, self.weight = balance, 1 / args.microbatches
         trained = [p for p in self.part.parameters() if p.requires_grad]
         self.optimizer, self.scheduler = trainers(trained, args.rate, args.decay, args.steps)
 
@@ -50,37 +54,64 @@ class Stage(nn.Module):
         """The weights that later parts use as well, such as those of tied embeddings."""
         return self.part.lend(rows)
 
-    def forward(self, moving, ids: Tensor, lent: dict[str, Tensor]):
-        """Compute the next part's input from this part's input and tokens [batch, time]."""
-        with torch.autocast(ids.device.type, torch.bfloat16, self.bf16):
-            return self.part(moving, input_ids=ids, use_cache=False, lent=lent)
+    def forward(
+        self, moving, ids: Tensor, lent: dict[str, Tensor], figures: mixtures.Figures | None
+    ):
+        """Compute the next part's input from this part's input and tokens [batch, time].
+
+        Args:
+            figures: of experts in earlier stages; None outside of training, without limits.
+
+        Returns:
+            That input, and the figures with those of this stage.
+        """
+        capacity = None if figures is None else self.balance.capacity
+        with (
+            torch.autocast(ids.device.type, torch.bfloat16, self.bf16),
+            cg.expert_choices(self.part, capacity) as choices,
+        ):
+            moving = self.part(moving, input_ids=ids, use_cache=False, lent=lent)
+        return moving, None if figures is None else self.balance.figures(choices, figures)
 
     def logits(self, moving, ids: Tensor, at: Tensor, lent: dict[str, Tensor]) -> Tensor:
         """The logits of the token behind each row's position `at`, float32 [batch, vocabulary]."""
-        logits = self.forward(moving, ids, lent).logits
+        output, _ = self.forward(moving, ids, lent, None)
         rows = torch.arange(len(ids), device=ids.device)
-        return logits[rows, at].float()
+        return output.logits[rows, at].float()
 
     def loss(
-        self, moving, ids: Tensor, labels: Tensor, count: Tensor, lent: dict[str, Tensor]
-    ) -> Tensor:
+        self, moving, ids: Tensor, labels: Tensor, count: Tensor, lent: dict[str, Tensor], figures
+    ):
         """The part of a microbatch in the mean negative log likelihood of a step's labels, nats.
+
+        In training, losses of balance are added. They are means over microbatches.
 
         Args:
             labels: the token behind each of `ids`, int64 [batch, time]; `IGNORED` does not count.
             count: of the labels of all microbatches, so that each weighs the same.
-        """
-        logits = self.forward(moving, ids, lent).logits.float()
-        total = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        return total / count
+            figures: as `forward` takes them.
 
-    def update(self) -> None:
-        """One step of the optimizer; ordinary PyTorch, which runs on the ranks that hold it."""
+        Returns:
+            The loss, and the figures with those of this stage.
+        """
+        output, figures = self.forward(moving, ids, lent, figures)
+        logits = output.logits.float().flatten(0, 1)
+        total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = total / count
+        if figures is not None and self.balance.has_losses:
+            loss = loss + self.balance.loss(figures) * self.weight
+        return loss, figures
+
+    def update(self, figures: mixtures.Figures) -> None:
+        """One step of the optimizer; ordinary PyTorch, which runs on the ranks that hold it.
+
+        Args:
+            figures: of the stage's experts in the whole step.
+        """
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
+        self.balance.correct(self.part, figures.get("counts"))
 
 
 ROWS = (
@@ -121,7 +152,7 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
         SystemExit: the model has too few layers, or cannot be cut.
     """
     places = homes(args.schedule, args.pp)
-    size = args.dp * args.ep * args.tp
+    size, balance = args.dp * args.ep * args.tp, mixtures.balance(model.whole, args)
     example = {"input_ids": torch.zeros(1, args.length, dtype=torch.int64), "use_cache": False}
     try:
         cuts = cg.cut_layers(
@@ -142,9 +173,9 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
         else:
             ranks = range(home * size, (home + 1) * size)
             grid = cg.mesh(ranks, dp=args.dp, ep=args.ep, tp=args.tp)
-            store = cg.cut(0, "dp") if args.fsdp else cg.whole
+            store = cg.cut(0, "dp", "ep") if args.fsdp else cg.whole
             make = Stage.on(grid, plan=plan, init=model.weights, store=store)
-        stages.append(make(cuts, index, args))
+        stages.append(make(cuts, index, args, balance))
     return cuts, stages
 
 
@@ -163,40 +194,46 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
                 weights |= stage.lend(rows if args.dp * args.ep > 1 else None)
         return weights
 
-    def run(ids, lent, last):
-        """Run the parts in order; `last` has the method of the last one and its other arguments."""
-        moving = None
-        for stage, part in zip(stages, cuts, strict=True):
+    def run(ids, lent, figures=None):
+        """Run all parts but the last: its input, what is lent to it, and figures of each part."""
+        moving, seen = None, []
+        for stage, part in zip(stages[:-1], cuts, strict=False):
             own = {name: lent[name] for name in part.borrowed}
-            if stage is not stages[-1]:
-                moving = stage.forward(moving, ids, own)
-        name, *more = last
-        return getattr(stages[-1], name)(moving, ids, *more, own)
+            moving, figures = stage.forward(moving, ids, own, figures)
+            seen.append(figures)
+        return moving, {name: lent[name] for name in cuts[-1].borrowed}, seen
 
-    def mean_loss(ids, labels):
+    def mean_loss(ids, labels, figures=None):
+        """The loss, and of each microbatch the figures of each part; `figures` are {} or None."""
         lent = lend()  # once a step: a tied weight goes to its users, and its gradient comes back
         count = (labels != IGNORED).sum()
-        return sum(
-            run(some, lent, ("loss", known, count))
-            for some, known in cg.microbatches((ids, labels), args.microbatches)
-        )
+        losses, seen = [], []
+        for some, known in cg.microbatches((ids, labels), args.microbatches):
+            moving, own, parts = run(some, lent, figures)
+            before = parts[-1] if parts else figures
+            loss, last = stages[-1].loss(moving, some, known, count, own, before)
+            losses.append(loss)
+            seen.append([*parts, last])
+        return sum(losses), seen
 
     @cg.trace
     def train(ids, labels):
-        loss = mean_loss(ids, labels)
+        loss, seen = mean_loss(ids, labels, {})
         cg.backward(loss)
         norm = cg.clip_grad_norm(stages, args.clip)
-        for stage in stages:
-            stage.update()
-        return loss, norm
+        figures = [mixtures.add_up(of_stage) for of_stage in zip(*seen, strict=True)]
+        for stage, of_stage in zip(stages, figures, strict=True):
+            stage.update(of_stage)
+        return loss, norm, figures
 
     @cg.trace
     def evaluate(ids, labels):
-        return mean_loss(ids, labels)
+        return mean_loss(ids, labels)[0]
 
     @cg.trace
     def predict(ids, at):
-        return run(ids, lend(), ("logits", at))
+        moving, own, _ = run(ids, lend())
+        return stages[-1].logits(moving, ids, at, own)
 
     return train, evaluate, predict
 
@@ -226,7 +263,16 @@ class Record:
 
     done: int = 0
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
+    experts: mixtures.Summary = field(default_factory=mixtures.Summary.empty)
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> Record:
+        """The record that `asdict` has taken apart."""
+        experts = state.get("experts")  # which older checkpoints lack
+        summary = mixtures.Summary(**experts) if experts else mixtures.Summary.empty()
+        return Record(**state | {"experts": summary})
 
 
 @dataclass
@@ -255,14 +301,16 @@ class Run:
         for step in bar:
             ids = self.texts.batch(step, args.batch, args.seed)
             began = time.perf_counter()
-            loss, _ = self.train(ids, successors(ids))
+            loss, norm, figures = self.train(ids, successors(ids))
             self.record.losses.append(float(loss))
+            self.record.norms.append(float(norm))
+            self.record.experts.add(figures)
             seconds += time.perf_counter() - began
             self.record.done = done = step + 1
             self.tokens_per_second = (done - began_at) * ids.numel() / seconds
             if self.talks:
                 words = f"loss {self.record.losses[-1]:.3f}, {self.tokens_per_second:.0f} tokens/s"
-                bar.set_postfix_str(words)
+                bar.set_postfix_str(words + self.record.experts.words())
             if args.evaluate_every and (done % args.evaluate_every == 0 or done == args.steps):
                 self.record.validation.append((done, self.validate()))
             if done % args.save_every == 0 or done == args.steps:
@@ -304,7 +352,7 @@ class Run:
         state = cg.load_checkpoint(
             newest, self.stages, compiled=self.train, rename=self.model.saved, stem=self.model.stem
         )
-        self.record = Record(**state["record"])
+        self.record = Record.of(state["record"])
         if self.talks:
             print(f"goes on from {newest}, step {self.record.done}")
 
@@ -316,82 +364,8 @@ def progress(steps: range, shown: bool) -> Iterator[int]:
     return tqdm(steps, initial=steps.start, total=steps.stop, disable=not shown, unit="step")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of the model, its weights and tokenizer")
-    add("--data", type=Path, nargs="*", default=[], help="text files, or JSON lines (.jsonl)")
-    add("--out", type=Path, default=Path("runs/finetune"))
-    add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
-    add("--pp", type=int, default=cg.world_size(), help="groups of ranks in the pipeline")
-    add("--dp", type=int, default=1, help="ranks of a group that share the batch")
-    add("--ep", type=int, default=1, help="ranks of a group that share experts, and the batch too")
-    add("--tp", type=int, default=1, help="ranks of a group that share weights")
-    add(
-        "--fsdp",
-        choices=("auto", "step", "task"),
-        help="keep weights in pieces along --dp; gathered ones stay for a step, or for a task",
-    )
-    add("--stages", type=int, nargs="*", help="layers of each stage, to cut by hand")
-    add("--schedule", default="1f1b", choices=cg.schedules.names())
-    add("--fuse", choices=("inductor",), help="have TorchInductor compile the stages")
-    add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
-    add("--lora", type=int, default=0, help="train adapters of this rank alone")
-    add("--attention", default="sdpa", choices=("sdpa", "eager"), help="what can be traced")
-    add(
-        "--dispatch",
-        choices=("auto", "gather", "exchange"),
-        default="auto",
-        help="with --ep: all tokens go to all ranks of experts, or rows to those that need them",
-    )
-    add("--experts", help="how a mixture computes its experts, such as batched_mm; cg if left out")
-    add("--trust-remote-code", action="store_true", help="run Python that the folder brings")
-    add("--dropout", action="store_true", help="drop out as the model says, in evaluations too")
-    add("--steps", type=int, default=100, help="steps in all, resumed ones included")
-    add("--batch", type=int, default=8, help="windows of text a step")
-    add("--microbatches", type=int, default=4, help="parts of it, whose gradients are added up")
-    add("--length", type=int, default=256, help="tokens of a window")
-    add("--windows", type=int, default=20_000, help="windows to be read at most")
-    add("--rate", type=float, default=2e-5, help="peak learning rate")
-    add("--decay", type=float, default=0.0, help="weight decay")
-    add("--clip", type=float, default=1.0, help="largest norm of all gradients")
-    add("--seed", type=int, default=0)
-    add("--evaluate-every", type=int, default=25, help="0: never")
-    add("--evaluate-batches", type=int, default=2)
-    add("--save-every", type=int, default=50)
-    add("--keep", type=int, default=2, help="checkpoints to keep")
-    add("--prompt", default="The capital of France is", help="to be continued at the end")
-    add("--sample", type=int, default=24, help="tokens to continue it by; 0: none")
-    add("--trace", type=Path, help="write a profile of all ranks, for Perfetto, to this file")
-    args = parser.parse_args()
-    sizes = ("pp", "dp", "ep", "tp")
-    for name in (*sizes, "steps", "batch", "microbatches", "length", "save_every", "keep"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    ranks = math.prod(vars(args)[name] for name in sizes)
-    if ranks != cg.world_size():
-        product = " x ".join(f"--{name} {vars(args)[name]}" for name in sizes)
-        parser.error(f"{product} are {ranks} ranks, and there are {cg.world_size()}")
-    copies = args.dp * args.ep
-    if args.batch % args.microbatches or args.batch // args.microbatches < copies:
-        parser.error(
-            f"--batch {args.batch} does not divide into {args.microbatches} microbatches of a "
-            f"window or more for each of {copies} ranks"
-        )
-    if args.fsdp and args.dp == 1:
-        parser.error("--fsdp keeps weights in pieces on the ranks of --dp, which must be above 1")
-    if args.lora and args.tp > 1:
-        parser.error(
-            "--lora with --tp: the plans of models do not say how adapters are cut; use --dp, --ep "
-            "or --pp"
-        )
-    if missing := [str(file) for file in args.data if not file.is_file()]:
-        parser.error(f"--data: there is no file {', '.join(missing)}")
-    return args
-
-
 def main() -> None:
-    args = parse()
+    args = finetune_options.parse(__doc__.splitlines()[0])
     model, tokenizer = read_model(args), read_tokenizer(args.model, args.trust_remote_code)
     try:
         note = tables.check_length(args.length, model.whole, args.model)

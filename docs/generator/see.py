@@ -17,6 +17,8 @@ SEE = {
     "layout": "guide/groups.md#what-a-layout-means",
     "layout_rule": "guide/groups.md#operators-of-your-own",
     "expert_linear": "guide/experts.md#in-a-model-of-your-own",
+    "expert_capacity": "guide/experts.md#room-for-each-expert",
+    "expert_choices": "guide/experts.md#balance",
     "on": "guide/graphs.md",
     "object": "guide/steps.md#inputs-and-outputs",
     "microbatches": "guide/steps.md#microbatches-and-the-backward",

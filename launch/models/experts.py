@@ -28,10 +28,11 @@ class _ChoosesExperts(Protocol):
 
 
 @runtime_checkable
-class _Experts(Protocol):
+class StackedExperts(Protocol):
     """A module with the weights of all experts, stacked, and how they lie."""
 
     config: Any
+    num_experts: int
     has_gate: bool
     has_bias: bool
     is_transposed: bool
@@ -57,7 +58,10 @@ def choose_experts(model: nn.Module, name: str | None) -> None:
 
 def _takes_adapters(module: nn.Module) -> bool:
     """True for a module of experts that `_forward` computes."""
-    return isinstance(module, _Experts) and module.config._experts_implementation == IMPLEMENTATION
+    return (
+        isinstance(module, StackedExperts)
+        and module.config._experts_implementation == IMPLEMENTATION
+    )
 
 
 def _choose(model: nn.Module, name: str | None) -> None:

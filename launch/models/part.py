@@ -67,13 +67,14 @@ class ModelPart(nn.Module):
             The input of the next part; of the last one, the result of the model.
 
         Raises:
-            ValueError: `entering` or `lent` are not what this part takes.
+            ValueError: `entering` or `lent` are not what this part takes; or the model makes an
+                auxiliary loss, of which a part knows a part alone.
         """
         self._check(entering, lent or {})
         self._passage.entering = _as_tuple(entering)
         try:
             with self._filled(lent or {}):
-                return self.model(*args, **kwargs)
+                return self._checked(self.model(*args, **kwargs))
         except _Leaves as leaving:
             moving = leaving.moving
             return moving[0] if len(moving) == 1 else moving
@@ -93,6 +94,16 @@ class ModelPart(nn.Module):
         if rows is None:
             return lent
         return {name: nn.functional.embedding(rows[name], value) for name, value in lent.items()}
+
+    def _checked(self, result: Any) -> Any:
+        """Refuse a loss of routers, which the model has made from those of this part alone."""
+        is_partial = self._passage.boundary is not None and isinstance(result, Mapping)
+        if is_partial and result.get("aux_loss") is not None:
+            raise ValueError(
+                "the auxiliary loss of this part is of its own layers alone; give "
+                "output_router_logits=False, and add up what cg.expert_choices notes in all parts"
+            )
+        return result
 
     def _check(self, entering: Moving | None, lent: Mapping[str, torch.Tensor]) -> None:
         expected = self._passage.taken

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ..models.test_experts import FAMILIES, SIZES
 from . import tiny_model
 from .test_finetune import (
     SLOW,
     TINY,
+    Texts,
     check_opens,
+    documents,
     finetune,
     folders,
     losses,
     plain,
     refused,
     resumable,
+    successors,
     train_plainly,
     transformers,
     tune,
+    update_json,
     validation,
 )
 
@@ -90,6 +101,133 @@ def test_adapters_of_experts(family: str, folder_of: Callable[[str], Path], tmp_
         opened = peft.PeftModel.from_pretrained(base, folder)
         ids = torch.arange(12).view(1, 12)
         torch.testing.assert_close(opened(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+# -- balance and capacity -------------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """What plain transformers does in one process, with its own loop over experts.
+
+    Attributes:
+        capacity: experts take so many choices as there would be in balance, times this.
+        counts, dropped: of the last step.
+    """
+
+    model: Any
+    capacity: float | None = None
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+    dropped: int = 0
+
+    def __post_init__(self) -> None:
+        self.model.set_experts_implementation("eager")
+        self.modules = [m for m in self.model.modules() if hasattr(m, "has_gate")]
+        for module in self.modules:
+            module.register_forward_pre_hook(self._route)
+
+    def _route(self, module: Any, args: tuple[Tensor, Tensor, Tensor]) -> Any:
+        rows, ids, shares = args
+        most = math.inf if self.capacity is None else ids.numel() / len(self.counts[0])
+        most *= self.capacity or 1
+        row, taken, shares = self.counts[self.modules.index(module)], Counter(), shares.clone()
+        for token, chosen in enumerate(ids.tolist()):
+            for choice, expert in enumerate(chosen):
+                row[expert] += 1
+                taken[expert] += 1
+                if taken[expert] > most:
+                    shares[token, choice] = 0
+                    self.dropped += 1
+        return rows, ids, shares
+
+    def train(self, folder: Path, steps: int, auxiliary: float, z: float, correction: float) -> Any:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        texts = Texts.of(documents([]), tokenizer, 16, 60)
+        optimizer, scheduler = finetune.trainers(self.model.parameters(), 1e-3, 0.0, steps)
+        for step in range(steps):
+            self.counts, self.dropped = [[0] * 4 for _ in self.modules], 0
+            ids = texts.batch(step, 8, seed=0)
+            losses = [self._loss(half, auxiliary, z) / 2 for half in ids.chunk(2)]
+            self.losses.append(float(sum(losses)))
+            sum(losses).backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.norms.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            biases = [b for n, b in self.model.named_buffers() if "correction_bias" in n]
+            for bias, row in zip(biases, self.counts, strict=False):
+                loads = torch.tensor(row).float()
+                bias += correction * torch.sign(loads.mean() - loads)
+        return self
+
+    def _loss(self, ids: Tensor, auxiliary: float, z: float) -> Tensor:
+        extra = {"output_router_logits": True} if auxiliary else {}
+        output = self.model(input_ids=ids, use_cache=False, **extra)
+        loss = cross_entropy(output.logits.flatten(0, 1), successors(ids).flatten())
+        if auxiliary:
+            logs = torch.cat(output.router_logits).logsumexp(-1)
+            loss = loss + auxiliary * output.aux_loss + z * logs.square().mean()
+        return loss
+
+
+BALANCED = {
+    "losses of balance": ("Mixtral", "--pp 2 --ep 2 --z-loss 0.05", None, (0.3, 0.05, 0.0)),
+    "capacity": ("Qwen3Moe", "--dp 2 --ep 2 --pp 1 --capacity 0.8", 0.8, (0.0, 0.0, 0.0)),
+    "correction": ("DeepseekV3", "--pp 2 --ep 2 --correction 0.02", None, (0.0, 0.0, 0.02)),
+    "all of it": (
+        "Olmoe",
+        "--dp 2 --ep 2 --pp 1 --fsdp step --capacity 1.0 --z-loss 0.05",
+        1.0,
+        (0.3, 0.05, 0.0),
+    ),
+}
+"""For each the family, options, and for the reference the capacity, and its `train`'s numbers."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "losses of balance" else pytest.param(n, marks=SLOW) for n in BALANCED],
+)
+def test_balance(name: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Losses, norms, counts and saved weights are those of one process that has the whole batch."""
+    family, more, capacity, numbers = BALANCED[name]
+    folder, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(folder_of(family), folder)
+    if numbers[0]:
+        update_json(folder / "config.json", output_router_logits=True, router_aux_loss_coef=0.3)
+    output = tune(folder, out, f"{more} --steps 3 --save-every 3 --evaluate-every 0", ranks=4)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    reference = Reference(plain, capacity).train(folder, 3, *numbers)
+    figures = json.loads((out / "figures.json").read_text())
+    assert figures["losses"] == pytest.approx(reference.losses, rel=1e-5)
+    assert figures["norms"] == pytest.approx(reference.norms, rel=1e-4)
+    experts = figures["experts"]
+    assert experts["last"] == reference.counts
+    assert experts["dropped"][-1] == reference.dropped
+    assert (reference.dropped > 0) == (capacity is not None)
+    assert f"{reference.dropped} choices dropped" in output
+    assert sum(map(sum, experts["counts"])) == 3 * sum(map(sum, experts["last"]))
+    saved = out / "checkpoints" / "step-000003"
+    check_opens(saved)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(opened.state_dict()[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_options_for_experts_that_a_model_lacks(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = tmp_path / "dense"
+    tiny_model.write(dense, num_hidden_layers=2)
+    words = ["--out", tmp_path / "out", *TINY.split()]
+    message = refused(monkeypatch, "--model", dense, *words, "--capacity", "2")
+    assert message.startswith("LlamaForCausalLM has no mixtures of experts: leave out --capacity")
+    words = ["--model", folder_of("Mixtral"), *words]
+    message = refused(monkeypatch, *words, "--correction", "0.1")
+    assert message.startswith("the routers of MixtralForCausalLM have no biases that --correction")
 
 
 # -- shapes of ranks ----------------------------------------------------------------------------

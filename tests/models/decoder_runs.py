@@ -15,6 +15,7 @@ from torch import nn
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from cg.passes.placement.choose_dispatch import Dispatch
 from cg.tracer.function.groups import plans
 from cg.tracer.values.mesh import mesh
 from cg.tracer.values.pieces import lay_out
@@ -91,8 +92,10 @@ class DecoderStage(nn.Module):
         self.optimizer.zero_grad()
 
 
-def _train(actors: list[Any], cuts: Any, microbatches: int, plain: Plain) -> None:
-    """Train, and compare losses and gradients after each step."""
+def train(
+    actors: list[Any], cuts: Any, microbatches: int, plain: Plain, dispatch: Dispatch = "auto"
+) -> Any:
+    """Train, compare losses and gradients after each step, and return the compiled step."""
 
     @cg.trace
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -114,10 +117,11 @@ def _train(actors: list[Any], cuts: Any, microbatches: int, plain: Plain) -> Non
             actor.update()
         return loss
 
-    compiled = step.lower(batches()[0]).compile()
+    compiled = step.lower(batches()[0]).compile(dispatch=dispatch)
     for ids, loss, gradients in zip(batches(), plain.losses, plain.gradients, strict=True):
         torch.testing.assert_close(float(compiled(ids)), loss, rtol=TOLERANCE, atol=TOLERANCE)
         _compare(actors, gradients)
+    return compiled
 
 
 def _compare(actors: list[Any], gradients: Mapping[str, torch.Tensor]) -> None:
@@ -147,7 +151,7 @@ def two_stages(model: nn.Module, plain: Plain) -> None:
     with use_world(VirtualWorld(2)):
         cuts = cg.cut_layers(model, 2, example=EXAMPLE)
         actors = [DecoderStage.on(index)(cuts, index) for index in range(2)]  # type: ignore[attr-defined]
-        _train(actors, cuts, 2, plain)
+        train(actors, cuts, 2, plain)
 
 
 def tensor_parallel(model: nn.Module, plain: Plain) -> None:
@@ -155,7 +159,7 @@ def tensor_parallel(model: nn.Module, plain: Plain) -> None:
         cuts = cg.cut_layers(model, 1, example=EXAMPLE)
         plan = cg.plans.hf(model, batch=None)
         actor = DecoderStage.on(cg.mesh(tp=2), plan=plan)(cuts, 0)  # type: ignore[attr-defined]
-        _train([actor], cuts, 1, plain)
+        train([actor], cuts, 1, plain)
         assert any(tensor.layout is not None for tensor in actor._group.logical.values())
 
 
@@ -166,7 +170,7 @@ def fully_sharded(model: nn.Module, plain: Plain) -> None:
         actor = on(cg.mesh(dp=2), plan={"loss(ids)": cg.cut(0, "dp")}, store=cg.cut(0, "dp"))(
             cuts, 0
         )
-        _train([actor], cuts, 1, plain)
+        train([actor], cuts, 1, plain)
 
 
 def saved_and_reopened(kind: str, model: nn.Module, folder: Path) -> None:

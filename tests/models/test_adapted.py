@@ -10,7 +10,7 @@ from torch import nn
 
 import cg
 
-from .families import VOCABULARY
+from .decoders import VOCABULARY
 from .test_experts import model_of
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")

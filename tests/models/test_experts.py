@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from cg.ir.ops import AllGatherRows, ReduceScatterRows
 from cg.launch.world.world import use_world
 from cg.passes.placement.choose_dispatch import Dispatch
 
-from .families import LENGTH, VOCABULARY, transformers
-from .training import TrainedPart, training_step
+from .decoder_runs import EXAMPLE, DecoderStage, train, train_plainly
+from .decoders import VOCABULARY
+from .families import transformers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,8 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteMoe": {"num_local_experts": 4},
     "Glm4Moe": SHARED_GROUPS | {"head_dim": 8},
 }
-QUICK = (("GptOss", "two stages"), ("Mixtral", "dp, ep"))
-"""What a default run takes: biases and turned matrices in stages, and both kinds of cuts."""
+QUICK = (("GptOss", "two stages"), ("Mixtral", "ep 2, stored over dp 2 and ep 2"))
+"""What a default run takes: biases and turned matrices in stages, and all kinds of cuts."""
 
 
 def model_of(family: str) -> nn.Module:
@@ -64,45 +65,20 @@ def model_of(family: str) -> nn.Module:
     return model.double()  # type: ignore[no-any-return]
 
 
-def train_plainly(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-    """Losses of three steps of transformers' own loop over experts, in one process."""
-    model.set_experts_implementation("eager")  # type: ignore[operator]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
-    losses = []
-    for _ in range(3):
-        logits = model(input_ids=ids, use_cache=False).logits
-        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    return [loss.detach() for loss in losses]
+ROWS = "forward(moving)|forward(ids)|loss(moving)|loss(ids)"
+TOKENS = cg.cut(0, "dp", "ep")
 
-
-INPUTS = "forward(moving)|forward(input_ids)|loss(moving)|loss(input_ids)|loss(labels)"
-
-PLACES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
-    "two stages": (2, {}, {}),
-    "dp": (1, {"dp": 2}, {}),
-    "two stages, ep": (2, {"ep": 2}, {"*.experts.*": cg.cut(0, "ep")}),
-    "dp, ep": (1, {"dp": 2, "ep": 2}, {"*.experts.*": cg.cut(0, "ep")}),
-    "two stages, tokens over ep": (
-        2,
-        {"ep": 2},
-        {"*.experts.*": cg.cut(0, "ep"), INPUTS: cg.cut(0, "ep")},
-    ),
-    "tokens over dp and ep": (
-        1,
-        {"dp": 2, "ep": 2},
-        {"*.experts.*": cg.cut(0, "ep"), INPUTS: cg.cut(0, "dp", "ep")},
-    ),
-    "tokens over ep, tp": (
-        1,
-        {"ep": 2, "tp": 2},
-        {"*.experts.*": cg.cut(0, "ep"), INPUTS: cg.cut(0, "ep")},
-    ),
+PLACES: dict[str, tuple[int, dict[str, int], dict[str, Any], Any]] = {
+    "two stages": (2, {}, {}, cg.whole),
+    "dp 2": (1, {"dp": 2}, {ROWS: cg.cut(0, "dp")}, cg.whole),
+    "dp 2, ep 2, tokens over dp": (1, {"dp": 2, "ep": 2}, {ROWS: cg.cut(0, "dp")}, cg.whole),
+    "pp 2, ep 2, whole tokens": (2, {"ep": 2}, {}, cg.whole),
+    "pp 2, ep 2": (2, {"ep": 2}, {ROWS: cg.cut(0, "ep")}, cg.whole),
+    "ep 2, dp 2": (1, {"dp": 2, "ep": 2}, {ROWS: TOKENS}, cg.whole),
+    "ep 2, tp 2": (1, {"ep": 2, "tp": 2}, {ROWS: cg.cut(0, "ep")}, cg.whole),
+    "ep 2, stored over dp 2 and ep 2": (1, {"dp": 2, "ep": 2}, {ROWS: TOKENS}, TOKENS),
 }
+"""For each the stages, the mesh of each of them, the cuts of arguments, and `store`."""
 
 
 @pytest.mark.parametrize(
@@ -127,37 +103,37 @@ def test_an_implementation_of_transformers(family: str, experts: str) -> None:
 @pytest.mark.parametrize("family", ["Mixtral", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
 def test_an_exchange_of_rows_trains_as_plain_transformers(family: str) -> None:
     """Views of batches and lengths stand between experts and transfers."""
-    check_training(family, "tokens over dp and ep", None, dispatch="exchange", rows=8)
+    check_training(family, "ep 2, dp 2", None, dispatch="exchange", microbatches=1)
 
 
 def check_training(
-    family: str, place: str, experts: str | None, dispatch: Dispatch = "auto", rows: int = 4
+    family: str,
+    place: str,
+    experts: str | None,
+    dispatch: Dispatch = "auto",
+    microbatches: int = 2,
 ) -> None:
-    stages, axes, plan = PLACES[place]
+    """Three steps have the losses, and each of them all gradients, of one process."""
+    stages, axes, rows, store = PLACES[place]
     model = model_of(family)
-    plain = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(1)
-    ids, labels = torch.randint(3, VOCABULARY, (2, rows, LENGTH), generator=generator)
-    size = 2 ** len(axes)
-    if "dp" in axes:
-        plan = {INPUTS: cg.cut(0, "dp")} | plan
+    plain = train_plainly(model)
+    size, axes = math.prod(axes.values()), {"tp": 1} | axes if "ep" in axes else axes
     with use_world(VirtualWorld(stages * size)):
-        example = {"input_ids": ids, "use_cache": False}
-        cuts = cg.cut_layers(model, stages, example=example, experts=experts)
+        cuts = cg.cut_layers(model, stages, example=EXAMPLE, experts=experts)
         assert model.config._experts_implementation == (experts or "cg")  # type: ignore[union-attr]
-        places = [
-            cg.mesh(range(index * size, (index + 1) * size), **axes) if axes else index
-            for index in range(stages)
-        ]
+        plan = cg.plan(rows)
+        if "ep" in axes:
+            plan = plan | cg.plans.hf(model, batch=None, experts="ep")
+        on = DecoderStage.on  # type: ignore[attr-defined]
         actors = [
-            (TrainedPart.on(where, plan=plan) if axes else TrainedPart.on(where))(cuts, index)
-            for index, where in enumerate(places)
+            on(cg.mesh(range(i * size, (i + 1) * size), **axes), plan=plan, store=store)(cuts, i)
+            if axes
+            else on(i)(cuts, i)
+            for i in range(stages)
         ]
-        compiled = training_step(actors, cuts).lower(ids, labels).compile(dispatch=dispatch)
-        used = {type(op) for program in compiled.module.programs for op in program.ops}
-        assert (used >= {AllGatherRows, ReduceScatterRows}) == (dispatch == "exchange")
-        losses = [compiled(ids, labels) for _ in range(3)]
-    torch.testing.assert_close(losses, train_plainly(plain, ids, labels), rtol=1e-6, atol=1e-6)
+        compiled = train(actors, cuts, microbatches, plain, dispatch)
+    used = {type(op) for program in compiled.module.programs for op in program.ops}
+    assert (used >= {AllGatherRows, ReduceScatterRows}) == (dispatch == "exchange")
 
 
 def test_a_default_is_left_if_it_is_asked_for() -> None:

@@ -45,7 +45,8 @@ def lay_out(
     Args:
         instance: the actor, with whole tensors; they may be on the meta device.
         plan: says how tensors are cut where they are used.
-        store: cuts trained tensors further, where they rest; scalars stay whole.
+        store: cuts trained tensors further, where they rest, along axes by which the plan does not
+            cut them; scalars stay whole.
         mesh: the ranks that hold it.
 
     Raises:
@@ -66,7 +67,7 @@ def lay_out(
     for state_tensor in state.tensors:
         sharding = used = _sharding(state_tensor, plan)
         if state_tensor.is_trained and state_tensor.tensor.dim():  # not a scalar
-            sharding = sharding & store
+            sharding = sharding & store.without(used.axes)
         tensor_name, shape = f"'{state_tensor.path}'", tuple(state_tensor.tensor.shape)
         layout = sharding.layout(mesh, shape, tensor_name)
         if layout is not None and state_tensor.path in shared:

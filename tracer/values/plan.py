@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -50,6 +50,18 @@ class Sharding:
     def __and__(self, other: Sharding) -> Sharding:
         """Both: `cut(0, "tp") & cut(1, "dp")`."""
         return Sharding(self.cuts + other.cuts, self.parts + other.parts)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that it cuts along."""
+        return frozenset(axis for _, cut in self.cuts for axis in cut.axes)
+
+    def without(self, axes: frozenset[str]) -> Sharding:
+        """The cuts along other axes."""
+        kept = [
+            (d, replace(c, axes=tuple(a for a in c.axes if a not in axes))) for d, c in self.cuts
+        ]
+        return replace(self, cuts=tuple((dim, cut) for dim, cut in kept if cut))
 
     def __str__(self) -> str:
         """Python that makes the cuts."""

@@ -97,7 +97,8 @@ class ActorFactory:
             cls: the actor's class.
             where: a rank, or a mesh.
             plan: on a mesh, the layouts of tensors and arguments; the plan leaves all others whole.
-            store: on a mesh, further cuts of the trained tensors while they are not in use.
+            store: on a mesh, further cuts of the trained tensors while they are not in use. An axis
+                along which the plan cuts a tensor already cuts it no further.
             init: the origin of the tensors. "whole": the constructor makes them. "meta", on a
                 mesh: the constructor runs on the meta device, and each module is filled by its
                 `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills the
