@@ -234,18 +234,25 @@ def test_options_for_experts_that_a_model_lacks(
 
 
 def test_experts_over_ranks(mixture: Path, tmp_path: Path) -> None:
-    """Losses are those of plain transformers, and other shapes of ranks go on."""
+    """Losses are those of plain transformers; other `--ep` go on, with experts in their order."""
     first = tmp_path / "first"
     tune(mixture, first, "--pp 1 --dp 2 --ep 2 --steps 3 --save-every 1 --keep 9", ranks=4)
     expected, judged = plain(mixture, 3)
     assert losses(first) == pytest.approx(expected, rel=1e-5)
-    for shape, ranks in (("--pp 2 --ep 2 --sample 2", 4), ("--pp 2", 2)):
+    norms = json.loads((first / "figures.json").read_text())["norms"]
+    for shape, ranks in (("--pp 1 --ep 4 --fsdp step --sample 2", 4), ("--pp 2", 2)):
         out = tmp_path / shape
         resumable(first, out, 2)
         tune(mixture, out, f"{shape} --steps 3 --resume --evaluate-every 3", ranks=ranks)
         assert losses(out) == pytest.approx(expected, rel=1e-5)
         assert validation(out) == pytest.approx(judged, rel=1e-5)
-        check_opens(out / "checkpoints" / "step-000003")
+        assert json.loads((out / "figures.json").read_text())["norms"] == pytest.approx(norms, 1e-4)
+        saved = out / "checkpoints" / "step-000003"
+        check_opens(saved)
+        tensors = (
+            load_file(f / "model.safetensors") for f in (saved, first / saved.relative_to(out))
+        )
+        torch.testing.assert_close(next(tensors), next(tensors), rtol=1e-4, atol=2e-5)
 
 
 def test_implementations_of_experts(
