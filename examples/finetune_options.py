@@ -93,6 +93,8 @@ def parse(description: str) -> argparse.Namespace:
             "--lora with --tp: the plans of models do not say how adapters are cut; use --dp, --ep "
             "or --pp"
         )
+    if args.lora and args.correction:
+        parser.error("--correction moves biases of the model, which folders of --lora do not have")
     if args.capacity is not None and not args.capacity > 0:
         parser.error(f"--capacity {args.capacity} must be above 0")
     if missing := [str(file) for file in args.data if not file.is_file()]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import cg
+
 Figures = dict[str, Tensor]
 """Figures of a stage in a microbatch, by name; none if it has no experts.
 
@@ -55,6 +57,11 @@ class Balance:
             own = {"counts": choices.counts(), "dropped": choices.dropped()}
         if not self.has_losses:
             return own
+        if len(choices.logits) != len(choices.ids):
+            raise ValueError(
+                "transformers names no logits of this model's routers: leave out --auxiliary-loss "
+                "and --z-loss"
+            )
         sums = {name: before[name] for name in _SUMS if name in before}
         for ids, count, logits in zip(choices.ids, choices.experts, choices.logits, strict=True):
             logits = logits.float()
@@ -108,10 +115,10 @@ def balance(model: Any, args: argparse.Namespace) -> Balance:
     if "output_router_logits" in config:
         model.config.output_router_logits = False
     chosen = Balance(args.capacity, auxiliary, args.z_loss, args.correction)
-    if chosen != Balance(None, 0.0, 0.0, 0.0) and not any(".experts." in n for n in names(model)):
+    if chosen != Balance(None, 0.0, 0.0, 0.0) and not layers(model):
         raise SystemExit(
-            f"{type(model).__name__} has no mixtures of experts: leave out --capacity, "
-            "--auxiliary-loss, --z-loss and --correction"
+            f"{type(model).__name__} has no mixtures of experts in the form of transformers: "
+            "leave out --capacity, --auxiliary-loss, --z-loss and --correction"
         )
     if chosen.correction and next(corrections(model), None) is None:
         raise SystemExit(
@@ -121,8 +128,10 @@ def balance(model: Any, args: argparse.Namespace) -> Balance:
     return chosen
 
 
-def names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
+def layers(model: nn.Module) -> tuple[str, ...]:
+    """The paths of a model's mixtures of experts, of the form that cg knows."""
+    with cg.expert_choices(model) as choices:
+        return choices.layers
 
 
 _SUMS = ("chosen", "shares", "squares", "rows")

@@ -19,12 +19,14 @@ class ExpertChoices:
     """The choices of routers in a forward: an entry for each layer that has experts, in order.
 
     Attributes:
+        layers: the paths of the modules of experts, known before the forward.
         experts: how many the layer has.
         ids: integers `[tokens, choices]`.
         taken: bool `[tokens, choices]`, false for choices that are dropped.
         logits: `[tokens, experts]`, of the router; none of routers that transformers cannot record.
     """
 
+    layers: tuple[str, ...] = ()
     experts: list[int] = field(default_factory=list)
     ids: list[Tensor] = field(default_factory=list)
     taken: list[Tensor] = field(default_factory=list)
@@ -66,7 +68,8 @@ def expert_choices(model: nn.Module, capacity: float | None = None) -> Iterator[
     Raises:
         ValueError: `capacity` is not positive.
     """
-    record = ExpertChoices()
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, StackedExperts)}
+    record = ExpertChoices(tuple(modules))
 
     def before_experts(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> Any:
         rows, ids, shares = args
@@ -80,9 +83,8 @@ def expert_choices(model: nn.Module, capacity: float | None = None) -> Iterator[
         return rows, ids, shares
 
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, StackedExperts):
-                stack.callback(module.register_forward_pre_hook(before_experts).remove)
+        for experts in modules.values():
+            stack.callback(experts.register_forward_pre_hook(before_experts).remove)
         for router, index in _routers(model):
             note = _Note(record.logits, index)
             stack.callback(router.register_forward_hook(note).remove)

@@ -581,6 +581,9 @@ def test_more_tokens_than_positions_that_are_computed(
         ("--attention flex_attention", "invalid choice: 'flex_attention'"),
         ("--data no.txt", "--data: there is no file no.txt"),
         ("--steps 0", "--steps must be at least 1"),
+        ("--pp 1 --fsdp step", "ranks of --dp and --ep: give one above 1"),
+        ("--lora 2 --correction 0.1", "--correction moves biases of the model, which folders of"),
+        ("--capacity 0", "--capacity 0.0 must be above 0"),
     ],
 )
 def test_options_that_do_not_fit(

@@ -224,7 +224,7 @@ def test_options_for_experts_that_a_model_lacks(
     tiny_model.write(dense, num_hidden_layers=2)
     words = ["--out", tmp_path / "out", *TINY.split()]
     message = refused(monkeypatch, "--model", dense, *words, "--capacity", "2")
-    assert message.startswith("LlamaForCausalLM has no mixtures of experts: leave out --capacity")
+    assert message.startswith("LlamaForCausalLM has no mixtures of experts in the form of")
     words = ["--model", folder_of("Mixtral"), *words]
     message = refused(monkeypatch, *words, "--correction", "0.1")
     assert message.startswith("the routers of MixtralForCausalLM have no biases that --correction")

@@ -93,6 +93,7 @@ def test_choices_of_the_whole_batch_are_counted() -> None:
     model, (ids, *_) = model_of("Mixtral"), batches()
     model.set_experts_implementation("eager")  # type: ignore[operator]
     with cg.expert_choices(model, capacity=0.75) as expected:
+        assert expected.layers == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
         logits = model(input_ids=ids, use_cache=False).logits
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert expected.counts().sum(1).tolist() == [ids.numel() * 2] * 2
