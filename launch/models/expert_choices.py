@@ -66,9 +66,13 @@ def expert_choices(model: nn.Module, capacity: float | None = None) -> Iterator[
         The choices, complete when the model has run; empty if the model has no experts.
 
     Raises:
-        ValueError: `capacity` is not positive.
+        ValueError: `capacity` is not positive, or layers are computed again in the backward, behind
+            the block.
     """
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, StackedExperts)}
+    if capacity is not None:
+        _refuse_checkpoints(model)
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules = {n: m for n, m in modules.items() if isinstance(m, StackedExperts)}
     record = ExpertChoices(tuple(modules))
 
     def before_experts(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> Any:
@@ -89,6 +93,17 @@ def expert_choices(model: nn.Module, capacity: float | None = None) -> Iterator[
             note = _Note(record.logits, index)
             stack.callback(router.register_forward_hook(note).remove)
         yield record
+
+
+def _refuse_checkpoints(model: nn.Module) -> None:
+    """Refuse layers that a backward computes again: behind the block, experts take all choices."""
+    for name, module in model.named_modules():
+        if module.training and vars(module).get("gradient_checkpointing"):
+            raise ValueError(
+                f"'{name}' is computed again in the backward (gradient_checkpointing), without the "
+                "limits of cg.expert_choices(capacity=...); call gradient_checkpointing_disable(), "
+                "and give the actor's method to cg.remat, which computes it all again"
+            )
 
 
 @dataclass(frozen=True)

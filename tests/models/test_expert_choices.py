@@ -119,6 +119,19 @@ def test_a_model_without_experts_has_no_choices() -> None:
     assert not choices.logits
 
 
+def test_a_limit_that_a_backward_would_lose_is_refused() -> None:
+    model = model_of("Mixtral").train()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    message = "computed again in the backward .* call gradient_checkpointing_disable"
+    with pytest.raises(ValueError, match=message), cg.expert_choices(model, capacity=1.0):
+        pass
+    with cg.expert_choices(model):
+        pass
+    model.gradient_checkpointing_disable()  # type: ignore[operator]
+    with cg.expert_choices(model, capacity=1.0):
+        pass
+
+
 def test_an_auxiliary_loss_of_a_part_is_refused() -> None:
     """It would be that of the last part's layers."""
     model, (ids, *_) = model_of("Mixtral"), batches()
