@@ -86,12 +86,14 @@ def test_adapters_of_experts(family: str, folder_of: Callable[[str], Path], tmp_
     own = transformers.AutoModelForCausalLM.from_pretrained(model)
     own = adapters.add_adapters(own, 3, model, seed=0)
     assert losses(out) == pytest.approx(train_plainly(own, model, 3)[0], rel=1e-5)
-    again = tmp_path / "again"
-    resumable(out, again, 2)
-    tune(model, again, f"{more} --pp 1 --resume", ranks=1)
-    assert losses(again) == pytest.approx(losses(out), rel=1e-5)
+    runs = [out]
+    if family == "GptOss":  # which has the time to go on with one rank
+        runs.append(tmp_path / "again")
+        resumable(out, runs[1], 2)
+        tune(model, runs[1], f"{more} --pp 1 --resume", ranks=1)
+        assert losses(runs[1]) == pytest.approx(losses(out), rel=1e-5)
     expected = {adapters.name_in_adapter(name): p for name, p in own.named_parameters()}
-    for folder in (run / "checkpoints" / "step-000003" for run in (out, again)):
+    for folder in (run / "checkpoints" / "step-000003" for run in runs):
         stored = load_file(folder / "adapter_model.safetensors")
         assert stored.keys() == expected.keys() - {None}
         assert sum(".experts." in name for name in stored) == 2 * 2 * 2
