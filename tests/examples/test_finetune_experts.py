@@ -238,7 +238,8 @@ def test_options_for_experts_that_a_model_lacks(
 def test_experts_over_ranks(mixture: Path, tmp_path: Path) -> None:
     """Losses are those of plain transformers; other `--ep` go on, with experts in their order."""
     first = tmp_path / "first"
-    tune(mixture, first, "--pp 1 --dp 2 --ep 2 --steps 3 --save-every 1 --keep 9", ranks=4)
+    more = "--pp 1 --dp 2 --ep 2 --dispatch exchange --steps 3 --save-every 1 --keep 9"
+    tune(mixture, first, more, ranks=4)
     expected, judged = plain(mixture, 3)
     assert losses(first) == pytest.approx(expected, rel=1e-5)
     norms = json.loads((first / "figures.json").read_text())["norms"]
