@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen2ForCausalLM
 
-from examples.serve.families import Drawn
+from examples.serve.weights import Drawn
 
 from .qwen2 import REAL, SMALL, Sizes
 

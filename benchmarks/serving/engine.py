@@ -41,9 +41,9 @@ import cg
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.serve.engine import CgEngine, start
-from examples.serve.families import Drawn
 from examples.serve.requests import GREEDY
 from examples.serve.settings import Options
+from examples.serve.weights import Drawn
 from examples.serve.work import POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Rows
 
 PROMPT = 32

@@ -1,4 +1,4 @@
-"""What comes of training decoders of transformers on ranks, from the record of that."""
+"""What comes of training and serving decoders of transformers, from the record of that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .tables import table
 
 RECORD = Path(__file__).resolve().parents[2] / "tests" / "models" / "decoders.json"
-RUNS = ("two stages", "tp", "fsdp", "saved")
+RUNS = ("two stages", "tp", "fsdp", "saved", "served")
 
 
 def summary() -> str:

@@ -1,17 +1,32 @@
-"""Attention over a paged key-value cache, as one function that all layers call."""
+"""Attention over a paged cache, by which transformers' own modules run in a stage.
+
+A model of transformers keeps keys and values in a cache, asks the cache how long they are, makes
+masks of that, and attends by a function that it looks up by name. Here these three are a paged
+cache, masks of the positions of each row, and `attention`. All else is the model's own code.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
+from transformers import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import paged
 
 TRASH = 0
 """The block that padding is written to; no request has it."""
+NAME = "cg_paged"
+"""The name of the attention among those of transformers."""
 
 
 @dataclass(frozen=True)
@@ -19,91 +34,305 @@ class Pages:
     """Where the tokens of a batch lie in the pools of blocks; the same for all layers of a stage.
 
     Attributes:
-        pools: of each layer of the stage, [blocks * size, kv heads, 2, width]: keys, values.
+        pools: of each layer that has one, by its number in the model: [blocks * size, kv heads,
+            width of a key + width of a value].
         size: entries of a block.
-        first: the number of the stage's first layer in the model.
-        entries: int64 [rows * tokens], the entry of each new token, counted through all blocks.
-        tables: int64 [rows * blocks of a row]; empty where all rows begin a sequence, which see
-            nothing in the pools.
-        mask: [rows, 1, tokens, entries of a row], 0 where a token sees an entry, else -inf. Each
-            token is repeated for the heads that share keys. None where a device's kernels read the
-            blocks in place, for one token a row; and where sequences begin, since their tokens see
-            those before them.
-        positions: int64 [rows * tokens].
+        positions: int64 [rows, tokens].
+        entries: int64 [rows * tokens], the entry of each new token, counted through all blocks; 0
+            for padding.
+        tables: int64 [rows, blocks of a row]; of no blocks where all rows begin a sequence, which
+            see nothing in the pools.
     """
 
-    pools: tuple[Tensor, ...]
+    pools: Mapping[int, Tensor]
     size: int
-    first: int
+    positions: Tensor
     entries: Tensor
     tables: Tensor
-    mask: Tensor | None
-    positions: Tensor
+
+    @property
+    def seen(self) -> int:
+        """How many keys a row is shown: those of its blocks, or its own."""
+        return self.tables.shape[1] * self.size or self.positions.shape[1]
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """The tables, int64 [rows * blocks of a row]."""
+        return self.tables.flatten()
+
+    def pool(self, layer: int) -> Tensor:
+        """The pool of a layer by blocks, [blocks, size, kv heads, width of both]."""
+        entries = self.pools[layer]
+        return entries.view(-1, self.size, *entries.shape[1:])
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write keys and values to the layer's pool.
+
+        Args:
+            key, value: [rows, kv heads, tokens, width].
+            layer: its number in the model.
+
+        Returns:
+            All keys and values that the rows are shown, [rows, kv heads, `seen`, width].
+        """
+        rows, groups, tokens, width = key.shape
+        both = torch.cat([key, value], -1).transpose(1, 2)
+        self.pools[layer].index_copy_(
+            0, self.entries, both.reshape(rows * tokens, groups, both.shape[-1])
+        )
+        if not self.tables.numel():
+            return key, value
+        cached = self.pool(layer).index_select(0, self.blocks)
+        cached = cached.view(rows, -1, groups, both.shape[-1]).transpose(1, 2)
+        keys, values = cached.split((width, value.shape[-1]), -1)
+        return keys, values
 
 
-def locate(
-    pools: tuple[Tensor, ...],
-    size: int,
-    first: int,
-    positions: Tensor,
-    entries: Tensor,
-    tables: Tensor,
-    shared: int,
-) -> Pages:
-    """Locate the tokens of a batch, and the entries that each of them sees.
+class _Seen(int):
+    """How many keys a row is shown, and the cache that shows them, for `paged_mask`."""
 
-    Args:
-        pools, size, first: as in `Pages`.
-        positions: int64 [rows, tokens].
-        entries: int64 [rows, tokens], where their keys and values go; 0 for padding.
-        tables: int64 [rows, blocks of a row]; of no blocks where all begin a sequence.
-        shared: how many heads share keys.
+    cache: PagedCache
+
+
+class OtherState(ValueError):
+    """A layer keeps something else than keys and values; `layer` is its number."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(
+            "it keeps a state that is not the keys and values of each token, such as that of "
+            "linear attention, a state space, a convolution or an index"
+        )
+        self.layer = layer
+
+
+class _NoLayers(list[Any]):
+    """The layers of a paged cache: it has none, for it keeps keys and values alone."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise OtherState(index)
+
+
+class PagedCache(Cache):
+    """The cache of a batch, as models of transformers take one.
+
+    Attributes:
+        pages: of the batch.
+        written: what the last `update` has returned, and its layer.
+        is_asked: whether the model's own code has asked how long the cache is.
     """
-    dtype, device = pools[0].dtype, tables.device
-    mask = None
-    if tables.shape[1] and not (positions.shape[1] == 1 and paged.is_served(device)):
-        seen = torch.arange(tables.shape[1] * size, device=device)
-        shut = torch.full((), -torch.inf, dtype=dtype, device=device)
-        mask = torch.where(seen > positions[:, :, None], shut, torch.zeros_like(shut))[:, None]
-        if mask.shape[2] > 1:  # a single token's is expanded where it is used
-            mask = mask.repeat_interleave(shared, 2)
-    flat = (entries.flatten(), tables.flatten(), mask, positions.flatten())
-    return Pages(pools, size, first, *flat)
+
+    def __init__(self, pages: Pages) -> None:
+        super().__init__(layers=_NoLayers())
+        self.pages = pages
+        self.written: tuple[Tensor, int] | None = None
+        self.is_asked = False
+        self._causal: list[Tensor] = []
+        self._repeated: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.pages.write(key_states, value_states, layer_idx)
+        self.written = keys, layer_idx
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The keys that a row is shown beside its own; it may have fewer."""
+        self.is_asked = True
+        return self.get_query_offset(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.pages.seen - self.pages.positions.shape[1]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The number of keys, and the first one's."""
+        seen = _Seen(self.pages.seen)
+        seen.cache = self
+        return seen, 0
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        raise OtherState(layer_idx)
+
+    def mask(self, sees: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        """A mask, [rows, 1, tokens, `seen`]: 0 where a token sees a key, else the least number.
+
+        Args:
+            sees: gives booleans of indices of a row, a head, a query and a key.
+            dtype: of the mask.
+        """
+        positions = self.pages.positions
+        device, rows = positions.device, len(positions)
+        numbers = torch.arange(rows, device=device)[:, None, None, None]
+        keys = torch.arange(self.pages.seen, device=device)[None, None, None]
+        seen = sees(numbers, torch.zeros_like(numbers[:1]), positions[:, None, :, None], keys)
+        shut = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+        mask = torch.where(seen, torch.zeros_like(shut), shut)
+        mask = mask.expand(rows, -1, positions.shape[1], -1)
+        if sees is causal_mask_function:
+            self._causal.append(mask)
+        return mask
+
+    def is_causal(self, mask: Tensor) -> bool:
+        """True if a mask lets tokens see all those before them, and is of this batch."""
+        return any(mask is causal for causal in self._causal)
+
+    def repeated(self, mask: Tensor, heads: int, shared: int) -> Tensor:
+        """`_repeat` of a mask, which layers share."""
+        place = id(mask), shared
+        if place not in self._repeated:
+            self._repeated[place] = mask, _repeat(mask, heads, shared)
+        return self._repeated[place][1]
 
 
-def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -> Tensor:
-    """Write keys and values to the layer's pool, and attend to all that the rows' blocks hold.
+class CurrentCache:
+    """The cache of the batch that a part of a model is running on; all modules of it have this.
+
+    Attributes:
+        cache: None while the part does not run.
+        last: int64 [rows], which tokens of a batch have logits; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.cache: PagedCache | None = None
+        self.last: Tensor | None = None
+
+    @contextmanager
+    def of(self, cache: PagedCache, last: Tensor | None) -> Iterator[None]:
+        """Inside the `with` block the part runs on a batch."""
+        self.cache, self.last = cache, last
+        try:
+            yield
+        finally:
+            self.cache = self.last = None
+
+    def take_last(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """In front of the head of a model, drop tokens whose logits nobody asks for."""
+        if self.last is None:
+            return None
+        (hidden,) = args
+        last = self.last[:, None, None].expand(-1, -1, hidden.shape[-1])
+        return (hidden.gather(1, last),)
+
+
+@runtime_checkable
+class _InPart(Protocol):
+    """A module of a part that runs on pages."""
+
+    current: CurrentCache
+
+
+def paged_mask(
+    *, kv_length: int, mask_function: Callable[..., Tensor], dtype: torch.dtype, **_: Any
+) -> Tensor:
+    """A mask as transformers asks for one, of what a model's own function says that tokens see.
+
+    Raises:
+        ValueError: the model asks for a mask of other keys than those of a paged cache.
+    """
+    if not isinstance(kv_length, _Seen):
+        raise ValueError("it makes a mask for keys that are not in its cache")
+    return kv_length.cache.mask(mask_function, dtype)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """Attend to keys of pages, as transformers asks for it.
+
+    Soft caps, sinks and biases of positions are computed by the function that the model itself has
+    for them.
 
     Args:
-        query: [rows, tokens, kv heads, heads that share one, width].
-        new: keys and values, [rows, tokens, kv heads, 2, width].
-        pages: where they go.
-        layer: its number in the model.
-        scale: of the products.
+        module: that attends.
+        query: [rows, heads, tokens, width].
+        key, value: [rows, kv heads, keys, width], as the cache has given them.
+        attention_mask: as `paged_mask` makes it.
+        scaling: of the products.
+        features: of the model's attention, and whatever else it passes on.
 
     Returns:
-        [rows, tokens, heads * width].
+        [rows, tokens, heads, width of a value].
+
+    Raises:
+        ValueError: the module attends without a mask, so to whatever is in the pages.
     """
-    rows, tokens, groups, shared, width = query.shape
-    entries = pages.pools[layer - pages.first]
-    entries.index_copy_(0, pages.entries, new.reshape(rows * tokens, groups, 2, width))
-    if not pages.tables.numel():
-        key, value = new.transpose(1, 2).unbind(3)
-        query = query.permute(0, 2, 3, 1, 4).reshape(rows, groups * shared, tokens, width)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1
+    if attention_mask is None:
+        raise ValueError(f"{type(module).__name__} attends without a mask of causes")
+    if any(features.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        own: Any = sys.modules[type(module).__module__]
+        mixed, _ = own.eager_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **features
         )
-        return mixed.transpose(1, 2).reshape(rows, tokens, groups * shared * width)
-    pool = entries.view(-1, pages.size, groups, 2, width)
-    if pages.mask is None:
-        mixed = torch.ops.cg_paged.attend(query[:, 0], pool, pages.tables, pages.positions, scale)
-        return mixed.view(rows, 1, groups * shared * width)
-    cached = pool.index_select(0, pages.tables).view(rows, -1, groups, 2, width)
-    key, value = cached.transpose(1, 2).unbind(3)
-    # Heads that share keys are rows of one product: [rows, groups, tokens * shared, width].
-    query = query.transpose(1, 2).reshape(rows, groups, tokens * shared, width)
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=pages.mask, scale=scale)
-    mixed = mixed.view(rows, groups, tokens, shared, width).transpose(1, 2)
-    # Two reshapes, since matrix products copy where a stride does not fit, even that of one token.
-    flat = mixed.reshape(rows * tokens, groups * shared * width)
-    return flat.view(rows, tokens, groups * shared * width)
+        return mixed, None
+    cache = module.current.cache if isinstance(module, _InPart) else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query, key, value, attention_mask, scale, cache).contiguous(), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    cache: PagedCache | None,
+) -> Tensor:
+    """Attend by the fastest operators for the batch.
+
+    Args:
+        query: [rows, heads, tokens, width].
+        key, value: [rows, kv heads, keys, width].
+        mask: [rows, 1 or heads, tokens, keys].
+        scale: of the products.
+        cache: that has given keys, values and the mask, if one has.
+
+    Returns:
+        [rows, tokens, heads, width of a value].
+    """
+    rows, heads, tokens, width = query.shape
+    groups = key.shape[1]
+    shared = heads // groups
+    if cache is not None and cache.is_causal(mask):
+        pages = cache.pages
+        if not pages.tables.numel():
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1
+            )
+            return mixed.transpose(1, 2)
+        written = cache.written
+        is_there = written is not None and written[0] is key and value.shape[-1] == width
+        if is_there and tokens == 1 and paged.is_served(query.device):
+            assert written is not None
+            pool = pages.pool(written[1]).unflatten(-1, (2, width))
+            grouped = query.view(rows, groups, shared, width)
+            where = pages.blocks, pages.positions.flatten()
+            mixed = torch.ops.cg_paged.attend(grouped, pool, *where, scale)
+            return mixed.view(rows, 1, heads, width)
+    # Heads that share keys are rows of one product: [rows, groups, shared * tokens, width].
+    query = query.reshape(rows, groups, shared * tokens, width)
+    if shared > 1:
+        mask = (_repeat if cache is None else cache.repeated)(mask, heads, shared)
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    if tokens == 1:  # a view, for products of matrices copy what has other strides
+        return mixed.reshape(rows, 1, heads, value.shape[-1])
+    return mixed.view(rows, heads, tokens, value.shape[-1]).transpose(1, 2)
+
+
+def _repeat(mask: Tensor, heads: int, shared: int) -> Tensor:
+    """A mask for heads that share keys, whose tokens are rows of one product."""
+    rows, several, tokens, keys = mask.shape
+    if several > 1:
+        return mask.expand(rows, heads, -1, -1).reshape(rows, -1, shared * tokens, keys)
+    return mask if tokens == 1 else mask.repeat(1, 1, shared, 1)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, paged_mask)

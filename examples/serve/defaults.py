@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from .families import Model
 from .model import split
+from .parts import Model
 from .settings import Options
 
 GIB = 1 << 30
@@ -318,7 +318,7 @@ def _with_blocks(
         room = int((hardware.free - weights) * share) - scratch
         fits.append((room // (count * _entry(model, options) * size), weights, room))
     blocks, weights, room = min(fits)
-    most = INDEXED // (size * 2 * model.width * model.groups // given.tp)
+    most = INDEXED // (size * model.entry // given.tp)
     used = (given.groups or stages) * options.batches[-1] * -(-(options.context or 0) // size)
     blocks = min(blocks, most, 1 + used) if place == "cpu" else min(blocks, most)
     if blocks < 2:
@@ -335,8 +335,8 @@ def _with_blocks(
 
 
 def _entry(model: Model, options: Options) -> int:
-    """Bytes of a token's keys and values in a layer, on one rank."""
-    return 2 * model.width * model.groups // options.tp * options.dtype.itemsize
+    """Bytes of a token's keys and values in the largest layer, on one rank."""
+    return model.entry // options.tp * options.dtype.itemsize
 
 
 def _weights(model: Model, layers: int, is_first: bool, is_last: bool, options: Options) -> int:

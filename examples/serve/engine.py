@@ -22,8 +22,10 @@ from transformers import PretrainedConfig
 import cg
 
 from .defaults import check_ranks
-from .families import GptConfig, Model, open_model
+from .gpt import GptConfig
 from .model import LENGTH, PROMPT
+from .opening import open_model
+from .parts import Model
 from .progress import said
 from .requests import How, Limits
 from .results import Parts, Tokens

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import cg
 
-from .attention import locate
-from .families import Model
-from .projections import project
+from .attention import Pages
+from .parts import Model
+from .products import project
 from .requests import LOGPROBS, How
 from .sampling import draw, greedy, score
 from .work import ENTRY, POSITION, SEED, TABLE
@@ -74,25 +74,24 @@ class Stage(nn.Module):
         layers: range,
         pool: Pool,
         dtype: torch.dtype,
-        packs: bool = True,
+        ways: int = 1,
         guards: Guards | None = None,
     ) -> None:
         super().__init__()
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.layers
-        self.first = layers.start
         self.vocabulary = model.vocabulary
         self.guards = guards or Guards()
-        self.shared = model.heads // model.groups
-        self.part = model.build(layers, dtype)
-        if packs:
+        self.part = model.build(layers, dtype, ways)
+        if ways == 1:
             project(self.part)
         self.size = pool.size
         # By entries, as they are written: TorchInductor before 2.13 would copy a tensor if a view
         # of it is written to.
-        shape = (pool.blocks * pool.size, model.groups, 2, model.width)
-        self.count = len(layers)
-        for index in range(self.count):
+        self.layers = tuple(layer for layer in layers if layer in model.caches)
+        for index, layer in enumerate(self.layers):
+            kept = model.caches[layer]
+            shape = (pool.blocks * pool.size, kept.groups, kept.key + kept.value)
             self.register_buffer(f"pool{index}", torch.empty(shape, dtype=dtype, device="meta"))
 
     def decode(self, x: Tensor, batch: Tensor, how: int) -> Tensor | tuple[Tensor, Tensor, Tensor]:
@@ -104,10 +103,10 @@ class Stage(nn.Module):
             how: one of `How`.
         """
         positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
-        hidden = self._layers(x, positions, entries, batch[:, TABLE:])
+        out = self._layers(x, positions, entries, batch[:, TABLE:], None)
         if not self.is_last:
-            return hidden
-        return self._tokens(hidden[:, 0], batch[:, POSITION] + 1, batch[:, SEED:TABLE], how)
+            return out
+        return self._tokens(out, batch[:, POSITION] + 1, batch[:, SEED:TABLE], how)
 
     def prefill(
         self, x: Tensor, batch: Tensor, tokens: int, how: int
@@ -124,19 +123,18 @@ class Stage(nn.Module):
         steps = torch.arange(tokens, device=batch.device)[None]
         positions = torch.where(steps < length, start + steps, start)
         entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
-        hidden = self._layers(x, positions, entries, batch[:, PROMPT + 2 * tokens :])
+        tables = batch[:, PROMPT + 2 * tokens :]
+        out = self._layers(x, positions, entries, tables, (length - 1)[:, 0])
         if not self.is_last:
-            return hidden
-        last = (length - 1)[:, :, None].expand(-1, -1, hidden.shape[-1])
-        hidden = hidden.gather(1, last)[:, 0]
-        return self._tokens(hidden, (start + length)[:, 0], batch[:, NUMBERS:PROMPT], how)
+            return out
+        return self._tokens(out, (start + length)[:, 0], batch[:, NUMBERS:PROMPT], how)
 
     def _tokens(
-        self, hidden: Tensor, positions: Tensor, sampling: Tensor, how: int
+        self, logits: Tensor, positions: Tensor, sampling: Tensor, how: int
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The tokens at some positions; `sampling` has the columns of `Sampling.numbers`."""
         # Of the whole vocabulary; on a mesh each rank has computed a part.
-        logits = cg.layout(self.part.logits(hidden), cg.whole)
+        logits = cg.layout(logits, cg.whole)
         if how == How.GREEDY:
             return greedy(logits)
         temperature, top_p = sampling[:, 2:].view(torch.float32).unbind(1)
@@ -145,22 +143,29 @@ class Stage(nn.Module):
             return drawn
         return drawn, *score(logits, drawn, min(LOGPROBS, self.vocabulary))
 
-    def _layers(self, x: Tensor, positions: Tensor, entries: Tensor, tables: Tensor) -> Tensor:
-        pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
-        pages = locate(pools, self.size, self.first, positions, entries, tables, self.shared)
+    def _layers(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        entries: Tensor,
+        tables: Tensor,
+        last: Tensor | None,
+    ) -> Tensor:
+        pools = {layer: getattr(self, f"pool{index}") for index, layer in enumerate(self.layers)}
+        pages = Pages(pools, self.size, positions, entries.flatten(), tables)
         if self.guards.debug_bounds:
-            _check("a block", tables, pools[0].shape[0] // self.size)
-            _check("an entry", entries, pools[0].shape[0])
-            bound = tables.shape[1] * self.size or positions.shape[1]
-            _check("a position", positions, bound)
+            count = self.pool0.shape[0]
+            _check("a block", tables, count // self.size)
+            _check("an entry", entries, count)
+            _check("a position", positions, pages.seen)
         if self.is_first:
-            ids = x.view(positions.shape)
+            x = x.view(positions.shape)
             if self.guards.clamp:
-                ids = ids.clamp(0, self.vocabulary - 1)
+                x = x.clamp(0, self.vocabulary - 1)
             if self.guards.debug_bounds:
-                _check("a token", ids, self.vocabulary)
-            x = self.part.embed(ids, positions)
-        return self.part.run(x, positions, pages)
+                _check("a token", x, self.vocabulary)
+        out: Tensor = self.part(x, positions, pages, last)
+        return out
 
 
 def _check(name: str, numbers: Tensor, bound: int) -> None:

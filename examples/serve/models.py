@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..weight_files import refuse_quantized
 
 if TYPE_CHECKING:
-    from .families import GptConfig
+    from .gpt import GptConfig
 
 BUILT_IN = ("random", "tiny-qwen2")
 TRAINED = Path("runs/train_gpt/checkpoints")
@@ -89,7 +89,7 @@ def smollm2() -> Path:
 
 
 def _random_gpt() -> GptConfig:
-    from .families import GptConfig
+    from .gpt import GptConfig
 
     return GptConfig()
 

@@ -51,20 +51,3 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.cg_serve.linear(x, self.weight, self.bias)
-
-
-def project(module: nn.Module) -> None:
-    """Replace the float32 linear layers of a module, if it runs on CPUs.
-
-    Small layers stay, but their weights are laid out anew.
-    """
-    if torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
-        return
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype is torch.float32:
-                if child.weight.numel() < SMALL:
-                    transposed = child.weight.detach().t().contiguous().t()
-                    child.weight = nn.Parameter(transposed, requires_grad=False)
-                else:
-                    setattr(parent, name, Projection(child))

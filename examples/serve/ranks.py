@@ -28,10 +28,11 @@ import cg
 from . import features as switches
 from .defaults import BLOCK, CHUNKS, Choice, Given, Hardware, choose, measure
 from .engine import CgEngine, start
-from .families import Model, open_model
 from .loop import EngineLoop
 from .models import source
+from .opening import open_model
 from .options import add_arguments
+from .parts import Model
 from .requests import Limits
 from .settings import Options
 from .stage_graphs import own_device

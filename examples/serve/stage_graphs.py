@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import cg
 
 from .defaults import balanced
-from .families import Model
 from .model import PROMPT, Guards, Pool, Stage
+from .parts import Model
 from .requests import How, Limits
 from .settings import Options
 from .variants import DecodeSize, PrefillSize
@@ -135,7 +135,14 @@ class Zeros:
     def tensors(
         self, instance: object, wanted: Mapping[str, Tensor], actor: str
     ) -> Mapping[str, Zeros]:
-        """This source, for each tensor."""
+        """This source, for each tensor.
+
+        Raises:
+            ValueError: a tensor without memory is no pool; zeros would be wrong.
+        """
+        others = [name for name in wanted if not name.rpartition(".")[2].startswith("pool")]
+        if others:
+            raise ValueError(f"{actor} has no weights for {', '.join(others)}")
         return dict.fromkeys(wanted, self)
 
     def read(self, region: Sequence[Sequence[tuple[int, int]]], dtype: torch.dtype) -> Tensor:
@@ -180,12 +187,9 @@ def make_stage(
     if tp == 1:
         return Stage.on(stage, init=zeros)(model, layers, pool, options.dtype, guards=guards)
     mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
-    rows = cg.cut(0, "tp")
-    ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
-    ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
-    plan = cg.plan({"pool*": cg.cut(1, "tp"), **model.cuts, **ends})
+    plan = cg.plan({"pool*": cg.cut(1, "tp")}) | model.plan(layers)
     make = Stage.on(mesh, plan=plan, init=zeros)
-    return make(model, layers, pool, options.dtype, packs=False, guards=guards)
+    return make(model, layers, pool, options.dtype, tp, guards=guards)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "auto") -> cg.Step:

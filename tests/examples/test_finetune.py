@@ -38,7 +38,7 @@ import weight_files  # noqa: E402
 from texts import IGNORED, Texts, documents, successors  # noqa: E402
 
 from examples.serve import __main__ as serving  # noqa: E402
-from examples.serve.families import open_model  # noqa: E402
+from examples.serve.opening import open_model  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
 SLOW = pytest.mark.slow

@@ -14,15 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from examples.serve import projections
-from examples.serve.attention import attend, locate
+from examples.serve.attention import PagedCache, Pages, attend
 from examples.serve.engine import CgEngine, start
-from examples.serve.families import GptConfig, open_model
+from examples.serve.gpt import GptConfig
 from examples.serve.model import Pool, split
+from examples.serve.opening import open_model
 from examples.serve.requests import How, Limits, Sampling
 from examples.serve.settings import Options
 from examples.serve.stage_graphs import cut, decode_step, make_stage
@@ -385,11 +387,14 @@ def test_first_chunks_need_no_table() -> None:
     positions = torch.where(is_there, steps, 0)
     tables = 1 + torch.randperm(9).view(3, 3)
     entries = torch.where(is_there, tables[:, steps // size] * size + steps % size, 0)
-    query, new = torch.randn(3, 9, groups, shared, width), torch.randn(3, 9, groups, 2, width)
-    pools, found = torch.zeros(2, 10 * size, groups, 2, width), []
+    query = torch.randn(3, groups * shared, 9, width)
+    key, value = torch.randn(2, 3, groups, 9, width)
+    pools, found = torch.zeros(2, 10 * size, groups, 2 * width), []
     for pool, table in zip(pools, (tables, tables[:, :0]), strict=True):
-        pages = locate((pool,), size, 0, positions, entries, table, shared)
-        found.append(attend(query, new, pages, 0, 0.3)[is_there])
+        cache = PagedCache(Pages({0: pool}, size, positions, entries.flatten(), table))
+        mask = cache.mask(causal_mask_function, torch.float32)
+        mixed = attend(query, *cache.update(key, value, 0), mask, 0.3, cache)
+        found.append(mixed[is_there])
     torch.testing.assert_close(found[1], found[0])
     assert torch.equal(pools[0, size:], pools[1, size:])
 
@@ -406,7 +411,8 @@ def test_pools_are_written_to_as_they_are(folder: Path) -> None:
     nodes = [node for body in bodies.values() for node in body.graph.nodes]
     written = [node.args[0] for node in nodes if "index_copy" in str(node.target)]
     shapes = [tuple(each.meta["val"].shape) for each in written]
-    assert shapes.count((80, model.groups, 2, model.width)) == 2
+    kept = model.caches[0]
+    assert shapes.count((80, kept.groups, kept.key + kept.value)) == 2
     assert all(each.op == "placeholder" for each in written)
 
 
@@ -514,12 +520,6 @@ def test_stages_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no model"):
-        open_model(tmp_path)
-
-
-def test_models_that_are_not_served(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match="'gpt2' are not served; those that are: llama"):
         open_model(tmp_path)
 
 

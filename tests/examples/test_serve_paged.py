@@ -29,7 +29,9 @@ def test_kernels_on_a_gpu_attend_as_a_gather_does() -> None:
 
 def compare(device: str) -> None:
     """Attend by kernels on a device, and by a gather on the host."""
-    from examples.serve.attention import Pages, attend
+    from transformers.masking_utils import causal_mask_function
+
+    from examples.serve.attention import PagedCache, Pages, attend
     from examples.serve.paged import attend as by_kernels
 
     generator = torch.Generator().manual_seed(0)
@@ -40,13 +42,14 @@ def compare(device: str) -> None:
         tables = order.view(rows, blocks)
         positions = torch.tensor([0, 255, 256, 600][:rows])
         entries = tables.gather(1, positions[:, None] // size)[:, 0] * size + positions % size
-        query = torch.randn(rows, 1, groups, shared, width, generator=generator)
-        new = torch.randn(rows, 1, groups, 2, width, generator=generator)
-        shut = torch.arange(blocks * size) > positions[:, None]
-        mask = torch.zeros(rows, 1, 1, blocks * size).masked_fill(shut[:, None, None], -torch.inf)
-        pages = Pages((pool.flatten(0, 1),), size, 0, entries, tables.flatten(), mask, positions)
-        right = attend(query, new, pages, 0, 0.3)
-        there = [each.to(device) for each in (query[:, 0], pool, tables.flatten(), positions)]
+        query = torch.randn(rows, groups * shared, 1, width, generator=generator)
+        key, value = torch.randn(2, rows, groups, 1, width, generator=generator)
+        entries_of = {0: pool.flatten(0, 1).flatten(2)}
+        cache = PagedCache(Pages(entries_of, size, positions[:, None], entries, tables))
+        mask = cache.mask(causal_mask_function, torch.float32)
+        right = attend(query, *cache.update(key, value, 0), mask, 0.3, cache)
+        grouped = query.view(rows, groups, shared, width)
+        there = [each.to(device) for each in (grouped, pool, tables.flatten(), positions)]
         # A batch has positions as a column among others.
         there[-1] = torch.stack([there[-1], 9 * there[-1]], 1)[:, 0]
         mine = by_kernels(*there, 0.3).cpu()

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import transformers
 
-from .decoder_runs import PLAN, SAVED, SHAPES, outcome_of
+from .decoder_runs import PLAN, SAVED, SERVED, SHAPES, outcome_of
 from .decoders import types
 
 FILE = Path(__file__).with_name("decoders.json")
-COLUMNS = (PLAN, *SHAPES, SAVED)
+COLUMNS = (PLAN, *SHAPES, SAVED, SERVED)
 
 
 def record() -> dict[str, Any]:
@@ -38,12 +38,13 @@ def write(known: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--missing", action="store_true", help="only what is not recorded yet")
+    parser.add_argument("--column", choices=COLUMNS, help="only this one")
     parser.add_argument("types", nargs="*", help="types of model; all by default")
     options = parser.parse_args()
     known = record()
     for kind in options.types or types():
         row = known["decoders"].setdefault(kind, {})
-        for column in COLUMNS:
+        for column in (options.column,) if options.column else COLUMNS:
             if options.missing and column in row:
                 continue
             with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ from cg.tracer.values.mesh import mesh
 from cg.tracer.values.pieces import lay_out
 
 from ..tracer.groups.training import cut_out, region_of
+from .decoder_serving import generated, serve
 from .decoders import LENGTH, VOCABULARY, class_of, decoder
 
 STEPS, ROWS, RATE = 3, 4, 0.05
@@ -202,7 +203,7 @@ SHAPES: Mapping[str, Callable[[nn.Module, Plain], None]] = {
     "tp": tensor_parallel,
     "fsdp": fully_sharded,
 }
-PLAN, SAVED = "plan", "saved"
+PLAN, SAVED, SERVED = "plan", "saved", "served"
 
 
 @dataclass(frozen=True)
@@ -230,16 +231,21 @@ def plan_of(model: nn.Module) -> Outcome:
 
 
 def outcome_of(kind: str, shape: str, folder: Path) -> Outcome:
-    """Run a type in a shape of `SHAPES`, or make its plan, or save and reopen it."""
+    """Run a type in a shape of `SHAPES`, or make its plan, save and reopen it, or serve it."""
     try:
         model = decoder(kind)
-        plain = train_plainly(model)
+        if shape == SERVED:
+            wanted = generated(model)
+        else:
+            plain = train_plainly(model)
     except Exception as error:  # of transformers: whatever this model raises
         return Outcome("not tried", f"no tiny model: {_first_line(error)}")
     try:
         if shape == PLAN:
             return plan_of(model)
-        if shape == SAVED:
+        if shape == SERVED:
+            serve(model, wanted, folder)
+        elif shape == SAVED:
             saved_and_reopened(kind, model, folder)
         else:
             SHAPES[shape](model, plain)

@@ -1,4 +1,4 @@
-"""Decoders of transformers train on ranks as in one process: tiny models of each type.
+"""Decoders of transformers train on ranks as in one process, and are served: tiny models.
 
 What comes of each type is recorded in `decoders.json`. A default run tries a few of them, and
 `--slow` all that were equal.
@@ -13,6 +13,8 @@ import pytest
 from ..sampling import scale
 from .decoder_outcomes import COLUMNS, record
 from .decoder_runs import outcome_of
+from .decoder_serving import generated, serve
+from .decoders import decoder
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,6 +24,10 @@ SOME = (
     ("gemma2", "two stages"),
     ("llama", "fsdp"),
     ("bloom", "saved"),
+    ("gpt2", "served"),
+    ("gemma2", "served"),
+    ("gpt_oss", "served"),
+    ("deepseek_v3", "served"),
 )
 KNOWN = record()["decoders"]
 RIGHT = ("equal", "brought", "derived")
@@ -39,10 +45,27 @@ def chosen() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "shape"), chosen())
-def test_a_decoder_trains_as_in_one_process(kind: str, shape: str, tmp_path: Path) -> None:
+def test_a_decoder_does_as_in_one_process(kind: str, shape: str, tmp_path: Path) -> None:
     outcome = outcome_of(kind, shape, tmp_path)
     assert outcome.as_record() == KNOWN[kind][shape]
     assert outcome.kind in RIGHT
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "tp"),
+    [
+        ("phi3", 2, 1),
+        ("qwen3_moe", 2, 2),
+        *(
+            pytest.param(kind, 2, tp, marks=pytest.mark.slow)
+            for kind in ("llama", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe")
+            for tp in (1, 2)
+        ),
+    ],
+)
+def test_a_decoder_is_served_on_ranks(kind: str, ranks: int, tp: int, tmp_path: Path) -> None:
+    model = decoder(kind)
+    serve(model, generated(model), tmp_path, ranks, tp)
 
 
 def test_outcomes_have_reasons() -> None:

@@ -18,7 +18,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from examples.serve.defaults import GIB, INDEXED, Given, Hardware, choose, measure
-from examples.serve.families import GptConfig, Model, open_model
+from examples.serve.gpt import GptConfig
+from examples.serve.opening import open_model
+from examples.serve.parts import Model
 from examples.serve.settings import Options
 
 H200 = Hardware("cuda", 139 * GIB, 16, has_triton=True)
@@ -74,7 +76,7 @@ def chosen(hardware: Hardware, model: Model, **by_hand: Any) -> Options:
 
 def pools(model: Model, options: Options, layers: int) -> int:
     """Bytes of a rank's pools."""
-    entry = 2 * model.width * model.groups // options.tp * options.dtype.itemsize
+    entry = model.entry // options.tp * options.dtype.itemsize
     return options.blocks * options.block_size * entry * layers
 
 

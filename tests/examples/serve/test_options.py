@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 from examples.serve import __main__ as command
 from examples.serve import ranks
 from examples.serve.defaults import Hardware, choose, measure
-from examples.serve.families import GptConfig, open_model
 from examples.serve.features import Features, parse
+from examples.serve.gpt import GptConfig
+from examples.serve.opening import open_model
 from examples.serve.options import add_arguments
 from examples.serve.settings import Options
 from examples.serve.transports import loop_factory

@@ -1,4 +1,4 @@
-"""Layers of each family give the tokens of transformers, although their modules are merged."""
+"""Decoders of transformers give its tokens, although they run over pages with joined products."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from examples.serve import projections
 from examples.serve.engine import start
-from examples.serve.families import open_model
-from examples.serve.projections import Projection, project
+from examples.serve.opening import open_model
+from examples.serve.products import Joined, RmsNorm, project
+from examples.serve.projections import Projection
 from examples.serve.requests import Sampling
 
+from ..models.decoders import config_of
 from .serve_driver import Driver, Habits, differences, random_requests
 from .serve_models import FEW, logits_of
 
@@ -137,18 +139,59 @@ def test_a_head_is_tied_if_it_is_stored_so(
     oracle: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with caplog.at_level("INFO", "serve"):
         model = open_model(tmp_path)
-    part: Any = model.build(range(1), torch.float32)
-    torch.testing.assert_close(part.tokens.weight, oracle.model.embed_tokens.weight)
-    torch.testing.assert_close(part.head.weight, oracle.lm_head.weight)
-    assert (part.head.weight is part.tokens.weight) == (stored != "both")
-    said = [each for each in caplog.messages if "a lm_head.weight that is not its" in each]
+    part: Any = model.build(range(1), torch.float32, 1)
+    served = part.part.model
+    torch.testing.assert_close(served.model.embed_tokens.weight, oracle.model.embed_tokens.weight)
+    torch.testing.assert_close(served.lm_head.weight, oracle.lm_head.weight)
+    assert (served.lm_head.weight is served.model.embed_tokens.weight) == (stored != "both")
+    said = [each for each in caplog.messages if "a head that is not its" in each]
     assert len(said) == (stored == "both")
 
 
 def test_positions_that_depend_on_the_length() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(ValueError, match="rotary positions of type 'dynamic'"):
+    said = r"model\.rotary_emb \(LlamaRotaryEmbedding\) makes rotary positions of type 'dynamic'"
+    with pytest.raises(ValueError, match=said):
         open_model(LlamaConfig(**SHAPE, rope_parameters=rope))
+
+
+REFUSED = {
+    "qwen3_next": r"model\.layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\): it keeps a state",
+    "mamba2": r"its forward takes no input_ids, or no past_key_values",
+    "bert": r"it makes a mask for keys that are not in its cache",
+    "hrm_text": r"HrmTextForCausalLM runs model\.L_module\.layers\.0 out of order",
+    # A window of its own, that it counts from the length of the cache.
+    "gpt_neo": r"transformer\.h\.1\.attn\.attention\.\w+ \(\w+\) gives other values over pages",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"{kind}\) is not served: {REFUSED[kind]}"):
+        open_model(config_of(kind)).build(range(2), torch.float32, 1)
+
+
+def test_a_scale_by_the_length_of_the_cache() -> None:
+    """It would be wrong beyond 8192 tokens: where rows are shown as many, it is noticed."""
+    config = config_of("llama4_text")
+    config.no_rope_layers, config.max_position_embeddings = [1, 0], 1 << 17
+    config.initializer_range = 0.5
+    model = open_model(config)
+    assert model.context == 1 << 14  # which is all that is looked at
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.\S+ \(\w+\) gives other values"):
+        model.build(range(2), torch.float32, 1)
+
+
+def test_products_of_one_input_are_joined() -> None:
+    """Three of attention and two of an MLP, which are told by what they take."""
+    part = open_model(CONFIGS["qwen3"]).build(range(1), torch.float32, 2)
+    joined = {name: each for name, each in part.named_modules() if isinstance(each, Joined)}
+    assert {name.rpartition(".")[2]: each.sizes for name, each in joined.items()} == {
+        "q_proj": [32, 16, 16],
+        "gate_proj": [24, 24],
+    }
+    norms = [type(each) for each in part.modules() if type(each).__name__.endswith("Norm")]
+    assert norms == [RmsNorm] * 5  # two of heads
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")

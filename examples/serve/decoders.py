@@ -1,0 +1,284 @@
+"""Decoders of transformers, served by their own modules.
+
+A part of a model runs the model's own forward, as `cg.cut_layers` cuts it, with a cache of pages
+and an attention that reads them. So whatever layers do beside attention is the model's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+import cg
+
+from ..weight_files import refuse_quantized
+from .attention import NAME, CurrentCache, OtherState, PagedCache, Pages
+from .parts import KeyValues, Model
+from .products import Calls, join, replace_norms
+from .start_check import ASKED, SHOWN, Trial
+from .weights import Stored, Weights, fill
+
+log = logging.getLogger("serve")
+
+LENGTH = 8
+"""The tokens of the text on which a model is analysed."""
+UNBOUNDED = 1 << 20
+"""The context of a model that says none."""
+FIXED_TURNS = ("default", "linear", "llama3", "yarn", "proportional")
+"""Kinds of rotary positions whose angles do not depend on how long the sequence is."""
+
+
+class DecoderPart(nn.Module):
+    """Layers of a decoder of transformers.
+
+    Args:
+        part: of the model, as `cg.cut_layers` makes it.
+        is_first, is_last: which part it is.
+        takes: the names of what the model's forward takes.
+    """
+
+    def __init__(self, part: Any, is_first: bool, is_last: bool, takes: frozenset[str]) -> None:
+        super().__init__()
+        self.part, self.is_first, self.is_last = part, is_first, is_last
+        self.takes_positions = "position_ids" in takes
+        self.current = CurrentCache()
+        for module in part.model.modules():
+            module.current = self.current
+        if is_last:
+            head = part.model.get_output_embeddings()
+            head.register_forward_pre_hook(self.current.take_last)
+
+    def forward(self, x: Tensor, positions: Tensor, pages: Pages, last: Tensor | None) -> Tensor:
+        """Apply the part, as `Part` says."""
+        cache = PagedCache(pages)
+        # Later parts read nothing of ids but their shape.
+        ids = x if self.is_first else torch.zeros_like(positions)
+        more = {"position_ids": positions} if self.takes_positions else {}
+        with self.current.of(cache, last):
+            out = self.part(
+                None if self.is_first else x,
+                input_ids=ids,
+                past_key_values=cache,
+                use_cache=True,
+                **more,
+            )
+        return out.logits[:, 0] if self.is_last else out
+
+    def plainly(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Run the model's own forward on a text, without a cache or pages.
+
+        Args:
+            x: what the part takes, [1, tokens] or [1, tokens, hidden].
+            ids: int64 [1, tokens].
+
+        Returns:
+            As `forward`, for all tokens.
+        """
+        self._attend_by("eager")
+        try:
+            out = self.part(None if self.is_first else x, input_ids=ids, use_cache=False)
+        finally:
+            self._attend_by(NAME)
+        return out.logits if self.is_last else out
+
+    def _attend_by(self, name: str) -> None:
+        for module in self.part.model.modules():
+            config = vars(module).get("config")
+            if isinstance(config, PretrainedConfig):
+                config._attn_implementation = name
+
+
+class _Observer(PagedCache):
+    """A cache that notes what layers give it, of one text that begins."""
+
+    def __init__(self) -> None:
+        positions = torch.arange(LENGTH)[None]
+        super().__init__(Pages({}, 1, positions, positions, positions[:, :0]))
+        self.kept: dict[int, KeyValues] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if key_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
+            raise ValueError(
+                f"layer {layer_idx} keeps keys {list(key_states.shape)} and values "
+                f"{list(value_states.shape)}, which are not of heads and tokens"
+            )
+        self.kept[layer_idx] = KeyValues(
+            key_states.shape[1], key_states.shape[3], value_states.shape[3]
+        )
+        return key_states, value_states
+
+
+def stored_decoder(folder: Path) -> Model:
+    """The model of a folder in transformers' format; see `open_model`."""
+    config = AutoConfig.from_pretrained(folder)
+    refuse_quantized(folder)
+    weights = cg.pretrained(folder)
+    model = _empty(config, torch.float32)
+    if weights.differing(model):
+        # transformers does the same (`tie_weights`).
+        config.tie_word_embeddings = False
+        model = _empty(config, torch.float32)
+        if cg.rank() == 0:
+            log.warning(
+                "%s has a head that is not its embedding, so it is used, although config.json "
+                "says tie_word_embeddings",
+                folder,
+            )
+    return decoder(config, Stored(weights, model), _eos(folder))
+
+
+def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | None) -> Model:
+    """The model of a configuration and weights.
+
+    Raises:
+        ValueError: the model has something that the engine does not serve.
+    """
+    model = _empty(config, torch.float32)
+    name = f"{type(model).__name__} ({config.model_type})"
+    takes = frozenset(inspect.signature(type(model).forward).parameters)
+    head: Any = model.get_output_embeddings()
+    observer = _Observer()
+    try:
+        _refuse(model, takes)
+        cuts = cg.cut_layers(model, 1, "bytes", example=_example(takes, observer))
+        count = len(cuts[0].layers)
+        if not observer.kept or not set(observer.kept) <= set(range(count)):
+            raise ValueError(f"layers {sorted(observer.kept)} of {count} keep keys and values")
+    except OtherState as error:
+        raise ValueError(f"{name} is not served: {_mixer(model, error.layer)}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{name} is not served: {error}") from error
+    text: Any = config.get_text_config(decoder=True)
+    layer_bytes = sum(cuts.costs.values[1:-1])
+    context = min(_context(text), ASKED if observer.is_asked else UNBOUNDED)
+    shown = context if observer.is_asked else min(context, SHOWN)
+
+    def plan(layers: range) -> Any:
+        return cg.plans.hf(model, batch=None)
+
+    def build(layers: range, dtype: torch.dtype, ways: int) -> nn.Module:
+        part = _part(_empty(config, dtype), layers, count, takes)
+        fill(part.part.model, weights, dtype)
+        kept = {layer: observer.kept[layer] for layer in layers if layer in observer.kept}
+        trial = Trial(part, kept, text.hidden_size, len(head.weight), shown, dtype)
+        calls = Calls()
+        with calls.of(part):
+            trial.run_plainly()
+        rows = cg.cut(0, "tp").cuts
+        cut = plan(layers) if ways > 1 else None
+        join(part, calls, ways, lambda path: _is_cut(cut, path, rows))
+        replace_norms(part)
+        trial.compare(name)
+        return part
+
+    return Model(
+        layers=count,
+        heads=_heads(text, observer.kept),
+        caches=observer.kept,
+        hidden=text.hidden_size,
+        context=context,
+        vocabulary=len(head.weight),
+        layer=int(layer_bytes) // (count * head.weight.element_size()),
+        eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        build=build,
+        plan=plan,
+    )
+
+
+def _mixer(model: nn.Module, layer: Any) -> str:
+    """The last of the modules that have a layer's number, in words."""
+    named = [
+        f"{path} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if vars(module).get("layer_idx") == layer
+    ]
+    return named[-1] if named else f"layer {layer}"
+
+
+def _is_cut(plan: Any, path: str, rows: Any) -> bool:
+    """True if the ranks of a part have pieces of the rows of a weight."""
+    sharding = None if plan is None else plan.of_tensor(path)
+    return sharding is not None and sharding.cuts == rows
+
+
+def _part(model: Any, layers: range, count: int, takes: frozenset[str]) -> DecoderPart:
+    lengths = [n for n in (layers.start, len(layers), count - layers.stop) if n]
+    index = 1 if layers.start else 0
+    cuts = cg.cut_layers(model, lengths, "bytes", example=_example(takes, _Observer()))
+    return DecoderPart(cuts.part(index), layers.start == 0, layers.stop == count, takes)
+
+
+def _example(takes: frozenset[str], observer: _Observer) -> dict[str, Any]:
+    """Inputs on which a model is analysed: those that a part is given."""
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    inputs = {"input_ids": ids, "past_key_values": observer, "use_cache": True}
+    return inputs | ({"position_ids": observer.pages.positions} if "position_ids" in takes else {})
+
+
+def _empty(config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """The model without weights, which attends by pages."""
+    with cg.empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    model.requires_grad_(False).eval()
+    for module in model.modules():
+        own = vars(module).get("config")
+        if isinstance(own, PretrainedConfig):
+            own._attn_implementation = NAME
+    return model
+
+
+def _refuse(model: Any, takes: frozenset[str]) -> None:
+    """Refuse models of which is known beforehand that pages cannot serve them.
+
+    Raises:
+        ValueError: the model is such a one.
+    """
+    if not {"input_ids", "past_key_values"} <= takes:
+        raise ValueError(
+            "its forward takes no input_ids, or no past_key_values, so it keeps something else"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError("it has no module that makes logits")
+    for path, module in model.named_modules():
+        kinds = [v for k, v in vars(module).items() if k.endswith("rope_type")]
+        for kind in (k for k in kinds if isinstance(k, str) and k not in FIXED_TURNS):
+            raise ValueError(
+                f"{path} ({type(module).__name__}) makes rotary positions of type {kind!r}, which "
+                f"depend on the length of the sequence; there are {', '.join(FIXED_TURNS)}"
+            )
+
+
+def _heads(text: Any, kept: Mapping[int, KeyValues]) -> int:
+    """The most heads of queries that a configuration says; those of keys if it says none."""
+    said = text.to_dict().get("num_attention_heads")
+    numbers = said if isinstance(said, list) else [said]
+    known = [number for number in numbers if isinstance(number, int)]
+    return max([*known, *(layer.groups for layer in kept.values())])
+
+
+def _context(text: Any) -> int:
+    """The longest sequence that a configuration says; `UNBOUNDED` if it says none."""
+    settings: Mapping[str, Any] = text.to_dict()
+    names = "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"
+    lengths = [settings[name] for name in names if isinstance(settings.get(name), int)]
+    return next(iter(lengths), UNBOUNDED)
+
+
+def _eos(folder: Path) -> int | list[int] | None:
+    """The tokens that end a text, as `generate` of transformers has them.
+
+    They are those of generation_config.json; without this file, those of config.json.
+    """
+    try:
+        return GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, "config.json").eos_token_id

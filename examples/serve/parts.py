@@ -1,0 +1,90 @@
+"""A model and a part of it, as the engine knows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .attention import Pages
+
+
+class Part(Protocol):
+    """Some layers of a model, as a module."""
+
+    def __call__(self, x: Tensor, positions: Tensor, pages: Pages, last: Tensor | None) -> Tensor:
+        """Apply the part.
+
+        Args:
+            x: ids int64 [rows, tokens] for the first part; else what the part before gives.
+            positions: int64 [rows, tokens].
+            pages: where keys and values go.
+            last: int64 [rows], the token of each row whose logits the last part gives; None: rows
+                have one.
+
+        Returns:
+            The input of the next part; of the last part, logits [rows, vocabulary].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """The heads of keys and values that a layer keeps of a token.
+
+    Attributes:
+        groups: heads of keys and values.
+        key, value: the width of a head.
+    """
+
+    groups: int
+    key: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, as the engine needs to know it.
+
+    Attributes:
+        layers: how many.
+        heads: the most heads of queries of a layer.
+        caches: what each layer that keeps keys and values keeps, by its number.
+        hidden: the width of a layer's output.
+        context: the longest sequence.
+        vocabulary: the number of tokens.
+        layer: numbers in the weights of one layer, on average.
+        eos: the tokens that end a sequence.
+        build: makes the part with these layers, with its weights, for so many ranks that share it.
+        plan: how the ranks of an axis `tp` share the tensors of the part with these layers.
+    """
+
+    layers: int
+    heads: int
+    caches: Mapping[int, KeyValues]
+    hidden: int
+    context: int
+    vocabulary: int
+    layer: int
+    eos: tuple[int, ...]
+    build: Callable[[range, torch.dtype, int], nn.Module]
+    plan: Callable[[range], Any]
+
+    @property
+    def groups(self) -> int:
+        """The number of parts into which the heads of keys of every layer can be cut."""
+        return math.gcd(*(kept.groups for kept in self.caches.values()))
+
+    @property
+    def width(self) -> int:
+        """The greatest width of a head."""
+        return max(max(kept.key, kept.value) for kept in self.caches.values())
+
+    @property
+    def entry(self) -> int:
+        """The most numbers that a layer keeps of a token."""
+        return max(kept.groups * (kept.key + kept.value) for kept in self.caches.values())

@@ -1,0 +1,187 @@
+"""Compare a part over pages with the model's own forward, on a short text, before it serves.
+
+Nothing is known of a model beforehand. One that takes positions from the length of its cache, say,
+would give other tokens without a word, so a part whose values differ is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .attention import Pages
+from .parts import KeyValues
+
+LENGTH, SIZE, BLOCKS = 6, 2, 3
+"""Tokens of the text, of a block, and blocks of each of two sequences."""
+SHOWN = 1024
+"""Keys that rows are shown, most of them of the trash. With a window of its own, or with positions,
+that it takes from their number, a model would see other tokens than it should."""
+ASKED = 1 << 14
+"""The same for a model that asks how long its cache is; it is served no longer sequences."""
+STALE = 50.0
+"""What pools hold beforehand, which no token may see."""
+TOLERANCE = 2e-4
+COARSE = 0.1
+"""Of types of less precision than float32: there a near tie may choose another expert."""
+
+Span = tuple[int, int, int]
+"""A sequence, and the tokens from a start to a stop."""
+STEPS: Sequence[tuple[bool, tuple[Span, ...]]] = (
+    (False, ((0, 0, 3), (1, 0, 2))),
+    (True, ((0, 3, 5),)),
+    (True, ((0, 5, 6), (1, 2, 3))),
+)
+"""Batches, with tables or without: prompts that begin, a chunk that goes on, a decode step."""
+
+
+class Trial:
+    """A run of a part on a text, as the model itself runs, and over pages.
+
+    Args:
+        part: a `DecoderPart`.
+        kept: what its layers keep.
+        hidden: the width of what a part takes that is not the first.
+        vocabulary: the number of tokens.
+        shown: keys that rows are shown.
+        dtype: of the weights.
+    """
+
+    def __init__(
+        self,
+        part: Any,
+        kept: Mapping[int, KeyValues],
+        hidden: int,
+        vocabulary: int,
+        shown: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.part, self.kept, self.dtype = part, kept, dtype
+        self.width = max(BLOCKS, shown // SIZE)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(
+            min(3, vocabulary - 1), vocabulary, (1, LENGTH), generator=generator
+        )
+        noise = torch.randn(1, LENGTH, hidden, generator=generator).to(dtype)
+        self.x = self.ids if part.is_first else noise
+        self.wanted = torch.empty(0)
+
+    def run_plainly(self) -> None:
+        """Run the model's own forward."""
+        with torch.no_grad():
+            self.wanted = self.part.plainly(self.x, self.ids)
+
+    def compare(self, name: str) -> None:
+        """Run over pages, and compare.
+
+        Args:
+            name: of the model, for the message.
+
+        Raises:
+            ValueError: the values differ.
+        """
+        try:
+            errors = self._errors()
+        except Exception as error:  # whatever the model's code raises
+            raise ValueError(
+                f"{name} is not served: over pages it raises {type(error).__name__}: {error}"
+            ) from error
+        if self.dtype is torch.float32:
+            is_wrong = max(map(max, errors)) > TOLERANCE
+        else:
+            is_wrong = max(map(min, errors)) > COARSE
+        if is_wrong:
+            raise ValueError(
+                f"{name} is not served: {self._culprit()} gives other values over pages than in "
+                "the model's own forward"
+            )
+
+    def _errors(self) -> list[list[float]]:
+        """For each batch and each of its rows the distance of the last token from what it should
+        be, relative to that."""
+        errors = []
+        pools = self._pools()
+        for batch in STEPS:
+            out = self._run(pools, *batch)
+            errors.append([])
+            for row, (_, start, stop) in enumerate(batch[1]):
+                mine = out[row] if self.part.is_last else out[row, stop - start - 1]
+                wanted = self.wanted[0, stop - 1].float()
+                distance = (mine.float() - wanted).norm() / wanted.norm().clamp(min=1e-9)
+                errors[-1].append(float(distance) if distance.isfinite() else torch.inf)
+        return errors
+
+    def _pools(self) -> dict[int, Tensor]:
+        entries = (1 + 2 * BLOCKS) * SIZE
+        return {
+            layer: torch.full((entries, kept.groups, kept.key + kept.value), STALE).to(self.dtype)
+            for layer, kept in self.kept.items()
+        }
+
+    def _run(self, pools: Mapping[int, Tensor], has_tables: bool, spans: Sequence[Span]) -> Tensor:
+        tokens = max(stop - start for _, start, stop in spans)
+        x = self.x.new_zeros(len(spans), tokens, *self.x.shape[2:])
+        positions = torch.zeros(len(spans), tokens, dtype=torch.int64)
+        entries = torch.zeros_like(positions)
+        tables = torch.zeros(len(spans), self.width, dtype=torch.int64)
+        for row, (sequence, start, stop) in enumerate(spans):
+            count, at = stop - start, torch.arange(start, stop)
+            tables[row, :BLOCKS] = 1 + sequence * BLOCKS + torch.arange(BLOCKS)
+            x[row, :count], positions[row] = self.x[0, start:stop], start
+            positions[row, :count] = at
+            entries[row, :count] = tables[row, at // SIZE] * SIZE + at % SIZE
+        pages = Pages(
+            pools, SIZE, positions, entries.flatten(), tables if has_tables else tables[:, :0]
+        )
+        last = torch.tensor([stop - start - 1 for _, start, stop in spans]) if tokens > 1 else None
+        with torch.no_grad():
+            out: Tensor = self.part(x, positions, pages, last)
+        return out
+
+    def _culprit(self) -> str:
+        """The first module whose output differs, in words."""
+        with _outputs(self.part) as wanted:
+            self.run_plainly()
+        pools = self._pools()
+        for has_tables, spans in STEPS:
+            with _outputs(self.part) as found:
+                self._run(pools, has_tables, spans)
+            _, start, stop = spans[0]
+            for path, (module, tensor) in found.items():
+                right = wanted.get(path, (module, tensor[:0]))[1][:, start:stop]
+                mine = tensor[:1, : stop - start]
+                if mine.shape == right.shape and _differ(mine, right):
+                    return f"{path.removeprefix('part.model.')} ({type(module).__name__})"
+        return "it"
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    distance = (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-9)
+    return not float(distance) <= TOLERANCE
+
+
+@contextmanager
+def _outputs(part: nn.Module) -> Iterator[dict[str, tuple[nn.Module, Tensor]]]:
+    """Inside the `with` block, the first tensor that each module gives, in order, by path."""
+    outputs: dict[str, tuple[nn.Module, Tensor]] = {}
+
+    def noting(path: str) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            tensors = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim() > 1]
+            if tensors:
+                outputs[path] = module, tensors[0].clone()
+
+        return note
+
+    hooks = [module.register_forward_hook(noting(path)) for path, module in part.named_modules()]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
