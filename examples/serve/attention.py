@@ -312,7 +312,7 @@ def attend(
         if is_there and tokens == 1 and paged.is_served(query.device):
             assert written is not None
             pool = pages.pool(written[1]).unflatten(-1, (2, width))
-            grouped = query.view(rows, groups, shared, width)
+            grouped = query.reshape(rows, groups, shared, width)
             where = pages.blocks, pages.positions.flatten()
             mixed = torch.ops.cg_paged.attend(grouped, pool, *where, scale)
             return mixed.view(rows, 1, heads, width)

@@ -6,6 +6,7 @@ and an attention that reads them. So whatever layers do beside attention is the 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ import cg
 from ..weight_files import refuse_quantized
 from .attention import NAME, CurrentCache, OtherState, PagedCache, Pages
 from .parts import KeyValues, Model
-from .products import Calls, join, replace_norms
+from .products import Calls, join, project, replace_norms
 from .start_check import ASKED, SHOWN, Trial
 from .weights import Stored, Weights, fill
 
@@ -51,8 +52,11 @@ class DecoderPart(nn.Module):
         self.current = CurrentCache()
         for module in part.model.modules():
             module.current = self.current
-        if is_last:
-            head = part.model.get_output_embeddings()
+
+    def drop_tokens(self) -> None:
+        """From now on have the head of the last part take only tokens whose logits are wanted."""
+        if self.is_last:
+            head = self.part.model.get_output_embeddings()
             head.register_forward_pre_hook(self.current.take_last)
 
     def forward(self, x: Tensor, positions: Tensor, pages: Pages, last: Tensor | None) -> Tensor:
@@ -177,6 +181,9 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         cut = plan(layers) if ways > 1 else None
         join(part, calls, ways, lambda path: _is_cut(cut, path, rows))
         replace_norms(part)
+        if ways == 1:
+            project(part)
+        part.drop_tokens()  # whatever module the head is by now
         trial.compare(name)
         return part
 
@@ -227,7 +234,9 @@ def _example(takes: frozenset[str], observer: _Observer) -> dict[str, Any]:
 def _empty(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """The model without weights, which attends by pages."""
     with cg.empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="eager"
+        )
     model.requires_grad_(False).eval()
     for module in model.modules():
         own = vars(module).get("config")

@@ -16,6 +16,7 @@ import cg
 
 from .attention import PagedCache, Pages, attend
 from .parts import KeyValues, Model
+from .products import project
 from .weights import Held, Weights, fill
 
 
@@ -89,6 +90,8 @@ def gpt(config: GptConfig, weights: Weights) -> Model:
         with torch.device("meta"):
             part = GptPart(config, layers)
         fill(part, weights, dtype)
+        if ways == 1:
+            project(part)
         return part
 
     def plan(layers: range) -> Any:

@@ -11,7 +11,6 @@ import cg
 
 from .attention import Pages
 from .parts import Model
-from .products import project
 from .requests import LOGPROBS, How
 from .sampling import draw, greedy, score
 from .work import ENTRY, POSITION, SEED, TABLE
@@ -83,8 +82,6 @@ class Stage(nn.Module):
         self.vocabulary = model.vocabulary
         self.guards = guards or Guards()
         self.part = model.build(layers, dtype, ways)
-        if ways == 1:
-            project(self.part)
         self.size = pool.size
         # By entries, as they are written: TorchInductor before 2.13 would copy a tensor if a view
         # of it is written to.

@@ -37,8 +37,9 @@ from .serve_models import FEW, logits_of
 
 @pytest.fixture(autouse=True)
 def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the weights of tiny models packed as those of large ones are."""
+    """Have the weights of tiny models packed as those of large ones are on hosts."""
     monkeypatch.setattr(projections, "SMALL", 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 SHAPE: dict[str, Any] = {
@@ -139,7 +140,7 @@ def test_a_head_is_tied_if_it_is_stored_so(
     oracle: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with caplog.at_level("INFO", "serve"):
         model = open_model(tmp_path)
-    part: Any = model.build(range(1), torch.float32, 1)
+    part: Any = model.build(range(1), torch.float32, 2)  # so nothing is packed
     served = part.part.model
     torch.testing.assert_close(served.model.embed_tokens.weight, oracle.model.embed_tokens.weight)
     torch.testing.assert_close(served.lm_head.weight, oracle.lm_head.weight)
@@ -206,13 +207,6 @@ def test_packed_weights(rows: int, bias: bool) -> None:
     assert packed.weight.untyped_storage().nbytes() == 4
 
 
-@pytest.fixture
-def without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of devices stay as they are, and a process of tests may have the fake device."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("without_accelerators")
 def test_only_float32_is_packed() -> None:
     module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4).bfloat16()})
     project(module)
@@ -220,7 +214,6 @@ def test_only_float32_is_packed() -> None:
     assert [type(each) for each in module.values()] == kinds
 
 
-@pytest.mark.usefixtures("without_accelerators")
 @pytest.mark.parametrize("bias", [False, True])
 def test_small_weights_are_transposed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projections, "SMALL", 25)
