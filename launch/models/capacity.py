@@ -48,8 +48,7 @@ def expert_capacity(ids: Tensor, experts: int, capacity: float) -> Tensor:
             f"cg.expert_capacity takes positive numbers, not experts={experts}, capacity={capacity}"
         )
     room = math.floor(capacity * ids.numel() / experts)
-    # A copy is gathered, since the ids themselves say which rows an exchange brings.
-    chosen, order = layout(ids.clone(), whole).reshape(-1).sort(stable=True)
+    chosen, order = layout(ids, whole).reshape(-1).sort(stable=True)
     first = torch.searchsorted(chosen, chosen, right=False)
     place = torch.arange(ids.numel(), device=ids.device) - first
     taken = torch.zeros_like(chosen, dtype=torch.bool).scatter(0, order, place < room)

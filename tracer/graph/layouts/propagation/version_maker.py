@@ -284,7 +284,7 @@ class VersionMaker:
             for some, read, source in zip(own, reads, sources, strict=True)
         ):
             return None
-        again = self._again(before.node, reads, layout, None)
+        again = self._again(before.node, reads, layout, None, rows and rows.ids)
         if again is not None:
             self.reads[again.node] = tuple(
                 self._version(read.node, read.layout, before.node, "", _EVERYTHING, some)
@@ -318,8 +318,12 @@ class VersionMaker:
         reads: tuple[Version, ...],
         layout: Layout,
         asked: tuple[Cut, ...] | None,
+        ids: fx.Node | None = None,
     ) -> Version | None:
-        """The result of a copy of an op that takes other versions, if it has this layout."""
+        """The result of a copy of an op that takes other versions, if it has this layout.
+
+        The copy stands behind the ids that say which rows it takes, if some do.
+        """
         case = self._case(node)
         operands = tuple(
             replace(o, layout=version.layout, routing=self._routing(version))
@@ -333,7 +337,7 @@ class VersionMaker:
             return None
         if new.wanted != tuple(operand.layout for operand in operands):
             return None
-        with self.graph.inserting_after(node):
+        with self.graph.inserting_after(node if ids is None or ids < node else ids):
             copy = self.graph.node_copy(node)
         self.answers[copy], self.reads[copy] = new, reads
         self._lay_out(copy, new.results, new.routing)
