@@ -11,6 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import cg
+
+_LIBRARY = torch.library.Library("cg_sampling", "DEF")
+_LIBRARY.define("running_sums(Tensor shares) -> Tensor")
+# TorchInductor 2.11 fails at sums along so long rows, and then fuses nothing around them.
+_LIBRARY.impl("running_sums", lambda shares: shares.cumsum(-1), "CompositeExplicitAutograd")
+cg.layout_rule(torch.ops.cg_sampling.running_sums.default, "rv->rv", cut="r")
+
 _LOW = 0xFFFFFFFF
 
 
@@ -72,7 +80,8 @@ def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(rank >= count[:, None], -torch.inf)
     shares = ordered.softmax(-1)
     # A token is kept if those before it do not reach top_p, so the first one always is.
-    left_out = (shares.cumsum(-1) - shares >= top_p[:, None]) & (rank > 0)
+    sums = torch.ops.cg_sampling.running_sums(shares)
+    left_out = (sums - shares >= top_p[:, None]) & (rank > 0)
     return ordered.masked_fill(left_out | (ordered == -torch.inf), torch.inf).amin(-1)
 
 

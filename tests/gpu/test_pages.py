@@ -161,7 +161,7 @@ def test_lines_of_devices_are_compared_by_their_numbers() -> None:
 def test_all_pages_are_run_but_those_for_one_process() -> None:
     assert set(PLAYED) < {program.page for program in WRITTEN}
     assert len(RUN) > 10
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
 
 
 def test_no_page_draws_on_the_host_in_a_method_of_a_device() -> None:

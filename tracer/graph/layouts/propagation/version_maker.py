@@ -284,7 +284,8 @@ class VersionMaker:
             for some, read, source in zip(own, reads, sources, strict=True)
         ):
             return None
-        again = self._again(before.node, reads, layout, None, rows and rows.ids)
+        ids = None if rows is None else rows.ids
+        again = self._again(before.node, reads, layout, None, ids)
         if again is not None:
             self.reads[again.node] = tuple(
                 self._version(read.node, read.layout, before.node, "", _EVERYTHING, some)
