@@ -1,16 +1,16 @@
-"""Find the chain of layers of a model: the list of modules that it runs one after the other."""
+"""Find the chain of layers of a model: the modules of its lists, in the order in which they run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 
 @dataclass(frozen=True)
-class Chain:
-    """The layers of a model.
+class LayerList:
+    """A list of layers of a model.
 
     Attributes:
         path: of the list in the model; empty if the model is the list.
@@ -24,28 +24,57 @@ class Chain:
         """The path of a layer in the model."""
         return f"{self.path}.{index}" if self.path else str(index)
 
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(map(_size, self.layers))
 
-def find_chain(model: nn.Module, path: str | None) -> Chain:
-    """Find the layers of a model.
 
-    Without a path it is the `ModuleList` or `Sequential` with most parameters, among those that are
-    in no other.
+@dataclass(frozen=True)
+class Chain:
+    """The layers of a model.
 
-    Args:
-        path: of the list, to choose another one.
+    Attributes:
+        lists: that have them.
+        paths: of the layers, in the order in which the model runs them.
+        layers: the modules, in that order.
+    """
+
+    lists: tuple[str, ...]
+    paths: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+
+    @staticmethod
+    def of(lists: Sequence[LayerList], order: Sequence[tuple[int, int]]) -> Chain:
+        """The layers of lists.
+
+        Args:
+            order: the number of a list and of a layer in it, for each layer in the order of a run.
+        """
+        return Chain(
+            tuple(layer_list.path for layer_list in lists),
+            tuple(lists[number].path_of(index) for number, index in order),
+            tuple(lists[number].layers[index] for number, index in order),
+        )
+
+    @property
+    def name(self) -> str:
+        """The paths of the lists, in words."""
+        return " and ".join(self.lists) or "the model itself"
+
+
+def find_lists(model: nn.Module, paths: str | Sequence[str] | None) -> list[LayerList]:
+    """Find the lists that may have a model's layers.
+
+    Without paths these are the `ModuleList` or `Sequential` with most parameters, among those that
+    are in no other, which comes first, and all others that have at least as many as its smallest
+    layer.
 
     Raises:
         ValueError: there is no such list.
     """
-    if path is not None:
-        candidate = dict(model.named_modules()).get(path)
-        if not isinstance(candidate, nn.ModuleList | nn.Sequential):
-            kind = "nothing" if candidate is None else f"a {type(candidate).__name__}"
-            raise ValueError(
-                f"{type(model).__name__} has {kind} at '{path}', where cg.cut_layers looks for a "
-                f"ModuleList or Sequential; there are {_names(_lists(model))}"
-            )
-        return Chain(path, tuple(candidate))
+    if paths is not None:
+        return [_list_at(model, path) for path in ([paths] if isinstance(paths, str) else paths)]
     lists = dict(_lists(model))
     inner = {
         id(descendant)
@@ -54,15 +83,27 @@ def find_chain(model: nn.Module, path: str | None) -> Chain:
         if descendant is not layer_list
     }
     outer = [
-        (name, layer_list) for name, layer_list in lists.items() if id(layer_list) not in inner
+        LayerList(name, tuple(layers)) for name, layers in lists.items() if id(layers) not in inner
     ]
     if not outer:
         raise ValueError(
             f"{type(model).__name__} has no ModuleList or Sequential, so cg.cut_layers finds no "
             "layers to cut between"
         )
-    name, chosen = max(outer, key=lambda entry: _size(entry[1]))  # the first of equals
-    return Chain(name, tuple(chosen))
+    largest = max(outer, key=lambda layer_list: layer_list.size)  # the first of equals
+    least = max(1, min(map(_size, largest.layers)))
+    return [largest, *(other for other in outer if other is not largest and other.size >= least)]
+
+
+def _list_at(model: nn.Module, path: str) -> LayerList:
+    candidate = dict(model.named_modules()).get(path)
+    if not isinstance(candidate, nn.ModuleList | nn.Sequential):
+        kind = "nothing" if candidate is None else f"a {type(candidate).__name__}"
+        raise ValueError(
+            f"{type(model).__name__} has {kind} at '{path}', where cg.cut_layers looks for a "
+            f"ModuleList or Sequential; there are {_names(_lists(model))}"
+        )
+    return LayerList(path, tuple(candidate))
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from .analysis import Analysis
+from .analysis import Analysis, Boundary
 from .chain import Chain
 from .part import MissingParameter, ModelPart, PartEntry, PartExit, Passage
 
@@ -86,37 +87,55 @@ class Cuts(Sequence[StageOfModel]):
 
         If the model is on the meta device, so are the copies, until an actor fills them (`init=`).
         """
-        stage, layers = self[index], self._chain.layers
-        start, stop = stage.layers.start, stage.layers.stop
-        boundaries = self._analysis.boundaries
-        passage = Passage(boundaries[start - 1] if start else None)
-        # `deepcopy` takes what its memo has for copies: these layers and parameters are not copied.
-        memo: dict[int, Any] = {id(layer): PartEntry(layer, passage) for layer in layers[:start]}
-        memo |= {id(layer): PartExit(layer, boundaries[stop - 1]) for layer in layers[stop:]}
-        missing = list(self._missing(stage))
+        layers = self[index].layers
+        entering, leaving = self._boundary(layers.start), self._boundary(layers.stop)
+        passage = Passage(entering, leaving)
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        # `deepcopy` takes what its memo has for copies, so these are not copied.
+        memo: dict[int, Any] = {}
+        absent = self._modules_before(index)
+        for path in absent:
+            give = passage.stand_for(self._analysis.outputs[path], path)
+            memo[id(modules[path])] = PartEntry(modules[path], give)
+        if leaving:
+            for path in self._chain.paths[layers.stop :]:
+                memo[id(modules[path])] = PartExit(modules[path], passage, leaving)
+            absent += self._chain.paths[layers.stop :]
+        missing = list(self._missing(self[index], absent))
         memo |= {id(self._parameters[place.name]): None for place in missing}
-        return ModelPart(
-            copy.deepcopy(self.model, memo), missing, stage.borrowed, stage.lent, passage
-        )
+        part = copy.deepcopy(self.model, memo)
+        for tensor in passage.must_keep(leaving) if leaving else ():
+            slot = tensor.slots[0]
+            keep = functools.partial(passage.keep, tensor, slot.position)
+            part.get_submodule(slot.path).register_forward_hook(keep)
+        return ModelPart(part, missing, self[index].borrowed, self[index].lent, passage)
 
-    def _missing(self, stage: StageOfModel) -> Iterator[MissingParameter]:
+    def _boundary(self, index: int) -> Boundary | None:
+        """The boundary in front of a layer, if there are layers on both sides."""
+        return self._analysis.boundaries[index - 1] if 0 < index < len(self._chain.layers) else None
+
+    def _modules_before(self, index: int) -> tuple[str, ...]:
+        """The paths of the layers before a stage, and of other modules whose output enters it."""
+        start = self[index].layers.start
+        entering = self._boundary(start)
+        slots = [slot for tensor in (entering.moving if entering else ()) for slot in tensor.slots]
+        others = [slot.path for slot in slots if slot.ready < start]
+        return tuple(dict.fromkeys([*self._chain.paths[:start], *others]))
+
+    def _missing(self, stage: StageOfModel, absent: tuple[str, ...]) -> Iterator[MissingParameter]:
         """The places in a stage's model whose parameters the stage does not have."""
         own_names = set(stage.parameters)
         first = {id(p): name for name, p in self._parameters.items()}
-        absent = tuple(
-            f"{self._chain.path_of(i)}."
-            for i in range(len(self._chain.layers))
-            if i not in stage.layers
-        )
+        prefixes = tuple(f"{path}." for path in absent)
         for path, parameter in self.model.named_parameters(remove_duplicate=False):
             name = first[id(parameter)]
-            if name not in own_names and not path.startswith(absent):
+            if name not in own_names and not path.startswith(prefixes):
                 yield MissingParameter(path, name, parameter.shape, parameter.dtype)
 
     def _share_out(self, lengths: list[int]) -> tuple[StageOfModel, ...]:
         bounds = [0, *itertools.accumulate(lengths)]
         runs = [range(a, b) for a, b in itertools.pairwise(bounds)]
-        used = [self._used(run) for run in runs]
+        used = [set(self._analysis.used(run)) for run in runs]
         idle = self._parameters.keys() - set().union(*used)  # saved with the model, for all that
         used[0] |= idle
         have: list[list[str]] = [[] for _ in runs]
@@ -135,16 +154,6 @@ class Cuts(Sequence[StageOfModel]):
             self._stage(run, *map(tuple, names))
             for run, *names in zip(runs, have, borrowed, lent, strict=True)
         )
-
-    def _used(self, layers: range) -> set[str]:
-        """The parameters that the part of the forward with these layers uses."""
-        analysis = self._analysis
-        names: set[str] = set().union(*(analysis.layers[i] for i in layers))
-        if layers.start == 0:
-            names |= analysis.before
-        if layers.stop == len(self._chain.layers):
-            names |= analysis.after
-        return names
 
     def _stage(
         self,
@@ -165,7 +174,7 @@ class Cuts(Sequence[StageOfModel]):
     # -- the table ----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        count, place = len(self._chain.layers), self._chain.path or "the model itself"
+        count, place = len(self._chain.layers), self._chain.name
         head = f"{type(self.model).__name__}: {count} layers in {place}, {len(self)} stages"
         dearest = max((stage.cost for stage in self), default=0.0) or 1.0
         rows = [("stage", "layers", "parameters", self.costs.unit, "of the dearest", "besides")]
@@ -192,7 +201,7 @@ class Cuts(Sequence[StageOfModel]):
 
     def _besides(self, stage: StageOfModel) -> str:
         """Return what a stage has beside its layers, in words."""
-        inner = set().union(*self._analysis.layers)
+        inner = self._analysis.inner
         modules = dict.fromkeys(
             name.rpartition(".")[0] or name for name in stage.parameters if name not in inner
         )

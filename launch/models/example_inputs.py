@@ -33,8 +33,10 @@ def example_of(model: nn.Module) -> dict[str, Any]:
         settings: Mapping[str, Any] = base.config.to_dict()
         if base.main_input_name == "input_ids":
             longest = settings.get("max_position_embeddings") or settings.get("n_positions")
-            length = min(LENGTH, longest or LENGTH)
-            return {"input_ids": torch.zeros(ROWS, length, dtype=torch.int64)}
+            ids = torch.zeros(ROWS, min(LENGTH, longest or LENGTH), dtype=torch.int64)
+            names = ["input_ids"]
+            names += ["decoder_input_ids"] if settings.get("is_encoder_decoder") else []
+            return dict.fromkeys(names, ids)
         if base.main_input_name == "pixel_values" and isinstance(settings.get("image_size"), int):
             size = settings["image_size"]
             return {"pixel_values": torch.zeros(ROWS, settings.get("num_channels", 3), size, size)}

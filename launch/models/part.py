@@ -1,14 +1,15 @@
 """A stage of a cut model, which runs a part of the model's own forward.
 
-A part is the model, without the tensors and layers of other stages. In their place stand layers
-that let in what the stage before has made, and one that ends the run where the next stage goes on.
+A part is the model, without the tensors and layers of other stages. In their place stand modules
+that let in what stages before have made, and one that ends the run where the next stage goes on.
 So no line of the model's code is changed, and what it computes around its layers, such as masks and
 rotary tables, it computes from the inputs in each stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,9 +19,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .analysis import Boundary
+from .observation import GivenTensor, ModuleOutput
 
 Moving: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-"""The tensors that go from a stage to the next one; several only if the layers give several."""
+"""The tensors that go from a stage to the next one."""
 
 
 class ModelPart(nn.Module):
@@ -71,7 +73,7 @@ class ModelPart(nn.Module):
                 auxiliary loss, of which a part knows a part alone.
         """
         self._check(entering, lent or {})
-        self._passage.entering = _as_tuple(entering)
+        self._passage.begin(_as_tuple(entering))
         try:
             with self._filled(lent or {}):
                 return self._checked(self.model(*args, **kwargs))
@@ -79,7 +81,7 @@ class ModelPart(nn.Module):
             moving = leaving.moving
             return moving[0] if len(moving) == 1 else moving
         finally:
-            self._passage.entering = None
+            self._passage.end()
 
     def lend(self, rows: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """The parameters of this part that others use, by name; they are trained here alone.
@@ -164,28 +166,83 @@ class MissingParameter:
 
 
 class Passage:
-    """The tensors that enter a part, while it runs.
+    """The tensors that enter a part, and those that leave it, while it runs.
 
     Args:
-        boundary: the tensors that the part before gives; None for the first part.
+        entering: the boundary in front of the part; None for the first one.
+        leaving: the boundary behind it; None for the last one.
     """
 
-    def __init__(self, boundary: Boundary | None) -> None:
-        self.boundary = boundary
-        self.entering: tuple[torch.Tensor, ...] | None = None
+    def __init__(self, entering: Boundary | None, leaving: Boundary | None) -> None:
+        before = entering.moving if entering else ()
+        self._place = {tensor: place for place, tensor in enumerate(before)}
+        self._leaving = leaving.moving if leaving else ()
+        self.taken = len(before)
+        self._entering: tuple[torch.Tensor, ...] | None = None
+        self._kept: dict[GivenTensor, torch.Tensor] = {}
+        self._zeros: dict[int, torch.Tensor] = {}
 
-    @property
-    def taken(self) -> int:
-        return 0 if self.boundary is None else len(self.boundary.moving)
+    def begin(self, entering: tuple[torch.Tensor, ...] | None) -> None:
+        """Let tensors enter, as the part begins to run."""
+        self._entering = entering
 
-    def give(self) -> Any:
-        """Return the tensors that have entered, as the output of the layer in front."""
-        assert self.boundary is not None
-        assert self.entering is not None
-        leaves = list(self.boundary.leaves)
-        for (position, _), tensor in zip(self.boundary.moving, self.entering, strict=True):
-            leaves[position] = tensor
-        return tree_unflatten(leaves, self.boundary.structure)
+    def end(self) -> None:
+        """Forget all tensors, as the run has ended."""
+        self._entering = None
+        self._kept.clear()
+        self._zeros.clear()
+
+    def stand_for(self, output: ModuleOutput, path: str) -> Callable[[], Any]:
+        """A function that returns the output of a module of a part before.
+
+        Of the leaves that do not enter, since nothing depends on them, those with the shape of a
+        tensor that does are zeros, so that code that computes with them runs. Others are None.
+        """
+        leaves = [self._leaf(path, index, leaf) for index, leaf in enumerate(output.leaves)]
+        return lambda: tree_unflatten([give() for give in leaves], output.structure)
+
+    def _leaf(self, path: str, index: int, leaf: Any) -> Callable[[], Any]:
+        if not isinstance(leaf, torch.Tensor):
+            return lambda: leaf
+        for tensor, place in self._place.items():
+            if any((slot.path, slot.position) == (path, index) for slot in tensor.slots):
+                return functools.partial(self._entered, place)
+        for tensor, place in self._place.items():
+            if (tensor.tensor.shape, tensor.tensor.dtype) == (leaf.shape, leaf.dtype):
+                return functools.partial(self._zeros_like, place)
+        return lambda: None
+
+    def _entered(self, place: int) -> torch.Tensor:
+        assert self._entering is not None
+        return self._entering[place]
+
+    def _zeros_like(self, place: int) -> torch.Tensor:
+        if place not in self._zeros:
+            self._zeros[place] = torch.zeros_like(self._entered(place))
+        return self._zeros[place]
+
+    def must_keep(self, behind: Boundary) -> Iterator[GivenTensor]:
+        """Tensors of the part that leave it, and that the layer behind it is not given."""
+        for tensor, taken in zip(behind.moving, behind.taken, strict=True):
+            if taken is None and tensor not in self._place:
+                yield tensor
+
+    def leave(self, taken: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        """The tensors that leave, of those that the layer behind is given, or None for each."""
+        return tuple(
+            self._leaves(tensor) if value is None else value
+            for tensor, value in zip(self._leaving, taken, strict=True)
+        )
+
+    def _leaves(self, tensor: GivenTensor) -> torch.Tensor:
+        place = self._place.get(tensor)
+        return self._kept[tensor] if place is None else self._entered(place)
+
+    def keep(
+        self, tensor: GivenTensor, position: int, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        """A forward hook of a module that gives a tensor that leaves."""
+        self._kept[tensor] = tree_flatten(output)[0][position]
 
 
 class _Leaves(BaseException):  # not an Exception, which a model may catch
@@ -197,37 +254,52 @@ class _Leaves(BaseException):  # not an Exception, which a model may catch
 
 
 class _Stand(nn.Module):
-    """Stands in the place of a layer, and has its attributes, since models read some."""
+    """Stands in the place of a module, and has its attributes, since models read some."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         attributes = vars(self)
-        attributes.update(
-            {k: v for k, v in vars(layer).items() if k not in attributes and _is_plain(v)}
-        )
+        for holder in (*_own_classes(type(module)), module):
+            attributes.update(
+                {
+                    name: value
+                    for name, value in vars(holder).items()
+                    if name not in _OF_ANY_MODULE and _is_plain(value)
+                }
+            )
+
+
+_OF_ANY_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
+
+
+def _own_classes(cls: type) -> Iterator[type]:
+    """The classes between `nn.Module` and a class, which comes last."""
+    return (base for base in reversed(cls.__mro__) if not issubclass(nn.Module, base))
 
 
 class PartEntry(_Stand):
-    """Stands for a layer before the part's own, and gives the tensors that have entered."""
+    """Stands for a module of a part before, and gives the tensors that have entered."""
 
-    def __init__(self, layer: nn.Module, passage: Passage) -> None:
-        super().__init__(layer)
-        self._passage = passage
+    def __init__(self, module: nn.Module, give: Callable[[], Any]) -> None:
+        super().__init__(module)
+        self._give = give
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._passage.give()
+        return self._give()
 
 
 class PartExit(_Stand):
-    """Stands for the layer behind the part's last one, and ends the run with its own inputs."""
+    """Stands for a layer behind the part's last one, and ends the run."""
 
-    def __init__(self, layer: nn.Module, boundary: Boundary) -> None:
+    def __init__(self, layer: nn.Module, passage: Passage, boundary: Boundary) -> None:
         super().__init__(layer)
-        self._taken = tuple(position for _, position in boundary.moving)
+        self._passage, self._taken = passage, boundary.taken
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
-        raise _Leaves(tuple(leaves[position] for position in self._taken))
+        raise _Leaves(
+            self._passage.leave([None if at is None else leaves[at] for at in self._taken])
+        )
 
 
 def _is_plain(value: Any) -> bool:

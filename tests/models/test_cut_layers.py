@@ -188,23 +188,58 @@ def test_gradients_flow_through_checkpointed_layers() -> None:
 
 
 class Tower(nn.Module):
-    """Layers that give two tensors, of which the next one takes both by name."""
+    """Layers, a module, a parameter and a dropout, and a forward that runs them as a test says."""
 
-    def __init__(self, skip: int = 0, doubles: bool = False, again: bool = False) -> None:
+    def __init__(self, way: str = "chain") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.skip, self.doubles, self.again = skip, doubles, again
+        self.embed, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.table = nn.Parameter(torch.randn(4))
+        self.way, self.stash = way, torch.zeros(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = self.embed(x) if self.way == "row" else x
+        if self.way == "module draws":
+            row = self.dropout(x * self.table)
+        if self.way == "draws":
+            row = nn.functional.dropout(x * self.table)
         first = x
         for index, layer in enumerate(self.layers):
-            x = layer(2 * x if self.doubles and index else x)
+            x = layer(x)
             if index == 0:
                 first = x
-            if index + 1 == self.skip:
-                x = x + first
-        return self.layers[0](x) if self.again else x
+            x = self._between(x, first, row)
+        return self.layers[0](x) if self.way == "again" else x
+
+    def _between(self, x: torch.Tensor, first: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        match self.way:
+            case "doubles":
+                return 2 * x
+            case "skips":
+                return x + first
+            case "table":
+                return x * self.table
+            case "row" | "draws" | "module draws":
+                return x + row[:1]
+            case "writes":
+                return x.mul_(2)
+            case _:
+                return x
+
+
+class Hoarder(nn.Module):
+    """A layer that takes what the layer before it has computed inside, and keeps such a tensor."""
+
+    def __init__(self, hoard: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.hoard = nn.Linear(4, 4), hoard
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.hoard:
+            x = x + self.hoard.pop()
+        self.hoard.append(self.linear(x))
+        return self.hoard[-1].sin()
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), Tower()])
@@ -239,17 +274,20 @@ def test_any_module_with_a_chain(model: nn.Module) -> None:
             lambda: cg.cut_layers(model_of("Llama"), 2, example={"input_ids": torch.zeros(2)}),
             "LlamaForCausalLM does not run on the example inputs input_ids: ",
         ),
+        (lambda: cut_tower("writes"), "the model writes into what layers.0 has given"),
         (
-            lambda: cg.cut_layers(Tower(doubles=True), 2, example={"x": torch.zeros(1, 4)}),
-            r"in front of layers.1, for one: layers.1 takes nothing that layers.0 gives",
+            lambda: cut_tower("draws"),
+            "layers.1 takes random numbers that are drawn before layers.0 has run, and each stage "
+            "would draw others; set this dropout of the model to 0",
         ),
         (
-            lambda: cg.cut_layers(Tower(skip=3), [2, 2], example={"x": torch.zeros(1, 4)}),
-            "in front of layers.2: layers.3 takes what layers.0 gives, other than by the layers",
+            lambda: cg.cut_layers(hoarders(), 2, example={"input": torch.zeros(1, 4)}),
+            "in front of 1, for one: 1 takes what 0 computes inside and does not give",
         ),
+        (lambda: cut_tower("again"), "Tower runs layers.0 out of order, or more than once"),
         (
-            lambda: cg.cut_layers(Tower(again=True), 2, example={"x": torch.zeros(1, 4)}),
-            "Tower runs layers.0 out of order, or more than once",
+            lambda: cg.cut_layers(Reader(), 2, example={"x": torch.zeros(1, 4)}),
+            "Reader cannot be traced: what aten.* gives has a shape, or is a number, that depends",
         ),
     ],
 )
@@ -258,10 +296,49 @@ def test_what_cannot_be_cut(make: Any, message: str) -> None:
         make()
 
 
-def test_cuts_are_where_nothing_else_crosses() -> None:
-    """Layer 3 takes what layer 0 gives, so they are in one stage."""
-    cuts = cg.cut_layers(Tower(skip=2), 2, [1, 1, 1, 1], example={"x": torch.zeros(1, 4)})
-    assert [len(stage.layers) for stage in cuts] == [3, 1]
+def cut_tower(way: str) -> Any:
+    return cg.cut_layers(Tower(way), 2, example={"x": torch.zeros(1, 4)})
+
+
+def hoarders() -> nn.Module:
+    hoard: list[torch.Tensor] = []
+    return nn.Sequential(Hoarder(hoard), Hoarder(hoard))
+
+
+class Reader(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() < 1 else x
+
+
+@pytest.mark.parametrize(
+    ("way", "crossing"),
+    [("chain", 1), ("doubles", 1), ("skips", 2), ("table", 1), ("row", 2), ("module draws", 2)],
+)
+def test_what_is_around_the_layers(way: str, crossing: int) -> None:
+    """What later stages need of earlier ones goes to them, and the rest is computed again."""
+    model, x = Tower(way), torch.randn(3, 4)
+    cuts = cg.cut_layers(model, [1, 2, 1], example={"x": x})
+    torch.manual_seed(0)
+    wanted = model(x)
+    parts = [cuts.part(index) for index in range(3)]
+    torch.manual_seed(0)
+    lent = parts[0].lend() | parts[1].lend()
+    entering = parts[1](parts[0](None, x), x, lent=lent)
+    assert (1 if isinstance(entering, torch.Tensor) else len(entering)) == crossing
+    output = parts[2](entering, x, lent=lent)
+    assert torch.equal(output, wanted)
+    wanted.square().sum().backward()
+    output.square().sum().backward()
+    check_gradients(model, parts)
+
+
+def test_cuts_are_where_nothing_is_computed_inside() -> None:
+    """What the first two layers compute inside does not leave them."""
+    hoard: list[torch.Tensor] = []
+    layers = [Hoarder(hoard), Hoarder(hoard), *(nn.Linear(4, 4) for _ in range(2))]
+    example = {"input": torch.zeros(1, 4)}
+    cuts = cg.cut_layers(nn.Sequential(*layers), 2, [9, 9, 1, 1], example=example)
+    assert [len(stage.layers) for stage in cuts] == [2, 2]
 
 
 def test_a_part_says_what_it_takes() -> None:

@@ -1,0 +1,174 @@
+"""Run a model on fake tensors, which have shapes and hold nothing; and the order of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_map_only
+
+from .chain import Chain, LayerList
+
+
+class FakeRun:
+    """Fake tensors in the place of a model's tensors, and of example inputs.
+
+    Args:
+        model: that runs.
+        example: its inputs by name.
+    """
+
+    def __init__(self, model: nn.Module, example: Mapping[str, Any]) -> None:
+        self.model, self.example = model, example
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def run(
+        self,
+        note: Callable[[str, torch.Tensor], None] = lambda name, fake: None,
+        watcher: AbstractContextManager[Any] | None = None,
+    ) -> Any:
+        """Run the model, without gradients.
+
+        Args:
+            note: told the name and the fake of each parameter, before the run.
+            watcher: a mode in which the model runs.
+
+        Returns:
+            The output, of fake tensors.
+
+        Raises:
+            ValueError: the model cannot run on the example.
+        """
+
+        def parameter(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            fake = self.fake(tensor)
+            note(name, fake)
+            return fake
+
+        inputs = {k: tree_map_only(torch.Tensor, self.fake, v) for k, v in self.example.items()}
+        try:
+            with (
+                _replaced(self.model, parameter, self.fake),
+                torch.no_grad(),
+                self.mode,
+                watcher or nullcontext(),
+            ):
+                return self.model(**inputs)
+        except ValueError:
+            raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be traced: what {error.func} gives has a "
+                "shape, or is a number, that depends on the data. Take a form without it, such as "
+                "experts='cg' for a mixture of experts of transformers, and layerdrop=0.0 for "
+                "layers that are left out at random"
+            ) from error
+        except Exception as error:
+            raise ValueError(
+                f"{type(self.model).__name__} does not run on the example inputs "
+                f"{', '.join(self.example) or '(none)'}: {type(error).__name__}: {error}; give "
+                "cg.cut_layers inputs as the model takes them, example={name: tensor}"
+            ) from error
+
+
+def order_layers(
+    model: nn.Module, lists: Sequence[LayerList], example: Mapping[str, Any], chosen: bool
+) -> Chain:
+    """The layers of lists, in the order in which the model runs them.
+
+    Lists that the user has not `chosen` are left out if the model does not run them; those after
+    the first one of the others also if it does not run their layers once, in order, and outside of
+    other layers. Whether it does so with that one is seen when the run is observed.
+
+    Raises:
+        ValueError: the model cannot run on the example.
+    """
+    if len(lists) == 1:
+        return Chain.of(lists, [(0, index) for index in range(len(lists[0].layers))])
+    entered, nested = _entered(model, lists, example)
+    kept = list(range(len(lists)))
+    if not chosen:
+        ran = {number for number, _ in entered}
+        first = min(ran, default=0)
+        kept = [n for n in ran if n == first or (n not in nested and _in_order(n, lists, entered))]
+    every = ((n, i) for n in kept for i in range(len(lists[n].layers)))
+    order = list(dict.fromkeys([*(at for at in entered if at[0] in kept), *every]))
+    numbers = list(dict.fromkeys(number for number, _ in order))
+    return Chain.of([lists[n] for n in numbers], [(numbers.index(n), i) for n, i in order])
+
+
+def _in_order(number: int, lists: Sequence[LayerList], entered: Sequence[tuple[int, int]]) -> bool:
+    count = len(lists[number].layers)
+    return [index for other, index in entered if other == number] == list(range(count))
+
+
+def _entered(
+    model: nn.Module, lists: Sequence[LayerList], example: Mapping[str, Any]
+) -> tuple[list[tuple[int, int]], set[int]]:
+    """The layers that a run enters, in order, and the lists with layers that run inside others."""
+    number_of = {
+        id(layer): (number, index)
+        for number, layer_list in enumerate(lists)
+        for index, layer in enumerate(layer_list.layers)
+    }
+    entered: list[tuple[int, int]] = []
+    running: list[int] = []
+    nested: set[int] = set()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        number, index = number_of[id(module)]
+        nested.update([number, *running] if running else [])
+        entered.append((number, index))
+        running.append(number)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    layers = [layer for layer_list in lists for layer in layer_list.layers]
+    hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
+    hooks += [layer.register_forward_hook(leave) for layer in layers]
+    try:
+        FakeRun(model, example).run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return entered, nested
+
+
+@contextmanager
+def _replaced(
+    model: nn.Module,
+    parameter: Callable[[str, torch.Tensor], torch.Tensor],
+    buffer: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[None]:
+    """Inside the `with` block other tensors stand in for a model's; tied ones stay tied."""
+    replacements: dict[int, torch.Tensor] = {
+        id(tensor): parameter(name, tensor) for name, tensor in model.named_parameters()
+    }
+    replacements |= {id(tensor): buffer(tensor) for _, tensor in model.named_buffers()}
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in model.modules():
+            holders: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for slots in holders:
+                undo += [
+                    (slots, key, tensor) for key, tensor in slots.items() if tensor is not None
+                ]
+        for slots, key, tensor in undo:
+            slots[key] = replacements[id(tensor)]
+        yield
+    finally:
+        for slots, key, tensor in undo:
+            slots[key] = tensor
