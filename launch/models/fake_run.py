@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from .chain import Chain, LayerList
+from .dependence import Dependence
 
 
 class FakeRun:
@@ -36,14 +37,14 @@ class FakeRun:
 
     def run(
         self,
+        watcher: Dependence,
         note: Callable[[str, torch.Tensor], None] = lambda name, fake: None,
-        watcher: AbstractContextManager[Any] | None = None,
     ) -> Any:
         """Run the model, without gradients.
 
         Args:
+            watcher: the mode in which the model runs.
             note: told the name and the fake of each parameter, before the run.
-            watcher: a mode in which the model runs.
 
         Returns:
             The output, of fake tensors.
@@ -63,7 +64,7 @@ class FakeRun:
                 _replaced(self.model, parameter, self.fake),
                 torch.no_grad(),
                 self.mode,
-                watcher or nullcontext(),
+                watcher,
             ):
                 return self.model(**inputs)
         except ValueError:
@@ -140,7 +141,7 @@ def _entered(
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
     try:
-        FakeRun(model, example).run()
+        FakeRun(model, example).run(Dependence())
     finally:
         for hook in hooks:
             hook.remove()

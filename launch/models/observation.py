@@ -135,7 +135,7 @@ def observe(model: nn.Module, chain: Chain, example: Mapping[str, Any]) -> Obser
     run = _ObservedRun(model, chain)
     hooks = run.hooks()
     try:
-        output = FakeRun(model, example).run(run.note_parameter, run.dependence)
+        output = FakeRun(model, example).run(run.dependence, run.note_parameter)
     finally:
         for hook in hooks:
             hook.remove()

@@ -92,7 +92,7 @@ class Wiring(nn.Module):
             case "turn":
                 return (a.t(),)
             case _:
-                return (a.add_(b.detach()),)
+                return (a.add_(b.detach().clone()),)
 
 
 def steps(*more: str) -> st.SearchStrategy[list[Step]]:
