@@ -7,7 +7,7 @@ layer takes, gives and depends on, so the architecture need not be known.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -64,25 +64,22 @@ class GivenTensor:
     """A tensor that modules give: layers, and others that run once, outside of the layers.
 
     Attributes:
-        tensor: a fake of it.
+        tensor: in the run a fake of it, and then a tensor without memory of its shape and type.
         version: of the fake, when it was first given.
         depends: the sources of what it was computed from.
         slots: its places in outputs, in the order of the run; empty if none can stand for it.
+        is_changed: whether the model has written into it.
     """
 
     tensor: torch.Tensor
     version: int
     depends: int
     slots: list[OutputSlot]
+    is_changed: bool = False
 
     def is_ready(self, start: int) -> bool:
         """Whether a module gives it before the layer in front of the one numbered `start` ends."""
         return bool(self.slots) and self.slots[0].ready < start
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the model has written into it."""
-        return self.tensor._version != self.version
 
 
 SourceOfTensor: TypeAlias = ParameterSource | InsideSource | RandomSource | GivenTensor
@@ -94,7 +91,7 @@ class ModuleOutput:
 
     Attributes:
         structure: of it.
-        leaves: fakes, and what is no tensor as it is.
+        leaves: tensors as in `GivenTensor`, and what is no tensor as it is.
     """
 
     structure: TreeSpec
@@ -276,7 +273,25 @@ class _ObservedRun:
             for parameter in layer.parameters():
                 observation.owners[name_of[id(parameter)]].add(index)
         observation.flops = self._costs()
+        self._let_go_of_fakes()
         return observation
+
+    def _let_go_of_fakes(self) -> None:
+        """Put tensors without memory in the place of fakes.
+
+        Stages hold what is observed, and are copied. A copy of a fake copies its mode, whose weak
+        references to storages are then given back twice, which corrupts the heap.
+        """
+        observation, metas = self.observation, _Metas()
+        for source in observation.sources:
+            if isinstance(source, GivenTensor):
+                source.is_changed = source.tensor._version != source.version
+                source.tensor = metas.of(source.tensor)
+        observation.taken = [[metas.of(leaf) for leaf in leaves] for leaves in observation.taken]
+        observation.outputs = {
+            path: replace(output, leaves=tuple(map(metas.of, output.leaves)))
+            for path, output in observation.outputs.items()
+        }
 
     def _costs(self) -> tuple[int, ...]:
         """The operations before the layers, of each layer up to the next, and after the layers."""
@@ -287,6 +302,22 @@ class _ObservedRun:
             *(a + b for a, b in zip(layers, [*between[:-1], 0], strict=True)),
             between[-1],
         )
+
+
+class _Metas:
+    """Tensors without memory that stand for others; the same one for the same tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with what it stands for
+
+    def of(self, leaf: Any) -> Any:
+        """The tensor that stands for a leaf; what is no tensor as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self._known:
+            meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            self._known[id(leaf)] = leaf, meta
+        return self._known[id(leaf)][1]
 
 
 def _holds(leaves: Sequence[Any], tensor: torch.Tensor) -> bool:

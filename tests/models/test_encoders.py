@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
 from .decoders import decoder
-from .encoder_runs import EncoderStage, train_in_stages
+from .encoder_runs import EncoderStage, batches, train_in_stages
 from .encoders import KINDS
 
 pytestmark = pytest.mark.timeout(300)
@@ -104,3 +106,15 @@ def test_checkpoints_of_stages_are_models(kind: str, tmp_path: Path) -> None:
     reopened = type(model).from_pretrained(tmp_path / "second")
     for name, parameter in model.named_parameters():
         assert torch.equal(reopened.get_parameter(name), parameter), name
+
+
+def test_parts_hold_nothing_of_the_run_that_cut_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a fake tensor copies its mode, and that corrupts the heap."""
+
+    def refuse(mode: FakeTensorMode, memo: dict[int, Any]) -> FakeTensorMode:
+        raise AssertionError("a part holds a fake tensor")
+
+    monkeypatch.setattr(FakeTensorMode, "__deepcopy__", refuse, raising=False)
+    for kind in ("clip", "t5"):
+        cuts = cg.cut_layers(KINDS[kind].model(), 2, example=batches(KINDS[kind])[0])
+        copy.deepcopy([cuts, *map(cuts.part, range(2))])
