@@ -99,7 +99,7 @@ class ModelPart(nn.Module):
 
     def _checked(self, result: Any) -> Any:
         """Refuse a loss of routers, which the model has made from those of this part alone."""
-        is_partial = self._passage.boundary is not None and isinstance(result, Mapping)
+        is_partial = self._passage.taken > 0 and isinstance(result, Mapping)
         if is_partial and result.get("aux_loss") is not None:
             raise ValueError(
                 "the auxiliary loss of this part is of its own layers alone; give "
