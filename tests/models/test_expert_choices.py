@@ -142,5 +142,5 @@ def test_an_auxiliary_loss_of_a_part_is_refused() -> None:
         last(moving, input_ids=ids, use_cache=False, output_router_logits=True)
     last(moving, input_ids=ids, use_cache=False)
     model.config.output_router_logits = True  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="other than by the layers between them"):
+    with pytest.raises(ValueError, match="computes inside and does not give as its output"):
         cg.cut_layers(model, 2, example=EXAMPLE)
