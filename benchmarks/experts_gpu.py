@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from experts import Exchange
 from provenance import provenance
 from torch import Tensor, nn
 from torch.nn import functional
@@ -126,24 +127,6 @@ def cg_step(
     x = tokens_of(shape, row, ranks, device)
     step = (train if row == "train" else decode).lower(x).compile(fuse=fuse)
     return lambda: float(step(x)), cg.rank()
-
-
-class Exchange(torch.autograd.Function):
-    """Rows to the ranks of their experts; the backward brings gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        ctx.counts = sent, received
-        result = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        sent, received = ctx.counts
-        result = gradient.new_empty(sum(sent), gradient.shape[1])
-        dist.all_to_all_single(result, gradient.contiguous(), sent, received)
-        return result, None, None
 
 
 def multiply(rows: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
