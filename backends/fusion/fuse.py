@@ -18,9 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .few_queries import loop_over_few
-
-Compute = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Computes a graph from a list of tensors for its placeholders; it may empty the list."""
+from .split import Compute, compile_in_parts
 
 OPTIONS = {
     "fallback_random": True,  # operators that draw numbers draw the same ones as without fusion
@@ -87,9 +85,13 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
             ]
         loop_over_few(module.graph)
         module.recompile()
+
+        def whole(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Compute:
+            return _as_compiled(compile_(wrapper(graph, _as_given), inputs, OPTIONS), inputs)
+
         try:
             with torch.no_grad(), _random_kept(examples):
-                compiled = compile_(wrapper(module, _as_given), fakes, OPTIONS)
+                return compile_in_parts(module, fakes, mode, whole)
         except Exception as error:
             if any(isinstance(cause, missing) for cause in _causes(error)):
                 raise FuseError(
@@ -97,7 +99,6 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
                     "none: install g++, name one by the variable CXX, or leave fuse out"
                 ) from error
             raise
-        return _as_compiled(compiled, fakes)
 
     return run
 

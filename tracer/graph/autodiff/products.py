@@ -121,7 +121,7 @@ def adding_to(
     compute: Callable[[list[Tensor]], Sequence[Tensor]],
     values: list[Tensor],
 ) -> Sequence[Tensor]:
-    """Compute a graph in which `ADD_PRODUCT` adds to parameters, by their index.
+    """Compute a graph in which `ADD_PRODUCT` adds to parameters, by their number.
 
     Args:
         parameters: the parameters.
@@ -140,18 +140,18 @@ def adding_to(
         _sums.parameters, _sums.made = before
 
 
-def _add(one: Tensor, other: Tensor, index: int, is_transposed: bool) -> Tensor:
-    add_product(_sums.parameters[index], one, other, is_transposed, _sums.made)
+def _add(one: Tensor, other: Tensor, number: Tensor, is_transposed: bool) -> Tensor:
+    add_product(_sums.parameters[int(number)], one, other, is_transposed, _sums.made)
     return one.new_empty(0)
 
 
 _LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "add_product(Tensor one, Tensor other, int index, bool is_transposed) -> Tensor"
+    "add_product(Tensor one, Tensor other, Tensor number, bool is_transposed) -> Tensor"
 )
 _LIBRARY.impl("add_product", _add, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(
-    "cg::add_product", lambda one, other, index, is_transposed: one.new_empty(0), lib=_LIBRARY
+    "cg::add_product", lambda one, other, number, is_transposed: one.new_empty(0), lib=_LIBRARY
 )
 
 ADD_PRODUCT = torch.ops.cg.add_product.default

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,20 +42,24 @@ def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fu
     Args:
         piece: the piece.
         products: its gradients that are products, by their index. Each becomes an operator that
-            takes its number in this order, and gives an empty tensor in place of the gradient.
+            takes its number in this order, and gives an empty tensor in place of the gradient. The
+            number is a tensor, so that the operators of equal layers are equal.
     """
     numbers = {product.nodes[0]: number for number, product in enumerate(products.values())}
     chosen = list(products.values())
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    constants = {node.target for node in piece.graph.nodes if node.op == "get_attr"}
+    attributes: dict[str, Any] = {name: attrgetter(name)(piece.owner) for name in constants}
     parts = ProductParts(piece.graph, graph, copies)
     for node in piece.graph.nodes:
         if node in numbers:
             product = chosen[numbers[node]]
             factors = (copies[factor] for factor in product.factors)
-            added = graph.call_function(
-                ADD_PRODUCT, (*factors, numbers[node], product.is_transposed)
-            )
+            name = f"product_{numbers[node]}"
+            attributes[name] = torch.tensor(numbers[node])
+            number = graph.get_attr(name)
+            added = graph.call_function(ADD_PRODUCT, (*factors, number, product.is_transposed))
             copies.update(dict.fromkeys(product.nodes, added))
         elif node.target is ASKED:  # only without a mesh: on a mesh, it has been replaced
             copies[node] = graph.call_function(CLONE, (copies[node.args[0]],))
@@ -62,7 +68,7 @@ def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fu
         elif node not in copies and node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results(piece.graph)))
-    return Fusible(fx.GraphModule(piece.owner, graph), _examples(piece))
+    return Fusible(fx.GraphModule(attributes, graph), _examples(piece))
 
 
 def _examples(piece: Subgraph) -> tuple[torch.Tensor, ...]:
