@@ -315,7 +315,7 @@ def attend(
             grouped = query.reshape(rows, groups, shared, width)
             where = pages.blocks, pages.positions.flatten()
             mixed = torch.ops.cg_paged.attend(grouped, pool, *where, scale)
-            return mixed.view(rows, 1, heads, width)
+            return mixed.reshape(rows, 1, heads, width)
     # Heads that share keys are rows of one product: [rows, groups, shared * tokens, width].
     query = query.reshape(rows, groups, shared * tokens, width)
     if shared > 1:
@@ -323,7 +323,7 @@ def attend(
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     if tokens == 1:  # a view, for products of matrices copy what has other strides
         return mixed.reshape(rows, 1, heads, value.shape[-1])
-    return mixed.view(rows, heads, tokens, value.shape[-1]).transpose(1, 2)
+    return mixed.reshape(rows, heads, tokens, value.shape[-1]).transpose(1, 2)
 
 
 def _repeat(mask: Tensor, heads: int, shared: int) -> Tensor:

@@ -269,7 +269,7 @@ def start(
         options: the same on all ranks.
 
     Returns:
-        The engine on rank 0, once its variants have run; with `Options.late` the first two. None on
+        The engine on rank 0, once its variants have run; with `Options.late` the first. None on
         other ranks, which serve until rank 0 has closed it.
 
     Raises:

@@ -187,6 +187,8 @@ class EngineLoop:
             self.engine.improve()
         except Exception as error:
             self._fault = error
+        # Requests that have come meanwhile are still in the socket, so this is no quiet moment.
+        self._quiet_at = monotonic() + QUIET
         self._wake.set()
 
     def _is_quiet(self) -> bool:

@@ -29,7 +29,7 @@ class Options:
         seed: of random weights.
         warm: whether a variant has run on padding before it is used.
         first_chunk: the length of the prefill chunk that is compiled first; the longest if None.
-        late: whether the engine is ready with its first two variants; the others follow while it
+        late: whether the engine is ready with its first variants; the others follow while it
             serves, by `CgEngine.improve`. Else all of them are compiled first.
         clamp: whether the graph clamps ids to the vocabulary, beside the checks of the driver.
         debug_bounds: whether it checks ids, positions and blocks; an execution fails otherwise.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self, TypeVar
 
 import numpy as np
@@ -108,18 +108,22 @@ def cheapest(sizes: Iterable[S], needed: S) -> S | None:
     return min(fitting, key=lambda size: size.cost, default=None)
 
 
-def first_sizes(limits: Limits, options: Options) -> tuple[DecodeSize, PrefillSize]:
-    """The two variants that are compiled first: they serve most first requests, with any sampling.
+def first_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize]:
+    """The variants that are compiled first: they serve most first requests, with any sampling.
 
     The batch is the largest, so that all requests are served; its tables are the shortest. The
-    chunk begins a prompt.
+    chunk begins a prompt. Where kernels are fused, the batch has a greedy variant, too: the layers
+    are compiled by then, and kernels that draw take longer than the layers do.
     """
     how = How.DRAWN if options.draws else How.GREEDY
     tokens = options.chunks[-1]
     if options.first_chunk is not None:
         tokens = bucket(options.chunks, min(tokens, options.first_chunk))
     decode = DecodeSize(options.batches[-1], widths(limits, options)[0], how)
-    return decode, PrefillSize(1, tokens, 0, how)
+    sizes: list[DecodeSize | PrefillSize] = [decode, PrefillSize(1, tokens, 0, how)]
+    if options.fuse and options.draws:
+        sizes.append(replace(decode, how=How.GREEDY))
+    return sizes
 
 
 def all_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize]:

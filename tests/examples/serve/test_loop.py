@@ -274,6 +274,28 @@ def test_an_idle_engine_is_improved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run(tmp_path, story)
 
 
+def test_requests_that_come_meanwhile_go_ahead_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are still in the socket when the engine has been improved, so it looks idle."""
+    monkeypatch.setattr(loops, "QUIET", 0.2)
+    ended: list[int] = []
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        assert isinstance(loop.engine, FakeEngine)
+        loop.engine.to_improve = 3
+
+        def ask() -> None:
+            ended.append(len(front.ends))
+            front.add(Request(len(ended), (1,), 3))
+
+        loop.engine.before = ask
+        await front.until(lambda: len(front.ends) == 3)
+
+    run(tmp_path, story)
+    assert ended == [0, 1, 2]
+
+
 def tokens_are_sent(loop: EngineLoop) -> None:
     """Clients do not wait for tokens that are there."""
     assert not loop._unsent

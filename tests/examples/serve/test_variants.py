@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -51,13 +52,16 @@ def test_a_chunk_that_goes_on_is_alone() -> None:
     assert cheapest([goes_on], PrefillSize(1, 8, 0, How.GREEDY)) == goes_on  # it begins, alone
 
 
-def test_the_first_two_serve_most() -> None:
+def test_the_first_ones_serve_most() -> None:
     decode, chunk = first_sizes(LIMITS, OPTIONS)
     assert decode == DecodeSize(8, 4, How.DRAWN)
     assert chunk == PrefillSize(1, 32, 0, How.DRAWN)
     short = Options(batches=(2,), chunks=(8, 32), first_chunk=5, draws=False)
     assert first_sizes(LIMITS, short)[1] == PrefillSize(1, 8, 0, How.GREEDY)
     assert {decode, chunk} < set(ALL)
+    fused = first_sizes(LIMITS, replace(OPTIONS, fuse="inductor"))
+    assert fused == [decode, chunk, DecodeSize(8, 4, How.GREEDY)]
+    assert len(first_sizes(LIMITS, replace(short, fuse="inductor"))) == 2
 
 
 def test_what_nobody_has_asked_for_is_greedy_and_short() -> None:
