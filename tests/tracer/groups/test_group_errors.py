@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
@@ -112,6 +113,14 @@ def test_actors_that_cannot_be_made_or_used(make: Callable[[], Any], message: st
     with pytest.raises((ValueError, RuntimeError)) as caught:
         make()
     assert message in str(caught.value)
+
+
+def test_a_fake_tensor_is_no_tensor_of_an_actor() -> None:
+    """A copy of it for another rank would free memory that is in use."""
+    with FakeTensorMode():
+        fake = nn.Parameter(torch.empty(4, 4))
+    with pytest.raises(cg.ActorError, match=r"'weight' is a fake tensor.* keep a real tensor"):
+        Layer.on(cg.mesh(dp=2))(fake)  # type: ignore[attr-defined]
 
 
 def test_actors_on_meshes_share_no_tensor() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ....ir.text.differences import disagreement
 from ....ir.types import Mesh
@@ -90,7 +91,15 @@ class Constructor:
 
     def _lay_out(self, instance: Any) -> tuple[LogicalTensor, ...]:
         self.check(instance)
-        paths = [slot.path for state in collect(instance).tensors for slot in state.slots]
+        tensors = collect(instance).tensors
+        for state in tensors:
+            # A copy of one copies its mode, and with it what frees the memory of other tensors.
+            if isinstance(state.tensor, FakeTensor):
+                raise ActorError(
+                    f"{self.name}: '{state.slots[0].path}' is a fake tensor, which has no numbers "
+                    "for the ranks; let the constructor keep a real tensor there"
+                )
+        paths = [slot.path for state in tensors for slot in state.slots]
         self.plan.check(self.cls, paths, arguments_of(self.cls))
         logical = lay_out(instance, self.plan, self.store, self.mesh)
         if any(tensor.layout is not None for tensor in logical):
