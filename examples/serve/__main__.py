@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from . import features as switches
+from .front.adjusting import Rules, rules_of
 from .front.admission import Bounds
 from .front.connections import listen
 from .front.server import Front
@@ -34,10 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listener = listen(options.host, options.port)
         model, note = resolve(options.model)
         text = load(model)
+        rules = Rules(options.choices, options.stops)
+        if options.generation_config == "model":
+            rules = rules_of(Path(model), rules)
         folder = tempfile.TemporaryDirectory(prefix="cg-serve-")  # of mode 0700
     except (OSError, OverflowError, ValueError) as error:
         print(f"examples.serve: {error}", file=sys.stderr)
         return BAD_USAGE
+    if rules.defaults or rules.max_tokens:
+        log.info("what requests leave out is as generation_config.json says: %s", rules.shown())
     host, port = listener.getsockname()[:2]
     name = options.name or Path(model).name
     log.info("serving %s as '%s' at http://%s:%d/", note, name, host, port)
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         async def serve() -> int:
             path = Path(folder.name)
-            front = Front(name, text, command, path, bounds, features, options.api_key)
+            front = Front(name, text, command, path, bounds, features, options.api_key, rules)
             return await front.serve(listener)
 
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -93,6 +99,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=int, default=Bounds.requests, help="admitted at once; more get 429")
     add("--tokens", type=int, default=Bounds.tokens, help="of all admitted requests together")
     add("--drain", type=float, default=Bounds.drain, help="seconds for requests after SIGTERM")
+    add("--choices", type=int, default=Rules.choices, help="prompts times n of a request, at most")
+    add("--stops", type=int, default=Rules.stops, help="stop strings of a request, at most")
+    add(
+        "--generation-config",
+        choices=("model", "none"),
+        default="model",
+        help="whether generation_config.json says what requests leave out",
+    )
     add_arguments(parser)
     parser.set_defaults(model=None)
     return parser.parse_args(arguments)

@@ -17,6 +17,7 @@ import torch
 
 from .model import split
 from .parts import Model
+from .sampling.records import RecordLayout
 from .settings import Options
 
 GIB = 1 << 30
@@ -288,8 +289,8 @@ def _activations(model: Model, options: Options) -> int:
     return 2 * model.layer // model.hidden * options.dtype.itemsize // options.tp
 
 
-def _scratch(model: Model, options: Options) -> int:
-    """Bytes of a device beside weights and pools: for logits, prompts, and sums of attention."""
+def _scratch(model: Model, options: Options, stages: int) -> int:
+    """Bytes of a device beside weights and pools: for logits, records, prompts, and attention."""
     rows, tp = options.batches[-1], options.tp
     logits = rows * model.vocabulary * LOGIT
     prompts = (options.prompt_tokens or options.chunks[-1]) * _activations(model, options)
@@ -297,7 +298,13 @@ def _scratch(model: Model, options: Options) -> int:
     lanes = max(LEAST, 1 << (model.width - 1).bit_length())
     heads = max(LEAST, 1 << (model.heads // model.groups - 1).bit_length())
     sums = options.in_flight * rows * model.groups // tp * parts * heads * (lanes + 2) * 4
-    return logits + prompts + sums
+    return logits + prompts + sums + _records(model, options, stages)
+
+
+def _records(model: Model, options: Options, stages: int) -> int:
+    """Bytes of what the last stage keeps of requests whose logits are adjusted."""
+    numbers = model.vocabulary + RecordLayout(model.vocabulary).width
+    return (options.groups or stages) * options.batches[-1] * numbers * 4
 
 
 def _with_blocks(
@@ -311,7 +318,7 @@ def _with_blocks(
         return replace(options, blocks=given.blocks), why
     layers = given.layers or balanced(model, stages, options.dtype, place == "cpu")
     share = SHARES[place] if given.memory is None else given.memory
-    scratch = _scratch(model, options) if place != "cpu" else 0
+    scratch = _scratch(model, options, stages) if place != "cpu" else 0
     fits = []
     for stage, count in enumerate(layers):
         weights = _weights(model, count, stage == 0, stage == stages - 1, options)

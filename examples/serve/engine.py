@@ -23,12 +23,13 @@ import cg
 
 from .defaults import check_ranks
 from .gpt import GptConfig
-from .model import LENGTH, PROMPT
+from .model import PROMPT
 from .opening import open_model
 from .parts import Model
 from .progress import said
 from .requests import How, Limits
 from .results import Parts, Tokens
+from .sampling.records import RecordLayout, write
 from .settings import Options
 from .stage_graphs import StageGraphs
 from .variants import (
@@ -38,12 +39,12 @@ from .variants import (
     bucket,
     cheapest,
     first_sizes,
+    general,
     later_sizes,
-    padding,
     prompt_rows,
     widths,
 )
-from .work import ENTRY, POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Result, Rows
+from .work import ENTRY, POSITION, RECORD, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Result, Rows
 
 log = logging.getLogger("serve")
 
@@ -140,7 +141,11 @@ class CgEngine:
     def warm(self, size: DecodeSize | PrefillSize) -> None:
         """Run a variant in each of its contexts, on padding, and use it from now on."""
         for group, graph in enumerate(self.graphs.compiled[size]):
-            work = _example(size, self.limits, group)
+            work = (
+                size.example(self.limits, group)
+                if isinstance(size, DecodeSize)
+                else size.example(self.limits)
+            )
             for _ in range(self._warm_ups):
                 futures = [graph.execute(*work) for _ in range(self.options.in_flight)]
                 for future in futures:
@@ -163,8 +168,8 @@ class CgEngine:
         """The same; one is compiled if there is none."""
         size = self._variant(ideal)
         if size is None:
-            self.add(ideal)
-            return ideal
+            size = general(ideal, self.options)
+            self.add(size)
         return size
 
     # -- work --------------------------------------------------------------------------------------
@@ -176,6 +181,7 @@ class CgEngine:
         _check(self.options.draws or how is How.GREEDY, WITHOUT_DRAWS)
         _within("a token", rows[:, TOKEN], -1, limits.vocabulary)
         _within("a slot", rows[:, SLOT], 0, limits.slots)
+        _within("a record", rows[:, RECORD], 0, limits.requests + 1)
         _within("a position", rows[:, POSITION], 0, limits.context)
         index, offset = np.divmod(rows[:, POSITION], block)
         needed = int(index.max()) + 1
@@ -184,7 +190,7 @@ class CgEngine:
         is_needed = self._counting[:needed] <= index[:, None]
         _within("a block", np.where(is_needed, table, 1), 1, limits.blocks)
         size = self._needed(self._decode_size(len(rows), needed, how))
-        numbers = padding(size.rows, TABLE + size.width, SLOT, limits.slots)
+        numbers = size.padding(limits)
         numbers[: len(rows), :TABLE] = rows[:, :TABLE]
         np.multiply(table, is_needed, numbers[: len(rows), TABLE : TABLE + needed])
         numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * block + offset
@@ -193,7 +199,7 @@ class CgEngine:
 
     def _decode_size(self, rows: int, needed: int, how: How) -> DecodeSize:
         """The smallest size of a variant that holds a batch."""
-        if how is How.SCORED:
+        if How.SCORED in how:
             return DecodeSize(self.options.batches[-1], self._widths[-1], how)
         return DecodeSize(bucket(self.options.batches, rows), bucket(self._widths, needed), how)
 
@@ -204,7 +210,7 @@ class CgEngine:
         for length in lengths:
             _check(0 < length <= limits.chunk, f"{length} tokens of at most {limits.chunk}")
         _check(self.options.draws or work.how is How.GREEDY, WITHOUT_DRAWS)
-        is_alone = work.how is How.SCORED or any(chunk.start for chunk in work.chunks)
+        is_alone = How.SCORED in work.how or any(chunk.start for chunk in work.chunks)
         _check(len(lengths) == 1 or not is_alone, "a chunk that has to be alone")
         ideal = self._prefill_size(work, is_alone)
         size = self._variant(ideal)
@@ -213,14 +219,14 @@ class CgEngine:
             self.asked[ideal] += 1
             return Parts([self._prefill(replace(work, chunks=(each,))) for each in work.chunks])
         size = self._needed(ideal)
-        numbers = padding(size.rows, PROMPT + 2 * size.tokens + size.width, LENGTH, 1)
+        numbers = size.padding(limits)
         # Chunks that draw a token come first, since the result has the tokens of the first rows.
         ordered = sorted(work.chunks, key=lambda chunk: not chunk.last)
         for row, chunk in zip(numbers, ordered, strict=False):
-            self._write(row, chunk, size.tokens, size.width)
+            self._write(row, chunk, size)
         (graph,) = self.graphs.compiled[size]
         batch = torch.from_numpy(numbers)
-        return self._tokens(graph, work.draws, batch, size.tokens, int(size.how))
+        return self._tokens(graph, work.draws, batch, size.tokens, size.width, int(size.how))
 
     def _prefill_size(self, work: Prefill, is_alone: bool) -> PrefillSize:
         """The smallest size of a variant that holds chunks."""
@@ -229,15 +235,16 @@ class CgEngine:
         if not is_alone:
             rows = bucket(prompt_rows(limits), len(work.chunks))
             return PrefillSize(rows, bucket(options.chunks, tokens), 0, how)
-        if how is How.SCORED:
+        if How.SCORED in how:
             return PrefillSize(1, options.chunks[-1], self._widths[-1], how)
         width = bucket(self._widths, -(-(first.start + tokens) // limits.block_size))
-        how = How.DRAWN if options.draws else how
+        how |= How.DRAWN if options.draws else How.GREEDY
         return PrefillSize(1, bucket(options.chunks, tokens), width, how)
 
-    def _write(self, row: Rows, chunk: Chunk, length: int, width: int) -> None:
-        """Write a chunk into a row with room for `length` tokens and `width` blocks."""
+    def _write(self, row: Rows, chunk: Chunk, variant: PrefillSize) -> None:
+        """Write a chunk into a row of a variant."""
         limits, size, count = self.limits, self.limits.block_size, len(chunk.tokens)
+        tokens, end = variant.tokens, variant.end
         at = np.arange(chunk.start, chunk.start + count)
         _within("a token", np.asarray(chunk.tokens), 0, limits.vocabulary)
         _within("a position", at, 0, limits.context)
@@ -246,10 +253,13 @@ class CgEngine:
         _check(len(table) == needed, f"{len(table)} blocks, and {needed} are needed")
         _within("a block", table, 1, limits.blocks)
         row[:PROMPT] = chunk.start, count, *chunk.sampling.numbers
-        ids, entries, blocks = np.split(row[PROMPT:], [length, 2 * length])
+        ids, entries, blocks = np.split(row[PROMPT:end], [tokens, 2 * tokens])
         ids[:count], entries[:count] = chunk.tokens, table[at // size] * size + at % size
-        if width:
+        if variant.width:
             blocks[:needed] = table
+        if chunk.record is not None:
+            _within("a record", np.asarray(chunk.record.place), 1, limits.requests + 1)
+            write(row[end:], chunk, RecordLayout(limits.vocabulary))
 
     def _tokens(self, graph: cg.Compiled, count: int, *arguments: Any) -> Tokens:
         """Start an execution, of which `count` tokens are asked for."""
@@ -324,13 +334,6 @@ def limits_of(model: Model, options: Options) -> Limits:
         eos=model.eos,
         prompts=min(prompts, groups * slots),
     )
-
-
-def _example(size: DecodeSize | PrefillSize, limits: Limits, group: int) -> tuple[Any, ...]:
-    """Arguments of a variant's graph, of padding."""
-    if isinstance(size, DecodeSize):
-        return size.example(limits), int(size.how), group
-    return size.example(), size.tokens, int(size.how)
 
 
 def _within(name: str, numbers: Any, least: int, bound: int) -> None:

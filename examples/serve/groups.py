@@ -6,13 +6,16 @@ rows that take part, so it does not touch the Python object of each request.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .requests import How, Limits, Request
-from .work import CONTROLS, POSITION, SEED, SLOT, TABLE, TOKEN, Decode
+from .work import CONTROLS, POSITION, RECORD, SEED, SLOT, TABLE, TOKEN, Decode
 
 Numbers = NDArray[np.int64]
 Tokens = NDArray[np.uint32]
@@ -30,6 +33,7 @@ class Sequence:
         published: blocks that are in the prefix cache, or could be.
         digest: of the last of these blocks.
         seat: the group and the slot, while it decodes.
+        record: of the request, while it holds blocks, if its logits are adjusted; else 0.
         stay: a number while it holds blocks, else 0. It tells results of an earlier stay apart,
             which are dropped: the same tokens are drawn again.
     """
@@ -42,6 +46,7 @@ class Sequence:
     digest: bytes = b""
     seat: tuple[Group, int] | None = None
     stay: int = 0
+    record: int = 0
 
 
 class Group:
@@ -55,7 +60,7 @@ class Group:
         ids: of requests.
         stays: of the sequences; 0 in a free slot.
         members: the sequences.
-        hows: how many need each `How`.
+        hows: how many need the same of `How`.
     """
 
     def __init__(self, number: int, limits: Limits) -> None:
@@ -66,12 +71,12 @@ class Group:
         self.tokens = np.zeros((slots, limits.context), np.uint32)
         self.known, self.ends, self.room, self.ids, self.stays = np.zeros((5, slots), np.int64)
         self.members = np.full(slots, None, object)
-        self.hows = [0 for _ in How]
+        self.hows: Counter[How] = Counter()
 
     @property
     def count(self) -> int:
         """The number of sequences."""
-        return sum(self.hows)
+        return self.hows.total()
 
     def sit(self, sequence: Sequence) -> None:
         """Give a sequence a free slot; its last token is the next to be written."""
@@ -79,6 +84,7 @@ class Group:
         request, known, row = sequence.request, len(sequence.tokens), self.rows[slot]
         row[TOKEN], row[POSITION] = sequence.tokens[-1], sequence.written
         row[SEED : CONTROLS + 1] = request.sampling.numbers
+        row[RECORD] = sequence.record
         row[TABLE:] = 0
         self.tokens[slot, :known], self.known[slot] = sequence.tokens, known
         self.ends[slot] = len(request.prompt) + request.max_tokens - 1
@@ -118,5 +124,5 @@ class Group:
         rows = self.rows[slots, : TABLE + 1 + last // self._size]
         self.rows[slots, POSITION] += 1
         self.rows[slots, TOKEN] = -1
-        how = max(how for how in How if self.hows[how])
+        how = functools.reduce(operator.or_, (how for how, count in self.hows.items() if count))
         return Decode(self.number, rows, how), self.stays[slots]

@@ -12,12 +12,14 @@ import cg
 from .attention import Pages
 from .parts import Model
 from .requests import LOGPROBS, How
-from .sampling import draw, greedy, score
-from .work import ENTRY, POSITION, SEED, TABLE
+from .sampling.draw import draw, greedy, score
+from .sampling.records import Records
+from .work import ENTRY, POSITION, RECORD, SEED, TABLE
 
 # Columns of chunks of prompts: int64 [rows, PROMPT + 2 * tokens + blocks], where each starts and
 # how many of its tokens are no padding, and `Sampling.numbers`; then the ids of the tokens, their
-# entries, and the table, which is empty where all of them begin a prompt.
+# entries, and the table, which is empty where all of them begin a prompt. The columns of
+# `Records.load` follow where logits are adjusted.
 START, LENGTH, NUMBERS = range(3)
 PROMPT = 5
 
@@ -64,7 +66,10 @@ class Stage(nn.Module):
     """Some layers of a model, which map [rows, tokens, hidden] to the same.
 
     The first stage takes ids [rows, tokens], and the last gives a token for each row, int64 [rows].
-    Pools are left on the meta device; `Zeros` fills them where the stage lies.
+    Pools and records are left on the meta device; `Zeros` fills them where the stage lies.
+
+    Args:
+        requests: the most that run at a time.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Stage(nn.Module):
         model: Model,
         layers: range,
         pool: Pool,
+        requests: int,
         dtype: torch.dtype,
         ways: int = 1,
         guards: Guards | None = None,
@@ -90,6 +96,8 @@ class Stage(nn.Module):
             kept = model.caches[layer]
             shape = (pool.blocks * pool.size, kept.groups, kept.key + kept.value)
             self.register_buffer(f"pool{index}", torch.empty(shape, dtype=dtype, device="meta"))
+        if self.is_last:
+            self.records = Records(requests, model.vocabulary)
 
     def decode(self, x: Tensor, batch: Tensor, how: int) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The next token of each row; with `How.SCORED` also the results of `score`.
@@ -97,46 +105,62 @@ class Stage(nn.Module):
         Args:
             x: ids int64 [rows] on the first stage, else [rows, 1, hidden].
             batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
-            how: one of `How`.
+            how: of `How`.
         """
         positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
         out = self._layers(x, positions, entries, batch[:, TABLE:], None)
         if not self.is_last:
             return out
-        return self._tokens(out, batch[:, POSITION] + 1, batch[:, SEED:TABLE], how)
+        return self._tokens(
+            out, batch[:, POSITION] + 1, batch[:, SEED:RECORD], batch[:, RECORD], how
+        )
 
     def prefill(
-        self, x: Tensor, batch: Tensor, tokens: int, how: int
+        self, x: Tensor, batch: Tensor, tokens: int, width: int, how: int
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The tokens that follow chunks of prompts; with `How.SCORED` as `decode`.
 
         Args:
             x: ids int64 [rows, tokens] on the first stage, else [rows, tokens, hidden].
-            batch: int64 [rows, PROMPT + 2 * tokens + blocks].
+            batch: int64 [rows, PROMPT + 2 * tokens + blocks], and more with `How.ADJUSTED`.
             tokens: how many, with padding.
-            how: one of `How`.
+            width: the number of blocks.
+            how: of `How`.
         """
         start, length = batch[:, START : START + 1], batch[:, LENGTH : LENGTH + 1]
         steps = torch.arange(tokens, device=batch.device)[None]
         positions = torch.where(steps < length, start + steps, start)
         entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
-        tables = batch[:, PROMPT + 2 * tokens :]
+        end = PROMPT + 2 * tokens + width
+        tables = batch[:, PROMPT + 2 * tokens : end]
         out = self._layers(x, positions, entries, tables, (length - 1)[:, 0])
         if not self.is_last:
             return out
-        return self._tokens(out, (start + length)[:, 0], batch[:, NUMBERS:PROMPT], how)
+        places = self.records.load(batch[:, end:]) if how & How.ADJUSTED else start[:, 0]
+        return self._tokens(out, (start + length)[:, 0], batch[:, NUMBERS:PROMPT], places, how)
 
     def _tokens(
-        self, logits: Tensor, positions: Tensor, sampling: Tensor, how: int
+        self, logits: Tensor, positions: Tensor, sampling: Tensor, places: Tensor, how: int
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The tokens at some positions; `sampling` has the columns of `Sampling.numbers`."""
+        """The tokens at some positions.
+
+        Args:
+            logits: [rows, vocabulary], whose log-probabilities `score` gives.
+            sampling: int64 [rows, 3], `Sampling.numbers`.
+            places: int64 [rows], of records; only with `How.ADJUSTED`.
+        """
         # Of the whole vocabulary; on a mesh each rank has computed a part.
         logits = cg.layout(logits, cg.whole)
         if how == How.GREEDY:
             return greedy(logits)
         temperature, top_p = sampling[:, 2:].view(torch.float32).unbind(1)
-        drawn = draw(logits, positions, sampling[:, 0], temperature, sampling[:, 1], top_p)
-        if how == How.DRAWN:
+        adjusted, min_p = logits, None
+        if how & How.ADJUSTED:
+            adjusted, min_p = self.records.adjust(logits, places, positions)
+        drawn = draw(adjusted, positions, sampling[:, 0], temperature, sampling[:, 1], top_p, min_p)
+        if how & How.ADJUSTED:
+            self.records.count(places, drawn)
+        if not how & How.SCORED:
             return drawn
         return drawn, *score(logits, drawn, min(LOGPROBS, self.vocabulary))
 

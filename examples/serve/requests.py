@@ -5,10 +5,16 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntFlag
 
 LOGPROBS = 20
 """The largest number of likeliest tokens whose log-probabilities the engine gives."""
+BIASES = 1024
+"""The most tokens of a request that have a bias."""
+BAD_WORDS = 128
+"""The most sequences of several tokens that a request may forbid."""
+BAD_WORD = 16
+"""The most tokens of such a sequence."""
 ERROR = "error"
 """The reason of an end that comes with a message."""
 
@@ -25,18 +31,59 @@ class Limits:
     eos: tuple[int, ...]
     prompts: int = 1  # how many a prefill takes
 
+    @property
+    def requests(self) -> int:
+        """The most requests that hold blocks at a time."""
+        return self.groups * self.slots
 
-class How(IntEnum):
-    """The work of the engine for a token; each value includes the work of those before it."""
 
-    GREEDY = 0  # takes the likeliest
+class How(IntFlag):
+    """The work of the engine for a token; `GREEDY`, without any other, takes the likeliest."""
+
+    GREEDY = 0
     DRAWN = 1  # draws it
     SCORED = 2  # gives log-probabilities
+    ADJUSTED = 4  # changes logits before
 
     @property
     def words(self) -> str:
         """Its name in the log."""
-        return ("greedy", "with sampling", "with log-probabilities")[self]
+        names = {How.SCORED: "log-probabilities", How.ADJUSTED: "penalties"}
+        if rare := [name for how, name in names.items() if how in self]:
+            return f"with {' and '.join(rare)}"
+        return "with sampling" if How.DRAWN in self else "greedy"
+
+
+@dataclass(frozen=True)
+class Adjustments:
+    """Changes of logits ahead of the draw, as vLLM defines them; the defaults change nothing.
+
+    They come in the order of the attributes, except for `min_p`, which counts after temperature.
+
+    Attributes:
+        banned: tokens that are never drawn.
+        allowed: the only tokens that are drawn; None: all.
+        bad_words: sequences of at most `BAD_WORD` tokens, of which the answer gets no last token
+            behind all others.
+        held: tokens that are not drawn among the first `min_tokens` of the answer.
+        biases: tokens, and what is added to their logits.
+        repetition: by which positive logits of tokens in the prompt or the answer are divided, and
+            others multiplied.
+        frequency: what each occurrence of a token in the answer takes from its logit.
+        presence: what one or more occurrences take.
+        min_p: a token is drawn only if it is so many times as likely as the likeliest, or more.
+    """
+
+    banned: tuple[int, ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    held: tuple[int, ...] = ()
+    min_tokens: int = 0
+    biases: tuple[tuple[int, float], ...] = ()
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +93,7 @@ class Sampling:
     Attributes:
         logprobs: the number of the likeliest tokens whose log-probabilities are wanted, beside that
             of the drawn one. None: no log-probabilities at all, which costs nothing.
+        adjustments: of logits; None: none, which costs nothing.
     """
 
     temperature: float = 0.0
@@ -53,6 +101,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     logprobs: int | None = None  # at most LOGPROBS
+    adjustments: Adjustments | None = None
 
     @property
     def numbers(self) -> tuple[int, int, int]:
@@ -63,9 +112,12 @@ class Sampling:
     @property
     def how(self) -> How:
         """The least work that the engine does for a token."""
+        how = How.DRAWN if self.temperature else How.GREEDY
         if self.logprobs is not None:
-            return How.SCORED
-        return How.DRAWN if self.temperature else How.GREEDY
+            how |= How.DRAWN | How.SCORED
+        if self.adjustments is not None:
+            how |= How.DRAWN | How.ADJUSTED
+        return how
 
 
 @dataclass(frozen=True)
@@ -91,6 +143,7 @@ class Request:
     max_tokens: int
     sampling: Sampling = GREEDY
     ignore_eos: bool = False
+    stops: tuple[int, ...] = ()  # tokens that end the text, beside those of the model
     salt: bytes = b""  # requests of different salts share no cached prefix
 
 
@@ -102,6 +155,7 @@ class End:
     reason: str
     count: int  # of tokens that were drawn for it, a token that ends the text included
     message: str = ""
+    token: int | None = None  # that has ended the text
 
 
 @dataclass

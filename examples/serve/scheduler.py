@@ -12,7 +12,7 @@ ranks see executions in the order of submission, so a late write lands before th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import compress, count
@@ -23,8 +23,8 @@ import numpy as np
 from .blocks import Blocks, chain
 from .features import Features
 from .groups import Group, Numbers, Sequence, Tokens
-from .requests import ERROR, End, Events, Limits, Request, Scores
-from .work import POSITION, SLOT, TOKEN, Chunk, Decode, Prefill
+from .requests import ERROR, End, Events, How, Limits, Request, Scores
+from .work import POSITION, SLOT, TOKEN, Chunk, Decode, Prefill, Record
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +78,11 @@ class Scheduler:
         self._groups = [Group(number, limits) for number in range(limits.groups)]
         self._stays = count(1)
         self._eos = frozenset(limits.eos)
+        self._stops = Counter(limits.eos)  # tokens that end some request
         self._decodes = [0] * limits.groups  # in flight
         self._held = [False] * limits.groups  # whether it has waited for a first token
         self._chunks = self._first_tokens = 0  # in flight
+        self._records = list(range(limits.requests, 0, -1))  # that are free
         self._starved = False  # the first that waits found too few blocks, and none came since
         self._events = Events()
 
@@ -104,6 +106,7 @@ class Scheduler:
         self._newest = request.id
         sequence = Sequence(request, np.array(request.prompt, np.uint32))
         self._all[request.id] = sequence
+        self._stops.update(request.stops)
         self.waiting.append(sequence)
 
     def cancel(self, id_: int) -> None:
@@ -232,15 +235,16 @@ class Scheduler:
         for at in (places % self.limits.block_size == 0).nonzero()[0]:
             self._publish(members[at], group.tokens[slots[at]], places[at])
         stops = np.zeros(len(slots), bool)
-        if not self._eos.isdisjoint(drawn):
+        if not self._stops.keys().isdisjoint(drawn):
             for at, token in enumerate(tokens.tolist()):
-                stops[at] = token in self._eos and not members[at].request.ignore_eos
+                stops[at] = self._is_stop(members[at].request, token)
         self._tell(group.ids[slots[~stops]], tokens[~stops])
         for member, score, is_over in zip(members, scores, stops, strict=False):
             if not is_over:
                 self._score(member.request, score)
         for at in (stops | (places == group.ends[slots])).nonzero()[0]:
-            self._finish(members[at], "stop" if stops[at] else "length")
+            token = int(tokens[at]) if stops[at] else None
+            self._finish(members[at], "length" if token is None else "stop", token=token)
 
     def _make_room(self, sequence: Sequence) -> None:
         """Take a block for the next position; without one, preempt the youngest, even itself."""
@@ -267,7 +271,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         while len(chunks) < self.limits.prompts and (self._prefilling or self._admit()):
             sequence = self._prefilling[0]
-            is_alone = bool(sequence.written or sequence.request.sampling.logprobs is not None)
+            is_alone = bool(sequence.written or How.SCORED in sequence.request.sampling.how)
             if chunks and is_alone:
                 break
             chunks.append(self._chunk(sequence))
@@ -290,7 +294,10 @@ class Scheduler:
         self.stats.chunks += 1
         self.stats.prompt_tokens += end - start
         tokens, blocks = sequence.tokens[start:end], tuple(sequence.blocks)
-        return Chunk(tokens, start, blocks, end == whole, sequence.request.sampling)
+        request, record = sequence.request, None
+        if end == whole and request.sampling.adjustments is not None:
+            record = Record(sequence.record, sequence.tokens, len(request.prompt))
+        return Chunk(tokens, start, blocks, end == whole, request.sampling, record)
 
     def _admit(self) -> bool:
         """Admit the first request that waits, if there are a slot and blocks for its tokens."""
@@ -317,6 +324,8 @@ class Scheduler:
         sequence.published, sequence.digest = len(matched), digest
         sequence.written = len(matched) * self.limits.block_size
         sequence.stay = next(self._stays)
+        if sequence.request.sampling.adjustments is not None:
+            sequence.record = self._records.pop()  # there is one for each that is active
         self.active[sequence.request.id] = sequence
         self._prefilling.append(sequence)
         return True
@@ -353,8 +362,8 @@ class Scheduler:
         request = sequence.request
         sequence.tokens = np.append(sequence.tokens, np.uint32(token))
         self.stats.generated_tokens += 1
-        if token in self._eos and not request.ignore_eos:
-            self._finish(sequence, "stop")
+        if self._is_stop(request, token):
+            self._finish(sequence, "stop", token=token)
             return
         self._tell([request.id], [token])
         for score in scores:  # of a chunk alone
@@ -363,6 +372,10 @@ class Scheduler:
             self._finish(sequence, "length")
         else:
             min(self._groups, key=lambda group: group.count).sit(sequence)
+
+    def _is_stop(self, request: Request, token: int) -> bool:
+        """True if the token ends the text of a request, and is no part of it."""
+        return token in request.stops or (token in self._eos and not request.ignore_eos)
 
     def _tell(self, ids: Any, tokens: Any) -> None:
         """Add tokens to the events."""
@@ -378,10 +391,16 @@ class Scheduler:
             scores = Scores(scores.drawn, scores.likeliest[:limit])
             self._events.scores.append((request.id, scores))
 
-    def _finish(self, sequence: Sequence, reason: str = "", message: str = "") -> None:
+    def _finish(
+        self, sequence: Sequence, reason: str = "", message: str = "", token: int | None = None
+    ) -> None:
         """End a request; without a reason nobody is told, for the client has gone."""
         request = sequence.request
         del self._all[request.id]
+        for token in request.stops:
+            self._stops[token] -= 1
+            if not self._stops[token]:
+                del self._stops[token]
         if sequence.stay:
             self._vacate(sequence)
         else:
@@ -389,13 +408,17 @@ class Scheduler:
             self._starved = False
         if reason:
             drawn = len(sequence.tokens) - len(request.prompt)
-            self._events.ends.append(End(request.id, reason, drawn, message))
+            self._events.ends.append(End(request.id, reason, drawn, message, token))
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take the blocks and the slot of an active sequence back."""
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.written = sequence.published = sequence.stay = 0
+        if sequence.record:
+            # Free at once, as blocks are: the next owner's execution comes behind all of this one.
+            self._records.append(sequence.record)
+            sequence.record = 0
         del self.active[sequence.request.id]
         if sequence.seat is not None:
             group, slot = sequence.seat

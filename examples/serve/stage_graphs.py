@@ -41,7 +41,7 @@ class StageGraphs:
         parts = cg.allgather(cut(model, count, options))[0]
         pool, device = Pool(limits.blocks, limits.block_size), own_device()
         self.stages = [
-            make_stage(model, layers, pool, options, stage, device)
+            make_stage(model, layers, pool, limits.requests, options, stage, device)
             for stage, layers in enumerate(parts)
         ]
         self.compiled: dict[DecodeSize | PrefillSize, tuple[cg.Compiled, ...]] = {}
@@ -54,11 +54,10 @@ class StageGraphs:
         """Compile a variant; collective."""
         limits, options = self._limits, self._options
         if isinstance(size, DecodeSize):
-            batch = size.example(limits)
-            examples: list[Any] = [(batch, int(size.how), n) for n in range(limits.groups)]
+            examples = [size.example(limits, group) for group in range(limits.groups)]
             lowered = self._decode.lower_many(examples)
         else:
-            lowered = self._prefill.lower_many([(size.example(), size.tokens, int(size.how))])
+            lowered = self._prefill.lower_many([size.example(limits)])
         self.compiled[size] = tuple(
             each.compile(max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes)
             for each in lowered.apart()
@@ -138,9 +137,9 @@ class Zeros:
         """This source, for each tensor.
 
         Raises:
-            ValueError: a tensor without memory is no pool; zeros would be wrong.
+            ValueError: a tensor without memory is of no pool and no record; zeros would be wrong.
         """
-        others = [name for name in wanted if not name.rpartition(".")[2].startswith("pool")]
+        others = [name for name in wanted if not name.startswith(("pool", "records."))]
         if others:
             raise ValueError(f"{actor} has no weights for {', '.join(others)}")
         return dict.fromkeys(wanted, self)
@@ -177,6 +176,7 @@ def make_stage(
     model: Model,
     layers: range,
     pool: Pool,
+    requests: int,
     options: Options,
     stage: int,
     device: torch.device,
@@ -185,11 +185,12 @@ def make_stage(
     tp, guards = options.tp, Guards(options.clamp, options.debug_bounds)
     zeros = Zeros(device)
     if tp == 1:
-        return Stage.on(stage, init=zeros)(model, layers, pool, options.dtype, guards=guards)
+        make = Stage.on(stage, init=zeros)
+        return make(model, layers, pool, requests, options.dtype, guards=guards)
     mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
     plan = cg.plan({"pool*": cg.cut(1, "tp")}) | model.plan(layers)
     make = Stage.on(mesh, plan=plan, init=zeros)
-    return make(model, layers, pool, options.dtype, tp, guards=guards)
+    return make(model, layers, pool, requests, options.dtype, tp, guards=guards)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "auto") -> cg.Step:
@@ -204,7 +205,7 @@ def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "au
         x = torch.where(tokens < 0, carried.get(slot), tokens)
         for stage in stages:
             x = cg.via(stage.decode(x, batch, how), via)
-        carried.set(x[0] if how == How.SCORED else x, slot)
+        carried.set(x[0] if how & How.SCORED else x, slot)
         return x
 
     return decode
@@ -214,10 +215,10 @@ def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step
     """The step of chunks of prompts."""
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def prefill(batch: Tensor, tokens: int, how: int) -> Any:
+    def prefill(batch: Tensor, tokens: int, width: int, how: int) -> Any:
         x = batch[:, PROMPT : PROMPT + tokens]
         for stage in stages:
-            x = cg.via(stage.prefill(x, batch, tokens, how), via)
+            x = cg.via(stage.prefill(x, batch, tokens, width, how), via)
         return x
 
     return prefill

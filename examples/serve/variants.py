@@ -8,25 +8,29 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .model import LENGTH, PROMPT
 from .requests import How, Limits
+from .sampling.records import RecordLayout
 from .settings import Options
 from .work import SLOT, TABLE, Rows
 
 PROMPTS = (1, 4, 16, 64, 256, 1024)
 """Numbers of prompts that a prefill is compiled for, below the largest."""
-SERVES = {
-    How.GREEDY: (How.GREEDY,),
-    How.DRAWN: (How.GREEDY, How.DRAWN),
-    How.SCORED: (How.SCORED,),
-}
-"""The work that variants serve: a temperature of 0 draws the likeliest token."""
+RARE = (How.DRAWN | How.SCORED, How.DRAWN | How.ADJUSTED)
+"""Work that few clients ask for."""
+
+
+def serves(how: How, needed: How) -> bool:
+    """True if a variant does what is needed, and nothing rare besides.
+
+    One that draws serves greedy requests: a temperature of 0 draws the likeliest token.
+    """
+    return needed in how and how & ~How.DRAWN == needed & ~How.DRAWN
 
 
 class Size(Protocol):
@@ -52,7 +56,7 @@ class DecodeSize:
 
     def holds(self, needed: DecodeSize) -> bool:
         fits = self.rows >= needed.rows and self.width >= needed.width
-        return fits and needed.how in SERVES[self.how]
+        return fits and serves(self.how, needed.how)
 
     @property
     def cost(self) -> tuple[int, ...]:
@@ -61,9 +65,15 @@ class DecodeSize:
     def __str__(self) -> str:
         return f"decode batches of {self.rows} with {self.width} blocks each, {self.how.words}"
 
-    def example(self, limits: Limits) -> Tensor:
-        """A batch of padding alone, which is written to the trash."""
-        return torch.from_numpy(padding(self.rows, TABLE + self.width, SLOT, limits.slots))
+    def padding(self, limits: Limits) -> Rows:
+        """Rows of padding, which are written to the trash."""
+        numbers = np.zeros((self.rows, TABLE + self.width), np.int64)
+        numbers[:, SLOT] = limits.slots
+        return numbers
+
+    def example(self, limits: Limits, group: int) -> tuple[Any, ...]:
+        """The arguments of a graph, of padding alone."""
+        return torch.from_numpy(self.padding(limits)), int(self.how), group
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class PrefillSize:
     def holds(self, needed: PrefillSize) -> bool:
         fits = self.rows >= needed.rows and self.tokens >= needed.tokens
         fits = fits and self.width >= needed.width and (self.rows == 1 or not self.width)
-        return fits and needed.how in SERVES[self.how]
+        return fits and serves(self.how, needed.how)
 
     @property
     def cost(self) -> tuple[int, ...]:
@@ -93,13 +103,43 @@ class PrefillSize:
         behind = f" behind up to {self.width} blocks" if self.width else ""
         return f"{many} of {self.tokens} tokens{behind}, {self.how.words}"
 
-    def example(self) -> Tensor:
-        """Padding alone, which is written to the trash."""
-        columns = PROMPT + 2 * self.tokens + self.width
-        return torch.from_numpy(padding(self.rows, columns, LENGTH, 1))
+    @property
+    def end(self) -> int:
+        """The columns ahead of what the variant takes for records."""
+        return PROMPT + 2 * self.tokens + self.width
+
+    def known(self, limits: Limits) -> int:
+        """The most tokens of a sequence that a chunk ends: its own, or those of the table."""
+        return self.width * limits.block_size or self.tokens
+
+    def padding(self, limits: Limits) -> Rows:
+        """Rows of padding, which are written to the trash."""
+        more = 0
+        if How.ADJUSTED in self.how:
+            more = RecordLayout(limits.vocabulary).columns(self.known(limits))
+        numbers = np.zeros((self.rows, self.end + more), np.int64)
+        numbers[:, LENGTH] = 1
+        return numbers
+
+    def example(self, limits: Limits) -> tuple[Any, ...]:
+        """The arguments of a graph, of padding alone."""
+        batch = torch.from_numpy(self.padding(limits))
+        return batch, self.tokens, self.width, int(self.how)
 
 
 S = TypeVar("S", bound=Size)
+
+
+def general(size: DecodeSize | PrefillSize, options: Options) -> DecodeSize | PrefillSize:
+    """The size that is compiled where no variant holds work of a size, which waits for it.
+
+    Of rare work it has the most rows, or tokens, so that what comes next need not wait again.
+    """
+    if not size.how & ~How.DRAWN:
+        return size
+    if isinstance(size, DecodeSize):
+        return replace(size, rows=options.batches[-1])
+    return replace(size, tokens=options.chunks[-1])
 
 
 def cheapest(sizes: Iterable[S], needed: S) -> S | None:
@@ -130,8 +170,8 @@ def all_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize
     """All variants; those ahead of others are compiled ahead of them.
 
     Ahead are greedy ones, of short tables, with the largest batches: those that most requests ask
-    for. One of each graph gives log-probabilities, of the largest batch: clients rarely ask for
-    them.
+    for. One of each graph gives log-probabilities, and one adjusts logits, of the largest batch:
+    clients rarely ask for them.
     """
     lengths = widths(limits, options)
     hows = (How.GREEDY, How.DRAWN)[: 1 + options.draws]
@@ -145,8 +185,9 @@ def all_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize
         sizes += [PrefillSize(rows, tokens, 0, how) for rows in counts for how in hows]
         sizes += [PrefillSize(1, tokens, width, hows[-1]) for width in lengths]
     if options.draws:
-        sizes.append(DecodeSize(options.batches[-1], lengths[-1], How.SCORED))
-        sizes.append(PrefillSize(1, options.chunks[-1], lengths[-1], How.SCORED))
+        for how in RARE:
+            sizes.append(DecodeSize(options.batches[-1], lengths[-1], how))
+            sizes.append(PrefillSize(1, options.chunks[-1], lengths[-1], how))
     return sizes
 
 
@@ -161,7 +202,7 @@ def later_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSi
         size
         for size in all_sizes(limits, options)
         if size.how is How.GREEDY or (isinstance(size, PrefillSize) and size.width)
-        if size.width <= shortest and size.how is not How.SCORED
+        if size.width <= shortest and size.how not in RARE
     ]
 
 
@@ -175,13 +216,6 @@ def widths(limits: Limits, options: Options) -> tuple[int, ...]:
 def prompt_rows(limits: Limits) -> tuple[int, ...]:
     """The numbers of prompts that a prefill is compiled for."""
     return (*(rows for rows in PROMPTS if rows < limits.prompts), limits.prompts)
-
-
-def padding(rows: int, columns: int, column: int, number: int) -> Rows:
-    """Rows of padding, which go to the trash, with a number in one column."""
-    numbers = np.zeros((rows, columns), np.int64)
-    numbers[:, column] = number
-    return numbers
 
 
 def bucket(sizes: Sequence[int], needed: int) -> int:

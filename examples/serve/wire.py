@@ -20,7 +20,7 @@ from enum import IntEnum
 from typing import Any, cast
 
 from .features import Features
-from .requests import End, Events, Limits, Request, Sampling, Scores
+from .requests import Adjustments, End, Events, Limits, Request, Sampling, Scores
 
 
 class Kind(IntEnum):
@@ -39,7 +39,7 @@ MOST = 1 << 26
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
-_REQUEST = struct.Struct("<IIfIfQb?HI")
+_REQUEST = struct.Struct("<IIfIfQb?HIII")
 _EVENTS = struct.Struct("<II")
 
 
@@ -144,12 +144,14 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
     size = 0
     for request in requests:
         how = request.sampling
+        adjustments = b"" if how.adjustments is None else pack_adjustments(how.adjustments)
         head = _REQUEST.pack(
             *(request.id, request.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
             *(-1 if how.logprobs is None else how.logprobs, request.ignore_eos),
-            *(len(request.salt), len(request.prompt)),
+            *(len(request.salt), len(adjustments), len(request.stops), len(request.prompt)),
         )
-        parts.append(head + request.salt + array("I", request.prompt).tobytes())
+        ids = array("I", request.stops + request.prompt)
+        parts.append(head + request.salt + adjustments + ids.tobytes())
         size += len(parts[-1])
         if size >= CUT:
             yield b"".join(parts)
@@ -167,20 +169,44 @@ def unpack_requests(payload: bytes) -> list[Request]:
     requests, at = [], 0
     try:
         while at < len(payload):
-            id_, most, temperature, top_k, top_p, seed, ranked, ignores, salted, length = (
-                _REQUEST.unpack_from(payload, at)
+            id_, most, *how, ranked, ignores, salted, adjusted, ends, length = _REQUEST.unpack_from(
+                payload, at
             )
             at += _REQUEST.size
             salt, at = payload[at : at + salted], at + salted
-            prompt, at = numbers(payload[at : at + 4 * length]), at + 4 * length
-            logprobs = None if ranked < 0 else ranked
-            sampling = Sampling(temperature, top_k, top_p, seed, logprobs)
-            requests.append(Request(id_, tuple(prompt), most, sampling, ignores, salt))
-            if len(prompt) != length or len(salt) != salted:
+            changes, at = payload[at : at + adjusted], at + adjusted
+            size = 4 * (ends + length)
+            if len(payload) - at < size:
                 raise WireError("a request is cut off")
+            ids, at = tuple(numbers(payload[at : at + size])), at + size
+            adjustments = unpack_adjustments(changes) if changes else None
+            sampling = Sampling(*how, None if ranked < 0 else ranked, adjustments)
+            request = Request(id_, ids[ends:], most, sampling, ignores, ids[:ends], salt)
+            requests.append(request)
     except (struct.error, ValueError) as error:
         raise WireError(f"no requests: {error}") from None
     return requests
+
+
+def pack_adjustments(adjustments: Adjustments) -> bytes:
+    """Adjustments as JSON: they are rare, and of any length."""
+    return json.dumps(asdict(adjustments)).encode()
+
+
+def unpack_adjustments(payload: bytes) -> Adjustments:
+    """Read adjustments.
+
+    Raises:
+        ValueError: the bytes are none.
+    """
+    try:
+        return Adjustments(**{name: _frozen(value) for name, value in json.loads(payload).items()})
+    except (AttributeError, TypeError) as error:
+        raise WireError(f"no adjustments: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def pack_events(events: Events, is_flat: bool = True) -> bytes:
@@ -213,7 +239,7 @@ def plain(events: Events) -> list[list[Any]]:
 
 def _rare(events: Events) -> list[list[Any]]:
     return [
-        [[end.id, end.reason, end.count, end.message] for end in events.ends],
+        [[end.id, end.reason, end.count, end.message, end.token] for end in events.ends],
         [[id_, scores.drawn, scores.likeliest] for id_, scores in events.scores],
     ]
 

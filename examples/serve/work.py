@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,9 +17,10 @@ Rows = NDArray[np.int64]
 # Columns of a decode batch, int64 [rows, TABLE + blocks of a row]. The token is -1 where the engine
 # takes the one that its slot drew last (the carry). A slot is fixed while a request decodes in its
 # group. The entry, which the engine writes, is where in the pools the token's keys and values go,
-# counted through all blocks. The last three are `Sampling.numbers`.
-TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS = range(7)
-TABLE = 7
+# counted through all blocks. Then come `Sampling.numbers`, and the record of a request whose logits
+# are adjusted, which is a row of `sampling.records.Records`; others have 0, which is nobody's.
+TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS, RECORD = range(8)
+TABLE = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +30,27 @@ class Decode:
     Attributes:
         group: 0 <= group < Limits.groups.
         rows: int64 [rows, TABLE + blocks of a row], with the columns above.
-        how: the most that any of its rows needs.
+        how: all that any of its rows needs.
     """
 
     group: int
     rows: Rows
     how: How = How.GREEDY
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The content of a request's record, with the chunk that draws its first token of a stay.
+
+    Attributes:
+        place: of the record; 1 <= place <= Limits.requests.
+        tokens: of the sequence, all that are known.
+        prompt: how many of these are the prompt; the others have been drawn.
+    """
+
+    place: int
+    tokens: Sequence[int] | NDArray[Any]
+    prompt: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +62,7 @@ class Chunk:
     blocks: Sequence[int]  # of the request, enough for start + len(tokens)
     last: bool  # the chunk that draws the first token
     sampling: Sampling
+    record: Record | None = None  # with the last chunk, if logits are adjusted
 
     @property
     def how(self) -> How:
@@ -62,8 +81,8 @@ class Prefill:
 
     @property
     def how(self) -> How:
-        """The most that any of its chunks needs."""
-        return max((chunk.how for chunk in self.chunks), default=How.GREEDY)
+        """All that any of its chunks needs."""
+        return How(functools.reduce(operator.or_, (chunk.how for chunk in self.chunks), 0))
 
     @property
     def draws(self) -> int:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from examples.serve.requests import Limits, Sampling
-from examples.serve.sampling import draw
-from examples.serve.work import Chunk, Engine, Prefill, Result
+from examples.serve.requests import Adjustments, Limits, Sampling
+from examples.serve.sampling.draw import draw
+from examples.serve.work import Chunk, Engine, Prefill, Record, Result
 
+from .serve_oracle import adjusted, with_min_p
 from .serve_work import Row, decode_of
 
 GREEDY = Sampling()
@@ -50,6 +51,7 @@ class _Running:
     asked: int = 0
     group: int = 0
     slot: int = -1
+    record: int = 0
     is_over: bool = False
 
 
@@ -92,6 +94,7 @@ class Driver:
         self._most = min(habits.companions, self._limits.groups * self._limits.slots)
         self._random = random.Random(habits.seed)
         self._free = list(range(1, self._limits.blocks))
+        self._records = list(range(1, self._limits.requests + 1))
         self._users: dict[int, int] = {}
         self._prefixes: dict[tuple[int, ...], int] = {}
         self._waiting: deque[Request] = deque()
@@ -116,6 +119,7 @@ class Driver:
             if not self._collect() and not moved:
                 self._wait()
         assert len(self._free) == self._limits.blocks - 1, "blocks were lost"
+        assert len(self._records) == self._limits.requests, "records were lost"
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -140,13 +144,19 @@ class Driver:
             self._users[block] = self._users.get(block, 0) + 1
         self.hits += len(shared)
         self._waiting.popleft()
-        self._running.append(_Running(request, known, blocks, len(shared), len(shared) * size))
+        running = _Running(request, known, blocks, len(shared), len(shared) * size)
+        if request.sampling.adjustments is not None:
+            self._random.shuffle(self._records)
+            running.record = self._records.pop()
+        self._running.append(running)
         return True
 
     def _release(self, running: _Running) -> None:
         """At once, although executions may still write to its own blocks: they come first."""
         running.is_over = True
         self._running.remove(running)
+        if running.record:
+            self._records.append(running.record)
         for block in running.blocks:
             self._users[block] -= 1
             if not self._users[block]:
@@ -181,7 +191,11 @@ class Driver:
             start = running.prefilled
             end = start + (self._random.randint(1, most) if self._habits.ragged else most)
             tokens, is_last = running.known[start:end], end == len(running.known)
-            chunks.append(Chunk(tokens, start, running.blocks, is_last, running.request.sampling))
+            request, record = running.request, None
+            if is_last and running.record:
+                record = Record(running.record, running.known, len(request.prompt))
+            sampling, blocks = request.sampling, running.blocks
+            chunks.append(Chunk(tokens, start, blocks, is_last, sampling, record))
             batch.append(running)
             running.prefilled = end
             if start or len(chunks) == self._limits.prompts:
@@ -205,7 +219,8 @@ class Driver:
                 continue
             position = len(running.known) + running.asked - 1
             token = request.out[-1] if running.asked == 1 else -1
-            rows.append(Row(token, position, running.slot, running.blocks, request.sampling))
+            where = running.slot, running.blocks, request.sampling, running.record
+            rows.append(Row(token, position, *where))
             batch.append(running)
             running.asked += 1
         if rows:
@@ -285,10 +300,13 @@ def differences(model: Any, requests: list[Request]) -> tuple[int, int]:
         logits = model(ids[:, :-1])[0, len(request.prompt) - 1 :].float()
         for index, token in enumerate(request.out):
             at = len(request.prompt) + index
-            wanted = _drawn(logits[index], at, request.sampling)
+            row, changes = logits[index], request.sampling.adjustments
+            if changes is not None:
+                row = adjusted(row, request.prompt, request.out[:index], changes)
+            wanted = _drawn(row, at, request.sampling)
             if wanted == token:
                 continue
-            shaken = logits[index].clone()
+            shaken = row.clone()
             shaken[token] += NEAR
             shaken[wanted] -= NEAR
             if _drawn(shaken, at, request.sampling) == token:
@@ -299,6 +317,9 @@ def differences(model: Any, requests: list[Request]) -> tuple[int, int]:
 
 
 def _drawn(logits: Tensor, position: int, sampling: Sampling) -> int:
+    if sampling.temperature and sampling.adjustments is not None:
+        scaled = logits / sampling.temperature
+        logits = with_min_p(scaled, sampling.adjustments) * sampling.temperature
     return int(
         draw(
             logits[None],
@@ -311,8 +332,38 @@ def _drawn(logits: Tensor, position: int, sampling: Sampling) -> int:
     )
 
 
-def random_requests(count: int, seed: int, limits: Limits, most: int = 12) -> list[Request]:
-    """Requests with prompts that sometimes begin alike; every third one is sampled."""
+def random_adjustments(source: random.Random, vocabulary: int) -> Adjustments:
+    """Some of all that there are, which leave tokens to be drawn."""
+
+    def some(most: int) -> tuple[int, ...]:
+        return tuple(source.sample(range(vocabulary), source.randint(1, most)))
+
+    held = some(6)
+    changes: dict[str, Any] = {
+        "banned": some(4),
+        "allowed": tuple(source.sample(range(vocabulary), vocabulary // 2)),
+        "bad_words": tuple(some(3) for _ in range(20)),
+        "biases": tuple((token, source.uniform(-5, 5)) for token in some(20)),
+        "repetition": source.choice([0.8, 1.3, 2.0]),
+        "frequency": source.uniform(-1, 2),
+        "presence": source.uniform(-1, 2),
+        "min_p": source.choice([0.05, 0.3]),
+    }
+    chosen = source.sample(sorted(changes), source.randint(1, 4))
+    adjustments = Adjustments(**{name: changes[name] for name in chosen})
+    if source.random() < 0.5:
+        adjustments = replace(adjustments, held=held, min_tokens=source.randint(1, 6))
+    return adjustments
+
+
+def random_requests(
+    count: int, seed: int, limits: Limits, most: int = 12, share: float = 0.0
+) -> list[Request]:
+    """Requests with prompts that sometimes begin alike; every third one is sampled.
+
+    Args:
+        share: of those whose logits are adjusted.
+    """
     source = random.Random(seed)
     longest = limits.context - most
     stems = [[source.randrange(limits.vocabulary) for _ in range(longest)] for _ in range(3)]
@@ -326,5 +377,8 @@ def random_requests(count: int, seed: int, limits: Limits, most: int = 12) -> li
         if index % 3 == 0:
             top_k, top_p = source.choice([0, 5]), source.choice([1.0, 0.7])
             sampling = Sampling(source.choice([0.5, 1.0]), top_k, top_p, source.getrandbits(63))
+        if share and source.random() < share:
+            changes = random_adjustments(source, limits.vocabulary)
+            sampling = replace(sampling, adjustments=changes)
         requests.append(Request(prompt, source.randint(1, most), sampling))
     return requests

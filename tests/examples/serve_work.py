@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +14,7 @@ from examples.serve.requests import How, Sampling
 from examples.serve.work import (
     CONTROLS,
     POSITION,
+    RECORD,
     SEED,
     SLOT,
     TABLE,
@@ -31,16 +34,18 @@ class Row(NamedTuple):
     slot: int
     blocks: Sequence[int]
     sampling: Sampling
+    record: int = 0
 
 
 def decode_of(group: int, rows: Sequence[Row]) -> Decode:
     """A decode batch; each row has the blocks that the longest needs."""
     width = max((len(row.blocks) for row in rows), default=0)
     numbers = np.zeros((len(rows), TABLE + width), np.int64)
-    for at, (token, position, slot, blocks, sampling) in zip(numbers, rows, strict=True):
-        at[:TABLE] = token, position, slot, 0, *sampling.numbers
+    for at, (token, position, slot, blocks, sampling, record) in zip(numbers, rows, strict=True):
+        at[:TABLE] = token, position, slot, 0, *sampling.numbers, record
         at[TABLE : TABLE + len(blocks)] = blocks
-    return Decode(group, numbers, max((row.sampling.how for row in rows), default=How.GREEDY))
+    how = functools.reduce(operator.or_, (row.sampling.how for row in rows), How.GREEDY)
+    return Decode(group, numbers, how)
 
 
 def rows_of(work: Decode) -> list[Row]:
@@ -50,7 +55,7 @@ def rows_of(work: Decode) -> list[Row]:
         temperature, top_p = struct.unpack("=ff", struct.pack("=q", row[CONTROLS]))
         sampling = Sampling(temperature, row[TOP_K], top_p, row[SEED])
         blocks = [block for block in row[TABLE:] if block]
-        rows.append(Row(row[TOKEN], row[POSITION], row[SLOT], blocks, sampling))
+        rows.append(Row(row[TOKEN], row[POSITION], row[SLOT], blocks, sampling, row[RECORD]))
     return rows
 
 

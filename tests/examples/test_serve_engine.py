@@ -28,7 +28,7 @@ from examples.serve.opening import open_model
 from examples.serve.requests import How, Limits, Sampling
 from examples.serve.settings import Options
 from examples.serve.stage_graphs import cut, decode_step, make_stage
-from examples.serve.variants import DecodeSize, all_sizes, later_sizes, widths
+from examples.serve.variants import DecodeSize, PrefillSize, all_sizes, later_sizes, widths
 from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill
 
 from ..mpi.jobs import ROOT, needs_mpi, run
@@ -133,10 +133,10 @@ def test_fused_tokens_are_those_of_generate(
 
 
 def test_a_stage_that_is_cut_over_ranks(folders: dict[int, Path]) -> None:
-    """Greedy and sampled tokens."""
+    """Greedy, sampled and adjusted tokens."""
     with serving(folders[1], 2, replace(FEW, groups=1, tp=2)) as engine:
         assert engine.limits.groups == 1
-        requests = random_requests(8, 11, engine.limits)
+        requests = random_requests(8, 11, engine.limits, share=0.4)
         Driver(engine, Habits(seed=11, preempting=0.03)).run(requests)
     assert differences(logits_of(load_qwen2(folders[1])), requests)[0] == 0
 
@@ -159,6 +159,23 @@ def test_random_arrivals_preemptions_and_cancellations(engine: CgEngine, model: 
     assert driver.packed > 5
     assert driver.preempted > 5
     assert sum(each.is_cancelled for each in requests) > 0
+
+
+def test_adjusted_logits_are_those_of_transformers(folder: Path, model: Any) -> None:
+    """Beside requests without adjustments, with preemptions, in two stages and two groups."""
+    with serving(folder, 2, replace(OPTIONS, late=True)) as engine:
+        compiled = set(engine.graphs.compiled)
+        requests = random_requests(40, 21, engine.limits, share=0.6)
+        driver = Driver(engine, Habits(seed=21, preempting=0.05, cancelling=0.02))
+        driver.run(requests)
+        adjusting = [size for size in engine.graphs.compiled if How.ADJUSTED in size.how]
+        assert not compiled.intersection(adjusting)
+        assert {type(size) for size in adjusting} == {DecodeSize, PrefillSize}
+        records = engine.graphs.stages[1].local.records
+        assert not records.settings[0].any()
+    assert differences(logits_of(model), requests)[0] == 0
+    assert driver.preempted > 5
+    assert driver.packed > 2
 
 
 @pytest.mark.slow
@@ -311,7 +328,7 @@ def test_what_no_variant_holds_is_compiled_at_once(folders: dict[int, Path]) -> 
         assert len(result.scores()) == 1
         engine.submit(prefill_of((1,), 8, (4, 5), True, Sampling())).result()
         (scores, goes_on) = set(engine.graphs.compiled) - first
-        assert {scores.how, goes_on.how} == {How.SCORED, How.DRAWN}
+        assert {scores.how, goes_on.how} == {How.DRAWN | How.SCORED, How.DRAWN}
         assert not engine.due(idle=False)
         assert engine.due(idle=True)
         asked = engine.asked.most_common(1)[0][0]
@@ -329,13 +346,13 @@ def test_guards_in_the_graph(folder: Path, model: Any) -> None:
         assert differences(logits_of(model), requests) == (0, 0)
         size, (graph,) = next(iter(engine.graphs.compiled.items()))
         assert isinstance(size, DecodeSize)
-        batch, how = size.example(engine.limits), int(size.how)
+        batch, how, group = size.example(engine.limits, 0)
         for column, number in ((TABLE, 20), (TABLE, -1), (POSITION, -1)):
             wrong = batch.clone()
             wrong[0, column] = number
             with pytest.raises(RuntimeError, match="is out of bounds"):
-                graph.execute(wrong, how, 0).result()
-        assert graph.execute(batch, how, 0).result().shape == (4,)
+                graph.execute(wrong, how, group).result()
+        assert graph.execute(batch, how, group).result().shape == (4,)
 
 
 def test_two_tables_may_share_blocks(engine: CgEngine, model: Any) -> None:
@@ -403,11 +420,11 @@ def test_pools_are_written_to_as_they_are(folder: Path) -> None:
     """A compiler may copy a whole pool of which a view is written to."""
     model, limits = open_model(folder), Limits(1, 2, 32, 10, 8, 64, 64, (), 1)
     with use_world(VirtualWorld(1)):
-        stage = make_stage(model, range(2), Pool(10, 8), FEW, 0, torch.device("cpu"))
+        stage = make_stage(model, range(2), Pool(10, 8), 8, FEW, 0, torch.device("cpu"))
         size = all_sizes(limits, FEW)[0]
         assert isinstance(size, DecodeSize)
         step = decode_step([stage], limits)
-        bodies = step.lower(size.example(limits), int(size.how), 0).trace.bodies
+        bodies = step.lower(*size.example(limits, 0)).trace.bodies
     nodes = [node for body in bodies.values() for node in body.graph.nodes]
     written = [node.args[0] for node in nodes if "index_copy" in str(node.target)]
     shapes = [tuple(each.meta["val"].shape) for each in written]

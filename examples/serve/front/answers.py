@@ -9,13 +9,14 @@ from aiohttp import web
 
 from ..features import Features
 from ..requests import ERROR
+from .choices import Choice, Reading
 from .connections import Stream, Waits
 from .errors import ApiError
 from .job import GONE, EngineJob
 from .metrics import Metrics
 from .protocol import Completion
 from .reply import Reply
-from .shapes import DONE, Choice, Shape
+from .shapes import DONE, Shape
 from .text import Text
 
 log = logging.getLogger("serve")
@@ -102,7 +103,7 @@ class Answers:
         def take() -> bytes:
             pieces = []
             for index, text in self._read(reply, choices):
-                if text or choices[index].reason is not None:
+                if text or completion.shows_ids or choices[index].reason is not None:
                     pieces.append(shape.chunk(index, text, choices[index], is_first[index]))
                     is_first[index] = False
             return b"".join(pieces)
@@ -137,12 +138,20 @@ class Answers:
             await stream.write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
 
     def _choices(self, completion: Completion) -> list[Choice]:
+        reading = Reading(
+            completion.stop,
+            completion.ends,
+            completion.keeps_stop,
+            completion.shows_special,
+            completion.min_tokens,
+            completion.shows_ids,
+        )
         prompts = [
-            () if completion.is_chat else prompt
+            prompt if completion.continues else ()
             for prompt in completion.prompts
             for _ in range(completion.n)
         ]
-        return [Choice(self._text, completion.stop, prompt) for prompt in prompts]
+        return [Choice(self._text, reading, prompt) for prompt in prompts]
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
         """Take the new text of each choice that has some.

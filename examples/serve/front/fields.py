@@ -15,35 +15,47 @@ Body = Mapping[str, Any]
 
 _BOTH = {
     *("model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs"),
-    *("stream", "stream_options", "ignore_eos", "cache_salt"),
+    *("stream", "stream_options", "ignore_eos", "cache_salt", "frequency_penalty"),
+    *("presence_penalty", "repetition_penalty", "min_p", "logit_bias", "stop_token_ids"),
+    *("min_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output"),
+    *("skip_special_tokens", "truncate_prompt_tokens", "return_token_ids", "request_id"),
 }
 SERVED = {
-    "completions": _BOTH | {"prompt", "best_of"},
-    "chat": _BOTH | {"messages", "max_completion_tokens", "top_logprobs"},
+    "completions": _BOTH | {"prompt", "best_of", "add_special_tokens"},
+    "chat": _BOTH
+    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+    | {"add_generation_prompt", "continue_final_message"},
 }
 IGNORED = {
     *("user", "metadata", "safety_identifier", "service_tier", "parallel_tool_calls"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "store", "verbosity"),
 }
-"""Fields about the user or the price; they change no answer."""
+"""Fields about the user, the price or what OpenAI keeps; they change no answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0, 0.0),
+    "priority": (0,),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
-    "store": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 """Values that ask for nothing, of fields that are refused otherwise."""
-_OF_STREAMS = {"include_usage"}
+_OF_STREAMS = {"include_usage", "continuous_usage_stats"}
 
 
 def refuse_others(body: Body, api: str) -> None:

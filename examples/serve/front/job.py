@@ -126,6 +126,7 @@ class EngineJob:
                     what.max_tokens,
                     replace(how, seed=seed),
                     what.ignore_eos,
+                    what.ends,
                     what.salt,
                 )
             )

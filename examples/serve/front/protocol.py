@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import json
-import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..requests import LOGPROBS, Limits, Sampling
+from ..requests import Limits, Sampling
 from . import fields
+from .adjusting import Rules, read_sampling
 from .errors import ApiError, bad
 from .fields import Body
 from .text import Text
 
-CHOICES = 8
-"""Prompts times `n` of one request, at most."""
-STOPS = 4
 STOP_LENGTH = 256
 """Characters of a stop string, at most."""
 MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and what templates call them."""
-DEFAULT_TOKENS = {False: 16, True: None}
-"""`max_tokens` of completions is 16, as OpenAI says; that of chats is the rest of the context."""
+RESERVED = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message"),
+}
+"""Names that are no variables of templates."""
+DEFAULT_TOKENS = 16
+"""`max_tokens` of completions, as OpenAI says; that of chats is the rest of the context."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A checked request: `prompts` times `n` choices."""
+    """A checked request: `prompts` times `n` choices.
+
+    Attributes:
+        stop: strings that end a text; `ends` are tokens that do, beside those of the model.
+        min_tokens: tokens ahead of any such end.
+        continuous_usage: whether each chunk of a stream has counts.
+        keeps_stop: whether the text has the string or token that ends it.
+        shows_special: whether the text has special tokens.
+        shows_ids: whether the answer has the ids of its tokens and of the prompt's.
+        continues: whether the text goes on with that of the prompt, and begins none.
+        id: what names the answer; empty: a random one.
+    """
 
     is_chat: bool
     model: str
@@ -40,6 +55,14 @@ class Completion:
     include_usage: bool
     ignore_eos: bool
     salt: bytes
+    ends: tuple[int, ...] = ()
+    min_tokens: int = 0
+    continuous_usage: bool = False
+    keeps_stop: bool = False
+    shows_special: bool = False
+    shows_ids: bool = False
+    continues: bool = False
+    id: str = ""
 
     @property
     def choices(self) -> int:
@@ -70,49 +93,66 @@ def parse(payload: bytes) -> dict[str, Any]:
     return body
 
 
-def completion(body: Body, is_chat: bool, model: str, text: Text, limits: Limits) -> Completion:
+def completion(
+    body: Body,
+    is_chat: bool,
+    model: str,
+    text: Text,
+    limits: Limits,
+    rules: Rules | None = None,
+) -> Completion:
     """Check the body of `/v1/completions` or `/v1/chat/completions`.
 
     Raises:
         ApiError: 400, or 404 for another model.
     """
+    rules = rules or Rules()
     check_model(body, model)
     fields.refuse_others(body, "chat" if is_chat else "completions")
+    body = {**rules.defaults, **{name: value for name, value in body.items() if value is not None}}
     stream = fields.boolean(body, "stream")
     options = fields.mapping(body, "stream_options")
     if options and not stream:
         bad("stream_options is only for stream=true", "stream_options")
-    n = fields.integer(body, "n", 1, 1, CHOICES)
-    if fields.integer(body, "best_of", n, 1, CHOICES) != n:
+    n = fields.integer(body, "n", 1, 1, rules.choices)
+    if fields.integer(body, "best_of", n, 1, rules.choices) != n:
         bad("best_of other than n is not supported", "best_of")
-    prompts = _chat(body, text) if is_chat else _prompts(body, text, limits)
-    if len(prompts) * n > CHOICES:
-        bad(f"prompts times n may be at most {CHOICES}", "n")
+    prompts = _chat(body, text) if is_chat else _prompts(body, text, limits, rules.choices)
+    prompts = _truncated(body, prompts, limits)
+    if len(prompts) * n > rules.choices:
+        bad(f"prompts times n may be at most {rules.choices}; see --choices", "n")
     room = limits.context - max(map(len, prompts))
     for prompt in prompts:
         if not prompt:
             bad("the prompt is empty", "prompt")
     if room < 1:
         _too_long(max(map(len, prompts)), limits)
-    seed = fields.integer(body, "seed", None, -(1 << 63), (1 << 64) - 1)
+    sampling, ends = read_sampling(body, is_chat, text, limits)
+    default = rules.max_tokens if is_chat else DEFAULT_TOKENS
+    max_tokens = _max_tokens(body, is_chat, room, limits, default)
+    min_tokens = fields.integer(body, "min_tokens", 0, 0, None)
+    if min_tokens > max_tokens:
+        bad(f"min_tokens may be at most the tokens of the answer, {max_tokens}", "min_tokens")
     return Completion(
         is_chat,
         model,
         tuple(prompts),
         n,
-        _max_tokens(body, is_chat, room, limits),
-        Sampling(
-            temperature=fields.number(body, "temperature", 1.0, 0.0, 2.0),
-            top_k=_top_k(body, limits),
-            top_p=_top_p(body),
-            seed=secrets.randbits(63) if seed is None else seed % (1 << 63),
-            logprobs=_logprobs(body, is_chat),
-        ),
-        _stops(body),
+        max_tokens,
+        sampling,
+        _stops(body, rules.stops),
         stream,
         fields.boolean(options, "include_usage"),
         fields.boolean(body, "ignore_eos"),
         fields.string(body, "cache_salt").encode(),
+        ends=ends,
+        min_tokens=min_tokens,
+        continuous_usage=fields.boolean(options, "continuous_usage_stats"),
+        keeps_stop=fields.boolean(body, "include_stop_str_in_output"),
+        shows_special=not fields.boolean(body, "skip_special_tokens", True),
+        shows_ids=fields.boolean(body, "return_token_ids"),
+        continues=not is_chat or fields.boolean(body, "continue_final_message"),
+        id=fields.string(body, "request_id"),
     )
 
 
@@ -177,30 +217,66 @@ def _message(entry: object) -> dict[str, str]:
 
 
 def _chat(body: Body, text: Text) -> list[tuple[int, ...]]:
-    conversation = messages(body)
+    conversation, options = messages(body), template_options(body)
+    if options["continue_final_message"] and conversation[-1]["role"] != "assistant":
+        bad("continue_final_message needs a last message of the assistant", "messages")
     try:
-        return [tuple(text.encode_chat(conversation))]
+        return [tuple(text.encode_chat(conversation, options))]
     except ValueError as error:
         bad(str(error)[:300], "messages")
 
 
-def _prompts(body: Body, text: Text, limits: Limits) -> list[tuple[int, ...]]:
-    prompt = fields.required(body, "prompt", "a text, a list of token ids, or a list of these")
+def template_options(body: Body) -> Mapping[str, Any]:
+    """The variables of a chat's template besides the messages."""
+    goes_on = fields.boolean(body, "continue_final_message")
+    begins = fields.boolean(body, "add_generation_prompt", True)
+    if goes_on and begins:
+        bad("continue_final_message needs add_generation_prompt=false", "continue_final_message")
+    more = fields.mapping(body, "chat_template_kwargs")
+    for name in more:
+        if name in RESERVED:
+            bad(f"chat_template_kwargs may not have {name}", "chat_template_kwargs")
+    return {"add_generation_prompt": begins, "continue_final_message": goes_on, **more}
+
+
+def _prompts(body: Body, text: Text, limits: Limits, most: int) -> list[tuple[int, ...]]:
+    """The prompts of a completion, at most so many."""
+    kinds = "a text, a list of token ids, or a list of these"
+    prompt, special = fields.required(body, "prompt", kinds), _adds_special(body)
     if isinstance(prompt, str):
-        return [tuple(text.encode(prompt))]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > CHOICES:
-            bad(f"there may be at most {CHOICES} prompts", "prompt")
+        return [tuple(text.encode(prompt, special))]
+    if not isinstance(prompt, list):
+        bad(f"prompt must be {kinds}", "prompt")
+    if prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > most:
+            bad(f"there may be at most {most} prompts; see --choices", "prompt")
         if all(isinstance(item, str) for item in prompt):
-            return [tuple(text.encode(item)) for item in prompt]
+            return [tuple(text.encode(item, special)) for item in prompt]
         return [token_ids(item, "prompt", limits) for item in prompt]
     return [token_ids(prompt, "prompt", limits)]
 
 
-def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits) -> int:
+def _adds_special(body: Body) -> bool:
+    return fields.boolean(body, "add_special_tokens", True)
+
+
+def _truncated(body: Body, prompts: list[tuple[int, ...]], limits: Limits) -> list[tuple[int, ...]]:
+    """The prompts' last tokens, if a body says how many; -1 means as many as there is room for."""
+    length = fields.integer(body, "truncate_prompt_tokens", None, -1, limits.context)
+    if length is None:
+        return prompts
+    if not length:
+        bad("truncate_prompt_tokens must be -1, or at least 1", "truncate_prompt_tokens")
+    if length == -1:
+        drawn = body.get("max_completion_tokens", body.get("max_tokens", 1))
+        length = max(1, limits.context - (drawn if type(drawn) is int else 1))
+    return [prompt[-length:] for prompt in prompts]
+
+
+def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits, default: int | None) -> int:
     names = ["max_completion_tokens", "max_tokens"] if is_chat else ["max_tokens"]
     name = next((key for key in names if body.get(key) is not None), names[-1])
-    asked = fields.integer(body, name, DEFAULT_TOKENS[is_chat], 1, None)
+    asked = fields.integer(body, name, default, 1, None)
     if asked is None:
         return room
     if body.get(name) is not None and asked > room:
@@ -212,32 +288,11 @@ def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits) -> int:
     return min(asked, room)
 
 
-def _top_k(body: Body, limits: Limits) -> int:
-    top_k = int(fields.integer(body, "top_k", 0, -1, None))
-    return 0 if top_k < 1 or top_k >= limits.vocabulary else top_k
-
-
-def _top_p(body: Body) -> float:
-    top_p = fields.number(body, "top_p", 1.0, 0.0, 1.0)
-    return top_p or 1e-9  # 0 means the likeliest token, as elsewhere
-
-
-def _logprobs(body: Body, is_chat: bool) -> int | None:
-    """A number in completions; in chats a yes or no, with the number beside it."""
-    if not is_chat:
-        return fields.integer(body, "logprobs", None, 0, LOGPROBS)
-    number = fields.integer(body, "top_logprobs", 0, 0, LOGPROBS)
-    wants = fields.boolean(body, "logprobs")
-    if body.get("top_logprobs") is not None and not wants:
-        bad("top_logprobs is only for logprobs=true", "top_logprobs")
-    return number if wants else None
-
-
-def _stops(body: Body) -> tuple[str, ...]:
+def _stops(body: Body, most: int) -> tuple[str, ...]:
     stop = body.get("stop")
     listed = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(listed, list) or len(listed) > STOPS:
-        bad(f"stop must be a string, or a list of at most {STOPS}", "stop")
+    if not isinstance(listed, list) or len(listed) > most:
+        bad(f"stop must be a string, or a list of at most {most}; see --stops", "stop")
     if not all(isinstance(string, str) and 0 < len(string) <= STOP_LENGTH for string in listed):
         bad(f"a stop string must have 1 to {STOP_LENGTH} characters", "stop")
     return tuple(listed)

@@ -21,6 +21,7 @@ from aiohttp import web
 from ..features import Features
 from ..requests import Limits
 from . import fields, protocol
+from .adjusting import Rules
 from .admission import Admission, Bounds
 from .answers import Answers
 from .connections import Gate, Waits, limit_waits
@@ -46,6 +47,7 @@ class Front:
         command: starts the engine; see `EngineJob`.
         folder: for its socket, of mode 0700.
         key: the API key that clients have to send; None if they need none.
+        rules: of requests.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Front:
         bounds: Bounds | None = None,
         features: Features | None = None,
         key: str | None = None,
+        rules: Rules | None = None,
     ) -> None:
+        self.rules = rules or Rules()
         self.name, self.text, self.bounds = name, text, bounds or Bounds()
         self.features = features or Features()
         self.metrics = Metrics(self.features.changes)
@@ -163,9 +167,8 @@ class Front:
         limits = self._check_open()
 
         def check() -> Completion:
-            return protocol.completion(
-                protocol.parse(payload), is_chat, self.name, self.text, limits
-            )
+            body = protocol.parse(payload)
+            return protocol.completion(body, is_chat, self.name, self.text, limits, self.rules)
 
         completion = await self._in_thread(check, payload)
         if not self.admission.enter(completion.choices, completion.tokens):
@@ -226,11 +229,12 @@ class Front:
             body = protocol.parse(payload)
             protocol.check_model(body, self.name)
             if "messages" in body:
-                return self.text.encode_chat(protocol.messages(body))
+                options = protocol.template_options(body)
+                return self.text.encode_chat(protocol.messages(body), options)
             prompt = fields.required(body, "prompt", "a text, or messages")
             if not isinstance(prompt, str):
                 raise ApiError(400, "prompt must be a string", "prompt", "invalid_value")
-            return self.text.encode(prompt)
+            return self.text.encode(prompt, fields.boolean(body, "add_special_tokens", True))
 
         tokens = await self._in_thread(work, payload)
         return web.json_response(

@@ -6,75 +6,14 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from ..features import Features
-from ..requests import End, Scores
+from .choices import Choice, Scored
 from .protocol import Completion
-from .text import Stops, Text
 
 DONE = b"data: [DONE]\n\n"
-
-
-class Choice:
-    """The text of one choice, as its tokens come.
-
-    Args:
-        prompt: the tokens whose text the choice continues; empty for a chat.
-    """
-
-    def __init__(self, text: Text, stop: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
-        self._text, self._decoder, self._stops = text, text.decoder(prompt), Stops(stop)
-        self._length = 0  # characters that are whole, also those that are held back
-        self._scored: list[Scored] = []
-        self.count = 0  # tokens, one that ends the text included
-        self.reason: str | None = None
-
-    def feed(self, tokens: list[int], end: End | None, scores: Sequence[Scores] = ()) -> str:
-        """Take tokens, and return text that can be shown; set `reason` at an end or stop string.
-
-        Args:
-            scores: of each of the tokens, if they are wanted.
-        """
-        shown = []
-        for place, token in enumerate(tokens):
-            self.count += 1
-            text = self._decoder.step(token)
-            if scores:
-                self._score(token, scores[place])
-                self._length += len(text)
-            shown.append(self._stops.step(text))
-            if self._stops.is_hit:
-                self.reason = "stop"
-                return "".join(shown)
-        if end is not None:
-            shown.append(self._stops.step(self._decoder.rest()))
-            shown.append(self._stops.rest())
-            self.count = end.count
-            self.reason = "stop" if self._stops.is_hit else end.reason
-        return "".join(shown)
-
-    def _score(self, token: int, scores: Scores) -> None:
-        piece = self._text.piece
-        likeliest = [(piece(id_), value) for id_, value in scores.likeliest]
-        self._scored.append(Scored(piece(token), scores.drawn, likeliest, self._length))
-
-    def take_scored(self) -> list[Scored]:
-        """The scored tokens since this was called last."""
-        scored, self._scored = self._scored, []
-        return scored
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A drawn token with its log-probability, the likeliest ones, and where its text begins."""
-
-    piece: bytes
-    logprob: float
-    likeliest: list[tuple[bytes, float]]
-    offset: int
 
 
 def logprobs(scored: Sequence[Scored], is_chat: bool) -> dict[str, Any]:
@@ -116,8 +55,10 @@ class Shape:
     def __init__(self, what: Completion, features: Features) -> None:
         self._what, self._features = what, features
         self._has_scores = what.sampling.logprobs is not None
+        # What most streams do not ask for is not formatted by hand.
+        self._is_plain = not (self._has_scores or what.shows_ids or what.continuous_usage)
         kind = "chatcmpl" if what.is_chat else "cmpl"
-        self.id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
+        self.id, self._created = f"{kind}-{what.id or secrets.token_hex(12)}", int(time.time())
         self._name = "chat.completion.chunk" if what.is_chat else "text_completion"
         head = f'"object":"{self._name}","created":{self._created},"model":{quoted(what.model)}'
         self._before = f'data: {{"id":"{self.id}",{head},"choices":[{{"index":'
@@ -126,7 +67,7 @@ class Shape:
     def chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
         """An event with text of a choice; the first has its role, and the last its end."""
         reason = choice.reason
-        if not self._features.fast_sse or self._has_scores:
+        if not self._features.fast_sse or not self._is_plain:
             self._features.changes["fast_sse"] += not self._features.fast_sse
             return self._slow_chunk(index, text, choice, is_first)
         if self._what.is_chat:
@@ -135,6 +76,8 @@ class Shape:
         else:
             body = f'"text":{quoted(text)}'
         ended = "null" if reason is None else f'"{reason}"'
+        if choice.stop_reason is not None:
+            ended += f',"stop_reason":{json.dumps(choice.stop_reason)}'
         event = (
             f'{self._before}{index},{body},"logprobs":null,"finish_reason":{ended}{self._behind}'
         )
@@ -145,9 +88,14 @@ class Shape:
         if self._what.is_chat:
             role = {"role": "assistant"} if is_first else {}
             body = {"delta": {**role, "content": text}}
-        whole = self._whole(self._name, [{"index": index, **body, **self._end(choice)}])
+        prompt = self._prompt(index)
+        listed = {"index": index, **body, **self._end(choice)}
+        whole = self._whole(self._name, [listed])
+        if self._what.shows_ids and is_first:
+            (whole if self._what.is_chat else listed)["prompt_token_ids"] = prompt
         if self._what.include_usage:
-            whole["usage"] = None
+            counts = _usage(len(prompt), choice.count)
+            whole["usage"] = counts if self._what.continuous_usage else None
         return b"data: " + json.dumps(whole).encode() + b"\n\n"
 
     def usage_chunk(self, prompt: int, drawn: int) -> bytes:
@@ -163,13 +111,27 @@ class Shape:
             if self._what.is_chat:
                 body = {"message": {"role": "assistant", "content": text, "refusal": None}}
             listed.append({"index": index, **body, **self._end(choice)})
+            if self._what.shows_ids and not self._what.is_chat:
+                listed[-1]["prompt_token_ids"] = self._prompt(index)
         name = "chat.completion" if self._what.is_chat else "text_completion"
         drawn = sum(choice.count for choice in choices)
-        return {**self._whole(name, listed), "usage": _usage(prompt, drawn)}
+        whole = {**self._whole(name, listed), "usage": _usage(prompt, drawn)}
+        if self._what.shows_ids and self._what.is_chat:
+            whole["prompt_token_ids"] = self._prompt(0)
+        return whole
+
+    def _prompt(self, index: int) -> list[int]:
+        """The tokens of the prompt of a choice."""
+        return list(self._what.prompts[index // self._what.n])
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         scores = logprobs(choice.take_scored(), self._what.is_chat) if self._has_scores else None
-        return {"logprobs": scores, "finish_reason": choice.reason}
+        end: dict[str, Any] = {"logprobs": scores, "finish_reason": choice.reason}
+        if choice.stop_reason is not None:
+            end["stop_reason"] = choice.stop_reason
+        if self._what.shows_ids:
+            end["token_ids"] = choice.take_ids()
+        return end
 
     def _whole(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

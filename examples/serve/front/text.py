@@ -34,23 +34,35 @@ class Decoder(Protocol):
 class Text(Protocol):
     """The text side of a model, which the front needs besides the engine."""
 
-    def encode(self, text: str) -> list[int]: ...
-    def encode_chat(self, messages: Messages) -> list[int]: ...
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The tokens of a text, with those that mark its ends, if the tokenizer adds any."""
+
+    def encode_chat(
+        self, messages: Messages, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The tokens of a chat; `options` are for its template."""
+
     def decode(self, tokens: Sequence[int]) -> str: ...
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for: maybe a part of a character."""
 
-    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
-        """A decoder for tokens that continue `prompt`, or begin a text if it is empty."""
+    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
+        """A decoder for tokens that continue `prompt`, or begin a text if it is empty.
+
+        Args:
+            special: whether the text has special tokens.
+        """
 
 
 class Bytes:
     """The text of a model whose vocabulary is the 256 bytes; a chat has a line a message."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         return self.encode("\n".join(message["content"] for message in messages))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -59,7 +71,7 @@ class Bytes:
     def piece(self, token: int) -> bytes:
         return bytes([token & 255])
 
-    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
+    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
         return _BytesDecoder()
 
 
@@ -128,17 +140,25 @@ class HuggingFace:
             f"model.resize_token_embeddings({highest + 1}); model.save_pretrained('{folder}')\""
         )
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Render the template as transformers does, but keep the messages of users plain text.
 
         Names of special tokens in messages are text, too.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template refuses the messages, or an option has the name of a special
+                token.
         """
+        options = {"add_generation_prompt": True, **(options or {})}
+        written = json.dumps(options, ensure_ascii=False)
+        for special in self._specials:
+            if special in written:
+                raise ValueError(f"the options of the template have the special token {special}")
         mark = secrets.token_hex(8)
         marked, hidden = [], dict[str, str]()
         for message in messages:
@@ -151,9 +171,7 @@ class HuggingFace:
         if self._files.chat_template is None:
             return self.encode("\n".join(message["content"] for message in messages))
         try:
-            rendered = self._files.apply_chat_template(
-                marked, add_generation_prompt=True, tokenize=False
-            )
+            rendered = self._files.apply_chat_template(marked, tokenize=False, **options)
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
         return self._encode_marked(rendered, hidden)
@@ -185,8 +203,8 @@ class HuggingFace:
             return bytes.fromhex(name[3:5])
         return name.replace("\u2581", " ").encode()  # how SentencePiece writes a space
 
-    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
-        return _HuggingFaceDecoder(self._tokenizer, prompt)
+    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
+        return _HuggingFaceDecoder(self._tokenizer, prompt, special)
 
 
 def _byte_names() -> dict[str, int]:
@@ -210,8 +228,8 @@ BEHIND = 32
 
 
 class _HuggingFaceDecoder:
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], special: bool) -> None:
+        self._tokenizer, self._skips = tokenizer, not special
         self._stream = self._behind(prompt)
         self._held: list[int] = []  # tokens whose text is not out
 
@@ -240,33 +258,44 @@ class _HuggingFaceDecoder:
         for start in range(max(0, len(tokens) - BEHIND), len(tokens)):
             last = list(tokens[start:])
             if not self._decode(last).endswith("\ufffd"):
-                return DecodeStream(last, skip_special_tokens=True)
-        return DecodeStream(skip_special_tokens=True)
+                return DecodeStream(last, skip_special_tokens=self._skips)
+        return DecodeStream(skip_special_tokens=self._skips)
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips))
 
 
 class Stops:
-    """Cuts a text at the first of several strings, which is not part of it.
+    """Cuts a text at the first of several strings.
 
     The longest end of the text that could begin one of them is held back.
+
+    Args:
+        keeps: whether the text has the string that ends it.
+
+    Attributes:
+        hit: the string that has ended the text; empty before.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = strings
+    def __init__(self, strings: Sequence[str], keeps: bool = False) -> None:
+        self._strings, self._keeps = strings, keeps
         self._held = ""
-        self.is_hit = False
+        self.hit = ""
+
+    @property
+    def is_hit(self) -> bool:
+        return bool(self.hit)
 
     def step(self, text: str) -> str:
         """The text that can be shown; nothing more, once `is_hit`."""
         if not self._strings or self.is_hit:
             return "" if self.is_hit else text
         text = self._held + text
-        hits = [at for at in (text.find(string) for string in self._strings) if at >= 0]
+        hits = [(at, string) for string in self._strings if (at := text.find(string)) >= 0]
         if hits:
-            self.is_hit, self._held = True, ""
-            return text[: min(hits)]
+            at, self.hit = min(hits)
+            self._held = ""
+            return text[: at + len(self.hit) * self._keeps]
         longest = max(map(len, self._strings)) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             if any(string.startswith(text[start:]) for string in self._strings):

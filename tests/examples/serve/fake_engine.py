@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from examples.serve.requests import LOGPROBS, How, Limits, Sampling, Scores
-from examples.serve.work import Decode, Prefill
+from examples.serve.requests import LOGPROBS, Adjustments, How, Limits, Sampling, Scores
+from examples.serve.work import Chunk, Decode, Prefill
 
 from ..serve_work import Row, rows_of
 
@@ -31,7 +31,7 @@ GARBAGE = -9
 def draw(tokens: Sequence[int], sampling: Sampling, vocabulary: int) -> int:
     """The token behind these; its seed counts unless it is greedy."""
     seed = sampling.seed if sampling.temperature else 0
-    name = repr(([int(token) for token in tokens], int(seed))).encode()
+    name = repr(([int(token) for token in tokens], int(seed), sampling.adjustments)).encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % vocabulary
 
 
@@ -102,6 +102,7 @@ class FakeEngine:
         self.limits, self.delay, self.fails = limits, delay, fails
         self.queue: deque[FakeResult] = deque()
         self.carried: dict[tuple[int, int], int] = {}
+        self.records: dict[int, tuple[Adjustments, list[int]]] = {}
         self.pool: list[list[int | None]] = [
             [None] * limits.block_size for _ in range(limits.blocks)
         ]
@@ -160,11 +161,13 @@ class FakeEngine:
             last = [chunk for chunk in work.chunks if chunk.last]
             ends = [(each.blocks, each.start + len(each.tokens), each.sampling) for each in last]
             drawn = [self._draw(*end) for end in ends]
+            for chunk, token in zip(last, drawn, strict=True):
+                self._load(chunk, token)
         else:
             rows = rows_of(work)
             ends = [(row.blocks, row.position + 1, row.sampling) for row in rows]
             drawn = [self._decode(work.group, row) for row in rows]
-        if work.how is not How.SCORED:
+        if How.SCORED not in work.how:
             return drawn, []
         scored = [
             scores_of(self._read(blocks, length), token, self.limits.vocabulary)
@@ -175,9 +178,28 @@ class FakeEngine:
     def _decode(self, group: int, row: Row) -> int:
         token = self.carried[group, row.slot] if row.token == -1 else row.token
         self._write(row.blocks, row.position, token)
-        drawn = self._draw(row.blocks, row.position + 1, row.sampling)
+        sampling = row.sampling
+        if row.record:
+            adjustments, known = self.records[row.record]
+            assert known == self._read(row.blocks, row.position + 1), "another request's record"
+            sampling = replace(sampling, adjustments=adjustments)
+        drawn = self._draw(row.blocks, row.position + 1, sampling)
+        if row.record:
+            self.records[row.record][1].append(drawn)
         self.carried[group, row.slot] = drawn
         return drawn
+
+    def _load(self, chunk: Chunk, token: int) -> None:
+        """Begin the record of a request whose logits are adjusted."""
+        adjustments = chunk.sampling.adjustments
+        assert (chunk.record is None) == (adjustments is None)
+        if chunk.record is None or adjustments is None:
+            return
+        assert 0 < chunk.record.place <= self.limits.requests
+        known = self._read(chunk.blocks, chunk.start + len(chunk.tokens))
+        assert known == list(chunk.record.tokens)
+        assert 0 < chunk.record.prompt <= len(known)
+        self.records[chunk.record.place] = adjustments, [*known, token]
 
     def _write(self, blocks: Sequence[int], place: int, token: int) -> None:
         size = self.limits.block_size
@@ -199,13 +221,16 @@ class FakeEngine:
             chunks = work.chunks
             assert 0 < len(chunks) <= limits.prompts
             assert all(0 < len(chunk.tokens) <= limits.chunk for chunk in chunks)
-            is_alone = work.how is How.SCORED or any(chunk.start for chunk in chunks)
+            is_alone = How.SCORED in work.how or any(chunk.start for chunk in chunks)
             assert len(chunks) == 1 or not is_alone
             ends = [(chunk.start + len(chunk.tokens), chunk.blocks) for chunk in chunks]
             tokens = [int(token) for chunk in chunks for token in chunk.tokens]
         else:
             assert 0 <= work.group < limits.groups
             slots = [row.slot for row in rows_of(work)]
+            records = [row.record for row in rows_of(work) if row.record]
+            assert len(set(records)) == len(records)
+            assert bool(records) == (How.ADJUSTED in work.how)
             assert len(set(slots)) == len(slots) <= limits.slots
             assert slots
             assert all(0 <= slot < limits.slots for slot in slots)

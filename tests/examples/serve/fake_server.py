@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from examples.serve import features as switches
+from examples.serve.front.adjusting import Rules
 from examples.serve.front.admission import Bounds
 from examples.serve.front.connections import listen
 from examples.serve.front.server import Front
@@ -34,7 +35,8 @@ def main() -> int:
         async def serve() -> int:
             command = [sys.executable, rank, json.dumps(options)]
             key = options.get("key")
-            front = Front("fake", Bytes(), command, Path(folder), bounds, features, key)
+            path, rules = Path(folder), Rules(**options.get("rules", {}))
+            front = Front("fake", Bytes(), command, path, bounds, features, key, rules)
             return await front.serve(listener)
 
         with asyncio.Runner(loop_factory=loop_factory(features)) as runner:

@@ -38,7 +38,7 @@ class Wide(Bytes):
         self._width = width
         self.prompts: list[Sequence[int]] = []
 
-    def decoder(self, prompt: Sequence[int] = ()) -> Decoder:
+    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
         self.prompts.append(prompt)
         return WideDecoder(self._width)
 
@@ -92,8 +92,9 @@ async def serving(width: int = 1, **fields: Any) -> AsyncIterator[tuple[Job, int
     text = fields.pop("text", None) or Wide(width)
     answers = Answers(text, job, Waits(30.0), metrics, features)  # type: ignore[arg-type]
     usual = {"stop": (), "n": 1, "include_usage": False, "is_chat": False, "stream": True}
+    fields = {"prompts": ((1,),)} | usual | fields
     what = Completion(
-        **({"prompts": ((1,),)} | usual | fields),
+        **{"continues": not fields["is_chat"], **fields},
         model="fake",
         max_tokens=9,
         sampling=Sampling(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from examples.serve.blocks import Blocks, chain
 from examples.serve.features import Features, parse
 from examples.serve.front.admission import Admission
 from examples.serve.groups import Sequence
-from examples.serve.requests import Limits, Request, Sampling
+from examples.serve.requests import Adjustments, Limits, Request, Sampling
 from examples.serve.scheduler import Scheduler, Ticket
 from examples.serve.work import TABLE, TOKEN, Decode, Prefill
 
@@ -101,8 +102,8 @@ class Harness:
     def wanted(self, id_: int) -> list[int]:
         """The tokens that the request would draw alone."""
         request, limits = self.requests[id_], self.engine.limits
-        if request.ignore_eos:
-            limits = Limits(**{**vars(limits), "eos": ()})
+        ends = (*request.stops, *(() if request.ignore_eos else limits.eos))
+        limits = replace(limits, eos=ends)
         return reference(request.prompt, request.max_tokens, limits, request.sampling)
 
     def check(self, without: set[int] = frozenset()) -> None:  # type: ignore[assignment]
@@ -163,10 +164,24 @@ class Machine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         salt=st.sampled_from([b"", b"a"]),
         seed=st.integers(0, 2),
+        adjustments=st.sampled_from(
+            [None, None, Adjustments(presence=1.0), Adjustments(min_p=0.1)]
+        ),
+        stops=st.sampled_from([(), (), (1, 2, 3, 4, 5, 6)]),
     )
-    def add(self, prompt: list[int], number: int, ignore_eos: bool, salt: bytes, seed: int) -> None:
-        sampling = Sampling(temperature=float(seed > 0), seed=seed)
-        self.it.add(prompt, number, ignore_eos=ignore_eos, salt=salt, sampling=sampling)
+    def add(
+        self,
+        prompt: list[int],
+        number: int,
+        ignore_eos: bool,
+        salt: bytes,
+        seed: int,
+        adjustments: Adjustments | None,
+        stops: tuple[int, ...],
+    ) -> None:
+        sampling = Sampling(temperature=float(seed > 0), seed=seed, adjustments=adjustments)
+        more = {"ignore_eos": ignore_eos, "salt": salt, "stops": stops}
+        self.it.add(prompt, number, sampling=sampling, **more)
 
     @rule()
     def submit(self) -> None:
@@ -231,6 +246,7 @@ class Machine(RuleBasedStateMachine):
         self.it.check_blocks()
         assert self.it.scheduler.blocks.used == 0
         assert self.it.scheduler.running == 0
+        assert len(self.it.scheduler._records) == self.it.scheduler.limits.requests
         self.it.check(without=self.cancelled)
 
 

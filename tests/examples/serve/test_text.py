@@ -19,7 +19,7 @@ from ...mpi.jobs import ROOT
 sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve import __main__ as command
-from examples.serve.front.shapes import Choice
+from examples.serve.front.choices import Choice
 from examples.serve.front.text import BEHIND, Bytes, HuggingFace, Stops, load
 from examples.serve.models import resolve
 from examples.serve.requests import End, Scores
@@ -194,7 +194,7 @@ def test_a_completion_goes_on_with_its_prompt(prompt: str, drawn: str, pieces: P
     both = [oracle.decode(each, skip_special_tokens=True) for each in (before, before + tokens)]
     wanted = both[1].removeprefix(both[0])
     assert both[0] + wanted == both[1]
-    choice, shown, scored = Choice(text, (), before), "", []
+    choice, shown, scored = Choice(text, prompt=before), "", []
     for place, token in enumerate(tokens):
         end = End(0, "length", len(tokens)) if place == len(tokens) - 1 else None
         shown += choice.feed([token], end, [Scores(-1.0, ())])

@@ -22,13 +22,16 @@ from examples.serve.variants import (
     bucket,
     cheapest,
     first_sizes,
+    general,
     later_sizes,
+    serves,
 )
 
 LIMITS = Limits(2, 8, 32, 100, 8, 256, 64, (), prompts=4)
 OPTIONS = Options(batches=(2, 8), chunks=(8, 32), widths=(4, 16), late=True)
 ALL = all_sizes(LIMITS, OPTIONS)
-HOWS = st.sampled_from(How)
+SCORED, ADJUSTED = How.DRAWN | How.SCORED, How.DRAWN | How.ADJUSTED
+HOWS = st.sampled_from([How.GREEDY, How.DRAWN, SCORED, ADJUSTED])
 
 
 def test_the_cheapest_that_holds_it() -> None:
@@ -40,7 +43,17 @@ def test_the_cheapest_that_holds_it() -> None:
     assert cheapest(sizes, DecodeSize(2, 4, How.GREEDY)) == sizes[2]
     assert cheapest(sizes, DecodeSize(2, 4, How.DRAWN)) == sizes[0]
     assert cheapest(sizes, DecodeSize(2, 16, How.GREEDY)) == sizes[1]
-    assert cheapest(sizes, DecodeSize(2, 4, How.SCORED)) is None
+    assert cheapest(sizes, DecodeSize(2, 4, SCORED)) is None
+
+
+def test_rare_work_has_variants_of_its_own() -> None:
+    """Which serve nothing else; they are compiled for the largest batch, or chunk."""
+    hows = [How.GREEDY, How.DRAWN, SCORED, ADJUSTED, SCORED | ADJUSTED]
+    pairs = {(how, needed) for how in hows for needed in hows if serves(how, needed)}
+    assert pairs == {(how, how) for how in hows} | {(How.DRAWN, How.GREEDY)}
+    assert general(DecodeSize(2, 4, ADJUSTED), OPTIONS) == DecodeSize(8, 4, ADJUSTED)
+    assert general(DecodeSize(2, 4, How.DRAWN), OPTIONS) == DecodeSize(2, 4, How.DRAWN)
+    assert general(PrefillSize(2, 8, 4, ADJUSTED), OPTIONS) == PrefillSize(2, 32, 4, ADJUSTED)
 
 
 def test_a_chunk_that_goes_on_is_alone() -> None:
@@ -71,7 +84,7 @@ def test_what_nobody_has_asked_for_is_greedy_and_short() -> None:
         DecodeSize(8, 4, How.GREEDY),
         DecodeSize(2, 4, How.GREEDY),
     ]
-    assert all(size.width <= 4 and size.how is not How.SCORED for size in later)
+    assert all(size.width <= 4 and not size.how & ~How.DRAWN for size in later)
 
 
 def test_no_variant_is_listed_twice() -> None:
@@ -82,7 +95,7 @@ def test_no_variant_is_listed_twice() -> None:
 def test_all_variants_hold_all_batches(rows: int, width: int, how: How) -> None:
     held = cheapest(
         (size for size in ALL if isinstance(size, DecodeSize)),
-        DecodeSize(rows, width if how is not How.SCORED else 32, how),
+        DecodeSize(rows, width if how is not SCORED else 32, how),
     )
     assert held is not None
     assert held.rows >= rows
@@ -98,5 +111,6 @@ def test_what_is_larger_than_all_is_refused() -> None:
 def test_names_for_the_log() -> None:
     assert str(DecodeSize(8, 4, How.GREEDY)) == "decode batches of 8 with 4 blocks each, greedy"
     assert str(PrefillSize(4, 32, 0, How.DRAWN)) == "4 chunks of 32 tokens, with sampling"
-    scored = PrefillSize(1, 32, 16, How.SCORED)
+    scored = PrefillSize(1, 32, 16, SCORED)
     assert str(scored) == "a chunk of 32 tokens behind up to 16 blocks, with log-probabilities"
+    assert (SCORED | ADJUSTED).words == "with log-probabilities and penalties"

@@ -1,4 +1,4 @@
-"""Draw tokens inside of the graph: greedy, temperature, top-k, top-p, with noise by hash.
+"""Draw tokens: greedy, temperature, min-p, top-k, top-p, with noise by hash.
 
 A token is drawn by the Gumbel-max trick: the largest of logits / temperature + noise, where the
 noise of each token of the vocabulary is a hash of the request's seed, the position and the token.
@@ -34,6 +34,7 @@ def draw(
     temperatures: Tensor,
     top_k: Tensor,
     top_p: Tensor,
+    min_p: Tensor | None = None,
 ) -> Tensor:
     """Draw a token for each row.
 
@@ -44,6 +45,8 @@ def draw(
         temperatures: float32 [rows]; where it is 0, the likeliest token is taken.
         top_k: int64 [rows]; the number of the likeliest tokens that may be drawn, all if it is 0.
         top_p: float32 [rows]; of these tokens, only the fewest whose probabilities add up to it.
+        min_p: float32 [rows]; before, only tokens that are so many times as likely as the
+            likeliest. None: all.
 
     Returns:
         int64 [rows].
@@ -51,6 +54,9 @@ def draw(
     logits = logits.float()
     warm = temperatures > 0
     scaled = logits / torch.where(warm, temperatures, 1.0)[:, None]
+    if min_p is not None:
+        least = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
     scores = scaled + gumbel(seeds, positions, logits.shape[-1])
     scores = scores.masked_fill(scaled < _threshold(scaled, top_k, top_p)[:, None], -torch.inf)
     return torch.where(warm[:, None], scores, logits).argmax(-1)
