@@ -191,7 +191,7 @@ class CurrentCache:
 
     Attributes:
         cache: None while the part does not run.
-        last: int64 [rows], which tokens of a batch have logits; None: all.
+        last: int64 [rows] or [rows, n], which tokens of a batch have logits; None: all.
     """
 
     def __init__(self) -> None:
@@ -212,8 +212,8 @@ class CurrentCache:
         if self.last is None:
             return None
         (hidden,) = args
-        last = self.last[:, None, None].expand(-1, -1, hidden.shape[-1])
-        return (hidden.gather(1, last),)
+        last = self.last if self.last.ndim == 2 else self.last[:, None]
+        return (hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1])),)
 
 
 @runtime_checkable

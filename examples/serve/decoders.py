@@ -73,7 +73,9 @@ class DecoderPart(nn.Module):
                 use_cache=True,
                 **more,
             )
-        return out.logits[:, 0] if self.is_last else out
+        if not self.is_last:
+            return out
+        return out.logits if last is not None and last.ndim == 2 else out.logits[:, 0]
 
     def plainly(self, x: Tensor, ids: Tensor) -> Tensor:
         """Run the model's own forward on a text, without a cache or pages.

@@ -50,6 +50,8 @@ log = logging.getLogger("serve")
 
 WARM_UPS = {"cpu": 1, "accelerator": 3}
 """Executions of each variant in each context; the third one is recorded, on devices that can."""
+ALONE = How.SCORED | How.PROMPT
+"""Work for which a chunk has to be alone."""
 WITHOUT_DRAWS = "a temperature or log-probabilities, without `draws`"
 SHARE = 0.1
 """The most of the time of a busy engine that goes to compiling variants that are asked for."""
@@ -195,7 +197,9 @@ class CgEngine:
         np.multiply(table, is_needed, numbers[: len(rows), TABLE : TABLE + needed])
         numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * block + offset
         graph = self.graphs.compiled[size][work.group]
-        return self._tokens(graph, len(rows), torch.from_numpy(numbers), int(size.how), work.group)
+        batch = torch.from_numpy(numbers)
+        future = graph.execute(batch, int(size.how), work.group)
+        return self._tokens(future, len(rows), size.how)
 
     def _decode_size(self, rows: int, needed: int, how: How) -> DecodeSize:
         """The smallest size of a variant that holds a batch."""
@@ -208,9 +212,10 @@ class CgEngine:
         lengths = [len(chunk.tokens) for chunk in work.chunks]
         _check(0 < len(lengths) <= limits.prompts, f"{len(lengths)} of {limits.prompts} prompts")
         for length in lengths:
-            _check(0 < length <= limits.chunk, f"{length} tokens of at most {limits.chunk}")
+            longest = limits.scored if How.PROMPT in work.how else limits.chunk
+            _check(0 < length <= longest, f"{length} tokens of at most {longest}")
         _check(self.options.draws or work.how is How.GREEDY, WITHOUT_DRAWS)
-        is_alone = How.SCORED in work.how or any(chunk.start for chunk in work.chunks)
+        is_alone = bool(work.how & ALONE) or any(chunk.start for chunk in work.chunks)
         _check(len(lengths) == 1 or not is_alone, "a chunk that has to be alone")
         ideal = self._prefill_size(work, is_alone)
         size = self._variant(ideal)
@@ -226,7 +231,8 @@ class CgEngine:
             self._write(row, chunk, size)
         (graph,) = self.graphs.compiled[size]
         batch = torch.from_numpy(numbers)
-        return self._tokens(graph, work.draws, batch, size.tokens, size.width, int(size.how))
+        future = graph.execute(batch, size.tokens, size.width, int(size.how))
+        return self._tokens(future, work.draws, size.how, lengths[0])
 
     def _prefill_size(self, work: Prefill, is_alone: bool) -> PrefillSize:
         """The smallest size of a variant that holds chunks."""
@@ -235,6 +241,9 @@ class CgEngine:
         if not is_alone:
             rows = bucket(prompt_rows(limits), len(work.chunks))
             return PrefillSize(rows, bucket(options.chunks, tokens), 0, how)
+        if How.PROMPT in how:
+            longest = bucket(options.chunks, limits.scored)
+            return PrefillSize(1, longest, self._widths[-1], how)
         if How.SCORED in how:
             return PrefillSize(1, options.chunks[-1], self._widths[-1], how)
         width = bucket(self._widths, -(-(first.start + tokens) // limits.block_size))
@@ -259,13 +268,16 @@ class CgEngine:
             blocks[:needed] = table
         if chunk.record is not None:
             _within("a record", np.asarray(chunk.record.place), 1, limits.requests + 1)
-            write(row[end:], chunk, RecordLayout(limits.vocabulary))
+            write(row[variant.behind :], chunk, RecordLayout(limits.vocabulary))
+        if chunk.following is not None:
+            following = np.asarray(chunk.following)
+            _within("a token", following, 0, limits.vocabulary)
+            row[end : end + count] = following
 
-    def _tokens(self, graph: cg.Compiled, count: int, *arguments: Any) -> Tokens:
-        """Start an execution, of which `count` tokens are asked for."""
-        future = graph.execute(*arguments)
+    def _tokens(self, future: cg.Future, count: int, how: How, scored: int = 0) -> Tokens:
+        """The result of an execution, as `Tokens` takes it."""
         self._flying.append(future)
-        return Tokens(future, count, self._copies)
+        return Tokens(future, count, how, scored, self._copies)
 
 
 def start(
@@ -333,6 +345,8 @@ def limits_of(model: Model, options: Options) -> Limits:
         vocabulary=model.vocabulary,
         eos=model.eos,
         prompts=min(prompts, groups * slots),
+        # No more logits at a time than a decode batch has, if a chunk is so short.
+        scored=min(chunk, max(n for n in options.chunks if n <= max(slots, options.chunks[0]))),
     )
 
 

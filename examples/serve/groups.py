@@ -34,6 +34,7 @@ class Sequence:
         digest: of the last of these blocks.
         seat: the group and the slot, while it decodes.
         record: of the request, while it holds blocks, if its logits are adjusted; else 0.
+        scored: the last position of the prompt whose log-probabilities were told.
         stay: a number while it holds blocks, else 0. It tells results of an earlier stay apart,
             which are dropped: the same tokens are drawn again.
     """
@@ -47,6 +48,13 @@ class Sequence:
     seat: tuple[Group, int] | None = None
     stay: int = 0
     record: int = 0
+    scored: int = 0
+
+    @property
+    def wants_scores(self) -> bool:
+        """True if log-probabilities of its prompt are wanted, and not known yet."""
+        request = self.request
+        return request.prompt_logprobs is not None and self.scored + 1 < len(request.prompt)
 
 
 class Group:

@@ -208,10 +208,11 @@ class EngineLoop:
                 ticket, result, _ = queue.popleft()
                 try:
                     drawn, scores = result.result(), result.scores()
+                    prompt_scores = result.prompt_scores()
                 except Exception as error:
                     self._fail(ticket, error)
                 else:
-                    self.scheduler.complete(ticket, drawn, scores)
+                    self.scheduler.complete(ticket, drawn, scores, prompt_scores)
         if was_busy and not any(self._lanes):
             self._busy += monotonic() - self._since
 
@@ -245,6 +246,7 @@ class EngineLoop:
         self._unsent.pairs += new.pairs
         self._unsent.ends += new.ends
         self._unsent.scores += new.scores
+        self._unsent.prompts += new.prompts
         if not self._unsent or self.link.is_full:
             return
         events, self._unsent = self._unsent, Events()

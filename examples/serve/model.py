@@ -12,14 +12,14 @@ import cg
 from .attention import Pages
 from .parts import Model
 from .requests import LOGPROBS, How
-from .sampling.draw import draw, greedy, score
+from .sampling.draw import draw, greedy, rank, score
 from .sampling.records import Records
 from .work import ENTRY, POSITION, RECORD, SEED, TABLE
 
 # Columns of chunks of prompts: int64 [rows, PROMPT + 2 * tokens + blocks], where each starts and
 # how many of its tokens are no padding, and `Sampling.numbers`; then the ids of the tokens, their
-# entries, and the table, which is empty where all of them begin a prompt. The columns of
-# `Records.load` follow where logits are adjusted.
+# entries, and the table, which is empty where all of them begin a prompt. With `How.PROMPT` the ids
+# of the tokens behind follow, and with `How.ADJUSTED` the columns of `Records.load`.
 START, LENGTH, NUMBERS = range(3)
 PROMPT = 5
 
@@ -117,12 +117,15 @@ class Stage(nn.Module):
 
     def prefill(
         self, x: Tensor, batch: Tensor, tokens: int, width: int, how: int
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """The tokens that follow chunks of prompts; with `How.SCORED` as `decode`.
+
+        With `How.PROMPT`, of one chunk, the results of `score` and `rank` for the tokens behind its
+        tokens follow.
 
         Args:
             x: ids int64 [rows, tokens] on the first stage, else [rows, tokens, hidden].
-            batch: int64 [rows, PROMPT + 2 * tokens + blocks], and more with `How.ADJUSTED`.
+            batch: int64 [rows, PROMPT + 2 * tokens + blocks], and more for some `how`.
             tokens: how many, with padding.
             width: the number of blocks.
             how: of `How`.
@@ -133,11 +136,20 @@ class Stage(nn.Module):
         entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
         end = PROMPT + 2 * tokens + width
         tables = batch[:, PROMPT + 2 * tokens : end]
-        out = self._layers(x, positions, entries, tables, (length - 1)[:, 0])
+        wanted = steps if how & How.PROMPT else (length - 1)[:, 0]
+        out = self._layers(x, positions, entries, tables, wanted)
         if not self.is_last:
             return out
-        places = self.records.load(batch[:, end:]) if how & How.ADJUSTED else start[:, 0]
-        return self._tokens(out, (start + length)[:, 0], batch[:, NUMBERS:PROMPT], places, how)
+        behind = end + tokens if how & How.PROMPT else end
+        places = self.records.load(batch[:, behind:]) if how & How.ADJUSTED else start[:, 0]
+        sampling = (start + length)[:, 0], batch[:, NUMBERS:PROMPT], places, how
+        if not how & How.PROMPT:
+            return self._tokens(out, *sampling)
+        logits, following = cg.layout(out[0], cg.whole), batch[0, end:behind]
+        drawn = self._tokens(logits.index_select(0, length[:, 0] - 1), *sampling)
+        scores = score(logits, following, min(LOGPROBS, self.vocabulary))
+        ahead = drawn if isinstance(drawn, tuple) else (drawn,)
+        return *ahead, *scores, rank(logits, following)
 
     def _tokens(
         self, logits: Tensor, positions: Tensor, sampling: Tensor, places: Tensor, how: int

@@ -30,6 +30,7 @@ class Limits:
     vocabulary: int
     eos: tuple[int, ...]
     prompts: int = 1  # how many a prefill takes
+    scored: int = 1  # the longest chunk that gives log-probabilities of a prompt
 
     @property
     def requests(self) -> int:
@@ -44,11 +45,16 @@ class How(IntFlag):
     DRAWN = 1  # draws it
     SCORED = 2  # gives log-probabilities
     ADJUSTED = 4  # changes logits before
+    PROMPT = 8  # gives log-probabilities of the prompt's tokens
 
     @property
     def words(self) -> str:
         """Its name in the log."""
-        names = {How.SCORED: "log-probabilities", How.ADJUSTED: "penalties"}
+        names = {
+            How.SCORED: "log-probabilities",
+            How.ADJUSTED: "penalties",
+            How.PROMPT: "log-probabilities of the prompt",
+        }
         if rare := [name for how, name in names.items() if how in self]:
             return f"with {' and '.join(rare)}"
         return "with sampling" if How.DRAWN in self else "greedy"
@@ -122,13 +128,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Scores:
-    """Natural log-probabilities of a drawn token and of the likeliest ones, in order.
+    """Natural log-probabilities of a token and of the likeliest ones, in order.
 
-    They are the model's own, before temperature, top_k and top_p change them.
+    They are the model's own, before anything changes the logits.
+
+    Attributes:
+        rank: of a token of a prompt: 1 if none is likelier; 0 for a drawn one.
     """
 
     drawn: float
     likeliest: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 GREEDY = Sampling()
@@ -144,6 +154,7 @@ class Request:
     sampling: Sampling = GREEDY
     ignore_eos: bool = False
     stops: tuple[int, ...] = ()  # tokens that end the text, beside those of the model
+    prompt_logprobs: int | None = None  # as `Sampling.logprobs`, of all tokens but the first
     salt: bytes = b""  # requests of different salts share no cached prefix
 
 
@@ -166,6 +177,7 @@ class Events:
     pairs: array[int] = field(default_factory=lambda: array("I"))  # id, token, id, token, …
     ends: list[End] = field(default_factory=list)
     scores: list[tuple[int, Scores]] = field(default_factory=list)  # of tokens that want them
+    prompts: list[tuple[int, Scores]] = field(default_factory=list)  # the same of prompts, in order
 
     def __bool__(self) -> bool:
-        return bool(self.started or self.pairs or self.ends)
+        return bool(self.started or self.pairs or self.ends or self.prompts)

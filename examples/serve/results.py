@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import cg
 
-from .requests import Scores
+from .requests import How, Scores
 from .work import Result
 
 
@@ -23,11 +24,20 @@ class Tokens:
 
     Args:
         count: the number of tokens that were asked for; the others are padding.
+        how: what its variant gives besides.
+        scored: the number of tokens of a prompt whose log-probabilities were asked for.
         copies: the stream of a device that copies tokens; None where they are on the host.
     """
 
-    def __init__(self, future: cg.Future, count: int, copies: torch.Stream | None = None) -> None:
-        self._future, self._count = future, count
+    def __init__(
+        self,
+        future: cg.Future,
+        count: int,
+        how: How = How.GREEDY,
+        scored: int = 0,
+        copies: torch.Stream | None = None,
+    ) -> None:
+        self._future, self._count, self._how, self._scored = future, count, how, scored
         self._host: tuple[Tensor, ...] = ()
         self._copied: torch.Event | None = None
         self._copies = copies
@@ -44,13 +54,19 @@ class Tokens:
 
     def scores(self) -> list[Scores]:
         """The scores of each token, once the result is there; empty unless work asks for some."""
-        _, *ranked = self._parts()
-        if not ranked:
+        if How.SCORED not in self._how:
             return []
-        values, tokens = (tensor[: self._count].tolist() for tensor in ranked)
+        values, tokens = self._parts()[1:3]
+        return _scores(values[: self._count], tokens[: self._count])
+
+    def prompt_scores(self) -> list[Scores]:
+        """The scores of the token behind each of a chunk, if the work asks for them."""
+        if How.PROMPT not in self._how:
+            return []
+        values, tokens, ranks = (part[: self._scored] for part in self._parts()[-3:])
+        scores = _scores(values, tokens)
         return [
-            Scores(drawn, tuple(zip(row, rest, strict=True)))
-            for (drawn, *rest), row in zip(values, tokens, strict=True)
+            replace(score, rank=rank) for score, rank in zip(scores, ranks.tolist(), strict=True)
         ]
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -58,7 +74,7 @@ class Tokens:
         self._future.add_done_callback(lambda _: call())
 
     def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """The tokens; with log-probabilities also the results of `sampling.score`."""
+        """The results of `Stage`: tokens, and log-probabilities."""
         if self._copies is None or self._future.exception(timeout) is not None:
             return _tuple(self._future.result(timeout))
         if self._copied is None:
@@ -100,6 +116,9 @@ class Parts:
     def scores(self) -> list[Scores]:
         return [scores for part in self._parts for scores in part.scores()]
 
+    def prompt_scores(self) -> list[Scores]:
+        return [scores for part in self._parts for scores in part.prompt_scores()]
+
     def when_done(self, call: Callable[[], None]) -> None:
         """Call back when the last part has ended."""
         left = len(self._parts)
@@ -112,6 +131,14 @@ class Parts:
 
         for part in self._parts:
             part.when_done(count)
+
+
+def _scores(values: Tensor, tokens: Tensor) -> list[Scores]:
+    """The scores of rows, by what `sampling.draw.score` gives."""
+    return [
+        Scores(own, tuple(zip(row, rest, strict=True)))
+        for (own, *rest), row in zip(values.tolist(), tokens.tolist(), strict=True)
+    ]
 
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:

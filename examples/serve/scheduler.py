@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, count
 from typing import Any
 
@@ -150,11 +150,18 @@ class Scheduler:
                 break
             yield ticket
 
-    def complete(self, ticket: Ticket, drawn: list[int], scores: Iterable[Scores] = ()) -> None:
+    def complete(
+        self,
+        ticket: Ticket,
+        drawn: list[int],
+        scores: Iterable[Scores] = (),
+        prompt_scores: Iterable[Scores] = (),
+    ) -> None:
         """Take the tokens of work: one for each row, or last chunk.
 
         Args:
             scores: of each token, where some are wanted.
+            prompt_scores: of the token behind each of a chunk, where they are wanted.
         """
         self._land(ticket)
         if isinstance(ticket.work, Decode):
@@ -166,6 +173,8 @@ class Scheduler:
             if sequence.stay != stay:
                 continue
             self._publish(sequence, sequence.tokens, chunk.start + len(chunk.tokens))
+            for place, score in enumerate(prompt_scores, chunk.start + 1):  # of a chunk alone
+                self._score_prompt(sequence, place, score)
             if token is not None:
                 self._begin(sequence, token, scores)
 
@@ -271,7 +280,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         while len(chunks) < self.limits.prompts and (self._prefilling or self._admit()):
             sequence = self._prefilling[0]
-            is_alone = bool(sequence.written or How.SCORED in sequence.request.sampling.how)
+            is_scored = How.SCORED in sequence.request.sampling.how or sequence.wants_scores
+            is_alone = bool(sequence.written or is_scored)
             if chunks and is_alone:
                 break
             chunks.append(self._chunk(sequence))
@@ -287,8 +297,9 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence) -> Chunk:
         """The next chunk of a sequence, which is the first of those that are prefilled."""
-        start, whole = sequence.written, len(sequence.tokens)
-        end = sequence.written = min(start + self.limits.chunk, whole)
+        start, whole, wants = sequence.written, len(sequence.tokens), sequence.wants_scores
+        longest = self.limits.scored if wants else self.limits.chunk
+        end = sequence.written = min(start + longest, whole)
         if end == whole:
             self._prefilling.popleft()
         self.stats.chunks += 1
@@ -297,7 +308,10 @@ class Scheduler:
         request, record = sequence.request, None
         if end == whole and request.sampling.adjustments is not None:
             record = Record(sequence.record, sequence.tokens, len(request.prompt))
-        return Chunk(tokens, start, blocks, end == whole, request.sampling, record)
+        following = None
+        if wants:  # behind the last token is none yet
+            following = np.append(sequence.tokens, np.uint32(0))[start + 1 : end + 1]
+        return Chunk(tokens, start, blocks, end == whole, request.sampling, record, following)
 
     def _admit(self) -> bool:
         """Admit the first request that waits, if there are a slot and blocks for its tokens."""
@@ -332,6 +346,8 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> tuple[list[int], bytes]:
         salt = sequence.request.salt
+        if sequence.wants_scores:  # which need the logits of all tokens
+            return [], chain(salt)
         if self.features.prefix:
             return self.blocks.match(sequence.tokens, salt)
         self.features.changes["prefix"] += len(sequence.tokens)
@@ -388,8 +404,16 @@ class Scheduler:
     def _score(self, request: Request, scores: Scores) -> None:
         limit = request.sampling.logprobs
         if limit is not None:
-            scores = Scores(scores.drawn, scores.likeliest[:limit])
+            scores = replace(scores, likeliest=scores.likeliest[:limit])
             self._events.scores.append((request.id, scores))
+
+    def _score_prompt(self, sequence: Sequence, place: int, scores: Scores) -> None:
+        """Tell the scores of a position of a prompt, once: it may be computed again."""
+        request, limit = sequence.request, sequence.request.prompt_logprobs
+        if sequence.scored < place < len(request.prompt):
+            sequence.scored = place
+            scores = replace(scores, likeliest=scores.likeliest[:limit])
+            self._events.prompts.append((request.id, scores))
 
     def _finish(
         self, sequence: Sequence, reason: str = "", message: str = "", token: int | None = None

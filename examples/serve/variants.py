@@ -105,8 +105,13 @@ class PrefillSize:
 
     @property
     def end(self) -> int:
-        """The columns ahead of what the variant takes for records."""
+        """The columns up to the table's end; those of tokens behind, and for records, follow."""
         return PROMPT + 2 * self.tokens + self.width
+
+    @property
+    def behind(self) -> int:
+        """The columns ahead of what the variant takes for records."""
+        return self.end + self.tokens * (How.PROMPT in self.how)
 
     def known(self, limits: Limits) -> int:
         """The most tokens of a sequence that a chunk ends: its own, or those of the table."""
@@ -117,7 +122,7 @@ class PrefillSize:
         more = 0
         if How.ADJUSTED in self.how:
             more = RecordLayout(limits.vocabulary).columns(self.known(limits))
-        numbers = np.zeros((self.rows, self.end + more), np.int64)
+        numbers = np.zeros((self.rows, self.behind + more), np.int64)
         numbers[:, LENGTH] = 1
         return numbers
 

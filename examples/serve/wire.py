@@ -39,7 +39,7 @@ MOST = 1 << 26
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
-_REQUEST = struct.Struct("<IIfIfQb?HIII")
+_REQUEST = struct.Struct("<IIfIfQbb?HIII")
 _EVENTS = struct.Struct("<II")
 
 
@@ -147,7 +147,8 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
         adjustments = b"" if how.adjustments is None else pack_adjustments(how.adjustments)
         head = _REQUEST.pack(
             *(request.id, request.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
-            *(-1 if how.logprobs is None else how.logprobs, request.ignore_eos),
+            *map(_count, (how.logprobs, request.prompt_logprobs)),
+            request.ignore_eos,
             *(len(request.salt), len(adjustments), len(request.stops), len(request.prompt)),
         )
         ids = array("I", request.stops + request.prompt)
@@ -169,8 +170,8 @@ def unpack_requests(payload: bytes) -> list[Request]:
     requests, at = [], 0
     try:
         while at < len(payload):
-            id_, most, *how, ranked, ignores, salted, adjusted, ends, length = _REQUEST.unpack_from(
-                payload, at
+            id_, most, *how, ranked, asked, ignores, salted, adjusted, ends, length = (
+                _REQUEST.unpack_from(payload, at)
             )
             at += _REQUEST.size
             salt, at = payload[at : at + salted], at + salted
@@ -180,12 +181,20 @@ def unpack_requests(payload: bytes) -> list[Request]:
                 raise WireError("a request is cut off")
             ids, at = tuple(numbers(payload[at : at + size])), at + size
             adjustments = unpack_adjustments(changes) if changes else None
-            sampling = Sampling(*how, None if ranked < 0 else ranked, adjustments)
-            request = Request(id_, ids[ends:], most, sampling, ignores, ids[:ends], salt)
-            requests.append(request)
+            sampling = Sampling(*how, _none(ranked), adjustments)
+            more = ignores, ids[:ends], _none(asked), salt
+            requests.append(Request(id_, ids[ends:], most, sampling, *more))
     except (struct.error, ValueError) as error:
         raise WireError(f"no requests: {error}") from None
     return requests
+
+
+def _count(number: int | None) -> int:
+    return -1 if number is None else number
+
+
+def _none(number: int) -> int | None:
+    return None if number < 0 else number
 
 
 def pack_adjustments(adjustments: Adjustments) -> bytes:
@@ -228,7 +237,7 @@ def unpack_events(kind: Kind, payload: bytes) -> Events:
     started, length = _EVENTS.unpack_from(payload)
     middle = _EVENTS.size + 4 * started
     end = middle + 4 * length
-    rest = json.loads(payload[end:]) if len(payload) > end else ((), ())
+    rest = json.loads(payload[end:]) if len(payload) > end else ((), (), ())
     return events_of(numbers(payload[_EVENTS.size : middle]), numbers(payload[middle:end]), *rest)
 
 
@@ -241,17 +250,23 @@ def _rare(events: Events) -> list[list[Any]]:
     return [
         [[end.id, end.reason, end.count, end.message, end.token] for end in events.ends],
         [[id_, scores.drawn, scores.likeliest] for id_, scores in events.scores],
+        [[id_, each.drawn, each.likeliest, each.rank] for id_, each in events.prompts],
     ]
 
 
 def events_of(
-    started: Iterable[int], pairs: Iterable[int], ends: Iterable[Any], scores: Iterable[Any]
+    started: Iterable[int],
+    pairs: Iterable[int],
+    ends: Iterable[Any],
+    scores: Iterable[Any],
+    prompts: Iterable[Any],
 ) -> Events:
     return Events(
         array("I", started),
         array("I", pairs),
         [End(*end) for end in ends],
-        [(id_, Scores(drawn, tuple(map(tuple, top)))) for id_, drawn, top in scores],
+        [(id_, Scores(own, tuple(map(tuple, top)))) for id_, own, top in scores],
+        [(id_, Scores(own, tuple(map(tuple, top)), rank)) for id_, own, top, rank in prompts],
     )
 
 

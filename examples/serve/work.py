@@ -63,10 +63,17 @@ class Chunk:
     last: bool  # the chunk that draws the first token
     sampling: Sampling
     record: Record | None = None  # with the last chunk, if logits are adjusted
+    # The token behind each, whose log-probabilities are wanted; any number behind the prompt.
+    following: Sequence[int] | NDArray[Any] | None = None
 
     @property
     def how(self) -> How:
-        """The least work that the engine does: a chunk before the last draws nothing."""
+        """The least work that the engine does: a chunk before the last draws nothing.
+
+        A chunk that gives log-probabilities of a prompt is as the last one, for fewer variants.
+        """
+        if self.following is not None:
+            return self.sampling.how | How.DRAWN | How.PROMPT
         return self.sampling.how if self.last else How.GREEDY
 
 
@@ -97,6 +104,9 @@ class Result(Protocol):
     def result(self, timeout: float | None = None) -> list[int]: ...
     def scores(self) -> list[Scores]:
         """The scores of each token, once the result is there; empty unless work asks for some."""
+
+    def prompt_scores(self) -> list[Scores]:
+        """The scores of the token behind each of a chunk, if the work asks for them."""
 
     def when_done(self, call: Callable[[], None]) -> None: ...
 

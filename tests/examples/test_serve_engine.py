@@ -25,11 +25,11 @@ from examples.serve.engine import CgEngine, start
 from examples.serve.gpt import GptConfig
 from examples.serve.model import Pool, split
 from examples.serve.opening import open_model
-from examples.serve.requests import How, Limits, Sampling
+from examples.serve.requests import Adjustments, How, Limits, Sampling, Scores
 from examples.serve.settings import Options
 from examples.serve.stage_graphs import cut, decode_step, make_stage
 from examples.serve.variants import DecodeSize, PrefillSize, all_sizes, later_sizes, widths
-from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill
+from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill, Record
 
 from ..mpi.jobs import ROOT, needs_mpi, run
 from .serve_driver import Driver, Habits, Request, differences, random_requests
@@ -283,6 +283,34 @@ def test_log_probabilities_are_those_of_the_model(
         assert [float(row[id_]) for id_, _ in each.likeliest] == pytest.approx(
             wanted.values.tolist(), abs=1e-4
         )
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_log_probabilities_of_a_prompt_are_those_of_the_model(
+    engine: CgEngine, model: Any, logprobs: int | None
+) -> None:
+    """In chunks, on two stages; adjustments of what is drawn make no difference."""
+    prompt, blocks, step = tuple(range(3, 23)), (4, 2, 7), engine.limits.scored
+    sampling = Sampling(0.7, seed=5, logprobs=logprobs, adjustments=Adjustments(banned=(1, 2)))
+    scores: list[Scores] = []
+    for at in range(0, len(prompt), step):
+        part, behind = prompt[at : at + step], (*prompt, 0)[at + 1 :][:step]
+        last = at + len(part) == len(prompt)
+        record = Record(1, prompt, len(prompt)) if last else None
+        chunk = Chunk(part, at, blocks, last, sampling, record, behind)
+        result = engine.submit(Prefill((chunk,)))
+        assert len(result.result()) == last
+        assert len(result.scores()) == (last and logprobs is not None)
+        scores += result.prompt_scores()
+    assert step < len(prompt) == len(scores)
+    with torch.no_grad():
+        shares = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for row, token, each in zip(shares, prompt[1:], scores, strict=False):
+        assert each.drawn == pytest.approx(float(row[token]), abs=1e-4)
+        assert each.rank == int((row > row[token]).sum()) + 1
+        values = [value for _, value in each.likeliest]
+        assert values == pytest.approx(row.topk(20).values.tolist(), abs=1e-4)
+        assert values == pytest.approx([float(row[id_]) for id_, _ in each.likeliest], abs=1e-4)
 
 
 def test_tokens_are_those_of_generate_while_variants_are_compiled(folders: dict[int, Path]) -> None:

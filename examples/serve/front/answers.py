@@ -56,7 +56,7 @@ class Answers:
     async def _whole(
         self, request: web.Request, completion: Completion, reply: Reply
     ) -> web.StreamResponse:
-        choices = self._choices(completion)
+        choices = self._choices(completion, reply)
         texts = ["" for _ in choices]
         while any(choice.reason is None for choice in choices):
             await reply.changed()
@@ -64,7 +64,7 @@ class Answers:
                 texts[index] += text
         prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        shape = Shape(completion, self._features)
+        shape = Shape(completion, self._features, self._text)
         return web.json_response(shape.answer(texts, choices, prompt))
 
     async def _stream(
@@ -95,8 +95,8 @@ class Answers:
 
     async def _pump(self, stream: Stream, completion: Completion, reply: Reply) -> None:
         """Write chunks as tokens come, all that there is at a time."""
-        shape = Shape(completion, self._features)
-        choices = self._choices(completion)
+        shape = Shape(completion, self._features, self._text)
+        choices = self._choices(completion, reply)
         is_first = [True for _ in choices]
         failures: list[Exception] = []
 
@@ -137,7 +137,7 @@ class Answers:
         if completion.include_usage:
             await stream.write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
 
-    def _choices(self, completion: Completion) -> list[Choice]:
+    def _choices(self, completion: Completion, reply: Reply) -> list[Choice]:
         reading = Reading(
             completion.stop,
             completion.ends,
@@ -145,13 +145,19 @@ class Answers:
             completion.shows_special,
             completion.min_tokens,
             completion.shows_ids,
+            completion.sampling.logprobs is not None,
+            completion.is_silent,
         )
-        prompts = [
-            prompt if completion.continues else ()
-            for prompt in completion.prompts
+        echoes = completion.echoes or [None] * len(completion.prompts)
+        heads = [
+            (prompt if completion.continues else (), echo)
+            for prompt, echo in zip(completion.prompts, echoes, strict=True)
             for _ in range(completion.n)
         ]
-        return [Choice(self._text, reading, prompt) for prompt in prompts]
+        return [
+            Choice(self._text, reading, *head, asked)
+            for head, asked in zip(heads, reply.asked, strict=True)
+        ]
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
         """Take the new text of each choice that has some.

@@ -21,6 +21,8 @@ class Reading:
         shows_special: whether the text has special tokens.
         min_tokens: tokens in whose text no stop string is looked for.
         ids: whether the ids of tokens are kept.
+        is_scored: whether log-probabilities of its tokens are wanted.
+        is_silent: whether its one token is dropped, since none was wanted.
     """
 
     stop: tuple[str, ...] = ()
@@ -29,14 +31,19 @@ class Reading:
     shows_special: bool = False
     min_tokens: int = 0
     ids: bool = False
+    is_scored: bool = False
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A drawn token with its log-probability, the likeliest ones, and where its text begins."""
+    """A token with its log-probability, the likeliest ones, and where its text begins.
+
+    The first token of a text has no log-probability.
+    """
 
     piece: bytes
-    logprob: float
+    logprob: float | None
     likeliest: list[tuple[bytes, float]]
     offset: int
 
@@ -46,6 +53,9 @@ class Choice:
 
     Args:
         prompt: the tokens whose text the choice continues; empty if it begins one.
+        echo: the text of the prompt, if the choice begins with it.
+        asked: of all tokens of the prompt but the first, once the choice has its first token, if
+            they are wanted.
 
     Attributes:
         count: of tokens, one that ends the text included.
@@ -55,8 +65,15 @@ class Choice:
     """
 
     def __init__(
-        self, text: Text, reading: Reading | None = None, prompt: Sequence[int] = ()
+        self,
+        text: Text,
+        reading: Reading | None = None,
+        prompt: Sequence[int] = (),
+        echo: str | None = None,
+        asked: Sequence[Scores] = (),
     ) -> None:
+        self.asked = asked
+        self._prompt, self._echo = prompt, echo
         self._text, self._reading = text, reading or Reading()
         self._decoder = text.decoder(prompt, self._reading.shows_special)
         self._stops = Stops(self._reading.stop, self._reading.keeps_stop)
@@ -73,7 +90,10 @@ class Choice:
         Args:
             scores: of each of the tokens, if they are wanted.
         """
-        shown = []
+        shown = self._begin()
+        if self._reading.is_silent:
+            self.reason = None if end is None else "length"
+            return "".join(shown)
         for place, token in enumerate(tokens):
             shown.append(self._step(token, scores[place] if scores else None))
             if self._stops.is_hit:
@@ -91,16 +111,35 @@ class Choice:
                 self.stop_reason = end.token
         return "".join(shown)
 
+    def _begin(self) -> list[str]:
+        """The text of the prompt with the first tokens, if the choice begins with it."""
+        if self._echo is None:
+            return []
+        text, self._echo = self._echo, None
+        if self._reading.is_scored:
+            decoder = self._text.decoder((), self._reading.shows_special)
+            for token, scores in zip(self._prompt, [None, *self.asked], strict=True):
+                self._score(token, scores, decoder.step(token))
+            self._offsets = Offsets(len(text))
+        return [text]
+
+    def _score(self, token: int, scores: Scores | None, text: str) -> None:
+        """Keep the scores of a token, with which some text came out."""
+        piece = self._text.piece(token)
+        offset = self._offsets.step(piece, text)
+        if scores is None:
+            self._scored.append(Scored(piece, None, [], offset))
+            return
+        likeliest = [(self._text.piece(id_), value) for id_, value in scores.likeliest]
+        self._scored.append(Scored(piece, scores.drawn, likeliest, offset))
+
     def _step(self, token: int, scores: Scores | None) -> str:
         self.count += 1
         if self._reading.ids:
             self._ids.append(token)
         text = self._decoder.step(token)
         if scores is not None:
-            piece = self._text.piece(token)
-            offset = self._offsets.step(piece, text)
-            likeliest = [(self._text.piece(id_), value) for id_, value in scores.likeliest]
-            self._scored.append(Scored(piece, scores.drawn, likeliest, offset))
+            self._score(token, scores, text)
         return text if self.count <= self._reading.min_tokens else self._stops.step(text)
 
     def _keep_last(self, token: int, shown: list[str]) -> None:
@@ -125,10 +164,13 @@ class Offsets:
     """Where the text of each token begins, in characters.
 
     A token may hold a part of a character, or bytes that are none, which become U+FFFD.
+
+    Args:
+        start: the length of the text ahead.
     """
 
-    def __init__(self) -> None:
-        self._length = 0  # of the text that is out
+    def __init__(self, start: int = 0) -> None:
+        self._length = start  # of the text that is out
         self._held = b""  # of tokens whose text is not out
 
     def step(self, piece: bytes, text: str) -> int:

@@ -19,9 +19,10 @@ _BOTH = {
     *("presence_penalty", "repetition_penalty", "min_p", "logit_bias", "stop_token_ids"),
     *("min_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output"),
     *("skip_special_tokens", "truncate_prompt_tokens", "return_token_ids", "request_id"),
+    "prompt_logprobs",
 }
 SERVED = {
-    "completions": _BOTH | {"prompt", "best_of", "add_special_tokens"},
+    "completions": _BOTH | {"prompt", "best_of", "add_special_tokens", "echo"},
     "chat": _BOTH
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
     | {"add_generation_prompt", "continue_final_message"},

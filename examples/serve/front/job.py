@@ -127,6 +127,7 @@ class EngineJob:
                     replace(how, seed=seed),
                     what.ignore_eos,
                     what.ends,
+                    what.asked_logprobs,
                     what.salt,
                 )
             )
@@ -208,6 +209,10 @@ class EngineJob:
             if id_ in self._replies:
                 reply, index = self._replies[id_]
                 reply.scores[index].append(scores)
+        for id_, scores in events.prompts:
+            if id_ in self._replies:
+                reply, index = self._replies[id_]
+                reply.asked[index].append(scores)
         for end in events.ends:
             entry = self._replies.pop(end.id, None)
             if entry is not None:

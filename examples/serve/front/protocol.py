@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..requests import Limits, Sampling
+from ..requests import LOGPROBS, Limits, Sampling
 from . import fields
 from .adjusting import Rules, read_sampling
 from .errors import ApiError, bad
@@ -42,6 +42,10 @@ class Completion:
         shows_ids: whether the answer has the ids of its tokens and of the prompt's.
         continues: whether the text goes on with that of the prompt, and begins none.
         id: what names the answer; empty: a random one.
+        echoes: the texts of the prompts, with which the choices begin; empty: they do not.
+        prompt_logprobs: the number of the likeliest tokens that the answer has for each token of
+            the prompt, beside that one; None: neither.
+        is_silent: whether no token is wanted; the engine draws one.
     """
 
     is_chat: bool
@@ -63,6 +67,15 @@ class Completion:
     shows_ids: bool = False
     continues: bool = False
     id: str = ""
+    echoes: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
+    is_silent: bool = False
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """The likeliest tokens of each position of the prompt; None if nobody asks."""
+        wanted = [self.prompt_logprobs, self.sampling.logprobs if self.echoes else None]
+        return max((number for number in wanted if number is not None), default=None)
 
     @property
     def choices(self) -> int:
@@ -72,7 +85,8 @@ class Completion:
     def tokens(self) -> int:
         """The most tokens of all choices; a log-probability beside a token counts as one."""
         drawn = self.max_tokens * (1 + (self.sampling.logprobs or 0))
-        return sum(len(prompt) + drawn for prompt in self.prompts) * self.n
+        of_prompt = 1 + (self.asked_logprobs or 0)
+        return sum(len(prompt) * of_prompt + drawn for prompt in self.prompts) * self.n
 
 
 def parse(payload: bytes) -> dict[str, Any]:
@@ -128,8 +142,10 @@ def completion(
     if room < 1:
         _too_long(max(map(len, prompts)), limits)
     sampling, ends = read_sampling(body, is_chat, text, limits)
+    echo, asked = fields.boolean(body, "echo"), _prompt_logprobs(body, stream)
     default = rules.max_tokens if is_chat else DEFAULT_TOKENS
-    max_tokens = _max_tokens(body, is_chat, room, limits, default)
+    least = 0 if echo or asked is not None else 1
+    max_tokens = _max_tokens(body, is_chat, room, limits, default, least)
     min_tokens = fields.integer(body, "min_tokens", 0, 0, None)
     if min_tokens > max_tokens:
         bad(f"min_tokens may be at most the tokens of the answer, {max_tokens}", "min_tokens")
@@ -138,7 +154,7 @@ def completion(
         model,
         tuple(prompts),
         n,
-        max_tokens,
+        max(1, max_tokens),
         sampling,
         _stops(body, rules.stops),
         stream,
@@ -153,6 +169,9 @@ def completion(
         shows_ids=fields.boolean(body, "return_token_ids"),
         continues=not is_chat or fields.boolean(body, "continue_final_message"),
         id=fields.string(body, "request_id"),
+        echoes=_echoes(body, prompts, text) if echo else (),
+        prompt_logprobs=asked,
+        is_silent=not max_tokens,
     )
 
 
@@ -273,10 +292,12 @@ def _truncated(body: Body, prompts: list[tuple[int, ...]], limits: Limits) -> li
     return [prompt[-length:] for prompt in prompts]
 
 
-def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits, default: int | None) -> int:
+def _max_tokens(
+    body: Body, is_chat: bool, room: int, limits: Limits, default: int | None, least: int
+) -> int:
     names = ["max_completion_tokens", "max_tokens"] if is_chat else ["max_tokens"]
     name = next((key for key in names if body.get(key) is not None), names[-1])
-    asked = fields.integer(body, name, default, 1, None)
+    asked = fields.integer(body, name, default, least, None)
     if asked is None:
         return room
     if body.get(name) is not None and asked > room:
@@ -286,6 +307,22 @@ def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits, default: i
         )
         raise ApiError(400, message, name, "context_length_exceeded")
     return min(asked, room)
+
+
+def _echoes(body: Body, prompts: list[tuple[int, ...]], text: Text) -> tuple[str, ...]:
+    """The texts of the prompts: as they were given, if they are whole."""
+    prompt = body["prompt"]
+    listed = prompt if isinstance(prompt, list) else [prompt]
+    if isinstance(listed[0], str) and body.get("truncate_prompt_tokens") is None:
+        return tuple(listed)
+    return tuple(text.decode(ids) for ids in prompts)
+
+
+def _prompt_logprobs(body: Body, stream: bool) -> int | None:
+    number: int | None = fields.integer(body, "prompt_logprobs", None, 0, LOGPROBS)
+    if number is not None and stream:
+        bad("prompt_logprobs is only for stream=false", "prompt_logprobs")
+    return number
 
 
 def _stops(body: Body, most: int) -> tuple[str, ...]:

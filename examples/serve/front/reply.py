@@ -23,6 +23,7 @@ class Reply:
         self.prompts = prompts  # lengths, a choice each
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.scores: list[list[Scores]] = [[] for _ in prompts]  # of tokens, if they are wanted
+        self.asked: list[list[Scores]] = [[] for _ in prompts]  # of the prompts' tokens, likewise
         self.ends: list[End | None] = [None for _ in prompts]
         self.arrived = monotonic()
         self.started = False

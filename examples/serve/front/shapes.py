@@ -6,12 +6,15 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from ..features import Features
+from ..requests import Scores
 from .choices import Choice, Scored
 from .protocol import Completion
+from .text import Text
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,13 +35,32 @@ def logprobs(scored: Sequence[Scored], is_chat: bool) -> dict[str, Any]:
     return {
         "tokens": [_name(token.piece) for token in scored],
         "token_logprobs": [token.logprob for token in scored],
-        "top_logprobs": [{_name(p): value for p, value in token.likeliest} for token in scored],
+        "top_logprobs": [
+            None if token.logprob is None else {_name(p): value for p, value in token.likeliest}
+            for token in scored
+        ],
         "text_offset": [token.offset for token in scored],
     }
 
 
 def _chat_token(piece: bytes, logprob: float) -> dict[str, Any]:
     return {"token": _name(piece), "logprob": logprob, "bytes": list(piece)}
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], asked: Sequence[Scores], text: Text
+) -> list[dict[str, Any] | None]:
+    """vLLM's field of this name: for each token of a prompt the likeliest ones and itself."""
+
+    def entry(token: int, value: float, rank: int) -> dict[str, Any]:
+        return {"logprob": value, "rank": rank, "decoded_token": _name(text.piece(token))}
+
+    listed: list[dict[str, Any] | None] = [None]
+    for token, scores in zip(prompt[1:], asked, strict=True):
+        ranked = enumerate(scores.likeliest, 1)
+        tokens = {str(id_): entry(id_, value, rank) for rank, (id_, value) in ranked}
+        listed.append({**tokens, str(token): entry(token, scores.drawn, scores.rank)})
+    return listed
 
 
 def _name(piece: bytes) -> str:
@@ -52,8 +74,8 @@ def _name(piece: bytes) -> str:
 class Shape:
     """The fields that all pieces of one answer share."""
 
-    def __init__(self, what: Completion, features: Features) -> None:
-        self._what, self._features = what, features
+    def __init__(self, what: Completion, features: Features, text: Text) -> None:
+        self._what, self._features, self._text = what, features, text
         self._has_scores = what.sampling.logprobs is not None
         # What most streams do not ask for is not formatted by hand.
         self._is_plain = not (self._has_scores or what.shows_ids or what.continuous_usage)
@@ -61,7 +83,7 @@ class Shape:
         self.id, self._created = f"{kind}-{what.id or secrets.token_hex(12)}", int(time.time())
         self._name = "chat.completion.chunk" if what.is_chat else "text_completion"
         head = f'"object":"{self._name}","created":{self._created},"model":{quoted(what.model)}'
-        self._before = f'data: {{"id":"{self.id}",{head},"choices":[{{"index":'
+        self._before = f'data: {{"id":{quoted(self.id)},{head},"choices":[{{"index":'
         self._behind = '}],"usage":null}\n\n' if what.include_usage else "}]}\n\n"
 
     def chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
@@ -111,14 +133,24 @@ class Shape:
             if self._what.is_chat:
                 body = {"message": {"role": "assistant", "content": text, "refusal": None}}
             listed.append({"index": index, **body, **self._end(choice)})
-            if self._what.shows_ids and not self._what.is_chat:
-                listed[-1]["prompt_token_ids"] = self._prompt(index)
+            if not self._what.is_chat:
+                listed[-1].update(self._of_prompt(index, choice))
         name = "chat.completion" if self._what.is_chat else "text_completion"
         drawn = sum(choice.count for choice in choices)
         whole = {**self._whole(name, listed), "usage": _usage(prompt, drawn)}
-        if self._what.shows_ids and self._what.is_chat:
-            whole["prompt_token_ids"] = self._prompt(0)
+        if self._what.is_chat:
+            whole.update(self._of_prompt(0, choices[0]))
         return whole
+
+    def _of_prompt(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Fields about the prompt of a choice, which a chat has but once."""
+        prompt, found = self._prompt(index), dict[str, Any]()
+        if self._what.shows_ids:
+            found["prompt_token_ids"] = prompt
+        if (limit := self._what.prompt_logprobs) is not None:
+            asked = [replace(each, likeliest=each.likeliest[:limit]) for each in choice.asked]
+            found["prompt_logprobs"] = prompt_logprobs(prompt, asked, self._text)
+        return found
 
     def _prompt(self, index: int) -> list[int]:
         """The tokens of the prompt of a choice."""

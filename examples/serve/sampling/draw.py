@@ -63,19 +63,24 @@ def draw(
 
 
 def score(logits: Tensor, drawn: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of drawn tokens and of the likeliest ones.
+    """Log-probabilities of tokens and of the likeliest ones.
 
     Args:
-        logits: [rows, vocabulary], those that `draw` took.
-        drawn: int64 [rows].
+        logits: [rows, vocabulary], before they are adjusted.
+        drawn: int64 [rows], the tokens.
         count: of the likeliest tokens.
 
     Returns:
-        float32 [rows, 1 + count], of the drawn token first; and int64 [rows, count], the likeliest.
+        float32 [rows, 1 + count], that of the token first; and int64 [rows, count], the likeliest.
     """
     shares = logits.float().log_softmax(-1)
     values, tokens = shares.topk(count)
     return torch.cat([shares.gather(1, drawn[:, None]), values], 1), tokens
+
+
+def rank(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The rank of a token in each row, int64 [rows]: 1 if none is likelier."""
+    return (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
 
 
 def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -22,7 +22,15 @@ TINY = Limits(
     groups=2, slots=4, chunk=5, blocks=16, block_size=3, context=30, vocabulary=50, eos=(7,)
 )
 ROOMY = Limits(
-    groups=2, slots=8, chunk=32, blocks=257, block_size=16, context=512, vocabulary=256, eos=()
+    groups=2,
+    slots=8,
+    chunk=32,
+    blocks=257,
+    block_size=16,
+    context=512,
+    vocabulary=256,
+    eos=(),
+    scored=8,
 )
 GARBAGE = -9
 """What work that fails leaves where it should have written."""
@@ -64,6 +72,7 @@ class FakeResult:
     tokens: list[int] | None = None
     error: Exception | None = None
     scored: list[Scores] = field(default_factory=list)
+    asked: list[Scores] = field(default_factory=list)
     calls: list[Callable[[], None]] = field(default_factory=list)
 
     def done(self) -> bool:
@@ -77,6 +86,9 @@ class FakeResult:
 
     def scores(self) -> list[Scores]:
         return self.scored
+
+    def prompt_scores(self) -> list[Scores]:
+        return self.asked
 
     def when_done(self, call: Callable[[], None]) -> None:
         if self.done():
@@ -146,6 +158,7 @@ class FakeEngine:
             error = self.fails(result.work)
             self._garbles = error is not None
             result.tokens, result.scored = self._run(result.work)
+            result.asked = self._score_prompt(result.work)
             if error is not None:
                 raise error
         except Exception as raised:
@@ -174,6 +187,18 @@ class FakeEngine:
             for (blocks, length, _), token in zip(ends, drawn, strict=True)
         ]
         return drawn, scored
+
+    def _score_prompt(self, work: Decode | Prefill) -> list[Scores]:
+        """The scores of the token behind each of a chunk, if it asks for them."""
+        if isinstance(work, Decode) or How.PROMPT not in work.how:
+            return []
+        (chunk,) = work.chunks
+        assert chunk.following is not None
+        pairs = enumerate(chunk.following, chunk.start + 1)
+        return [
+            scores_of(self._read(chunk.blocks, place), int(token), self.limits.vocabulary)
+            for place, token in pairs
+        ]
 
     def _decode(self, group: int, row: Row) -> int:
         token = self.carried[group, row.slot] if row.token == -1 else row.token
@@ -220,8 +245,10 @@ class FakeEngine:
         if isinstance(work, Prefill):
             chunks = work.chunks
             assert 0 < len(chunks) <= limits.prompts
-            assert all(0 < len(chunk.tokens) <= limits.chunk for chunk in chunks)
-            is_alone = How.SCORED in work.how or any(chunk.start for chunk in chunks)
+            longest = limits.scored if How.PROMPT in work.how else limits.chunk
+            assert all(0 < len(chunk.tokens) <= longest for chunk in chunks)
+            is_alone = bool(work.how & (How.SCORED | How.PROMPT))
+            is_alone = is_alone or any(chunk.start for chunk in chunks)
             assert len(chunks) == 1 or not is_alone
             ends = [(chunk.start + len(chunk.tokens), chunk.blocks) for chunk in chunks]
             tokens = [int(token) for chunk in chunks for token in chunk.tokens]

@@ -219,7 +219,7 @@ def test_requests_cross_the_socket() -> None:
     requests = [
         Request(1, (1, 2), 3, Sampling(0.5, adjustments=changes), stops=(4, 5), salt=b"a"),
         Request(2, (3,), 4, Sampling(0.5, adjustments=Adjustments(allowed=(1,)))),
-        Request(3, (), 1, stops=(9,)),
+        Request(3, (), 1, stops=(9,), prompt_logprobs=0),
     ]
     (payload,) = pack_requests(requests)
     assert unpack_requests(payload) == requests

@@ -216,6 +216,93 @@ def test_log_probabilities_of_completions(client: openai.OpenAI, stream: bool, s
     assert joined["text_offset"] == [len(end) - 1 for end in ends]
 
 
+def asked(prompt: str) -> list[Scores | None]:
+    """The log-probabilities of the tokens of a prompt."""
+    ids = list(prompt.encode())
+    behind = [scores_of(ids[:at], ids[at], ROOMY.vocabulary) for at in range(1, len(ids))]
+    return [None, *behind]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("number", [0, 5])
+def test_echoes(server: Server, client: openai.OpenAI, stream: bool, number: int) -> None:
+    """With their log-probabilities, in chunks of eight tokens, and for several prompts."""
+    prompts, options = ["so what, then?", "é"], {"temperature": 0, "max_tokens": number}
+    options |= {"model": "fake", "prompt": prompts, "echo": True, "logprobs": 2}
+    texts, parts = ["", ""], [dict[str, list[Any]](), dict[str, list[Any]]()]
+    answer = client.completions.create(**options, stream=stream)
+    for choice in (c for each in (answer if stream else [answer]) for c in each.choices):
+        texts[choice.index] += choice.text
+        for key in ("token_logprobs", "top_logprobs", "text_offset"):
+            values = getattr(choice.logprobs, key)
+            parts[choice.index].setdefault(key, []).extend(values)
+    for prompt, text, found in zip(prompts, texts, parts, strict=True):
+        assert text == prompt + wanted(prompt, number)
+        own = [*asked(prompt), *(its for _, its in scored(prompt, number, Sampling()))]
+        assert found["token_logprobs"] == [its and its.drawn for its in own]
+        assert [top and list(top.values()) for top in found["top_logprobs"]] == [
+            its and [value for _, value in its.likeliest[:2]] for its in own
+        ]
+        ends = [Bytes().decode([*prompt.encode()][: at + 1]) for at in range(len(prompt.encode()))]
+        assert found["text_offset"][: len(ends)] == [len(end) - 1 for end in ends]
+    if not stream:
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2 * number
+    _, plain = server.get("/v1/completions", {**options, "logprobs": None, "prompt": "so"})
+    assert plain["choices"][0]["text"] == "so" + wanted("so", number)
+
+
+def test_log_probabilities_of_prompts(server: Server) -> None:
+    """The text is shared by others, whose prefix has no logits."""
+    prompt, options = "a prompt of more than sixteen tokens", {"temperature": 0, "max_tokens": 3}
+    for _ in range(2):
+        _, found = server.complete(prompt, 3, prompt_logprobs=1, return_token_ids=True)
+        (choice,) = found["choices"]
+        assert choice["prompt_token_ids"] == list(prompt.encode())
+        assert choice["token_ids"] == reference(list(prompt.encode()), 3, ROOMY)
+        for token, listed, its in zip(
+            prompt.encode(), choice["prompt_logprobs"], asked(prompt), strict=True
+        ):
+            assert (listed is None) == (its is None)
+            if its is not None:
+                own = {"logprob": its.drawn, "rank": 0, "decoded_token": name(token)}
+                assert listed == {str(token): own}
+    status, error = server.complete(prompt, 3, prompt_logprobs=1, stream=True)
+    assert (status, error["error"]["param"]) == (400, "prompt_logprobs")
+    assert server.complete(prompt, 0)[0] == 400
+    messages = [{"role": "user", "content": prompt}]
+    _, chat = server.get(
+        "/v1/chat/completions", {"messages": messages, "prompt_logprobs": 0, **options}
+    )
+    assert len(chat["prompt_logprobs"]) == len(prompt)
+
+
+def test_counts_in_every_chunk(client: openai.OpenAI) -> None:
+    counts = {"include_usage": True, "continuous_usage_stats": True}
+    options: dict[str, Any] = {"model": "fake", "prompt": "tell", "max_tokens": 9}
+    *chunks, last = client.completions.create(**options, stream=True, stream_options=counts)
+    drawn = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+    assert len(drawn) == len(chunks)
+    assert drawn == sorted(drawn)
+    assert (drawn[-1], chunks[0].usage.prompt_tokens, last.usage.total_tokens) == (9, 4, 13)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_is_named(server: Server, stream: bool) -> None:
+    tokens = reference([1, 2], 30, ROOMY)
+    end = tokens[10]
+    kept = tokens[: tokens.index(end)]
+    more = {"stop_token_ids": [end], "stream": stream, "request_id": 'a"b'}
+    _, found = server.complete([1, 2], 30, **more)
+    if stream:
+        assert f'"finish_reason":"stop","stop_reason":{end}' in found
+        assert '"id":"cmpl-a\\"b"' in found
+        return
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["stop_reason"]) == (Bytes().decode(kept), end)
+    assert found["id"] == 'cmpl-a"b'
+
+
 def test_log_probabilities_change_no_text_and_are_not_there_unasked(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "fake", "prompt": "x", "max_tokens": 30, "seed": 1}
     plain = client.completions.create(**options)

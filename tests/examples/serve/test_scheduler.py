@@ -28,11 +28,11 @@ from examples.serve.blocks import Blocks, chain
 from examples.serve.features import Features, parse
 from examples.serve.front.admission import Admission
 from examples.serve.groups import Sequence
-from examples.serve.requests import Adjustments, Limits, Request, Sampling
+from examples.serve.requests import Adjustments, Limits, Request, Sampling, Scores
 from examples.serve.scheduler import Scheduler, Ticket
 from examples.serve.work import TABLE, TOKEN, Decode, Prefill
 
-from .fake_engine import TINY, FakeEngine, FakeResult, reference
+from .fake_engine import TINY, FakeEngine, FakeResult, reference, scores_of
 
 
 class Harness:
@@ -47,6 +47,7 @@ class Harness:
         self.ends: dict[int, str] = {}
         self.counts: dict[int, int] = {}
         self.started: list[int] = []
+        self.asked: dict[int, list[Scores]] = {}
         self.requests: dict[int, Request] = {}
 
     def fail_one(self, work: Decode | Prefill) -> Exception | None:
@@ -72,12 +73,15 @@ class Harness:
                 if result.error is not None:
                     self.scheduler.fail(ticket, str(result.error))
                 else:
-                    self.scheduler.complete(ticket, result.result())
+                    scores = result.result(), result.scores(), result.prompt_scores()
+                    self.scheduler.complete(ticket, *scores)
         events = self.scheduler.take_events()
         self.started += events.started
         for id_, token in zip(events.pairs[::2], events.pairs[1::2], strict=True):
             assert id_ not in self.ends, "a token behind the end"
             self.got[id_].append(token)
+        for id_, scores in events.prompts:
+            self.asked.setdefault(id_, []).append(scores)
         for end in events.ends:
             assert end.id not in self.ends, "two ends"
             self.ends[end.id], self.counts[end.id] = end.reason, end.count
@@ -106,6 +110,15 @@ class Harness:
         limits = replace(limits, eos=ends)
         return reference(request.prompt, request.max_tokens, limits, request.sampling)
 
+    def wanted_scores(self, request: Request) -> list[Scores]:
+        """Of the prompt's tokens but the first, if they are wanted."""
+        if request.prompt_logprobs is None:
+            return []
+        pairs = [(request.prompt[:at], request.prompt[at]) for at in range(1, len(request.prompt))]
+        scores = [scores_of(*pair, self.engine.limits.vocabulary) for pair in pairs]
+        limit = request.prompt_logprobs
+        return [replace(each, likeliest=each.likeliest[:limit]) for each in scores]
+
     def check(self, without: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         """Every request has ended with the tokens that it draws alone."""
         for id_, request in self.requests.items():
@@ -116,6 +129,7 @@ class Harness:
             is_whole = len(wanted) == request.max_tokens
             assert self.ends[id_] == ("length" if is_whole else "stop")
             assert self.counts[id_] == len(wanted) + (not is_whole)
+            assert self.asked.get(id_, []) == self.wanted_scores(request)
 
     def check_blocks(self) -> None:
         """References add up, used and available are all, and what is shared is not written."""
@@ -147,14 +161,23 @@ class Machine(RuleBasedStateMachine):
         slots=st.integers(2, 4),
         chunk=st.integers(1, 9),
         prompts=st.integers(1, 3),
+        scored=st.integers(1, 9),
         features=st.sampled_from(
             ["", "", "-prefix", "-async_sched", "-carry", "-fill_tgt", "-fast_cnt"]
         ),
     )
     def begin(
-        self, blocks: int, groups: int, slots: int, chunk: int, prompts: int, features: str
+        self,
+        blocks: int,
+        groups: int,
+        slots: int,
+        chunk: int,
+        prompts: int,
+        scored: int,
+        features: str,
     ) -> None:
-        limits = Limits(groups, slots, chunk, blocks, 3, 30, 50, (7, 8, 9), prompts)
+        sizes = groups, slots, chunk, blocks, 3, 30, 50
+        limits = Limits(*sizes, (7, 8, 9), prompts, min(chunk, scored))
         self.it = Harness(limits, parse(features))
         self.cancelled: set[int] = set()
 
@@ -168,6 +191,7 @@ class Machine(RuleBasedStateMachine):
             [None, None, Adjustments(presence=1.0), Adjustments(min_p=0.1)]
         ),
         stops=st.sampled_from([(), (), (1, 2, 3, 4, 5, 6)]),
+        asked=st.sampled_from([None, None, 0, 2]),
     )
     def add(
         self,
@@ -178,9 +202,10 @@ class Machine(RuleBasedStateMachine):
         seed: int,
         adjustments: Adjustments | None,
         stops: tuple[int, ...],
+        asked: int | None,
     ) -> None:
         sampling = Sampling(temperature=float(seed > 0), seed=seed, adjustments=adjustments)
-        more = {"ignore_eos": ignore_eos, "salt": salt, "stops": stops}
+        more = {"ignore_eos": ignore_eos, "salt": salt, "stops": stops, "prompt_logprobs": asked}
         self.it.add(prompt, number, sampling=sampling, **more)
 
     @rule()
