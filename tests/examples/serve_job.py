@@ -32,7 +32,7 @@ def main() -> None:
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
         return
-    requests = random_requests(count, 5, engine.limits)
+    requests = random_requests(count, 5, engine.limits, share=0.25)
     if not engine.options.draws:
         requests = [replace(each, sampling=Sampling()) for each in requests]
     driver = Driver(engine, Habits(seed=5, preempting=0.03, cancelling=0.01))

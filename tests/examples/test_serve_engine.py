@@ -568,7 +568,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
-@pytest.mark.timeout(160)
+@pytest.mark.timeout(260)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
 @pytest.mark.parametrize("on_devices", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
@@ -578,7 +578,7 @@ def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
     """
     job = ["tests.examples.serve_job", str(folder)]
     program = ["-m", *(["tests.mpi.device_job"] if on_devices else []), *job]
-    ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
+    ended = run(ranks, program, folder=ROOT, seconds=240, warm=True)
     assert ended.code == 0, ended.output
     assert "rank 1 has served" in ended.output
     whole = re.search(r"(\d+) of \1 whole, \1 replayed", ended.output)

@@ -34,6 +34,8 @@ from .text import Text
 log = logging.getLogger("serve")
 
 PAGE = Path(__file__).with_name("page.html")
+POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling")
+"""Endpoints of models that give a vector or a number for a text."""
 LARGE = 1 << 14
 """Bytes of a body that is read and tokenized in a thread, since it takes long."""
 
@@ -86,6 +88,7 @@ class Front:
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
+                *(web.post(path, self._pooling) for path in POOLING),
             ]
         )
         self.runner = web.AppRunner(
@@ -240,6 +243,10 @@ class Front:
         return web.json_response(
             {"tokens": tokens, "count": len(tokens), "max_model_len": limits.context}
         )
+
+    async def _pooling(self, request: web.Request) -> web.StreamResponse:
+        message = f"{request.path} needs a model that pools, and '{self.name}' draws tokens"
+        raise ApiError(404, message, code="model_not_supported")
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         body = protocol.parse(await self._body(request))

@@ -394,6 +394,13 @@ def test_errors_are_those_of_openai(client: openai.OpenAI, server: Server) -> No
     assert server.get("/v1/completions")[0] == 405
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
+def test_endpoints_of_other_models_say_so(server: Server, path: str) -> None:
+    status, found = server.get(path, {"input": "x"})
+    assert (status, found["error"]["code"]) == (404, "model_not_supported")
+    assert "needs a model that pools" in found["error"]["message"]
+
+
 def test_a_key_is_wanted(tmp_path: Path) -> None:
     """ "No key"."""
     with serving(tmp_path, key="sesame") as own:
