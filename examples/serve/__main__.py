@@ -67,7 +67,7 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
     line += [] if features.affinity else ["--no-affinity"]
     line += ["-m", "examples.serve.ranks", "--model", model]
     for name in (
-        *("groups", "tp", "batch", "batches", "chunk", "chunks", "prompt_tokens", "memory"),
+        *("groups", "tp", "ep", "batch", "batches", "chunk", "chunks", "prompt_tokens", "memory"),
         *("blocks", "layers", "block_size", "context", "dtype", "fuse", "profile"),
     ):
         value = getattr(given, name)
@@ -91,7 +91,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m examples.serve", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("-n", "--ranks", type=int, default=1, help="MPI ranks: a stage on each, or on --tp of them")
+    add("-n", "--ranks", type=int, default=1, help="MPI ranks: --tp times --ep for each stage")
     add("--host", default="127.0.0.1", help="where to listen; the default is this machine alone")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--api-key", help="what clients have to send as a bearer token")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ import cg
 
 from ..weight_files import refuse_quantized
 from .attention import NAME, CurrentCache, OtherState, PagedCache, Pages
-from .parts import KeyValues, Model
+from .parts import Experts, KeyValues, Model, Ways
 from .products import Calls, join, project, replace_norms
 from .start_check import ASKED, SHOWN, Trial
 from .weights import Stored, Weights, fill
@@ -34,6 +34,18 @@ UNBOUNDED = 1 << 20
 """The context of a model that says none."""
 FIXED_TURNS = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary positions whose angles do not depend on how long the sequence is."""
+
+
+@runtime_checkable
+class _StackedExperts(Protocol):
+    """A module with the weights of all experts of a layer, by what transformers says of it."""
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class DecoderPart(nn.Module):
@@ -168,10 +180,10 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
     context = min(_context(text), ASKED if observer.is_asked else UNBOUNDED)
     shown = context if observer.is_asked else min(context, SHOWN)
 
-    def plan(layers: range) -> Any:
-        return cg.plans.hf(model, batch=None)
+    def plan(layers: range, experts: str | None) -> Any:
+        return cg.plans.hf(model, batch=None, experts=experts)
 
-    def build(layers: range, dtype: torch.dtype, ways: int) -> nn.Module:
+    def build(layers: range, dtype: torch.dtype, ways: Ways) -> nn.Module:
         part = _part(_empty(config, dtype), layers, count, takes)
         fill(part.part.model, weights, dtype)
         kept = {layer: observer.kept[layer] for layer in layers if layer in observer.kept}
@@ -180,10 +192,10 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         with calls.of(part):
             trial.run_plainly()
         rows = cg.cut(0, "tp").cuts
-        cut = plan(layers) if ways > 1 else None
-        join(part, calls, ways, lambda path: _is_cut(cut, path, rows))
+        cut = plan(layers, None) if ways.tp > 1 else None
+        join(part, calls, ways.tp, lambda path: _is_cut(cut, path, rows))
         replace_norms(part)
-        if ways == 1:
+        if ways.ranks == 1:
             project(part)
         part.drop_tokens()  # whatever module the head is by now
         trial.compare(name)
@@ -200,7 +212,17 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         build=build,
         plan=plan,
+        experts=_experts(model, count),
     )
+
+
+def _experts(model: Any, layers: int) -> Experts | None:
+    """The experts of a model; None if it has none that transformers stacks."""
+    mixtures = [module for module in model.modules() if isinstance(module, _StackedExperts)]
+    if not mixtures:
+        return None
+    numbers = sum(p.numel() for module in mixtures for p in module.parameters())
+    return Experts(min(module.num_experts for module in mixtures), numbers // layers)
 
 
 def _mixer(model: nn.Module, layer: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .model import split
-from .parts import Model
+from .parts import Model, Ways
 from .sampling.records import RecordLayout
 from .settings import Options
 
@@ -131,6 +131,7 @@ class Given:
 
     ranks: int = 1
     tp: int = 1
+    ep: int = 1
     groups: int | None = None
     layers: tuple[int, ...] | None = None
     dtype: str | None = None
@@ -144,6 +145,16 @@ class Given:
     chunk: int | None = None
     chunks: tuple[int, ...] | None = None
     prompt_tokens: int | None = None
+
+    @property
+    def ways(self) -> Ways:
+        """The ranks that hold a stage."""
+        return Ways(self.tp, self.ep)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages that the ranks hold."""
+        return self.ranks // self.ways.ranks
 
 
 @dataclass(frozen=True)
@@ -166,15 +177,16 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, given: Given) 
     Raises:
         ValueError: there is no room for the model, or for a sequence; or as `check_ranks`.
     """
-    check_ranks(model, given.ranks, given.tp)
+    check_ranks(model, given.ranks, given.ways)
     place = hardware.place
-    stages, block_size = given.ranks // given.tp, given.block_size or BLOCK[place]
+    stages, block_size = given.stages, given.block_size or BLOCK[place]
     dtype, why_dtype = _dtype(place, stored, given)
     fuse, why_fuse = _fuse(hardware, given)
     chunk = given.chunk or min(CHUNKS[place][-1], model.context)
     options = Options(
         groups=given.groups,
         tp=given.tp,
+        ep=given.ep,
         layers=given.layers,
         dtype=dtype,
         fuse=fuse,
@@ -206,17 +218,30 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, given: Given) 
     )
 
 
-def check_ranks(model: Model, ranks: int, tp: int) -> None:
+def check_ranks(model: Model, ranks: int, ways: Ways) -> None:
     """Check that the ranks can hold a model's stages.
 
     Raises:
         ValueError: they cannot.
     """
-    if ranks % tp or model.groups % tp or ranks // tp > model.layers:
+    tp, ep = ways.tp, ways.ep
+    if min(tp, ep) < 1:
+        raise ValueError(f"--tp {tp} and --ep {ep} are numbers of ranks: give 1 or more")
+    if ranks % ways.ranks or model.groups % tp or ranks // ways.ranks > model.layers:
         raise ValueError(
-            f"{ranks} ranks by {tp} for each stage do not fit a model with {model.groups} heads of "
-            f"keys and {model.layers} layers: --tp has to divide both the ranks and the heads of "
-            "keys, and each stage has a layer"
+            f"{ranks} ranks by {ways.ranks} for each stage do not fit a model with {model.groups} "
+            f"heads of keys and {model.layers} layers: --tp times --ep has to divide the ranks, "
+            "--tp the heads of keys, and each stage has a layer"
+        )
+    if ep > 1 and model.experts is None:
+        raise ValueError(
+            f"--ep {ep} spreads experts over ranks, and the model has none: leave it out, or give "
+            "--tp, which cuts heads and hidden units"
+        )
+    if model.experts is not None and ep > model.experts.count:
+        raise ValueError(
+            f"--ep {ep} is more than the {model.experts.count} experts of a layer: each rank has "
+            "to have one"
         )
 
 
@@ -312,7 +337,7 @@ def _with_blocks(
 ) -> tuple[Options, str]:
     """The options with as many blocks as each stage has room for, and why."""
     place, size = hardware.place, options.block_size
-    stages = given.ranks // given.tp
+    stages = given.stages
     if given.blocks is not None:
         why = f"{given.blocks} blocks of {size} tokens, as is given"
         return replace(options, blocks=given.blocks), why
@@ -349,7 +374,9 @@ def _entry(model: Model, options: Options) -> int:
 def _weights(model: Model, layers: int, is_first: bool, is_last: bool, options: Options) -> int:
     """Bytes of a stage's weights, on one rank; a head that is the embedding counts twice."""
     ends = (is_first + is_last) * model.hidden * model.vocabulary
-    return (layers * model.layer + ends) * options.dtype.itemsize // options.tp
+    experts = 0 if model.experts is None else layers * model.experts.numbers
+    cut = layers * model.layer - experts + ends
+    return (cut // options.tp + experts // options.ep) * options.dtype.itemsize
 
 
 def _within_pools(options: Options, given: Given) -> Options:
@@ -367,7 +394,7 @@ def _within_pools(options: Options, given: Given) -> Options:
         )
     batches = options.batches
     if given.batch is None:
-        groups = given.groups or given.ranks // given.tp
+        groups = given.groups or given.stages
         most = max(1, capacity // (min(TOKENS_OF_A_REQUEST, context) * groups))
         batches = sizes(batches, min(batches[-1], most))
     return replace(options, context=context, batches=batches, widths=_tables(options, context))

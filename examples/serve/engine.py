@@ -327,8 +327,8 @@ def limits_of(model: Model, options: Options) -> Limits:
     Raises:
         ValueError: the options do not fit the model, or the number of ranks.
     """
-    check_ranks(model, cg.world_size(), options.tp)
-    stages = cg.world_size() // options.tp
+    check_ranks(model, cg.world_size(), options.ways)
+    stages = cg.world_size() // options.ways.ranks
     context = min(model.context, options.context or model.context)
     groups, slots = options.groups or stages, options.batches[-1]
     chunk = min(options.chunks[-1], context)

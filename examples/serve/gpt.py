@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function
 import cg
 
 from .attention import PagedCache, Pages, attend
-from .parts import KeyValues, Model
+from .parts import KeyValues, Model, Ways
 from .products import project
 from .weights import Held, Weights, fill
 
@@ -88,15 +88,15 @@ class GptPart(nn.Module):
 def gpt(config: GptConfig, weights: Weights) -> Model:
     """The model of a configuration and weights."""
 
-    def build(layers: range, dtype: torch.dtype, ways: int) -> nn.Module:
+    def build(layers: range, dtype: torch.dtype, ways: Ways) -> nn.Module:
         with torch.device("meta"):
             part = GptPart(config, layers)
         fill(part, weights, dtype)
-        if ways == 1:
+        if ways.ranks == 1:
             project(part)
         return part
 
-    def plan(layers: range) -> Any:
+    def plan(layers: range, experts: str | None) -> Any:
         rows, columns = cg.cut(0, "tp"), cg.cut(1, "tp")
         cuts = {
             "*.qkv.*": cg.cut(0, "tp", blocks=3),

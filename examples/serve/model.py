@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import cg
 
 from .attention import Pages
-from .parts import Model
+from .parts import Model, Ways
 from .requests import LOGPROBS, How
 from .sampling.draw import draw, greedy, rank, score
 from .sampling.records import Records
@@ -79,7 +79,7 @@ class Stage(nn.Module):
         pool: Pool,
         requests: int,
         dtype: torch.dtype,
-        ways: int = 1,
+        ways: Ways | None = None,
         guards: Guards | None = None,
     ) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Stage(nn.Module):
         self.is_last = layers.stop == model.layers
         self.vocabulary = model.vocabulary
         self.guards = guards or Guards()
-        self.part = model.build(layers, dtype, ways)
+        self.part = model.build(layers, dtype, ways or Ways())
         self.size = pool.size
         # By entries, as they are written: TorchInductor before 2.13 would copy a tensor if a view
         # of it is written to.

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="random", help="a folder, random, tiny-qwen2 or smollm2")
     add("--groups", type=int, help="decode batches in flight; by default one for each stage")
     add("--tp", type=int, default=1, help="ranks that hold a stage together")
+    add("--ep", type=int, default=1, help="times --tp ranks hold a stage, each some of its experts")
     add("--layers", type=int, nargs="*", metavar="N", help="of each stage; balanced by default")
     add("--batch", type=int, help="the largest decode batch of a group; by default 256 on GPUs")
     add("--batches", type=int, nargs="*", metavar="N", help="below --batch; by default usual ones")

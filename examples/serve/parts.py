@@ -34,6 +34,24 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
+class Ways:
+    """How many ranks share a part.
+
+    Attributes:
+        tp: each with a part of its heads, of its hidden units and of the vocabulary.
+        ep: times `tp` ranks, each with a part of its experts.
+    """
+
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.ep
+
+
+@dataclass(frozen=True)
 class KeyValues:
     """The heads of keys and values that a layer keeps of a token.
 
@@ -45,6 +63,19 @@ class KeyValues:
     groups: int
     key: int
     value: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model's layers, which ranks can share.
+
+    Attributes:
+        count: of a layer; the fewest, if layers have several numbers of them.
+        numbers: in the weights of a layer's experts, on average of all layers.
+    """
+
+    count: int
+    numbers: int
 
 
 @dataclass(frozen=True)
@@ -60,8 +91,10 @@ class Model:
         vocabulary: the number of tokens.
         layer: numbers in the weights of one layer, on average.
         eos: the tokens that end a sequence.
-        build: makes the part with these layers, with its weights, for so many ranks that share it.
-        plan: how the ranks of an axis `tp` share the tensors of the part with these layers.
+        build: makes the part with these layers, with its weights, for ranks that share it.
+        plan: how the ranks of an axis `tp` share the tensors of the part with these layers, and
+            those of an axis, if one is named, its experts.
+        experts: None if it has none.
     """
 
     layers: int
@@ -72,8 +105,9 @@ class Model:
     vocabulary: int
     layer: int
     eos: tuple[int, ...]
-    build: Callable[[range, torch.dtype, int], nn.Module]
-    plan: Callable[[range], Any]
+    build: Callable[[range, torch.dtype, Ways], nn.Module]
+    plan: Callable[[range, str | None], Any]
+    experts: Experts | None = None
 
     @property
     def groups(self) -> int:

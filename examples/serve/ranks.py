@@ -76,6 +76,7 @@ def given_sizes(given: argparse.Namespace, features: switches.Features) -> Given
     return Given(
         ranks=cg.world_size(),
         tp=given.tp,
+        ep=given.ep,
         groups=given.groups if features.groups else 1,
         layers=tuple(given.layers) if given.layers else None,
         dtype=given.dtype,
@@ -165,7 +166,7 @@ def count(
     if not features.affinity:
         changes["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
     if not features.groups:
-        changes["groups"] = cg.world_size() // given.tp - limits.groups
+        changes["groups"] = cg.world_size() // (given.tp * given.ep) - limits.groups
     if features.kv256:
         changes["kv256"] = limits.block_size - usual.block_size
     for name in ("overlap", "capture", "warm"):

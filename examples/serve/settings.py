@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .parts import Ways
+
 
 @dataclass(frozen=True)
 class Options:
@@ -38,6 +40,7 @@ class Options:
             are compiled.
         tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
             the vocabulary.
+        ep: times `tp` ranks hold a stage together, each a part of its experts.
         layers: how many each stage has; if None, `cut` balances them.
     """
 
@@ -62,4 +65,10 @@ class Options:
     via: str = "auto"
     draws: bool = True
     tp: int = 1
+    ep: int = 1
     layers: tuple[int, ...] | None = None
+
+    @property
+    def ways(self) -> Ways:
+        """The ranks that hold a stage."""
+        return Ways(self.tp, self.ep)

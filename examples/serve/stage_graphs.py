@@ -36,7 +36,7 @@ class StageGraphs:
     """
 
     def __init__(self, model: Model, limits: Limits, options: Options) -> None:
-        count = cg.world_size() // options.tp
+        count = cg.world_size() // options.ways.ranks
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
         pool, device = Pool(limits.blocks, limits.block_size), own_device()
@@ -182,15 +182,17 @@ def make_stage(
     device: torch.device,
 ) -> cg.ActorHandle:
     """A stage on its rank, or cut over its ranks; `device` is this rank's."""
-    tp, guards = options.tp, Guards(options.clamp, options.debug_bounds)
+    ways, guards = options.ways, Guards(options.clamp, options.debug_bounds)
     zeros = Zeros(device)
-    if tp == 1:
+    if ways.ranks == 1:
         make = Stage.on(stage, init=zeros)
         return make(model, layers, pool, requests, options.dtype, guards=guards)
-    mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
-    plan = cg.plan({"pool*": cg.cut(1, "tp")}) | model.plan(layers)
+    ranks = range(stage * ways.ranks, (stage + 1) * ways.ranks)
+    mesh = cg.mesh(ranks, ep=ways.ep, tp=ways.tp)
+    cuts = model.plan(layers, "ep" if ways.ep > 1 else None)
+    plan = cg.plan({"pool*": cg.cut(1, "tp")}) | cuts
     make = Stage.on(mesh, plan=plan, init=zeros)
-    return make(model, layers, pool, requests, options.dtype, tp, guards=guards)
+    return make(model, layers, pool, requests, options.dtype, ways, guards=guards)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "auto") -> cg.Step:

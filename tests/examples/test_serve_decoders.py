@@ -26,6 +26,7 @@ from cg.launch.world.world import use_world
 from examples.serve import projections
 from examples.serve.engine import start
 from examples.serve.opening import open_model
+from examples.serve.parts import Ways
 from examples.serve.products import Joined, RmsNorm, project
 from examples.serve.projections import Projection
 from examples.serve.requests import Sampling
@@ -140,7 +141,7 @@ def test_a_head_is_tied_if_it_is_stored_so(
     oracle: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with caplog.at_level("INFO", "serve"):
         model = open_model(tmp_path)
-    part: Any = model.build(range(1), torch.float32, 2)  # so nothing is packed
+    part: Any = model.build(range(1), torch.float32, Ways(2))  # so nothing is packed
     served = part.part.model
     torch.testing.assert_close(served.model.embed_tokens.weight, oracle.model.embed_tokens.weight)
     torch.testing.assert_close(served.lm_head.weight, oracle.lm_head.weight)
@@ -169,7 +170,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_that_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{kind}\) is not served: {REFUSED[kind]}"):
-        open_model(config_of(kind)).build(range(2), torch.float32, 1)
+        open_model(config_of(kind)).build(range(2), torch.float32, Ways())
 
 
 def test_a_scale_by_the_length_of_the_cache() -> None:
@@ -180,12 +181,12 @@ def test_a_scale_by_the_length_of_the_cache() -> None:
     model = open_model(config)
     assert model.context == 1 << 14  # which is all that is looked at
     with pytest.raises(ValueError, match=r"model\.layers\.1\.\S+ \(\w+\) gives other values"):
-        model.build(range(2), torch.float32, 1)
+        model.build(range(2), torch.float32, Ways())
 
 
 def test_products_of_one_input_are_joined() -> None:
     """Three of attention and two of an MLP, which are told by what they take."""
-    part = open_model(CONFIGS["qwen3"]).build(range(1), torch.float32, 2)
+    part = open_model(CONFIGS["qwen3"]).build(range(1), torch.float32, Ways(2))
     joined = {name: each for name, each in part.named_modules() if isinstance(each, Joined)}
     assert {name.rpartition(".")[2]: each.sizes for name, each in joined.items()} == {
         "q_proj": [32, 16, 16],

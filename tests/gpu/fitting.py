@@ -1,7 +1,7 @@
 """A command that asks for more ranks than there are GPUs, brought down to so many.
 
-The axes of a group (`--pp`, `--dp`, `--tp`) are brought down with it. Where they ask for more than
-there is, one command becomes several, each with as many of its axes as fit.
+The axes of a group (`--pp`, `--dp`, `--ep`, `--tp`) are brought down with it. Where they ask for
+more than there is, one command becomes several, each with as many of its axes as fit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from .documented import Command
 
-AXES = ("--pp", "--dp", "--tp")
+AXES = ("--pp", "--dp", "--ep", "--tp")
 
 WHOLE = ("finetune",)
 """Programs whose axes make up all ranks; those of the others make up a group of a pipeline."""
@@ -45,7 +45,7 @@ def _with(command: Command, sizes: dict[str, int]) -> Command:
     for axis, size in sizes.items():
         words[words.index(axis) + 1] = str(size)
     command = replace(command, arguments=tuple(words))
-    for axis in ("--dp", "--tp"):
+    for axis in ("--dp", "--ep", "--tp"):
         command = command.without(axis) if sizes.get(axis) == 1 else command
     return command
 

@@ -82,6 +82,11 @@ def test_every_command_fits(gpus: int) -> None:
             1,
             ["python -m examples.serve -n 1 --model DIR"],
         ),
+        (
+            "python -m examples.serve --model DIR -n 8 --tp 2 --ep 2",
+            2,
+            [f"python -m examples.serve -n 2 --model DIR --{axis} 2" for axis in ("tp", "ep")],
+        ),
     ],
 )
 def test_what_is_left_on_few_gpus(text: str, gpus: int, fitted: list[str]) -> None:

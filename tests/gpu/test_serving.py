@@ -44,15 +44,42 @@ def on_the_host(case: Case) -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose tokens have texts of their own, so that a text says which tokens it is of."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder without experts, and one with.
+
+    Their tokens have texts of their own, so that a text says which tokens it is of.
+    """
     pytest.importorskip("transformers")
     from benchmarks.one_gpu import folder
     from benchmarks.one_gpu.qwen2 import SMALL
 
-    path = tmp_path_factory.mktemp("model")
-    folder.write(path, replace(SMALL, layers=4), 64, torch.float32)
-    return path
+    path, mixture = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("mixture")
+    for each in (path, mixture):
+        folder.write(each, replace(SMALL, layers=4), 64, torch.float32)
+    _write_mixture(mixture)
+    return path, mixture
+
+
+def _write_mixture(path: Path) -> None:
+    """Write a mixture of experts over the model of a folder, with the same tokens."""
+    from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+
+    dense = AutoConfig.from_pretrained(path)
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=dense.vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_local_experts=4,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    MixtralForCausalLM(config).save_pretrained(path)
 
 
 def generated(model: Path) -> list[str]:
@@ -127,22 +154,25 @@ def complete(url: str, prompt: tuple[int, ...]) -> str:
     return text
 
 
-def check(case: Case, model: Path, folder: Path, device: str) -> None:
+def check(case: Case, models: tuple[Path, Path], folder: Path, device: str) -> None:
     """Each prompt is asked often enough for graphs to be captured, and replayed."""
     skip_if_lacking(case)
+    model = models[case.command.option("--ep") is not None]
     with serving(case.command, model, folder / "log", device) as url:
         answers = [complete(url, prompt) for prompt in PROMPTS * 2]
     assert answers == generated(model) * 2
 
 
 @pytest.mark.parametrize("case", [*map(on_gpus, SERVERS)])
-def test_on_gpus(case: Case, model: Path, tmp_path: Path) -> None:
-    check(case, model, tmp_path, "cuda")
+def test_on_gpus(case: Case, models: tuple[Path, Path], tmp_path: Path) -> None:
+    check(case, models, tmp_path, "cuda")
 
 
 @pytest.mark.parametrize("case", [*map(on_the_host, SERVERS)])
-def test_on_the_host(case: Case, model: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    check(case, model, tmp_path, pytestconfig.getoption("--device"))
+def test_on_the_host(
+    case: Case, models: tuple[Path, Path], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    check(case, models, tmp_path, pytestconfig.getoption("--device"))
 
 
 def test_the_server_is_run_on_one_rank_in_two_stages_and_cut() -> None:
@@ -151,4 +181,4 @@ def test_the_server_is_run_on_one_rank_in_two_stages_and_cut() -> None:
         f"{Path('python')} -m examples.serve -n 1 --model DIR"
     ]
     two = {c.id for c in cases(2) if c.command.name == "serve"}
-    assert two >= {"serve-n2", "serve-n2-tp2"}
+    assert two >= {"serve-n2", "serve-n2-tp2", "serve-n2-ep2"}

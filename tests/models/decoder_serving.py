@@ -66,21 +66,33 @@ def serve(
     folder: Path,
     ranks: int = 1,
     tp: int = 1,
+    ep: int = 1,
 ) -> None:
     """Serve a model from a folder, and compare tokens with those of `generated`.
 
     Raises:
         ValueError: the engine refuses the model.
-        AssertionError: tokens differ.
+        AssertionError: tokens differ, or a rank has other experts than its own.
     """
     model.save_pretrained(folder)
     requests = [Request(prompt, COUNT) for prompt in wanted]
     with use_world(VirtualWorld(ranks)):
-        engine = start(folder, replace(OPTIONS, tp=tp))
+        engine = start(folder, replace(OPTIONS, tp=tp, ep=ep))
         assert engine is not None
+        for stage in engine.graphs.stages:
+            for part in stage.instances.values():
+                _check_experts(part, ep)
         try:
             Driver(engine, Habits(seed=1, chunk=8, companions=2)).run(requests)
         finally:
             engine.close()
     for request in requests:
         assert request.out == wanted[request.prompt], f"other tokens: {request.out}"
+
+
+def _check_experts(part: nn.Module, ep: int) -> None:
+    """A rank has one piece of `ep` of the experts of each layer."""
+    for module in part.modules():
+        if hasattr(module, "has_gate"):
+            for parameter in module.parameters():
+                assert len(parameter) * ep == module.num_experts

@@ -24,6 +24,7 @@ from benchmarks.one_gpu import folder
 from benchmarks.one_gpu.qwen2 import SMALL
 from examples.serve.front.text import load
 from examples.serve.opening import open_model
+from examples.serve.parts import Ways
 
 
 def test_a_folder_of_random_weights(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_folder_of_random_weights(tmp_path: Path) -> None:
     folder.write(tmp_path, SMALL, 64, torch.float16)
     stored, drawn = open_model(tmp_path), open_model(SMALL.config(64))
     assert (stored.layers, stored.context, stored.vocabulary, stored.eos) == (2, 64, 512, ())
-    parts = [model.build(range(2), torch.float16, 1).state_dict() for model in (stored, drawn)]
+    parts = [model.build(range(2), torch.float16, Ways()).state_dict() for model in (stored, drawn)]
     assert parts[0].keys() == parts[1].keys()
     assert all(torch.equal(parts[0][name], parts[1][name]) for name in parts[0])
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
