@@ -22,6 +22,7 @@ from cg.ir.ops import (
     Recv,
     ReduceScatter,
     Return,
+    RowCollective,
     Send,
     Value,
     View,
@@ -31,6 +32,8 @@ from cg.ir.ops import (
 from cg.ir.ops.module import Function, FunctionKind, Module
 
 Meaning = int
+Inputs = tuple[tuple[Meaning, ...], ...]
+"""Of a collective, those of each member."""
 
 
 @dataclass
@@ -59,11 +62,16 @@ class World:
             self.written[function.actor] = self.meaning(made[0], gradients)
         return made
 
-    def collective(self, op: Collective, inputs: tuple[Meaning, ...], rank: int) -> Meaning:
+    def collective(self, op: Collective, inputs: Inputs, member: int) -> Meaning:
+        """The meaning of what a member gets; `inputs` has those of each member, in their order."""
         if isinstance(op, Broadcast):
-            return inputs[0]
+            ((whole,),) = (each for each in inputs if each)
+            return whole
+        if isinstance(op, RowCollective):
+            # A member gets what the experts of all of them say, and its own.
+            return self.meaning(op.opcode, inputs, op.experts, op.lead, member)
         scattered = isinstance(op, ReduceScatter | AllToAll)
-        return self.meaning(op.opcode, inputs, rank if scattered else None)
+        return self.meaning(op.opcode, inputs, member if scattered else None)
 
     def local(self, op: Op, inputs: tuple[Meaning, ...]) -> Meaning:
         if isinstance(op, View):
@@ -92,12 +100,21 @@ def run_async(module: Module, world: World) -> dict[int, tuple[Meaning, ...]]:
             made = world.call(module.functions[op.fn.name], inputs)
             values.update(zip(op.results, made, strict=True))
         elif isinstance(op, Collective):
-            for rank, value in enumerate(op.results):
-                values[value] = world.collective(op, inputs, rank)
+            given = _by_member(op, inputs)
+            for member, value in enumerate(op.results):
+                values[value] = world.collective(op, given, member)
         else:
             for value in op.results:
                 values[value] = world.local(op, inputs)
     raise AssertionError("a program ends in return")
+
+
+def _by_member(op: Collective, inputs: tuple[Meaning, ...]) -> Inputs:
+    """The inputs of each member: all have their first ones first, then all their second ones."""
+    if isinstance(op, Broadcast):
+        return (inputs,)
+    count = len(op.group.ranks)
+    return tuple(inputs[member::count] for member in range(count))
 
 
 @dataclass
@@ -126,7 +143,8 @@ class Machine:
         ]
         self.posted: dict[tuple[int, int], dict[int, Op]] = {}
         self.queues: dict[tuple[int, object], list[tuple[int, int]]] = {}
-        self.contents: dict[tuple[int, int], tuple[Meaning, ...]] = {}
+        self.contents: dict[tuple[int, int], Meaning] = {}
+        self.given: dict[tuple[int, int], Inputs] = {}
         self.complete: set[tuple[int, int]] = set()
         self.occupied: dict[tuple[int, int | None], tuple[int, int]] = {}
         self.returned: dict[int, tuple[Meaning, ...]] = {}
@@ -261,13 +279,12 @@ class Machine:
         if op.stream is not None:
             self.queues.setdefault((rank, op.stream), []).append(key)
         inputs = tuple(self.read(rank, value) for value in op.operands)
-        if isinstance(op, Collective) and not isinstance(op, Broadcast):
-            # The operands of a group stand in the order of its ranks.
-            before = self.contents.get(key, (0,) * len(op.group.ranks))
+        if isinstance(op, Collective):
+            before = self.given.get(key, ((),) * len(op.group.ranks))
             at = op.group.ranks.index(rank)
-            self.contents[key] = (*before[:at], *inputs, *before[at + 1 :])
-        elif inputs:
-            self.contents[key] = inputs
+            self.given[key] = (*before[:at], inputs, *before[at + 1 :])
+        elif isinstance(op, Send):
+            (self.contents[key],) = inputs
 
     def wait(self, rank: int, op: Wait) -> None:
         source = op.operands[0]
@@ -279,12 +296,12 @@ class Machine:
             return
         end = self.posted[key][rank]
         if isinstance(end, Recv) and end.slot is not None:
-            self.values[rank][op.result] = Slot(self.contents[key][0], key)
+            self.values[rank][op.result] = Slot(self.contents[key], key)
         elif isinstance(end, Recv):
-            self.values[rank][op.result] = self.contents[key][0]
+            self.values[rank][op.result] = self.contents[key]
         elif isinstance(end, Collective):
             at = end.group.ranks.index(rank)
-            self.values[rank][op.result] = self.world.collective(end, self.contents[key], at)
+            self.values[rank][op.result] = self.world.collective(end, self.given[key], at)
         else:
             self.values[rank][op.result] = 0
 

@@ -109,9 +109,12 @@ def test_reports_count_and_are_formatted(read: Callable[[str], Module]) -> None:
         ("split-transfers", True, 4),
     ]
     assert all(report.seconds >= 0 for report in reports)
-    table = format_reports([PassReport("dce", 0.0123, True, 2), PassReport("cse", 0.5, False, 2)])
+    table = format_reports(
+        [PassReport("dce", 0.0123, True, 2, ("a choice",)), PassReport("cse", 0.5, False, 2)]
+    )
     assert table == (
         "     12.3 ms  dce         2 ops\n"
+        "              a choice\n"
         "    500.0 ms  cse         2 ops  unchanged\n"
         "    512.3 ms  in all\n"
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cg.ir.ops import Call, Collective, Free, Op, Recv, Send, Wait
+from cg.ir.ops import Call, Collective, Free, Op, Recv, RowCollective, Send, Wait
 from cg.ir.ops.clone import clone
 from cg.ir.ops.module import Module, Program
 from cg.ir.text.diagnostics import IRError
@@ -24,7 +24,8 @@ from cg.passes.manager.registry import parse_pipeline
 
 from ..properties.hosts import Hosts, refusal
 from ..sampling import scaled
-from .meanings import Machine, World, run_async
+from ..text.test_text import FILES, read_cases
+from .meanings import Machine, Meaning, World, run_async
 from .random_pipelines import Drawn, Maker, drawn_steps
 
 FRONT = "dce,assign-stages,differentiate,cse,place,dce,insert-transfers,split-transfers"
@@ -68,12 +69,36 @@ def test_programs_compute_what_the_step_does(
     world = World()
     expected = run_async(before, world)
     state = dict(world.written)
+    assert run_again(module, world, seed) == expected
+    assert world.written == state
+
+
+@pytest.mark.parametrize("back", BACKS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_experts_mean_what_the_step_does(back: str, seed: int) -> None:
+    """And something else on each rank, and with other experts."""
+    (file,) = [file for file in FILES if file.stem == "schedule-rows"]
+    before = parse_module(read_cases(file)[0].source)
+    PassManager(parse_pipeline("split-transfers")).run(before)
+    module, world = clone(before), World()
+    PassManager(parse_pipeline(back % "1f1b"), check=True).run(module)
+    (ends,) = run_async(before, world).values()
+    assert len(set(ends)) == 2
+    assert run_again(module, world, seed) == {0: ends, 1: ()}
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, RowCollective):
+                op.experts = op.experts[::-1]
+    assert not set(run_again(module, world, seed)[0]) & set(ends)
+
+
+def run_again(module: Module, world: World, seed: int) -> dict[int, tuple[Meaning, ...]]:
+    """What ranks return of scheduled programs, from the first state of actors on."""
     world.written.clear()
     world.accumulated.clear()
     machine = Machine(module, world, chooser(seed))
     assert machine.run()
-    assert machine.returned == expected
-    assert world.written == state
+    return machine.returned
 
 
 @settings(max_examples=scaled(30))

@@ -24,6 +24,7 @@ from cg.ir.ops import (
     Recv,
     ReduceScatter,
     Return,
+    RowCollective,
     Scatter,
     Send,
     Slice,
@@ -262,6 +263,8 @@ class Memory:
             return self._read[ends[op.root]][0]
         if isinstance(op, Barrier) or (isinstance(op, Gather) and op.root != work.rank):
             return self.terms.of("done")
+        if isinstance(op, RowCollective):  # zeros for rows of others, so each has its own
+            return self.terms.of(op.opcode, op.experts, op.lead, given, work.rank)
         own = work.rank if isinstance(op, ReduceScatter | AllToAll | Scatter) else None
         assert isinstance(op, AllReduce | AllGather | Gather) or own is not None
         return self.terms.of(how, given, own)

@@ -92,6 +92,16 @@ def stored() -> Module:
     return parse_module(read_cases(file)[0].source)
 
 
+def exchanged() -> str:
+    """The step of tests/text/schedule-rows.cg, whose experts two ranks share."""
+    (file,) = [file for file in FILES if file.stem == "schedule-rows"]
+    module = parse_module(read_cases(file)[0].source)
+    passes = default_pipeline(schedules.by_name("1f1b"))
+    first = [each.name for each in passes].index("split-transfers")
+    PassManager(passes[first:], check=True).run(module)
+    return format_module(module)
+
+
 PROGRAMS: dict[str, Callable[[], str]] = {
     "1f1b": lambda: compiled(pipeline(2), "1f1b"),
     "1f1b nccl": lambda: compiled(pipeline(2), "1f1b", NCCL),
@@ -102,6 +112,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "dp nccl": lambda: compiled(group_module(GroupSteps(((2, 1),), microbatches=2)), "1f1b", NCCL),
     "fsdp": lambda: compiled(stored(), "1f1b"),
     "fsdp nccl": lambda: compiled(stored(), "gpipe", NCCL),
+    "rows of experts": exchanged,
     "driven": lambda: compiled(pipeline(2, trained=False), "1f1b", NCCL, in_flight=2),
     "driven, announced": lambda: compiled(
         pipeline(2, trained=False, opaque=0), "1f1b", NCCL, in_flight=2

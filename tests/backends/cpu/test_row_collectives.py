@@ -24,7 +24,7 @@ from cg.ir.types import DType, Place, TensorType
 
 from .world import ThreadWorld, run_communicators, wait
 
-ROWS, WIDTH, EXPERTS, CHOICES, ROUTINGS = 12, 5, 7, 2, 150
+ROWS, WIDTH, EXPERTS, CHOICES, ROUTINGS = 12, 5, 7, 2, 300
 GROUPS = {2: (1, 0), 3: (2, 0, 1)}
 
 
