@@ -47,6 +47,10 @@ class Pass(ABC):
             IRError: the program cannot be compiled; the message says where and what to do.
         """
 
+    def remarks(self, module: Module) -> tuple[str, ...]:
+        """Lines on what the pass has decided, for users, of a module that it has just changed."""
+        return ()
+
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> Self:
         """Make the pass from the text of its options; other fields have their defaults.

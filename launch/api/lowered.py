@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,6 +56,8 @@ from .select_schedule import (
     with_memory,
 )
 from .step_lock import lock_of
+
+_LOG = logging.getLogger("cg")
 
 
 @dataclass(frozen=True)
@@ -383,6 +386,9 @@ class Lowered:
         pipeline = functools.partial(pipeline_of, fsdp=chosen)
         scheduled = run_passes(options.schedule, trace.module, pipeline, sink)
         module = scheduled.module
+        if self._world.rank == 0:
+            for remark in scheduled.remarks:
+                _LOG.info("step %s: %s", self._step.name, remark)
         if sink is not None:
             sink.finish(module, scheduled.reports)
             if scheduled.choice:

@@ -217,6 +217,11 @@ class Scheduled:
     reports: list[PassReport]
     choice: str
 
+    @property
+    def remarks(self) -> list[str]:
+        """Lines on the decisions of passes, for users."""
+        return [remark for report in self.reports for remark in report.remarks]
+
 
 def run_passes(
     schedule: Schedule | None, module: Module, pipeline_of: PipelineOf, sink: DumpSink | None

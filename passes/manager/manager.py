@@ -37,12 +37,14 @@ class PassReport:
         seconds: how long it ran, without verification and dumps.
         changed: whether the pass reported a change.
         ops: the number of ops of all programs after the pass.
+        remarks: lines on what it has decided, for users.
     """
 
     name: str
     seconds: float
     changed: bool
     ops: int
+    remarks: tuple[str, ...] = ()
 
 
 class DumpSink(Protocol):
@@ -169,11 +171,14 @@ def check_pipeline(pipeline: Pipeline, phase: Phase) -> Phase:
 
 
 def format_reports(reports: list[PassReport]) -> str:
-    """A table of passes: how long each took, the ops after it, and whether it changed anything."""
+    """A table of passes: how long each took, the ops after it, whether it changed anything, and its
+    remarks.
+    """
     width = max([len(report.name) for report in reports], default=0)
     lines = [
         f"{report.seconds * 1e3:9.1f} ms  {report.name:<{width}}  {report.ops:>8} ops"
         f"{'' if report.changed else '  unchanged'}"
+        + "".join(f"\n{'':14}{remark}" for remark in report.remarks)
         for report in reports
     ]
     total = sum(report.seconds for report in reports)
@@ -200,7 +205,7 @@ def _timed(pass_: Pass, module: Module) -> PassReport:
     changed = pass_.run(module)
     seconds = time.perf_counter() - start
     ops = sum(len(program.ops) for program in module.programs)
-    return PassReport(pass_.name, seconds, changed, ops)
+    return PassReport(pass_.name, seconds, changed, ops, pass_.remarks(module) if changed else ())
 
 
 def _check_honesty(report: PassReport, before: str, after: str) -> str:

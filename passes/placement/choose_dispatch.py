@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, get_args
@@ -37,7 +38,8 @@ class ChooseDispatch(Pass):
     pass takes ids and experts off the others, which then gather all rows, or reduce them. It
     compares what a rank receives: all rows of the others, or the share of them that is expected
     where any choice of experts is as likely as any other. `dispatch` of the transfer says why. An
-    exchange that is asked for, where no transfer can be one, is an error.
+    exchange that is asked for, where no transfer can be one, is an error. The remarks of the pass
+    count the transfers of each stage by what it has chosen.
 
     The host picks the rows. A device's host would have to wait for the ids in each layer, so where
     a rank has a device all rows travel.
@@ -83,18 +85,28 @@ class ChooseDispatch(Pass):
                 raise error(
                     f"rows are to be exchanged, but {problem}", op=op, program=program, help=remedy
                 )
-            share, saved = _savings(op)
-            text = f"{share:.0%} of {_bytes(op)} bytes a rank"
-            if not problem and (self.dispatch == "exchange" or self._pays(saved)):
-                op.dispatch = f"exchange: {text}"
+            whole, some = _received(op)
+            asked = "asked for" if self.dispatch != "auto" else ""
+            if not problem and (self.dispatch == "exchange" or self._pays(whole - some)):
+                why = asked or "saves enough"
+                op.dispatch = f"exchange: {why}; {some} of {whole} bytes a rank"
                 continue
-            asked = (
-                "asked for" if self.dispatch == "gather" else f"an exchange of {text} saves little"
-            )
-            op.dispatch = f"gather: {problem or asked}"
+            why = problem or asked or "an exchange saves little"
+            op.dispatch = f"gather: {why}; {whole} bytes a rank, by exchange {some}"
             op.operands, op.experts, op.lead = op.operands[:1], None, None
         _drop_copies(program, {op.operands[0] for op in routed if op.experts is None})
         return bool(routed)
+
+    def remarks(self, module: Module) -> tuple[str, ...]:
+        counts = Counter(
+            (_stage(op), op.dispatch)
+            for op in module.program.ops
+            if isinstance(op, Transfer) and op.dispatch is not None
+        )
+        return tuple(
+            f"rows of experts{stage}: {count} transfer{'s' * (count > 1)}, {dispatch}"
+            for (stage, dispatch), count in counts.items()
+        )
 
     def _pays(self, saved: int) -> bool:
         return self.dispatch == "auto" and saved >= LEAST_SAVED
@@ -138,8 +150,14 @@ def _bytes(op: Transfer) -> int:
     return max(received.values(), default=0) * made.dtype.itemsize
 
 
-def _savings(op: Transfer) -> tuple[float, int]:
-    """The share of rows that are expected to travel, and the bytes of the others."""
+def _stage(op: Transfer) -> str:
+    """The part of a step that a transfer is of, in words; empty if it is of no task."""
+    task = op.task
+    return "" if task is None else f" in {task.action.name.lower()} of stage {task.stage}"
+
+
+def _received(op: Transfer) -> tuple[int, int]:
+    """The bytes that a rank receives of all rows, and those that are expected of an exchange."""
     (type_, ids), experts = [value.type for value in op.operands], op.experts
     assert isinstance(type_, TensorType), "only tensors have rows"
     assert isinstance(ids, TensorType), "ids are a tensor"
@@ -147,8 +165,8 @@ def _savings(op: Transfer) -> tuple[float, int]:
     count = sum(map(volume, set(experts)))
     choices = ids.numel // max(math.prod(type_.shape[: op.lead]), 1)
     shares = [expected_share(region, count, choices) for region in experts]
-    share = sum(shares) / len(shares)
-    return share, int((1 - share) * _bytes(op))
+    number = _bytes(op)
+    return number, round(sum(shares) / len(shares) * number)
 
 
 def _drop_copies(program: Program, gathered: Set[Value]) -> None:

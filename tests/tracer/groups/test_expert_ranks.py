@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,6 +193,33 @@ def test_the_exchange_of_a_backward_is_that_of_the_forward_the_other_way() -> No
         (1, Action.FORWARD): both,
         (1, Action.BACKWARD): both,
     }
+
+
+def test_users_hear_which_form_each_stage_has(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """In the log, and in a dump: why, and the bytes of both forms."""
+    logged = {}
+    for form in ("auto", "gather", "exchange"):
+        caplog.clear()
+        with use_world(VirtualWorld(4)), caplog.at_level(logging.INFO, "cg"):
+            lowered("pp 2, ep 2", rows=16).compile(dispatch=form, dump=tmp_path / form)
+        logged[form] = [record.getMessage() for record in caplog.records if record.name == "cg"]
+        table = (tmp_path / form / "step.passes.txt").read_text()
+        for line in logged[form]:
+            assert line.removeprefix("step step: ") in table
+    # Two microbatches gather 8 tokens, 4 from the other rank, of 6 numbers of 8 bytes. Of 4
+    # experts a token has one of the other rank's 2 by 5 to 1.
+    start = "step step: rows of experts in forward of stage 0: "
+    assert f"{start}4 transfers, exchange: asked for; 160 of 192 bytes a rank" in logged["exchange"]
+    for form, why in (("auto", "an exchange saves little"), ("gather", "asked for")):
+        line = f"{start}4 transfers, gather: {why}; 192 bytes a rank, by exchange 160"
+        assert line in logged[form]
+    for lines in logged.values():
+        assert {line.split(": ")[1] for line in lines} >= {
+            f"rows of experts in {task}"
+            for task in ("forward of stage 0", "forward of stage 1", "backward of stage 1")
+        }
 
 
 def ops_of(module: Module) -> Iterator[Op]:
