@@ -233,6 +233,36 @@ def test_uneven_tokens_are_not_exchanged() -> None:
     assert "use a batch that is a multiple of the ranks" in str(error.value)
 
 
+def test_the_order_of_axes_that_cut_tokens() -> None:
+    """The error names the order that works."""
+    place, rows = {"dp": 2, "ep": 2}, batch(16)
+
+    def losses(tokens: Any) -> list[Tensor]:
+        with use_world(VirtualWorld(4)):
+            plan = EXPERT_CUTS | {"loss(x)|loss(y)": tokens}
+            actor = cg.actor(Mixture).on(cg.mesh(**place), plan=plan)(0)
+
+            @cg.trace
+            def step(x: Tensor, y: Tensor) -> Tensor:
+                loss = actor.loss(x, 0.0, y)
+                cg.backward(loss)
+                actor.update()
+                return loss
+
+            return [step(*rows) for _ in range(3)]
+
+    with pytest.raises(cg.LayoutError, match=r"cut along dp, but along ep\.dp") as error:
+        losses(cg.cut(0, "ep", "dp"))
+    remedy = 'cut dimension 0 along ep last, in the plan and in arguments: cg.cut(0, "dp", "ep")'
+    assert remedy in str(error.value)
+    model, wanted = Mixture(0), []
+    for _ in range(3):
+        wanted.append(model.loss(rows[0], torch.zeros(()).double(), rows[1]))
+        wanted[-1].backward()
+        model.update()
+    torch.testing.assert_close(losses(cg.cut(0, "dp", "ep")), wanted, rtol=1e-9, atol=1e-9)
+
+
 def removals(module: Module, kind: type[Op]) -> Iterator[None]:
     """Once for each op of a kind: the users of its results take an operand; then it is put back.
 

@@ -88,9 +88,28 @@ def refusal(
         f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
         f"{_WORK[change]}{because}",
         loc=loc,
-        remedy="cut another dimension, or leave it whole; or ask for the layout that is needed "
+        remedy=_last_axis(before.layout, after.layout)
+        or "cut another dimension, or leave it whole; or ask for the layout that is needed "
         "in front of that line, as by x = cg.layout(x, cg.whole), which gathers it there",
     )
+
+
+def _last_axis(before: Layout, after: Layout) -> str:
+    """The remedy for a sum over an axis that does not cut a dimension last; empty for other values.
+
+    A sum is reduced to pieces of what its ranks have. These are the pieces that are needed only if
+    the axis of the sum is the last one of the cut, as that of experts for tokens.
+    """
+    for number, (has, needs) in enumerate(zip(before.cuts, after.cuts, strict=True)):
+        summed = [axis for axis in needs.axes if axis in before.summands]
+        others = [axis for axis in needs.axes if axis not in summed]
+        if summed and others == [*has.axes] and needs.axes != (*others, *summed):
+            axes = ", ".join(f'"{axis}"' for axis in (*others, *summed))
+            return (
+                f"cut dimension {number} along {' and '.join(summed)} last, in the plan and in "
+                f"arguments: cg.cut({number}, {axes})"
+            )
+    return ""
 
 
 def gradient_refusal(
