@@ -7,7 +7,9 @@ of deadlocks and races; tracing is not part of it.
 
     python benchmarks/compile_groups.py --sizes 16x8x8x32 --verify
 
-verifies the module after each pass besides, and says how long all took together.
+verifies the module after each pass besides, and says how long all took together. With `--experts
+128` each block is a mixture of so many experts, spread along the third number of a size, whose rows
+are exchanged; `--dispatch gather` lets all rows travel.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from synthetic_groups import GroupSteps, group_module
 from cg.passes import schedules
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.placement.choose_dispatch import DISPATCHES
 
 SIZES = ("4x2x8x32", "8x4x8x32", "16x8x8x32")
 
@@ -38,17 +41,20 @@ class GroupRow:
     wall: float
 
 
-def measure(size: str, schedule: str, verify: bool) -> GroupRow:
+def measure(size: str, args: argparse.Namespace) -> GroupRow:
     """Compile the step of one size."""
     stages, dp, tp, microbatches = map(int, size.split("x"))
     groups = ((dp, tp),) * stages
-    sizes = {"layers": 2, "rows": 2 * dp, "tokens": 16, "width": 64, "hidden": 128}
-    module = group_module(GroupSteps(groups, microbatches=microbatches, **sizes))
-    pipeline = default_pipeline(schedules.by_name(schedule))
+    rows = 2 * dp * (tp if args.experts else 1)
+    sizes = {"layers": 2, "rows": rows, "tokens": 16, "width": 64, "hidden": 128}
+    steps = GroupSteps(groups, microbatches=microbatches, experts=args.experts, **sizes)
+    module = group_module(steps)
+    dispatch = args.dispatch if args.experts else "auto"
+    pipeline = default_pipeline(schedules.by_name(args.schedule), dispatch=dispatch)
     start = time.perf_counter()
-    reports = PassManager(pipeline, verify=verify).run(module)
+    reports = PassManager(pipeline, verify=args.verify).run(module)
     wall = time.perf_counter() - start
-    return GroupRow(size, summary(schedule, stages * dp * tp, microbatches, reports), wall)
+    return GroupRow(size, summary(args.schedule, stages * dp * tp, microbatches, reports), wall)
 
 
 def main() -> None:
@@ -56,12 +62,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="stages x dp x tp x microbatches")
     parser.add_argument("--schedule", default="1f1b", help="by name (default: 1f1b)")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="of each block, along tp (default: 0)"
+    )
+    parser.add_argument("--dispatch", default="exchange", choices=DISPATCHES, help="of their rows")
     parser.add_argument("--verify", action="store_true", help="verify after each pass, too")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     args = parser.parse_args()
     rows = []
     for size in args.sizes:
-        rows.append(measure(size, args.schedule, args.verify))
+        rows.append(measure(size, args))
         print(f"{size} done in {rows[-1].wall:.1f} s", file=sys.stderr)
     print(table([row.passes for row in rows]))
     if args.json is not None:

@@ -4,6 +4,10 @@ A stage is a row of blocks `h + relu(h @ up) @ down`, two a layer, as the attent
 transformer. `up` is cut by columns along the axis tp, and `down` by rows. So each block takes one
 all-reduce forward and one backward, as Megatron-LM has them, and its methods are programs: parts,
 and transfers between them.
+
+With experts a block is a mixture of them. They are spread along the second axis, `ep`, which cuts
+tokens, too: a router's ids and the rows of tokens are gathered, and results are reduced to the
+tokens of each rank. Of each token two experts are chosen.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cg.ir.attributes import Effect, Symbol
-from cg.ir.layout import Cut, Layout
+from cg.ir.layout import Cut, Layout, Region
 from cg.ir.ops import Backward, Call, Op, Return, Transfer, Value, View
 from cg.ir.ops.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.phases import Phase
@@ -24,11 +28,13 @@ class GroupSteps:
     """A training step of a pipeline of groups.
 
     Attributes:
-        groups: the axes dp and tp of each group, whose ranks follow those of the group before; or
-            the number of ranks of a group that is no mesh, and cuts batches along its axis `*`.
+        groups: the axes dp and tp, or ep, of each group, whose ranks follow those of the group
+            before; or the number of ranks of a group that is no mesh, and cuts batches along its
+            axis `*`.
         homes: the group of each stage; one on each group without.
         microbatches: how many there are.
         layers: of each stage, two blocks each.
+        experts: of each block; none if 0.
         rows, tokens, width, hidden: sizes of a microbatch and of a block.
         dtype: of all tensors.
     """
@@ -37,6 +43,7 @@ class GroupSteps:
     homes: tuple[int, ...] = ()
     microbatches: int = 4
     layers: int = 1
+    experts: int = 0
     rows: int = 4
     tokens: int = 2
     width: int = 4
@@ -61,7 +68,7 @@ class GroupSteps:
     def places(self) -> list[Place]:
         """The place of each group."""
         found: list[Place] = []
-        first = 0
+        first, second = 0, "ep" if self.experts else "tp"
         for number, group in enumerate(self.groups):
             count = group if isinstance(group, int) else group[0] * group[1]
             ranks = tuple(range(first, first + count))
@@ -69,7 +76,7 @@ class GroupSteps:
             if isinstance(group, int):
                 found.append(Place(ranks))
             else:
-                found.append(Mesh(ranks, f"m{number}", (("dp", group[0]), ("tp", group[1]))))
+                found.append(Mesh(ranks, f"m{number}", (("dp", group[0]), (second, group[1]))))
         return found
 
 
@@ -155,8 +162,10 @@ class _Stage:
 
     Attributes:
         hidden: what comes to the stage and leaves it; `passed` with its place.
+        taken: what its first product takes: with experts, the tokens of all ranks along ep.
         inner: what a block has between its products.
         summand: what its second product gives.
+        saved: what a block keeps for its backward.
     """
 
     def __init__(self, module: Module, steps: GroupSteps, number: int, place: Place) -> None:
@@ -170,10 +179,19 @@ class _Stage:
         self._dp = () if single else (axes[0],)
         self._tp = tuple(axes[1:])
         rows, tokens, width = steps.rows, steps.tokens, steps.width
-        self.hidden = self._type((rows, tokens, width), (self._dp, (), ()))
+        self._rows = (*self._dp, *self._tp) if steps.experts else self._dp
+        self.taken = self._type((rows, tokens, width), (self._dp, (), ()))
+        self.hidden = self._type((rows, tokens, width), (self._rows, (), ()))
         self.passed = replace(self.hidden, place=place)
         self.summand = self._type((rows, tokens, width), (self._dp, (), ()), self._tp)
-        self.inner = self._type((rows, tokens, steps.hidden), (self._dp, (), self._tp))
+        units = () if steps.experts else self._tp
+        self.inner = self._type((rows, tokens, steps.hidden), (self._dp, (), units))
+        self.saved: tuple[TensorType, ...] = (self.taken, self.inner)
+        if steps.experts:
+            ids = self._type((rows * tokens, 2), (self._dp, ()))
+            self.ids = replace(ids, dtype=DType.I64)
+            self._own_ids = replace(self.ids, layout=Layout.of([Cut(self._rows), Cut(())]))
+            self.saved += (self.ids,)
 
     def _type(
         self,
@@ -184,6 +202,13 @@ class _Stage:
         layout = Layout.of([Cut(axes) for axes in cuts], summands)
         return TensorType(self.steps.dtype, shape, layout=layout)
 
+    @property
+    def experts(self) -> tuple[Region, ...]:
+        """Those of each rank of the place."""
+        count, ways = self.steps.experts, dict(self.place.axes)[self._tp[0]]
+        own = [(((i * count // ways, (i + 1) * count // ways),),) for i in range(ways)]
+        return tuple(own * (len(self.place.ranks) // ways))
+
     def declare(self) -> None:
         """All but the loss."""
         self._declare_forward("forward", saves=False)
@@ -191,7 +216,7 @@ class _Stage:
         self._declare_backward("forward.bwd", Effect.ACCUMULATE, splits=False)
         blocks = self.steps.blocks
         halves: dict[str, str] = {"weight": f"{self.actor}.forward.bwd"}
-        kept = tuple(range(2 * blocks + 1))
+        kept = tuple(range(len(self.saved) * blocks + 1))
         if not self._is_first:
             self._declare_backward("forward.in", Effect.READ, splits=True)
             self._declare_weight("forward.w")
@@ -210,26 +235,38 @@ class _Stage:
         saved: list[Value] = []
         reduced: tuple[Value, ...] = ()
         for _ in range(self.steps.blocks):
+            ids: list[Value] = []
+            if self.steps.experts:
+                if reduced:
+                    (hidden,), reduced = body.part((hidden, *reduced), [self.hidden]), ()
+                ids = [
+                    body.transfer(each, self.ids) for each in body.part((hidden,), [self._own_ids])
+                ]
+            taken = body.transfer(hidden, self.taken, ids)
             types = [self.hidden] * bool(reduced) + [self.summand] + [self.inner] * saves
-            made = body.part((hidden, *reduced), types)
+            made = body.part((taken, *ids, *reduced), types)
             if reduced:
-                hidden = made.pop(0)
-            reduced = (body.transfer(made[0], self.hidden),)
-            saved += (hidden, made[1]) if saves else ()
+                taken = hidden = made.pop(0)
+            reduced = (body.transfer(made[0], self.hidden, ids),)
+            saved += (taken, made[1], *ids) if saves else ()
         body.finish((*body.part((hidden, *reduced), (self.hidden,)), *saved))
 
     def _declare_backward(self, name: str, effect: Effect, splits: bool) -> None:
         """The backward, or its first half: for each block but the last, less what is put off."""
         body = _Body(self, name, effect)
-        saved = [body.param(self._saved(i)) for i in range(2 * self.steps.blocks)]
+        saved = [[body.param(type_) for type_ in self.saved] for _ in range(self.steps.blocks)]
         grad = body.param(self.hidden)
         left: list[Value] = []
         reduced: tuple[Value, ...] = ()
         for block in reversed(range(self.steps.blocks)):
             ends = self._is_first and not block
+            ids = saved[block][2:]
+            if ids and reduced:
+                (grad,), reduced = body.part((grad, *reduced), [self.hidden]), ()
+                left += (grad,) if splits else ()
             types: list[ValueType] = [self.hidden] * bool(reduced)
             types += [UnitType()] if ends else [self.summand, *[self.inner] * splits]
-            operands = (*saved[2 * block : 2 * block + 2], grad, *reduced)
+            operands = (*saved[block], body.transfer(grad, self.taken, ids), *reduced)
             made = body.part(operands, types)
             if reduced:
                 grad = made.pop(0)
@@ -238,24 +275,21 @@ class _Stage:
                 body.finish(made)
                 return
             left += made[1:]
-            reduced = (body.transfer(made[0], self.hidden),)
+            reduced = (body.transfer(made[0], self.hidden, ids),)
         body.finish((*body.part((grad, *reduced), (self.hidden,)), *left))
-
-    def _saved(self, index: int) -> TensorType:
-        return self.inner if index % 2 else self.hidden
 
     def _declare_weight(self, name: str) -> None:
         """A part for each block, from the last one on."""
         body = _Body(self, name, Effect.ACCUMULATE)
         blocks = self.steps.blocks
-        saved = [body.param(self._saved(i)) for i in range(2 * blocks)]
+        saved = [[body.param(type_) for type_ in self.saved] for _ in range(blocks)]
         grad = body.param(self.hidden)
         done: list[Value] = []
         for block in reversed(range(blocks)):
             if block < blocks - 1:
                 grad = body.param(self.hidden)
             inner = body.param(self.inner)
-            operands = (*saved[2 * block : 2 * block + 2], grad, inner)
+            operands = (*saved[block], body.transfer(grad, self.taken, saved[block][2:]), inner)
             done = body.part(operands, (UnitType(),))
         body.finish(done)
 
@@ -266,7 +300,7 @@ class _Stage:
         for name, saved in (("loss", ()), ("loss.fwd", types[:1])):
             body = _Body(self, name, Effect.PURE)
             operands = [body.param(type_) for type_ in types]
-            total, *rest = body.part(operands, (self._type((), (), self._dp), *saved))
+            total, *rest = body.part(operands, (self._type((), (), self._rows), *saved))
             body.finish((body.transfer(total, scalar), *rest))
         self.function("loss.bwd", (self.hidden, scalar), (self.hidden,), Effect.PURE)
         name = f"{self.actor}.loss"
@@ -324,12 +358,13 @@ class _Body:
         self._program.ops.append(Call(tuple(operands), tuple(made), fn=fn))
         return made
 
-    def transfer(self, value: Value, type_: TensorType) -> Value:
-        """The value in another layout, or as it is."""
+    def transfer(self, value: Value, type_: TensorType, ids: Sequence[Value] = ()) -> Value:
+        """The value in another layout, or as it is; with ids, rows of experts may be enough."""
         if value.type == type_:
             return value
         made = self._value(type_)
-        self._program.ops.append(Transfer((value,), (made,)))
+        routed = {"experts": self._stage.experts, "lead": 2} if ids else {}
+        self._program.ops.append(Transfer((value, *ids), (made,), **routed))
         return made
 
     def finish(self, results: Sequence[Value]) -> None:
