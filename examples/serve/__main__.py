@@ -17,7 +17,7 @@ from .front.connections import listen
 from .front.server import Front
 from .front.text import load
 from .models import resolve
-from .options import add_arguments
+from .options import NGRAM, add_arguments, draft_tokens
 from .transports import loop_factory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         new_loop = loop_factory(features)
         listener = listen(options.host, options.port)
         model, note = resolve(options.model)
+        draft_tokens(options)
+        if options.draft not in (None, NGRAM):
+            options.draft, _ = resolve(options.draft)
         text = load(model)
         rules = Rules(options.choices, options.stops)
         if options.generation_config == "model":
@@ -69,6 +72,7 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
     for name in (
         *("groups", "tp", "ep", "batch", "batches", "chunk", "chunks", "prompt_tokens", "memory"),
         *("blocks", "layers", "block_size", "context", "dtype", "fuse", "profile"),
+        *("draft", "draft_tokens"),
     ):
         value = getattr(given, name)
         if value is not None:

@@ -191,7 +191,7 @@ class CurrentCache:
 
     Attributes:
         cache: None while the part does not run.
-        last: int64 [rows] or [rows, n], which tokens of a batch have logits; None: all.
+        last: int64 [rows, asked], which tokens of a batch have logits; None: all.
     """
 
     def __init__(self) -> None:
@@ -212,8 +212,8 @@ class CurrentCache:
         if self.last is None:
             return None
         (hidden,) = args
-        last = self.last if self.last.ndim == 2 else self.last[:, None]
-        return (hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1])),)
+        last = self.last[:, :, None].expand(-1, -1, hidden.shape[-1])
+        return (hidden.gather(1, last),)
 
 
 @runtime_checkable
@@ -309,13 +309,13 @@ def attend(
             return mixed.transpose(1, 2)
         written = cache.written
         is_there = written is not None and written[0] is key and value.shape[-1] == width
-        if is_there and tokens == 1 and paged.is_served(query.device):
+        if is_there and paged.is_served(query.device, shared * tokens):
             assert written is not None
             pool = pages.pool(written[1]).unflatten(-1, (2, width))
-            grouped = query.reshape(rows, groups, shared, width)
+            grouped = query.reshape(rows, groups, shared * tokens, width)
             where = pages.blocks, pages.positions.flatten()
             mixed = torch.ops.cg_paged.attend(grouped, pool, *where, scale)
-            return mixed.reshape(rows, 1, heads, width)
+            return mixed.reshape(rows, heads, tokens, width).transpose(1, 2)
     # Heads that share keys are rows of one product: [rows, groups, shared * tokens, width].
     query = query.reshape(rows, groups, shared * tokens, width)
     if shared > 1:

@@ -85,9 +85,7 @@ class DecoderPart(nn.Module):
                 use_cache=True,
                 **more,
             )
-        if not self.is_last:
-            return out
-        return out.logits if last is not None and last.ndim == 2 else out.logits[:, 0]
+        return out.logits if self.is_last else out
 
     def plainly(self, x: Tensor, ids: Tensor) -> Tensor:
         """Run the model's own forward on a text, without a cache or pages.

@@ -145,6 +145,8 @@ class Given:
     chunk: int | None = None
     chunks: tuple[int, ...] | None = None
     prompt_tokens: int | None = None
+    draft_tokens: int = 0
+    draft: Model | None = None
 
     @property
     def ways(self) -> Ways:
@@ -199,6 +201,8 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, given: Given) 
         context=min(model.context, given.context or model.context),
         in_flight=max(2, given.groups or stages),
         late=True,
+        draft_tokens=given.draft_tokens,
+        draft=given.draft,
     )
     options = replace(options, prompt_tokens=_prompt_tokens(hardware, model, options, given))
     options, why_blocks = _with_blocks(hardware, model, options, given)
@@ -214,6 +218,7 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, given: Given) 
             f"batches of {_listed(options.batches)}, groups: {groups}, ranks: {given.ranks}",
             f"prompts in chunks of {_listed(options.chunks)} tokens, at most {many} at once",
             f"sequences of at most {options.context} tokens, {_why_context(model, options, given)}",
+            *_draft(given),
         ),
     )
 
@@ -242,6 +247,24 @@ def check_ranks(model: Model, ranks: int, ways: Ways) -> None:
         raise ValueError(
             f"--ep {ep} is more than the {model.experts.count} experts of a layer: each rank has "
             "to have one"
+        )
+
+
+def check_draft(draft: Model, model: Model, context: int) -> None:
+    """Check that a model can propose tokens for another.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if draft.vocabulary != model.vocabulary:
+        raise ValueError(
+            f"the draft has {draft.vocabulary} tokens and the model {model.vocabulary}: give "
+            "--draft a model with the same tokenizer, or --draft ngram"
+        )
+    if draft.context < context:
+        raise ValueError(
+            f"the draft takes {draft.context} tokens, and sequences have up to {context}: give "
+            f"--context {draft.context}, or another draft"
         )
 
 
@@ -316,12 +339,12 @@ def _activations(model: Model, options: Options) -> int:
 
 def _scratch(model: Model, options: Options, stages: int) -> int:
     """Bytes of a device beside weights and pools: for logits, records, prompts, and attention."""
-    rows, tp = options.batches[-1], options.tp
-    logits = rows * model.vocabulary * LOGIT
+    rows, positions, tp = options.batches[-1], 1 + options.draft_tokens, options.tp
+    logits = rows * positions * model.vocabulary * LOGIT
     prompts = (options.prompt_tokens or options.chunks[-1]) * _activations(model, options)
     parts = -(-(options.context or model.context) // PART)
     lanes = max(LEAST, 1 << (model.width - 1).bit_length())
-    heads = max(LEAST, 1 << (model.heads // model.groups - 1).bit_length())
+    heads = max(LEAST, 1 << (positions * model.heads // model.groups - 1).bit_length())
     sums = options.in_flight * rows * model.groups // tp * parts * heads * (lanes + 2) * 4
     return logits + prompts + sums + _records(model, options, stages)
 
@@ -347,10 +370,17 @@ def _with_blocks(
     fits = []
     for stage, count in enumerate(layers):
         weights = _weights(model, count, stage == 0, stage == stages - 1, options)
+        entries = count * _entry(model, options)
+        if stage == 0 and given.draft is not None:
+            # It lies on one rank, whole, however many share a stage.
+            own, draft = replace(options, tp=1, ep=1), given.draft
+            weights += _weights(draft, draft.layers, True, True, own)
+            entries += draft.layers * _entry(draft, own)
         room = int((hardware.free - weights) * share) - scratch
-        fits.append((room // (count * _entry(model, options) * size), weights, room))
+        fits.append((room // (entries * size), weights, room))
     blocks, weights, room = min(fits)
-    most = INDEXED // (size * model.entry // given.tp)
+    widest = max(model.entry // given.tp, given.draft.entry if given.draft is not None else 0)
+    most = INDEXED // (size * widest)
     used = (given.groups or stages) * options.batches[-1] * -(-(options.context or 0) // size)
     blocks = min(blocks, most, 1 + used) if place == "cpu" else min(blocks, most)
     if blocks < 2:
@@ -413,6 +443,13 @@ def _why_context(model: Model, options: Options, given: Given) -> str:
     if options.context == given.context:
         return "as is given"
     return "as the model takes" if options.context == model.context else "as the pools hold"
+
+
+def _draft(given: Given) -> tuple[str, ...]:
+    if not given.draft_tokens:
+        return ()
+    by = "the text itself" if given.draft is None else "a draft on the first rank"
+    return (f"{given.draft_tokens} tokens at a time are proposed by {by}",)
 
 
 def _name(dtype: torch.dtype) -> str:

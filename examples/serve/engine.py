@@ -17,24 +17,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 
 import cg
 
-from .defaults import check_ranks
-from .gpt import GptConfig
-from .model import PROMPT
+from .defaults import check_draft, check_ranks
+from .model import LENGTH, NUMBERS, PROMPT, START
 from .opening import open_model
 from .parts import Model
 from .progress import said
 from .requests import How, Limits
-from .results import Parts, Tokens
+from .results import Parts, Tokens, Verified
 from .sampling.records import RecordLayout, write
-from .settings import Options
+from .settings import Options, Source
 from .stage_graphs import StageGraphs
 from .variants import (
+    AnySize,
     DecodeSize,
     PrefillSize,
+    VerifySize,
     all_sizes,
     bucket,
     cheapest,
@@ -44,7 +44,21 @@ from .variants import (
     prompt_rows,
     widths,
 )
-from .work import ENTRY, POSITION, RECORD, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Result, Rows
+from .work import (
+    ENTRY,
+    POSITION,
+    RECORD,
+    SEED,
+    SLOT,
+    TABLE,
+    TOKEN,
+    Chunk,
+    Decode,
+    Prefill,
+    Proposals,
+    Result,
+    Rows,
+)
 
 log = logging.getLogger("serve")
 
@@ -77,12 +91,12 @@ class CgEngine:
         device: torch.device | None = None,
     ) -> None:
         self.limits, self.options, self.graphs = limits, options, graphs
-        self.asked: Counter[DecodeSize | PrefillSize] = Counter()
+        self.asked: Counter[AnySize] = Counter()
         is_host = device is None or device.type == "cpu"
         self._warm_ups = WARM_UPS["cpu" if is_host else "accelerator"] if options.warm else 0
         self._copies = torch.Stream(device) if device is not None and _has_events(device) else None
         self._widths = widths(limits, options)
-        self._counting = np.arange(max(limits.slots, *self._widths))
+        self._counting = np.arange(max(limits.slots, limits.draft_tokens + 1, *self._widths))
         self._later = later_sizes(limits, options) if options.late else []
         self._flying: deque[cg.Future] = deque()
         self._serving: dict[Any, Any] = {}
@@ -98,7 +112,12 @@ class CgEngine:
         """
         while self._flying and self._flying[0].done():
             self._flying.popleft()
-        return self._decode(work) if isinstance(work, Decode) else self._prefill(work)
+        if isinstance(work, Prefill):
+            return self._prefill(work)
+        self._check_rows(work)
+        if work.proposals is not None:
+            return self._verify(work, work.proposals)
+        return self._decode(work)
 
     def close(self) -> None:
         """End the executions in flight, then the ranks; idempotent."""
@@ -126,7 +145,7 @@ class CgEngine:
             f", {left} of those that are likely to be asked for are left" if left else "",
         )
 
-    def add(self, size: DecodeSize | PrefillSize) -> None:
+    def add(self, size: AnySize) -> None:
         """Compile a variant once all that is in flight has ended, and use it from now on."""
         while self._flying:
             self._flying.popleft().exception()
@@ -140,7 +159,7 @@ class CgEngine:
         """Compile nothing beside work for as long as makes these seconds a `SHARE` of the time."""
         self._rests_until = monotonic() + seconds * (1 / SHARE - 1)
 
-    def warm(self, size: DecodeSize | PrefillSize) -> None:
+    def warm(self, size: AnySize) -> None:
         """Run a variant in each of its contexts, on padding, and use it from now on."""
         for group, graph in enumerate(self.graphs.compiled[size]):
             work = (
@@ -176,36 +195,76 @@ class CgEngine:
 
     # -- work --------------------------------------------------------------------------------------
 
-    def _decode(self, work: Decode) -> Tokens:
-        limits, rows, how, block = self.limits, work.rows, work.how, self.limits.block_size
+    def _check_rows(self, work: Decode) -> None:
+        """Refuse a batch that is outside of the limits, but for its blocks."""
+        limits, rows, how = self.limits, work.rows, work.how
         _check(0 <= work.group < limits.groups, f"group {work.group} of {limits.groups}")
         _check(0 < len(rows) <= limits.slots, f"{len(rows)} rows of at most {limits.slots}")
         _check(self.options.draws or how is How.GREEDY, WITHOUT_DRAWS)
-        _within("a token", rows[:, TOKEN], -1, limits.vocabulary)
+        known = -1 if work.proposals is None else 0
+        _within("a token", rows[:, TOKEN], known, limits.vocabulary)
         _within("a slot", rows[:, SLOT], 0, limits.slots)
         _within("a record", rows[:, RECORD], 0, limits.requests + 1)
         _within("a position", rows[:, POSITION], 0, limits.context)
+
+    def _decode(self, work: Decode) -> Tokens:
+        limits, rows, block = self.limits, work.rows, self.limits.block_size
         index, offset = np.divmod(rows[:, POSITION], block)
-        needed = int(index.max()) + 1
-        table = rows[:, TABLE : TABLE + needed]
-        _check(table.shape[1] == needed, f"{table.shape[1]} blocks, and {needed} are needed")
-        is_needed = self._counting[:needed] <= index[:, None]
-        _within("a block", np.where(is_needed, table, 1), 1, limits.blocks)
-        size = self._needed(self._decode_size(len(rows), needed, how))
+        table = self._table(rows, index)
+        size = self._needed(DecodeSize(*self._decode_size(table, work.how)))
         numbers = size.padding(limits)
         numbers[: len(rows), :TABLE] = rows[:, :TABLE]
-        np.multiply(table, is_needed, numbers[: len(rows), TABLE : TABLE + needed])
+        numbers[: len(rows), TABLE : TABLE + table.shape[1]] = table
         numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * block + offset
         graph = self.graphs.compiled[size][work.group]
         batch = torch.from_numpy(numbers)
         future = graph.execute(batch, int(size.how), work.group)
         return self._tokens(future, len(rows), size.how)
 
-    def _decode_size(self, rows: int, needed: int, how: How) -> DecodeSize:
-        """The smallest size of a variant that holds a batch."""
+    def _verify(self, work: Decode, proposals: Proposals) -> Verified:
+        limits, rows, block = self.limits, work.rows, self.limits.block_size
+        count, tokens = len(rows), limits.draft_tokens + 1
+        _within("a number of proposals", proposals.counts, 0, tokens)
+        _within("a proposal", proposals.tokens, 0, limits.vocabulary)
+        _within("a token", proposals.before, 0, limits.vocabulary)
+        ends = rows[:, POSITION] + proposals.counts
+        _within("a position", ends, 0, limits.context)
+        table = self._table(rows, ends // block)
+        size = self._needed(VerifySize(*self._decode_size(table, work.how), tokens))
+        numbers = size.padding(limits)
+        batch = numbers[:count]
+        batch[:, START], batch[:, LENGTH] = rows[:, POSITION], 1 + proposals.counts
+        batch[:, NUMBERS:PROMPT] = rows[:, SEED:RECORD]
+        ids, entries, blocks = np.split(batch[:, PROMPT:], [tokens, 2 * tokens], axis=1)
+        if limits.has_draft:
+            ids[:, 0], ids[:, 1] = proposals.before, rows[:, TOKEN]
+        else:
+            ids[:, 0], ids[:, 1:] = rows[:, TOKEN], proposals.tokens
+        at = np.minimum(rows[:, POSITION, None] + self._counting[:tokens], ends[:, None])
+        index, offset = np.divmod(at, block)
+        is_asked = self._counting[:tokens] <= proposals.counts[:, None]
+        entries[:] = (np.take_along_axis(table, index, 1) * block + offset) * is_asked
+        blocks[:, : table.shape[1]] = table
+        (graph,) = self.graphs.compiled[size]
+        future = graph.execute(torch.from_numpy(numbers), tokens, int(size.how))
+        self._flying.append(future)
+        return Verified(future, proposals.counts, size.how, self._copies)
+
+    def _table(self, rows: Rows, last: Rows) -> Rows:
+        """The blocks of rows up to the last one of each, by number; 0 behind it."""
+        needed = int(last.max()) + 1
+        table = rows[:, TABLE : TABLE + needed]
+        _check(table.shape[1] == needed, f"{table.shape[1]} blocks, and {needed} are needed")
+        is_needed = self._counting[:needed] <= last[:, None]
+        _within("a block", np.where(is_needed, table, 1), 1, self.limits.blocks)
+        return table * is_needed
+
+    def _decode_size(self, table: Rows, how: How) -> tuple[int, int, How]:
+        """The rows, the blocks and the work of the smallest variant that holds a batch."""
+        batches, (rows, needed) = self.options.batches, table.shape
         if How.SCORED in how:
-            return DecodeSize(self.options.batches[-1], self._widths[-1], how)
-        return DecodeSize(bucket(self.options.batches, rows), bucket(self._widths, needed), how)
+            return batches[-1], self._widths[-1], how
+        return bucket(batches, rows), bucket(self._widths, needed), how
 
     def _prefill(self, work: Prefill) -> Result:
         limits = self.limits
@@ -280,9 +339,7 @@ class CgEngine:
         return Tokens(future, count, how, scored, self._copies)
 
 
-def start(
-    source: Path | str | PretrainedConfig | GptConfig | Model, options: Options | None = None
-) -> CgEngine | None:
+def start(source: Source, options: Options | None = None) -> CgEngine | None:
     """Start the engine; collective.
 
     Args:
@@ -298,12 +355,13 @@ def start(
         FileNotFoundError, ValueError: as `open_model`; or the options do not fit the model.
     """
     options = Options() if options is None else options
-    model = source
-    if not isinstance(model, Model):
-        model = open_model(Path(model) if isinstance(model, str) else model, options.seed)
+    model = _opened(source, options.seed)
+    draft = None if options.draft is None else _opened(options.draft, options.seed)
     limits, began = limits_of(model, options), monotonic()
+    if draft is not None:
+        check_draft(draft, model, limits.context)
     with said("reading the weights", cg.rank() == 0):
-        graphs = StageGraphs(model, limits, options)
+        graphs = StageGraphs(model, limits, options, draft)
     sizes = first_sizes(limits, options) if options.late else all_sizes(limits, options)
     for number, size in enumerate(sizes, 1):
         with said(f"compiling variant {number} of {len(sizes)}, {size}", cg.rank() == 0):
@@ -321,6 +379,12 @@ def start(
     return engine
 
 
+def _opened(source: Source, seed: int) -> Model:
+    if isinstance(source, Model):
+        return source
+    return open_model(Path(source) if isinstance(source, str) else source, seed)
+
+
 def limits_of(model: Model, options: Options) -> Limits:
     """The limits of an engine for a model.
 
@@ -328,6 +392,7 @@ def limits_of(model: Model, options: Options) -> Limits:
         ValueError: the options do not fit the model, or the number of ranks.
     """
     check_ranks(model, cg.world_size(), options.ways)
+    _check(options.draft is None or options.draft_tokens > 0, "a draft of 0 tokens")
     stages = cg.world_size() // options.ways.ranks
     context = min(model.context, options.context or model.context)
     groups, slots = options.groups or stages, options.batches[-1]
@@ -347,6 +412,8 @@ def limits_of(model: Model, options: Options) -> Limits:
         prompts=min(prompts, groups * slots),
         # No more logits at a time than a decode batch has, if a chunk is so short.
         scored=min(chunk, max(n for n in options.chunks if n <= max(slots, options.chunks[0]))),
+        draft_tokens=options.draft_tokens,
+        has_draft=options.draft is not None,
     )
 
 

@@ -78,11 +78,9 @@ class GptPart(nn.Module):
             x = block(x, mask, cache)
         if not hasattr(self, "head"):
             return x
-        if last is not None and last.ndim == 2:
-            return self.head(self.norm(x.gather(1, last[:, :, None].expand(-1, -1, x.shape[-1]))))
         if last is not None:
-            x = x.gather(1, last[:, None, None].expand(-1, -1, x.shape[-1]))
-        return self.head(self.norm(x))[:, 0]
+            x = x.gather(1, last[:, :, None].expand(-1, -1, x.shape[-1]))
+        return self.head(self.norm(x))
 
 
 def gpt(config: GptConfig, weights: Weights) -> Model:

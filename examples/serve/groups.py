@@ -6,19 +6,19 @@ rows that take part, so it does not touch the Python object of each request.
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections import Counter
+import collections.abc as abc
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .ngram import Propose
 from .requests import How, Limits, Request
-from .work import CONTROLS, POSITION, RECORD, SEED, SLOT, TABLE, TOKEN, Decode
+from .work import CONTROLS, POSITION, RECORD, SEED, SLOT, TABLE, TOKEN, Decode, Proposals
 
 Numbers = NDArray[np.int64]
 Tokens = NDArray[np.uint32]
+Counts = abc.Sequence[int]
 
 
 @dataclass(eq=False)
@@ -37,6 +37,7 @@ class Sequence:
         scored: the last position of the prompt whose log-probabilities were told.
         stay: a number while it holds blocks, else 0. It tells results of an earlier stay apart,
             which are dropped: the same tokens are drawn again.
+        propose: proposes what may follow its tokens; None until it is first asked.
     """
 
     request: Request
@@ -49,6 +50,7 @@ class Sequence:
     stay: int = 0
     record: int = 0
     scored: int = 0
+    propose: Propose | None = None
 
     @property
     def wants_scores(self) -> bool:
@@ -68,7 +70,10 @@ class Group:
         ids: of requests.
         stays: of the sequences; 0 in a free slot.
         members: the sequences.
-        hows: how many need the same of `How`.
+        hows: what the sequence of each slot needs, of `How`; 0 in a free slot.
+        speculates: booleans, whether tokens are proposed for a sequence. Steps of these are apart
+            from those of others: until one has ended, nobody knows where its rows go on.
+        waits: whether such a step is in flight.
     """
 
     def __init__(self, number: int, limits: Limits) -> None:
@@ -79,12 +84,15 @@ class Group:
         self.tokens = np.zeros((slots, limits.context), np.uint32)
         self.known, self.ends, self.room, self.ids, self.stays = np.zeros((5, slots), np.int64)
         self.members = np.full(slots, None, object)
-        self.hows: Counter[How] = Counter()
+        self.hows = np.zeros(slots, np.int64)
+        self.speculates = np.zeros(slots, bool)
+        self.waits = False
+        self._proposes = limits.draft_tokens > 0
 
     @property
     def count(self) -> int:
         """The number of sequences."""
-        return self.hows.total()
+        return int(np.count_nonzero(self.stays))
 
     def sit(self, sequence: Sequence) -> None:
         """Give a sequence a free slot; its last token is the next to be written."""
@@ -97,7 +105,8 @@ class Group:
         self.tokens[slot, :known], self.known[slot] = sequence.tokens, known
         self.ends[slot] = len(request.prompt) + request.max_tokens - 1
         self.ids[slot], self.stays[slot], self.members[slot] = request.id, sequence.stay, sequence
-        self.hows[request.sampling.how] += 1
+        self.speculates[slot] = self._proposes and request.sampling.speculates
+        self.hows[slot] = request.sampling.how
         sequence.seat = self, slot
         self.extend(slot, sequence.blocks)
 
@@ -107,7 +116,8 @@ class Group:
         sequence.tokens = self.tokens[slot, : self.known[slot]].copy()
         sequence.seat, self.members[slot] = None, None
         self.stays[slot] = self.ends[slot] = 0
-        self.hows[sequence.request.sampling.how] -= 1
+        self.hows[slot] = How.GREEDY
+        self.speculates[slot] = False
 
     def short(self) -> list[Sequence]:
         """The sequences whose next token has no block, the oldest first."""
@@ -120,17 +130,45 @@ class Group:
         self.rows[slot, TABLE : TABLE + len(blocks)] = blocks
         self.room[slot] = len(blocks) * self._size
 
+    def wanting(self, speculating: bool) -> Numbers:
+        """The slots of sequences that want more tokens: of those that speculate, or of others."""
+        wants = (self.rows[:, POSITION] < self.ends) & (self.speculates == speculating)
+        return wants.nonzero()[0]
+
     def decode(self) -> tuple[Decode, Numbers] | None:
-        """The next step of all sequences that want more tokens, with their stays; None without.
+        """The next step of the sequences that do not speculate, with their stays; None without any.
 
         Afterwards their rows are those of the following step, which takes tokens from the carry.
         """
-        slots = (self.rows[:, POSITION] < self.ends).nonzero()[0]
+        slots = self.wanting(speculating=False)
         if not len(slots):
             return None
-        last = int(self.rows[slots, POSITION].max())
-        rows = self.rows[slots, : TABLE + 1 + last // self._size]
+        step = self._step(slots, None)
         self.rows[slots, POSITION] += 1
         self.rows[slots, TOKEN] = -1
-        how = functools.reduce(operator.or_, (how for how, count in self.hows.items() if count))
-        return Decode(self.number, rows, how), self.stays[slots]
+        return step, self.stays[slots]
+
+    def speculate(self, slots: Numbers, proposals: Proposals | None) -> tuple[Decode, Numbers]:
+        """The next step of sequences that speculate, with their stays; `go_on` is to follow."""
+        self.waits = True
+        return self._step(slots, proposals), self.stays[slots]
+
+    def _step(self, slots: Numbers, proposals: Proposals | None) -> Decode:
+        ends = self.rows[slots, POSITION] + (0 if proposals is None else proposals.counts)
+        rows = self.rows[slots, : TABLE + 1 + int(ends.max()) // self._size]
+        how = How(int(np.bitwise_or.reduce(self.hows[slots])))
+        return Decode(self.number, rows, how, proposals)
+
+    def go_on(self, slots: Numbers, places: Numbers, tokens: Tokens) -> None:
+        """After a step of sequences that speculate: the last token of each, and its place."""
+        self.rows[slots, POSITION], self.rows[slots, TOKEN] = places, tokens
+
+
+def runs(rows: int, counts: Counts) -> tuple[Numbers, Numbers]:
+    """The row of each token of a step, and its number in the row; one each without counts."""
+    row = np.arange(rows)
+    if not counts:
+        return row, np.zeros_like(row)
+    ends = np.cumsum(counts)
+    row = np.repeat(row, counts)
+    return row, np.arange(len(row)) - (ends - counts)[row]

@@ -33,6 +33,8 @@ BACKLOG = 4096
 """Commands at which the socket is read no further until some are taken."""
 BEAT = 1.0
 """Seconds between counts that are sent while there is work."""
+TELL = 10.0
+"""Seconds between lines in the log on proposals, while there is work."""
 USUAL_CHUNK = 512
 """The longest chunk of an engine on hosts."""
 QUIET = 1.0
@@ -66,6 +68,8 @@ class EngineLoop:
         self._patience, self._usual_chunk = patience, usual_chunk
         self._busy = self._since = 0.0  # seconds with work in flight; since when there is some
         self._quiet_at = 0.0  # when it counts as idle
+        self._tells_at = 0.0  # when the log says the next time how many proposals were right
+        self._told = 0  # proposals by then
         self._timer: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
         self._is_paused = False
@@ -207,12 +211,12 @@ class EngineLoop:
             while queue and queue[0][1].done():
                 ticket, result, _ = queue.popleft()
                 try:
-                    drawn, scores = result.result(), result.scores()
+                    drawn, scores, counts = result.result(), result.scores(), result.counts()
                     prompt_scores = result.prompt_scores()
                 except Exception as error:
                     self._fail(ticket, error)
                 else:
-                    self.scheduler.complete(ticket, drawn, scores, prompt_scores)
+                    self.scheduler.complete(ticket, drawn, scores, prompt_scores, counts)
         if was_busy and not any(self._lanes):
             self._busy += monotonic() - self._since
 
@@ -281,8 +285,19 @@ class EngineLoop:
             self._wake.set()
         if not self.link.is_full:
             self._send_stats()
+        self._tell_proposals(now)
         if not self.scheduler.is_idle:
             self._timer = asyncio.get_running_loop().call_later(BEAT, self._beat)
+
+    def _tell_proposals(self, now: float) -> None:
+        speculation = self.scheduler.speculation
+        if now >= self._tells_at and speculation.draft_tokens > self._told:
+            self._tells_at, self._told = now + TELL, speculation.draft_tokens
+            log.info(
+                "%d of %d proposed tokens were right",
+                speculation.accepted_tokens,
+                speculation.draft_tokens,
+            )
 
     def _send_stats(self) -> None:
         now = monotonic()
@@ -295,6 +310,9 @@ class EngineLoop:
             "blocks_used": scheduler.blocks.used,
             "prefix_queries": scheduler.blocks.queries,
             "prefix_hits": scheduler.blocks.hits,
+            "drafts": scheduler.speculation.drafts,
+            "draft_tokens": scheduler.speculation.draft_tokens,
+            "accepted_tokens": scheduler.speculation.accepted_tokens,
             "busy_seconds": busy,
             "pid": os.getpid(),
             "features": dict(self.features.changes),

@@ -16,10 +16,11 @@ from .sampling.draw import draw, greedy, rank, score
 from .sampling.records import Records
 from .work import ENTRY, POSITION, RECORD, SEED, TABLE
 
-# Columns of chunks of prompts: int64 [rows, PROMPT + 2 * tokens + blocks], where each starts and
-# how many of its tokens are no padding, and `Sampling.numbers`; then the ids of the tokens, their
-# entries, and the table, which is empty where all of them begin a prompt. With `How.PROMPT` the ids
-# of the tokens behind follow, and with `How.ADJUSTED` the columns of `Records.load`.
+# Columns of chunks of prompts, and of rows that are verified: int64 [rows, PROMPT + 2 * tokens +
+# blocks], where each starts and how many of its tokens are no padding, and `Sampling.numbers`; then
+# the ids of the tokens, their entries, and the table, which is empty where all of them begin a
+# prompt. With `How.PROMPT` the ids of the tokens behind follow, and with `How.ADJUSTED` the columns
+# of `Records.load`.
 START, LENGTH, NUMBERS = range(3)
 PROMPT = 5
 
@@ -112,7 +113,7 @@ class Stage(nn.Module):
         if not self.is_last:
             return out
         return self._tokens(
-            out, batch[:, POSITION] + 1, batch[:, SEED:RECORD], batch[:, RECORD], how
+            out[:, 0], batch[:, POSITION] + 1, batch[:, SEED:RECORD], batch[:, RECORD], how
         )
 
     def prefill(
@@ -130,26 +131,47 @@ class Stage(nn.Module):
             width: the number of blocks.
             how: of `How`.
         """
-        start, length = batch[:, START : START + 1], batch[:, LENGTH : LENGTH + 1]
-        steps = torch.arange(tokens, device=batch.device)[None]
-        positions = torch.where(steps < length, start + steps, start)
-        entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
+        length = batch[:, LENGTH : LENGTH + 1]
         end = PROMPT + 2 * tokens + width
-        tables = batch[:, PROMPT + 2 * tokens : end]
-        wanted = steps if how & How.PROMPT else (length - 1)[:, 0]
-        out = self._layers(x, positions, entries, tables, wanted)
+        steps = torch.arange(tokens, device=batch.device)[None]
+        wanted = steps if how & How.PROMPT else length - 1
+        out = self._layers(x, *chunks(batch, tokens, width), wanted)
         if not self.is_last:
             return out
         behind = end + tokens if how & How.PROMPT else end
-        places = self.records.load(batch[:, behind:]) if how & How.ADJUSTED else start[:, 0]
-        sampling = (start + length)[:, 0], batch[:, NUMBERS:PROMPT], places, how
+        start = batch[:, START]
+        places = self.records.load(batch[:, behind:]) if how & How.ADJUSTED else start
+        sampling = start + length[:, 0], batch[:, NUMBERS:PROMPT], places, how
         if not how & How.PROMPT:
-            return self._tokens(out, *sampling)
+            return self._tokens(out[:, 0], *sampling)
         logits, following = cg.layout(out[0], cg.whole), batch[0, end:behind]
         drawn = self._tokens(logits.index_select(0, length[:, 0] - 1), *sampling)
         scores = score(logits, following, min(LOGPROBS, self.vocabulary))
         ahead = drawn if isinstance(drawn, tuple) else (drawn,)
         return *ahead, *scores, rank(logits, following)
+
+    def verify(
+        self, x: Tensor, batch: Tensor, tokens: int, how: int
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The tokens behind each of several tokens of each row; with `How.SCORED` as `decode`.
+
+        Args:
+            x: ids int64 [rows, tokens] on the first stage, else [rows, tokens, hidden].
+            batch: int64 [rows, PROMPT + 2 * tokens + blocks].
+            tokens: how many, with padding.
+            how: of `How`; no row's logits are adjusted.
+
+        Returns:
+            As `decode`, for rows * tokens rows.
+        """
+        width = batch.shape[1] - PROMPT - 2 * tokens
+        positions, entries, tables = chunks(batch, tokens, width)
+        out = self._layers(x, positions, entries, tables, None)
+        if not self.is_last:
+            return out
+        places = positions.flatten()
+        sampling = batch[:, NUMBERS:PROMPT].repeat_interleave(tokens, 0)
+        return self._tokens(out.flatten(0, 1), places + 1, sampling, places, how)
 
     def _tokens(
         self, logits: Tensor, positions: Tensor, sampling: Tensor, places: Tensor, how: int
@@ -199,6 +221,18 @@ class Stage(nn.Module):
                 _check("a token", x, self.vocabulary)
         out: Tensor = self.part(x, positions, pages, last)
         return out
+
+
+def chunks(batch: Tensor, tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, entries and tables of chunks, with so many tokens and blocks each.
+
+    The columns above say where they are.
+    """
+    start, length = batch[:, START : START + 1], batch[:, LENGTH : LENGTH + 1]
+    steps = torch.arange(tokens, device=batch.device)[None]
+    positions = torch.where(steps < length, start + steps, start)
+    entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
+    return positions, entries, batch[:, PROMPT + 2 * tokens : PROMPT + 2 * tokens + width]
 
 
 def _check(name: str, numbers: Tensor, bound: int) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+NGRAM = "ngram"
+"""The draft that is the text itself."""
+DRAFT_TOKENS = 4
+"""Tokens that are proposed for each row of a batch, unless a number is given."""
+
 
 def share(text: str) -> float:
     """A share of something, above 0 and at most 1."""
@@ -11,6 +16,26 @@ def share(text: str) -> float:
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text} is no share: give a number above 0, at most 1")
     return number
+
+
+def count(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+    return int(text)
+
+
+def draft_tokens(given: argparse.Namespace) -> int:
+    """The number of tokens that are proposed for each row of a batch; 0 without a draft.
+
+    Raises:
+        ValueError: there is a number, and nothing to propose them.
+    """
+    if given.draft is None and given.draft_tokens is not None:
+        raise ValueError("--draft-tokens needs --draft: give ngram, or a folder")
+    if given.draft is None:
+        return 0
+    return DRAFT_TOKENS if given.draft_tokens is None else int(given.draft_tokens)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="by default the checkpoint's on GPUs, else float32",
     )
     add("--fuse", choices=("inductor", "none"), help="by default inductor where Triton is")
+    add(
+        "--draft", help="what proposes tokens: ngram, by the text itself, or a small model's folder"
+    )
+    add("--draft-tokens", type=count, help=f"proposed at a time; by default {DRAFT_TOKENS}")
     add("--ahead", action="store_true", help="compile all variants before it is ready")
     add("--profile", metavar="DIR", help="write what every rank does, as cg.profile records it")
     add("--features", default="", help="switches, such as -prefix,+inproc")

@@ -1,4 +1,4 @@
-"""Attention of single tokens to a paged cache on CUDA devices, by kernels of Triton.
+"""Attention of a few tokens a row to a paged cache on CUDA devices, by kernels of Triton.
 
 Each program reads one part of a row's blocks, as far as the row is long, for all heads that share
 keys: Flash-Decoding (Tri Dao, Daniel Haziza, Francisco Massa, Grigory Sizov, 2023) over a block
@@ -25,18 +25,20 @@ STEP = 64
 """Entries that it reads at once."""
 LEAST = 16
 """Rows and columns of Triton's smallest product."""
+MOST = 64
+"""The most queries of a row that share keys: heads of all its tokens."""
 
 _LIBRARY = torch.library.Library("cg_paged", "DEF")
 _LIBRARY.define(
     "attend(Tensor query, Tensor pool, Tensor tables, Tensor positions, float scale) -> Tensor"
 )
 # On a mesh, ranks have the keys and values of some heads, and the queries that share them.
-cg.layout_rule(torch.ops.cg_paged.attend.default, "rgsw,begkw,t,r->rgsw", cut="g")
+cg.layout_rule(torch.ops.cg_paged.attend.default, "rgsw,begkw,t,p->rgsw", cut="g")
 
 
-def is_served(device: torch.device) -> bool:
-    """True if the kernels run on a device."""
-    return triton is not None and device.type == "cuda"
+def is_served(device: torch.device, queries: int) -> bool:
+    """True if the kernels run on a device, for so many queries of a row that share keys."""
+    return triton is not None and device.type == "cuda" and queries <= MOST
 
 
 def _shape_of(
@@ -46,14 +48,15 @@ def _shape_of(
 
 
 def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Attend to the tokens in the rows' blocks, up to each row's position.
+    """Attend to the tokens in the rows' blocks, up to the position of each query.
 
     Args:
-        query: [rows, kv heads, heads that share one, width].
+        query: [rows, kv heads, heads that share one * tokens, width]; tokens are next to one
+            another.
         pool: [blocks, block_size, kv heads, 2, width], contiguous: keys and values.
         tables: int64 [rows * blocks of a row].
-        positions: int64 [rows], of the tokens that attend; their own keys are in the pool. It and
-            the tables may be columns of a larger tensor.
+        positions: int64 [rows * tokens], of the tokens that attend; their own keys are in the pool.
+            It and the tables may be columns of a larger tensor.
         scale: of the products.
 
     Returns:
@@ -61,7 +64,7 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
     """
     query, tables, positions = query.contiguous(), tables.contiguous(), positions.contiguous()
     rows, groups, shared, width = query.shape
-    blocks = tables.numel() // rows
+    blocks, tokens = tables.numel() // rows, positions.numel() // rows
     size = pool.shape[1]
     parts = triton.cdiv(blocks * size, PART)
     heads = max(LEAST, triton.next_power_of_2(shared))
@@ -70,13 +73,14 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
     mixed = query.new_empty((rows, groups, parts, heads, width), dtype=torch.float32)
     _attend_to_part[(rows * groups, parts)](
         query, pool, tables, positions, state, mixed, scale, blocks, parts,
-        GROUPS=groups, SHARED=shared, HEADS=heads, LANES=lanes, WIDTH=width,
+        GROUPS=groups, SHARED=shared, TOKENS=tokens, HEADS=heads, LANES=lanes, WIDTH=width,
         SIZE=size, PART=PART, STEP=STEP,
     )  # fmt: skip
     out = torch.empty_like(query)
     _combine[(rows * groups,)](
         state, mixed, out, positions,
-        GROUPS=groups, SHARED=shared, HEADS=heads, LANES=lanes, WIDTH=width, PART=PART, PARTS=parts,
+        GROUPS=groups, SHARED=shared, TOKENS=tokens, HEADS=heads, LANES=lanes, WIDTH=width,
+        PART=PART, PARTS=parts,
     )  # fmt: skip
     return out
 
@@ -87,16 +91,18 @@ if triton is not None:
     @triton.jit
     def _attend_to_part(
         query, pool, tables, positions, state, mixed, scale, blocks, parts,
-        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
-        WIDTH: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
+        GROUPS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+        LANES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+        STEP: tl.constexpr,
     ):  # fmt: skip
         at, part = tl.program_id(0), tl.program_id(1)
         row, group = at // GROUPS, at % GROUPS
-        length = tl.load(positions + row) + 1
+        head, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
+        last = tl.load(positions + row * TOKENS + head % TOKENS)
+        length = tl.max(last, 0) + 1
         first = part * PART
         if first >= length:
             return
-        head, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
         is_head, is_lane = head < SHARED, lane < WIDTH
         q = tl.load(
             query + (at * SHARED + head[:, None]) * WIDTH + lane[None, :],
@@ -116,8 +122,9 @@ if triton is not None:
             key = tl.load(here, mask=is_there, other=0.0)
             value = tl.load(here + WIDTH, mask=is_there, other=0.0)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            scores = tl.where(entry[None, :] <= last[:, None], scores, float("-inf"))
             new = tl.maximum(most, tl.max(scores, 1))
+            # Those of a token that sees nothing of this part are no numbers, and never read.
             shares = tl.exp(scores - new[:, None])
             shrink = tl.exp(most - new)
             total = total * shrink + tl.sum(shares, 1)
@@ -132,18 +139,18 @@ if triton is not None:
     @triton.jit
     def _combine(
         state, mixed, out, positions,
-        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
-        WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+        GROUPS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+        LANES: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0)
-        length = tl.load(positions + at // GROUPS) + 1
         head, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
+        last = tl.load(positions + at // GROUPS * TOKENS + head % TOKENS)
         is_lane = lane < WIDTH
         most = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, LANES], tl.float32)
         for part in range(PARTS):
-            is_there = (head >= 0) & (part * PART < length)
+            is_there = part * PART <= last
             place = (at * PARTS + part) * HEADS + head
             its_most = tl.load(state + place * 2, mask=is_there, other=float("-inf"))
             new = tl.maximum(most, its_most)

@@ -23,12 +23,11 @@ class Part(Protocol):
             x: ids int64 [rows, tokens] for the first part; else what the part before gives.
             positions: int64 [rows, tokens].
             pages: where keys and values go.
-            last: int64 [rows], the token of each row whose logits the last part gives; or int64
-                [rows, n], several tokens of each. None: rows have one.
+            last: int64 [rows, asked], the tokens of each row whose logits the last part gives;
+                None: all.
 
         Returns:
-            The input of the next part; of the last part, logits [rows, vocabulary], or [rows, n,
-            vocabulary].
+            The input of the next part; of the last part, logits [rows, asked, vocabulary].
         """
         ...
 

@@ -31,7 +31,7 @@ from .engine import CgEngine, start
 from .loop import EngineLoop
 from .models import source
 from .opening import open_model
-from .options import add_arguments
+from .options import NGRAM, add_arguments, draft_tokens
 from .parts import Model
 from .requests import Limits
 from .settings import Options
@@ -64,7 +64,8 @@ def given_sizes(given: argparse.Namespace, features: switches.Features) -> Given
     """The sizes that the options of the job and the switches give.
 
     Raises:
-        ValueError: the options contradict one another.
+        FileNotFoundError, ValueError: the options contradict one another; or as `open_model`, of
+            the draft.
     """
     if not features.chunk and given.context is None:
         raise ValueError("-chunk needs --context, for a chunk is as long as that")
@@ -90,6 +91,8 @@ def given_sizes(given: argparse.Namespace, features: switches.Features) -> Given
         chunk=given.chunk if features.chunk else given.context,
         chunks=None if given.chunks is None else tuple(given.chunks),
         prompt_tokens=given.prompt_tokens,
+        draft_tokens=draft_tokens(given),
+        draft=None if given.draft in (None, NGRAM) else open_model(source(given.draft)),
     )
 
 

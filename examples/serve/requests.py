@@ -31,6 +31,8 @@ class Limits:
     eos: tuple[int, ...]
     prompts: int = 1  # how many a prefill takes
     scored: int = 1  # the longest chunk that gives log-probabilities of a prompt
+    draft_tokens: int = 0  # that are proposed for a row and verified with it; 0: none ever
+    has_draft: bool = False  # whether a model on the engine's side proposes them
 
     @property
     def requests(self) -> int:
@@ -114,6 +116,11 @@ class Sampling:
         """Columns of a row: the seed, top_k, and the bits of temperature and top_p as float32."""
         (bits,) = struct.unpack("=q", struct.pack("=ff", self.temperature, self.top_p))
         return self.seed, self.top_k, bits
+
+    @property
+    def speculates(self) -> bool:
+        """True if tokens may be proposed; the counts of a record are of tokens that are right."""
+        return self.adjustments is None
 
     @property
     def how(self) -> How:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 import cg
 
@@ -69,6 +73,10 @@ class Tokens:
             replace(score, rank=rank) for score, rank in zip(scores, ranks.tolist(), strict=True)
         ]
 
+    def counts(self) -> list[int]:
+        """Nothing, for each row has one token."""
+        return []
+
     def when_done(self, call: Callable[[], None]) -> None:
         """Call back when the work has ended, in the thread that moves the engine on."""
         self._future.add_done_callback(lambda _: call())
@@ -96,6 +104,55 @@ class Tokens:
             self._copied = self._copies.record_event()
 
 
+class Verified(Tokens):
+    """The result of a batch with proposals: those that are right, and the token behind them.
+
+    Each token is the one that is drawn behind those before it. So a proposal is accepted if it is
+    the token that is drawn at its place, and the first that is not is replaced by that one.
+
+    Args:
+        proposed: int64 [rows], the number of proposals of each row.
+        how, copies: as `Tokens`.
+    """
+
+    def __init__(
+        self,
+        future: cg.Future,
+        proposed: NDArray[np.int64],
+        how: How,
+        copies: torch.Stream | None = None,
+    ) -> None:
+        super().__init__(future, len(proposed), how, copies=copies)
+        self._proposed = proposed
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """The tokens of all rows, one row behind the other."""
+        ids, drawn, *_ = self._parts(timeout)
+        tokens: list[int] = drawn.cpu().view(ids.shape)[: self._count][self._taken].tolist()
+        return tokens
+
+    def counts(self) -> list[int]:
+        numbers: list[int] = self._taken.sum(1).tolist()
+        return numbers
+
+    def scores(self) -> list[Scores]:
+        if How.SCORED not in self._how:
+            return []
+        ids, _, *ranked = self._parts()
+        rows = (each.cpu().unflatten(0, ids.shape)[: self._count] for each in ranked)
+        values, tokens = (each[self._taken] for each in rows)
+        return _scores(values, tokens)
+
+    @cached_property
+    def _taken(self) -> Tensor:
+        """Booleans [rows, positions]: the tokens up to the first that was not proposed."""
+        ids, drawn = (part.cpu() for part in self._parts()[:2])
+        ids, drawn = ids[: self._count], drawn.view(ids.shape)[: self._count]
+        proposed = torch.from_numpy(self._proposed)[:, None]
+        is_right = (ids[:, 1:] == drawn[:, :-1]) & (torch.arange(ids.shape[1] - 1) < proposed)
+        return F.pad(is_right.cumprod(1), (1, 0), value=1).bool()
+
+
 class Parts:
     """The results of pieces of work that were started one by one, as that of one piece.
 
@@ -118,6 +175,10 @@ class Parts:
 
     def prompt_scores(self) -> list[Scores]:
         return [scores for part in self._parts for scores in part.prompt_scores()]
+
+    def counts(self) -> list[int]:
+        """Nothing, for each part is of prompts."""
+        return []
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call back when the last part has ended."""

@@ -13,7 +13,7 @@ ranks see executions in the order of submission, so a late write lands before th
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import compress, count
 from typing import Any
@@ -22,8 +22,10 @@ import numpy as np
 
 from .blocks import Blocks, chain
 from .features import Features
-from .groups import Group, Numbers, Sequence, Tokens
+from .groups import Counts, Group, Numbers, Sequence, Tokens, runs
+from .ngram import Propose
 from .requests import ERROR, End, Events, How, Limits, Request, Scores
+from .speculation import Speculation, look_up
 from .work import POSITION, SLOT, TOKEN, Chunk, Decode, Prefill, Record
 
 
@@ -34,11 +36,13 @@ class Ticket:
     Attributes:
         stays: of the sequences of its rows or chunks.
         sequences: the sequences of its chunks; none for a decode.
+        speculates: whether it is a decode of sequences that speculate.
     """
 
     work: Decode | Prefill
     stays: Numbers
     sequences: tuple[Sequence, ...] = ()
+    speculates: bool = False
 
 
 @dataclass
@@ -59,9 +63,15 @@ class Scheduler:
     Args:
         limits: of the engine; a sequence of `context` tokens must fit in the blocks.
         features: switches of ablations.
+        proposes: makes what proposes the tokens of a request, if the engine takes proposals.
     """
 
-    def __init__(self, limits: Limits, features: Features | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        features: Features | None = None,
+        proposes: Callable[[Request], Propose] = look_up,
+    ) -> None:
         if (limits.blocks - 1) * limits.block_size < limits.context:
             raise ValueError(
                 f"{limits.blocks - 1} blocks of {limits.block_size} tokens hold no sequence of "
@@ -69,6 +79,7 @@ class Scheduler:
             )
         self.limits, self.features = limits, features or Features()
         self.blocks = Blocks(limits.blocks, limits.block_size)
+        self.speculation = Speculation(limits, self.blocks, proposes)
         self.stats = Stats()
         self.waiting: deque[Sequence] = deque()
         self.active: dict[int, Sequence] = {}  # by id, in the order of arrival
@@ -135,10 +146,7 @@ class Scheduler:
     def schedule(self) -> Iterator[Ticket]:
         """Give all work that can be submitted now; submit each piece before asking for the next."""
         for number, group in enumerate(self._groups):
-            while self._decodes[number] < self._depth(number) and not self._holds(number):
-                ticket = self._decode(group)
-                if ticket is None:
-                    break
+            while not self._holds(number) and (ticket := self._decode(group)) is not None:
                 self._decodes[number] += 1
                 self._held[number] = False
                 yield ticket
@@ -156,16 +164,18 @@ class Scheduler:
         drawn: list[int],
         scores: Iterable[Scores] = (),
         prompt_scores: Iterable[Scores] = (),
+        counts: Counts = (),
     ) -> None:
-        """Take the tokens of work: one for each row, or last chunk.
+        """Take the tokens of work: of each row, or last chunk.
 
         Args:
             scores: of each token, where some are wanted.
             prompt_scores: of the token behind each of a chunk, where they are wanted.
+            counts: how many tokens each row has; one, if it is empty.
         """
         self._land(ticket)
         if isinstance(ticket.work, Decode):
-            self._decoded(ticket, drawn, scores)
+            self._decoded(ticket, ticket.work, drawn, scores, counts)
             return
         chunks, tokens = ticket.work.chunks, iter(drawn)
         for chunk, sequence, stay in zip(chunks, ticket.sequences, ticket.stays, strict=True):
@@ -194,11 +204,11 @@ class Scheduler:
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def _depth(self, group: int) -> int:
+    def _depth(self, group: Group) -> int:
         """How many decodes of a group may be in flight: the second runs ahead of the stop check."""
         if self.features.async_sched and self.features.carry:
             return 2
-        if self._decodes[group] and not self.features.async_sched:
+        if self._decodes[group.number] and not self.features.async_sched:
             self.features.changes["async_sched"] += 1
         return 1
 
@@ -215,38 +225,56 @@ class Scheduler:
         return True
 
     def _decode(self, group: Group) -> Ticket | None:
+        """The next step of a group: of sequences that speculate, or else of others."""
+        runs_ahead = self._decodes[group.number] - group.waits < self._depth(group)
+        if group.waits and not runs_ahead:
+            return None
         for sequence in group.short():
             if sequence.seat is not None:  # else preempted just now, for an older one
                 self._make_room(sequence)
-        step = group.decode()
-        if step is None:
+        speculating = np.empty(0) if group.waits else group.wanting(speculating=True)
+        if len(speculating):
+            step = group.speculate(speculating, self.speculation.propose(group, speculating))
+        elif not runs_ahead or (step := group.decode()) is None:
             return None
         work, stays = step
         self.stats.decodes += 1
         self.stats.rows += len(stays)
         self.features.changes["carry"] += 0 if self.features.carry else len(stays)
-        return Ticket(work, stays)
+        return Ticket(work, stays, speculates=len(speculating) > 0)
 
-    def _decoded(self, ticket: Ticket, drawn: list[int], scores: Iterable[Scores]) -> None:
+    def _decoded(
+        self,
+        ticket: Ticket,
+        work: Decode,
+        drawn: list[int],
+        scores: Iterable[Scores],
+        counts: Counts,
+    ) -> None:
         """Take the tokens of a step, for the sequences that are still there."""
-        assert isinstance(ticket.work, Decode)
-        group, rows = self._groups[ticket.work.group], ticket.work.rows
-        slots, places, tokens = rows[:, SLOT], rows[:, POSITION] + 1, np.array(drawn, np.uint32)
-        there = group.stays[slots] == ticket.stays
-        if not there.all():
-            slots, places, tokens = slots[there], places[there], tokens[there]
-            scores = compress(scores, there)
+        group, tokens = self._groups[work.group], np.array(drawn, np.uint32)
+        row, step = runs(len(work.rows), counts)
+        slots, places = work.rows[row, SLOT], work.rows[row, POSITION] + 1 + step
+        taken = group.stays[slots] == ticket.stays[row]
+        stops = self._ends(group, slots, tokens, taken)
+        for at in stops.nonzero()[0] if counts else ():  # of which nothing follows the first
+            taken &= (row != row[at]) | (step <= step[at])
+        if not taken.all():
+            row, slots, places = row[taken], slots[taken], places[taken]
+            tokens, stops, scores = tokens[taken], stops[taken], compress(scores, taken)
         members = group.members[slots]
-        group.tokens[slots, places], group.known[slots] = tokens, places + 1
-        if not self.features.carry:
+        group.tokens[slots, places] = tokens
+        last = np.flatnonzero(np.diff(row, append=-1))  # of each row
+        group.known[slots[last]] = places[last] + 1
+        if work.proposals is not None:
+            self.speculation.count(work.proposals, counts)
+        if ticket.speculates:
+            group.go_on(slots[last], places[last], tokens[last])
+        elif not self.features.carry:
             group.rows[slots, TOKEN] = tokens
         self.stats.generated_tokens += len(slots)
         for at in (places % self.limits.block_size == 0).nonzero()[0]:
             self._publish(members[at], group.tokens[slots[at]], places[at])
-        stops = np.zeros(len(slots), bool)
-        if not self._stops.keys().isdisjoint(drawn):
-            for at, token in enumerate(tokens.tolist()):
-                stops[at] = self._is_stop(members[at].request, token)
         self._tell(group.ids[slots[~stops]], tokens[~stops])
         for member, score, is_over in zip(members, scores, stops, strict=False):
             if not is_over:
@@ -254,6 +282,14 @@ class Scheduler:
         for at in (stops | (places == group.ends[slots])).nonzero()[0]:
             token = int(tokens[at]) if stops[at] else None
             self._finish(members[at], "length" if token is None else "stop", token=token)
+
+    def _ends(self, group: Group, slots: Numbers, tokens: Tokens, taken: Any) -> Any:
+        """Booleans, which tokens end the text of their sequence, of those that are taken."""
+        ends = np.zeros(len(tokens), bool)
+        if not self._stops.keys().isdisjoint(numbers := tokens.tolist()):
+            for at in taken.nonzero()[0]:
+                ends[at] = self._is_stop(group.members[slots[at]].request, numbers[at])
+        return ends
 
     def _make_room(self, sequence: Sequence) -> None:
         """Take a block for the next position; without one, preempt the youngest, even itself."""
@@ -358,6 +394,7 @@ class Scheduler:
     def _land(self, ticket: Ticket) -> None:
         if isinstance(ticket.work, Decode):
             self._decodes[ticket.work.group] -= 1
+            self._groups[ticket.work.group].waits &= not ticket.speculates
         else:
             self._chunks -= 1
             self._first_tokens -= ticket.work.draws

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
-from .parts import Ways
+from .gpt import GptConfig
+from .parts import Model, Ways
+
+Source = Path | str | PretrainedConfig | GptConfig | Model
+"""A model: a folder, a configuration for random weights, or what `open_model` has made of one."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Options:
             the vocabulary.
         ep: times `tp` ranks hold a stage together, each a part of its experts.
         layers: how many each stage has; if None, `cut` balances them.
+        draft_tokens: that are proposed for each row of a batch and verified with it; 0: none ever.
+        draft: the model that proposes them; if None, whoever submits work does.
     """
 
     groups: int | None = None
@@ -67,6 +75,8 @@ class Options:
     tp: int = 1
     ep: int = 1
     layers: tuple[int, ...] | None = None
+    draft_tokens: int = 0
+    draft: Source | None = None
 
     @property
     def ways(self) -> Ways:

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 import cg
 
 from .defaults import balanced
+from .draft import Draft
 from .model import PROMPT, Guards, Pool, Stage
 from .parts import Model
 from .requests import How, Limits
 from .settings import Options
-from .variants import DecodeSize, PrefillSize
+from .variants import AnySize, DecodeSize, PrefillSize
 from .work import SLOT, TOKEN
 
 
@@ -32,10 +33,15 @@ class StageGraphs:
     """The stages of a model, and their graphs; made on all ranks.
 
     Attributes:
-        compiled: the variants: of decode batches a graph for each group, of chunks one.
+        compiled: the variants: of decode batches a graph for each group, of others one.
+
+    Args:
+        draft: that proposes tokens, if a model does.
     """
 
-    def __init__(self, model: Model, limits: Limits, options: Options) -> None:
+    def __init__(
+        self, model: Model, limits: Limits, options: Options, draft: Model | None = None
+    ) -> None:
         count = cg.world_size() // options.ways.ranks
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
@@ -44,20 +50,23 @@ class StageGraphs:
             make_stage(model, layers, pool, limits.requests, options, stage, device)
             for stage, layers in enumerate(parts)
         ]
-        self.compiled: dict[DecodeSize | PrefillSize, tuple[cg.Compiled, ...]] = {}
+        self.draft = None if draft is None else make_draft(draft, pool, options, device)
+        self.compiled: dict[AnySize, tuple[cg.Compiled, ...]] = {}
         self._limits, self._options = limits, options
         self._decode = decode_step(self.stages, limits, options.via)
-        self._prefill = prefill_step(self.stages, options.via)
+        self._prefill = prefill_step(self.stages, self.draft, options.via)
+        self._verify = verify_step(self.stages, self.draft, options.via)
         self._gate: cg.Compiled | None = None
 
-    def compile(self, size: DecodeSize | PrefillSize) -> None:
+    def compile(self, size: AnySize) -> None:
         """Compile a variant; collective."""
         limits, options = self._limits, self._options
         if isinstance(size, DecodeSize):
             examples = [size.example(limits, group) for group in range(limits.groups)]
             lowered = self._decode.lower_many(examples)
         else:
-            lowered = self._prefill.lower_many([size.example(limits)])
+            step = self._prefill if isinstance(size, PrefillSize) else self._verify
+            lowered = step.lower_many([size.example(limits)])
         self.compiled[size] = tuple(
             each.compile(max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes)
             for each in lowered.apart()
@@ -67,7 +76,7 @@ class StageGraphs:
         """Open the gate, so that the other ranks serve in `follow`; collective."""
         self._gate = gate.lower(0).compile(max_inflight=1)
 
-    def add(self, size: DecodeSize | PrefillSize) -> None:
+    def add(self, size: AnySize) -> None:
         """On rank 0, with nothing in flight: compile a variant, while the others follow."""
         self._call(size)
         self.compile(size)
@@ -98,7 +107,7 @@ class StageGraphs:
         """The graphs of all variants."""
         return list(itertools.chain.from_iterable(self.compiled.values()))
 
-    def _call(self, size: DecodeSize | PrefillSize | None) -> None:
+    def _call(self, size: AnySize | None) -> None:
         """Let the other ranks come out of `serve`, and tell them what is next."""
         assert self._gate is not None, "it is opened first"
         self._gate.close()
@@ -195,6 +204,13 @@ def make_stage(
     return make(model, layers, pool, requests, options.dtype, ways, guards=guards)
 
 
+def make_draft(model: Model, pool: Pool, options: Options, device: torch.device) -> cg.ActorHandle:
+    """The draft on the rank of the first stage, whose device it has; `device` is this rank's."""
+    guards = Guards(options.clamp, options.debug_bounds)
+    make = Draft.on(0, init=Zeros(device))
+    return make(model, range(model.layers), pool, 0, options.dtype, guards=guards)
+
+
 def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "auto") -> cg.Step:
     """The step of decode batches; each group has a carry of its own."""
     zeros = torch.zeros(limits.slots + 1, dtype=torch.int64)
@@ -213,14 +229,41 @@ def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "au
     return decode
 
 
-def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step:
-    """The step of chunks of prompts."""
+def prefill_step(
+    stages: Sequence[cg.ActorHandle], draft: cg.ActorHandle | None = None, via: str = "auto"
+) -> cg.Step:
+    """The step of chunks of prompts, which a draft reads as well."""
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def prefill(batch: Tensor, tokens: int, width: int, how: int) -> Any:
         x = batch[:, PROMPT : PROMPT + tokens]
+        if draft is not None:  # for what it writes to its pools
+            draft.prefill(x, batch, tokens, width, int(How.GREEDY))
         for stage in stages:
             x = cg.via(stage.prefill(x, batch, tokens, width, how), via)
         return x
 
     return prefill
+
+
+def verify_step(
+    stages: Sequence[cg.ActorHandle], draft: cg.ActorHandle | None = None, via: str = "auto"
+) -> cg.Step:
+    """The step of rows with proposals; it gives the ids that were verified, and `Stage.verify`'s.
+
+    The ids of a batch are the last known token of each row, and those that are proposed. If a draft
+    proposes them, the first two are the last two known tokens instead.
+    """
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def verify(batch: Tensor, tokens: int, how: int) -> Any:
+        ids = batch[:, PROMPT : PROMPT + tokens]
+        if draft is not None:
+            known = ids[:, :2]
+            ids = torch.cat([known[:, 1:], draft.propose(known, batch, tokens, how)], 1)
+        x = ids
+        for stage in stages:
+            x = cg.via(stage.verify(x, batch, tokens, how), via)
+        return (ids, *x) if how & How.SCORED else (ids, x)
+
+    return verify

@@ -34,10 +34,10 @@ Span = tuple[int, int, int]
 """A sequence, and the tokens from a start to a stop."""
 STEPS: Sequence[tuple[bool, tuple[Span, ...]]] = (
     (False, ((0, 0, 3), (1, 0, 2))),
-    (True, ((0, 3, 5),)),
-    (True, ((0, 5, 6), (1, 2, 3))),
+    (True, ((0, 3, 5), (1, 2, 4))),
+    (True, ((0, 5, 6), (1, 4, 5))),
 )
-"""Batches, with tables or without: prompts that begin, a chunk that goes on, a decode step."""
+"""Batches, with tables or without: prompts that begin, chunks that go on, a decode step."""
 
 
 class Trial:
@@ -110,7 +110,7 @@ class Trial:
             out = self._run(pools, *batch)
             errors.append([])
             for row, (_, start, stop) in enumerate(batch[1]):
-                mine = out[row] if self.part.is_last else out[row, stop - start - 1]
+                mine = out[row, 0] if self.part.is_last else out[row, stop - start - 1]
                 wanted = self.wanted[0, stop - 1].float()
                 distance = (mine.float() - wanted).norm() / wanted.norm().clamp(min=1e-9)
                 errors[-1].append(float(distance) if distance.isfinite() else torch.inf)
@@ -138,7 +138,7 @@ class Trial:
         pages = Pages(
             pools, SIZE, positions, entries.flatten(), tables if has_tables else tables[:, :0]
         )
-        last = torch.tensor([stop - start - 1 for _, start, stop in spans]) if tokens > 1 else None
+        last = torch.tensor([[stop - start - 1] for _, start, stop in spans])
         with torch.no_grad():
             out: Tensor = self.part(x, positions, pages, last)
         return out

@@ -132,17 +132,56 @@ class PrefillSize:
         return batch, self.tokens, self.width, int(self.how)
 
 
+@dataclass(frozen=True)
+class VerifySize:
+    """Decode batches of up to `rows` rows whose proposals are verified.
+
+    Each row has `tokens` positions, the last known token's first, and tables of up to `width`
+    blocks.
+    """
+
+    rows: int
+    width: int
+    how: How
+    tokens: int
+
+    def holds(self, needed: VerifySize) -> bool:
+        fits = self.rows >= needed.rows and self.width >= needed.width
+        return fits and self.tokens == needed.tokens and serves(self.how, needed.how)
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        return self.rows * self.width, self.how
+
+    def __str__(self) -> str:
+        proposed = f"{self.tokens - 1} proposed tokens"
+        return (
+            f"batches of {self.rows} with {proposed} and {self.width} blocks each, {self.how.words}"
+        )
+
+    def padding(self, limits: Limits) -> Rows:
+        """Rows of padding, which are written to the trash."""
+        numbers = np.zeros((self.rows, PROMPT + 2 * self.tokens + self.width), np.int64)
+        numbers[:, LENGTH] = 1
+        return numbers
+
+    def example(self, limits: Limits) -> tuple[Any, ...]:
+        """The arguments of a graph, of padding alone."""
+        return torch.from_numpy(self.padding(limits)), self.tokens, int(self.how)
+
+
+AnySize = DecodeSize | PrefillSize | VerifySize
 S = TypeVar("S", bound=Size)
 
 
-def general(size: DecodeSize | PrefillSize, options: Options) -> DecodeSize | PrefillSize:
+def general(size: AnySize, options: Options) -> AnySize:
     """The size that is compiled where no variant holds work of a size, which waits for it.
 
     Of rare work it has the most rows, or tokens, so that what comes next need not wait again.
     """
     if not size.how & ~How.DRAWN:
         return size
-    if isinstance(size, DecodeSize):
+    if isinstance(size, DecodeSize | VerifySize):
         return replace(size, rows=options.batches[-1])
     return replace(size, tokens=options.chunks[-1])
 
@@ -153,25 +192,29 @@ def cheapest(sizes: Iterable[S], needed: S) -> S | None:
     return min(fitting, key=lambda size: size.cost, default=None)
 
 
-def first_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize]:
+def first_sizes(limits: Limits, options: Options) -> list[AnySize]:
     """The variants that are compiled first: they serve most first requests, with any sampling.
 
-    The batch is the largest, so that all requests are served; its tables are the shortest. The
-    chunk begins a prompt. Where kernels are fused, the batch has a greedy variant, too: the layers
-    are compiled by then, and kernels that draw take longer than the layers do.
+    One is of a batch, one of a chunk, and where tokens are proposed, one verifies them. Batches are
+    the largest, so that all requests are served; their tables are the shortest. The chunk begins a
+    prompt. Where kernels are fused, batches have greedy variants, too: the layers are compiled by
+    then, and kernels that draw take longer than the layers do.
     """
     how = How.DRAWN if options.draws else How.GREEDY
     tokens = options.chunks[-1]
     if options.first_chunk is not None:
         tokens = bucket(options.chunks, min(tokens, options.first_chunk))
-    decode = DecodeSize(options.batches[-1], widths(limits, options)[0], how)
-    sizes: list[DecodeSize | PrefillSize] = [decode, PrefillSize(1, tokens, 0, how)]
+    rows, width = options.batches[-1], widths(limits, options)[0]
+    batches: list[DecodeSize | VerifySize] = [DecodeSize(rows, width, how)]
+    if limits.draft_tokens:
+        batches.append(VerifySize(rows, width, how, limits.draft_tokens + 1))
+    sizes: list[AnySize] = [batches[0], PrefillSize(1, tokens, 0, how), *batches[1:]]
     if options.fuse and options.draws:
-        sizes.append(replace(decode, how=How.GREEDY))
+        sizes += [replace(size, how=How.GREEDY) for size in batches]
     return sizes
 
 
-def all_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize]:
+def all_sizes(limits: Limits, options: Options) -> list[AnySize]:
     """All variants; those ahead of others are compiled ahead of them.
 
     Ahead are greedy ones, of short tables, with the largest batches: those that most requests ask
@@ -180,11 +223,13 @@ def all_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize
     """
     lengths = widths(limits, options)
     hows = (How.GREEDY, How.DRAWN)[: 1 + options.draws]
-    sizes: list[DecodeSize | PrefillSize] = []
+    verified = limits.draft_tokens + 1
+    sizes: list[AnySize] = []
     for width in lengths:
-        sizes += [
-            DecodeSize(rows, width, how) for rows in reversed(options.batches) for how in hows
-        ]
+        batches = [(rows, how) for rows in reversed(options.batches) for how in hows]
+        sizes += [DecodeSize(rows, width, how) for rows, how in batches]
+        if limits.draft_tokens:
+            sizes += [VerifySize(rows, width, how, verified) for rows, how in batches]
     for tokens in reversed(options.chunks):
         counts = reversed(prompt_rows(limits))
         sizes += [PrefillSize(rows, tokens, 0, how) for rows in counts for how in hows]
@@ -193,10 +238,13 @@ def all_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize
         for how in RARE:
             sizes.append(DecodeSize(options.batches[-1], lengths[-1], how))
             sizes.append(PrefillSize(1, options.chunks[-1], lengths[-1], how))
+        if limits.draft_tokens:
+            how = How.DRAWN | How.SCORED
+            sizes.append(VerifySize(options.batches[-1], lengths[-1], how, verified))
     return sizes
 
 
-def later_sizes(limits: Limits, options: Options) -> list[DecodeSize | PrefillSize]:
+def later_sizes(limits: Limits, options: Options) -> list[AnySize]:
     """Those of all variants that are compiled although nobody has asked for them yet.
 
     They neither draw nor give log-probabilities, except for chunks that go on, which always draw;

@@ -24,18 +24,37 @@ TABLE = 8
 
 
 @dataclass(frozen=True, eq=False)
+class Proposals:
+    """Tokens that may follow those of a batch, to be verified with them.
+
+    Attributes:
+        tokens: int64 [rows, Limits.draft_tokens], of which those behind a row's are padding. They
+            are zeros if the engine has a draft, which proposes them.
+        counts: int64 [rows], the number of proposals of each row.
+        before: int64 [rows], the token ahead of each row's.
+    """
+
+    tokens: Rows
+    counts: Rows
+    before: Rows
+
+
+@dataclass(frozen=True, eq=False)
 class Decode:
-    """One more token for each of some requests of a group.
+    """One more token for each of some requests of a group, or several.
 
     Attributes:
         group: 0 <= group < Limits.groups.
         rows: int64 [rows, TABLE + blocks of a row], with the columns above.
         how: all that any of its rows needs.
+        proposals: to be verified; a row has then one token more than are right. Tokens of the rows
+            are known.
     """
 
     group: int
     rows: Rows
     how: How = How.GREEDY
+    proposals: Proposals | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +117,13 @@ class Prefill:
 
 
 class Result(Protocol):
-    """Tokens of a batch: one for each row, or the first tokens of last chunks."""
+    """Tokens of a batch: of each row, or the first tokens of last chunks."""
 
     def done(self) -> bool: ...
     def result(self, timeout: float | None = None) -> list[int]: ...
+    def counts(self) -> list[int]:
+        """How many tokens each row has, once the result is there; empty where each has one."""
+
     def scores(self) -> list[Scores]:
         """The scores of each token, once the result is there; empty unless work asks for some."""
 

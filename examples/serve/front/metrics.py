@@ -19,8 +19,16 @@ from prometheus_client.core import (
 from .reply import Reply
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-COUNTED = ("preemptions", "prefix_queries", "prefix_hits", "busy_seconds")
-"""Counts of the engine, which begin again when it does."""
+COUNTED = {
+    "preemptions": ("preemptions", "Requests whose blocks were taken"),
+    "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache"),
+    "prefix_hits": ("prefix_cache_hits", "Tokens found there"),
+    "busy_seconds": ("engine_busy_seconds", "Seconds with an execution in flight"),
+    "drafts": ("spec_decode_num_drafts", "Rows of decode steps that had proposed tokens"),
+    "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed"),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that were right"),
+}
+"""Counts of the engine, which begin again when it does, with the names and texts of metrics."""
 
 
 class Histogram:
@@ -102,13 +110,7 @@ class Metrics:
         yield _gauge("num_requests_waiting", "Requests in the queue", engine.get("waiting", 0))
         used = engine.get("blocks_used", 0) / max(1, self.usable_blocks)
         yield _gauge("kv_cache_usage_perc", "Share of blocks that are held, 1 is all", used)
-        for name, text in (
-            ("preemptions", "Requests whose blocks were taken"),
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache"),
-            ("prefix_cache_hits", "Tokens found there"),
-            ("engine_busy_seconds", "Seconds with an execution in flight"),
-        ):
-            key = name.replace("_cache", "").replace("engine_", "")
+        for key, (name, text) in COUNTED.items():
             yield _counter(name, text, totals[key])
         yield _counter("prompt_tokens", "Tokens of prompts", self.prompt_tokens)
         yield _counter("generation_tokens", "Tokens drawn", self.generated_tokens)

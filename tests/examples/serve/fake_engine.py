@@ -8,13 +8,14 @@ other tokens than `reference`, as it would in a model.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from examples.serve.requests import LOGPROBS, Adjustments, How, Limits, Sampling, Scores
-from examples.serve.work import Chunk, Decode, Prefill
+from examples.serve.work import Chunk, Decode, Prefill, Proposals
 
 from ..serve_work import Row, rows_of
 
@@ -32,6 +33,8 @@ ROOMY = Limits(
     eos=(),
     scored=8,
 )
+Drawn = tuple[list[int], list[Scores], list[int]]
+"""Tokens, their scores, and how many each row has; of rows without proposals nothing."""
 GARBAGE = -9
 """What work that fails leaves where it should have written."""
 
@@ -41,6 +44,16 @@ def draw(tokens: Sequence[int], sampling: Sampling, vocabulary: int) -> int:
     seed = sampling.seed if sampling.temperature else 0
     name = repr(([int(token) for token in tokens], int(seed), sampling.adjustments)).encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % vocabulary
+
+
+def guess(tokens: Sequence[int], most: int, sampling: Sampling, vocabulary: int) -> list[int]:
+    """Proposals behind these tokens: each is right or not by chance, and the same each time."""
+    known = [int(token) for token in tokens]
+    chance, guesses = random.Random(repr((known, sampling.seed))), list[int]()
+    for _ in range(most):
+        right = draw([*known, *guesses], sampling, vocabulary)
+        guesses.append(right if chance.random() < 0.7 else chance.randrange(vocabulary))
+    return guesses
 
 
 def scores_of(tokens: Sequence[int], token: int, vocabulary: int) -> Scores:
@@ -73,6 +86,7 @@ class FakeResult:
     error: Exception | None = None
     scored: list[Scores] = field(default_factory=list)
     asked: list[Scores] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of tokens, for each row that had proposals
     calls: list[Callable[[], None]] = field(default_factory=list)
 
     def done(self) -> bool:
@@ -89,6 +103,9 @@ class FakeResult:
 
     def prompt_scores(self) -> list[Scores]:
         return self.asked
+
+    def counts(self) -> list[int]:
+        return self.numbers
 
     def when_done(self, call: Callable[[], None]) -> None:
         if self.done():
@@ -157,7 +174,7 @@ class FakeEngine:
         try:
             error = self.fails(result.work)
             self._garbles = error is not None
-            result.tokens, result.scored = self._run(result.work)
+            result.tokens, result.scored, result.numbers = self._run(result.work)
             result.asked = self._score_prompt(result.work)
             if error is not None:
                 raise error
@@ -166,7 +183,7 @@ class FakeEngine:
         for call in result.calls:
             call()
 
-    def _run(self, work: Decode | Prefill) -> tuple[list[int], list[Scores]]:
+    def _run(self, work: Decode | Prefill) -> Drawn:
         if isinstance(work, Prefill):
             for chunk in work.chunks:
                 for place, token in enumerate(chunk.tokens, chunk.start):
@@ -176,17 +193,54 @@ class FakeEngine:
             drawn = [self._draw(*end) for end in ends]
             for chunk, token in zip(last, drawn, strict=True):
                 self._load(chunk, token)
+        elif work.proposals is not None:
+            return self._verify(work, work.proposals)
         else:
             rows = rows_of(work)
             ends = [(row.blocks, row.position + 1, row.sampling) for row in rows]
             drawn = [self._decode(work.group, row) for row in rows]
         if How.SCORED not in work.how:
-            return drawn, []
+            return drawn, [], []
         scored = [
             scores_of(self._read(blocks, length), token, self.limits.vocabulary)
             for (blocks, length, _), token in zip(ends, drawn, strict=True)
         ]
-        return drawn, scored
+        return drawn, scored, []
+
+    def _verify(self, work: Decode, proposals: Proposals) -> Drawn:
+        """All proposals are written, and the tokens behind each are drawn, as a model does it."""
+        drawn: list[int] = []
+        scored: list[Scores] = []
+        numbers = []
+        for row, proposed, count, before in zip(
+            rows_of(work),
+            proposals.tokens.tolist(),
+            proposals.counts.tolist(),
+            proposals.before.tolist(),
+            strict=True,
+        ):
+            self._write(row.blocks, row.position, row.token)
+            known = self._read(row.blocks, row.position + 1)
+            assert known[-2] == before
+            tokens = proposed
+            if self.limits.has_draft:
+                assert not any(tokens)
+                tokens = guess(known, len(tokens), row.sampling, self.limits.vocabulary)
+            for step, token in enumerate(tokens[:count], 1):
+                self._write(row.blocks, row.position + step, token)
+            own = [
+                self._draw(row.blocks, row.position + step + 1, row.sampling)
+                for step in range(count + 1)
+            ]
+            right = next((step for step in range(count) if own[step] != tokens[step]), count) + 1
+            if How.SCORED in work.how:
+                scored += [
+                    scores_of(known + tokens[:step], own[step], self.limits.vocabulary)
+                    for step in range(right)
+                ]
+            drawn += own[:right]
+            numbers.append(right)
+        return drawn, scored, numbers
 
     def _score_prompt(self, work: Decode | Prefill) -> list[Scores]:
         """The scores of the token behind each of a chunk, if it asks for them."""
@@ -261,7 +315,17 @@ class FakeEngine:
             assert len(set(slots)) == len(slots) <= limits.slots
             assert slots
             assert all(0 <= slot < limits.slots for slot in slots)
-            ends = [(row.position + 1, row.blocks) for row in rows_of(work)]
+            counts = [0] * len(slots)
+            if work.proposals is not None:
+                counts = work.proposals.counts.tolist()
+                assert all(0 <= count <= limits.draft_tokens for count in counts)
+                assert work.proposals.tokens.shape == (len(slots), limits.draft_tokens)
+                assert any(counts) or limits.has_draft
+                assert all(row.token >= 0 for row in rows_of(work))
+            ends = [
+                (row.position + 1 + count, row.blocks)
+                for row, count in zip(rows_of(work), counts, strict=True)
+            ]
             tokens = [row.token for row in rows_of(work) if row.token != -1]
         assert all(0 <= token < limits.vocabulary for token in tokens)
         for end, blocks in ends:

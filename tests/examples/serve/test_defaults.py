@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from examples.serve.defaults import GIB, INDEXED, Given, Hardware, choose, measure
+from examples.serve.defaults import GIB, INDEXED, Given, Hardware, _weights, choose, measure
 from examples.serve.gpt import GptConfig
 from examples.serve.opening import open_model
 from examples.serve.parts import Model
@@ -214,6 +214,28 @@ def test_five_lines_say_why() -> None:
     assert lines[2].startswith("256 requests at a time, as a cuda device takes them: batches of 8,")
     assert lines[3] == "prompts in chunks of 64, 256, 1024 tokens, at most 16 at once"
     assert lines[4] == "sequences of at most 32768 tokens, as the model takes"
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_a_draft_takes_room_of_the_first_rank(ranks: int, tp: int) -> None:
+    draft = open_model(llama(hidden_size=1024, num_hidden_layers=4, num_attention_heads=16))
+    alone = choose(H200, LLAMA_8B, torch.bfloat16, Given(ranks=ranks, tp=tp)).options
+    choice = choose(
+        H200, LLAMA_8B, torch.bfloat16, Given(ranks=ranks, tp=tp, draft_tokens=4, draft=draft)
+    )
+    options = choice.options
+    assert options.draft is draft
+    assert choice.reasons[-1] == "4 tokens at a time are proposed by a draft on the first rank"
+    assert options.blocks < alone.blocks
+    stages = ranks // tp
+    own = pools(LLAMA_8B, options, -(-LLAMA_8B.layers // stages)) // tp
+    whole = replace(options, tp=1)
+    taken = own + pools(draft, whole, draft.layers) + _weights(draft, 4, True, True, whole)
+    taken += _weights(LLAMA_8B, LLAMA_8B.layers // stages, True, stages == 1, options)
+    assert 0.4 * H200.free < taken < H200.free
+    # Logits are of all positions.
+    ngram = choose(H200, LLAMA_8B, torch.bfloat16, Given(ranks=ranks, tp=tp, draft_tokens=4))
+    assert options.blocks < ngram.options.blocks < alone.blocks
 
 
 def test_ranks_take_what_the_least_of_them_has() -> None:

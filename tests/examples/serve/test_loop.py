@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from examples.serve.front import job as job_module
 from examples.serve.front.job import EngineJob
 from examples.serve.front.metrics import Metrics
 from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
-from examples.serve.requests import LOGPROBS, End, Events, Request, Sampling, Scores
+from examples.serve.requests import LOGPROBS, End, Events, Limits, Request, Sampling, Scores
 from examples.serve.transports import unpickle
 from examples.serve.wire import Kind, Link
 
@@ -138,10 +139,11 @@ def run(
     story: Callable[[Front, EngineLoop], Awaitable[None]],
     features: str = "",
     delay: float | None = 0.0,
+    limits: Limits = ROOMY,
     **options: int,
 ) -> EngineLoop:
     """Let a loop and a front talk, until the front has told its story."""
-    engine = FakeEngine(ROOMY, delay)
+    engine = FakeEngine(limits, delay)
     loops: list[EngineLoop] = []
 
     async def main() -> None:
@@ -180,6 +182,24 @@ def test_a_conversation(tmp_path: Path) -> None:
     loop = run(tmp_path, story)
     assert loop.scheduler.is_idle
     assert loop.scheduler.blocks.used == 0
+
+
+def test_the_log_says_how_many_proposals_were_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, for the next line is due ten seconds later."""
+    monkeypatch.setattr(loops, "BEAT", 0.0)
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(Request(1, (1, 2, 3), 200, ignore_eos=True))
+        await front.until(lambda: bool(front.ends))
+
+    limits = replace(ROOMY, draft_tokens=4, has_draft=True)
+    with caplog.at_level(logging.INFO, "serve"):
+        loop = run(tmp_path, story, limits=limits)
+    assert loop.scheduler.speculation.accepted_tokens > 20
+    lines = [line for line in caplog.messages if "proposed tokens were right" in line]
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("number", [1, 3, 12])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from examples.serve.features import Features, parse
 from examples.serve.gpt import GptConfig
 from examples.serve.opening import open_model
 from examples.serve.options import add_arguments
+from examples.serve.parts import Model
 from examples.serve.settings import Options
 from examples.serve.transports import loop_factory
 
@@ -70,6 +72,35 @@ def test_sizes_that_are_given() -> None:
     assert found(few, parse("-variants")).batches == (48,)
     assert found(given("--layers", "7", "1"), parse("")).layers == (7, 1)
     assert found(given("--memory", "0.001"), parse("")).blocks < found(given(), parse("")).blocks
+
+
+def test_a_draft() -> None:
+    """A text's own, or a model, which takes room of the first rank."""
+    none, own = found(given(), parse("")), found(given("--draft", "ngram"), parse(""))
+    assert (none.draft_tokens, own.draft_tokens, own.draft) == (0, 4, None)
+    words = given("--draft", "tiny-qwen2", "--draft-tokens", "2")
+    options = found(words, parse(""))
+    assert options.draft_tokens == 2
+    assert isinstance(options.draft, Model)
+    assert options.draft.vocabulary == 4096
+    with pytest.raises(ValueError, match="--draft-tokens needs --draft"):
+        found(given("--draft-tokens", "2"), parse(""))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--draft-tokens", "2"], "--draft-tokens needs --draft"),
+        (["--draft", "/nowhere"], "there is no model /nowhere"),
+        (["--draft", "ngram", "--draft-tokens", "0"], "0 is no number of at least 1"),
+    ],
+)
+def test_a_draft_that_is_none(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert command.main(["--model", "random", "--port", "0", *words]) == command.BAD_USAGE
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", ["0", "-0.5", "90", "nan", "much"])

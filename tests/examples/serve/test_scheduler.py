@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from numpy.typing import NDArray
 
 from ...mpi.jobs import ROOT
 from ...sampling import examples
@@ -28,18 +30,19 @@ from examples.serve.blocks import Blocks, chain
 from examples.serve.features import Features, parse
 from examples.serve.front.admission import Admission
 from examples.serve.groups import Sequence
+from examples.serve.ngram import Propose
 from examples.serve.requests import Adjustments, Limits, Request, Sampling, Scores
 from examples.serve.scheduler import Scheduler, Ticket
 from examples.serve.work import TABLE, TOKEN, Decode, Prefill
 
-from .fake_engine import TINY, FakeEngine, FakeResult, reference, scores_of
+from .fake_engine import TINY, FakeEngine, FakeResult, guess, reference, scores_of
 
 
 class Harness:
     """A scheduler and an engine that runs when it is told to, and what each request was given."""
 
     def __init__(self, limits: Limits = TINY, features: Features | None = None) -> None:
-        self.scheduler = Scheduler(limits, features)
+        self.scheduler = Scheduler(limits, features, self.proposes)
         self.engine = FakeEngine(limits, fails=self.fail_one)
         self.failing: list[Exception] = []
         self.lanes: dict[int, list[tuple[Ticket, FakeResult]]] = {}
@@ -52,6 +55,17 @@ class Harness:
 
     def fail_one(self, work: Decode | Prefill) -> Exception | None:
         return self.failing.pop() if self.failing else None
+
+    def proposes(self, request: Request) -> Propose:
+        """Guesses, of which some are right; sometimes there are fewer than are asked for."""
+        vocabulary = self.engine.limits.vocabulary
+
+        def propose(known: NDArray[np.uint32], most: int) -> list[int]:
+            assert known[: len(request.prompt)].tolist() == list(request.prompt)
+            guesses = guess(known, most, request.sampling, vocabulary)
+            return guesses[: most - len(known) % 3]
+
+        return propose
 
     def add(self, prompt: list[int], number: int, **options: object) -> int:
         request = Request(len(self.requests), tuple(prompt), number, **options)  # type: ignore[arg-type]
@@ -74,7 +88,7 @@ class Harness:
                     self.scheduler.fail(ticket, str(result.error))
                 else:
                     scores = result.result(), result.scores(), result.prompt_scores()
-                    self.scheduler.complete(ticket, *scores)
+                    self.scheduler.complete(ticket, *scores, result.counts())
         events = self.scheduler.take_events()
         self.started += events.started
         for id_, token in zip(events.pairs[::2], events.pairs[1::2], strict=True):
@@ -165,6 +179,7 @@ class Machine(RuleBasedStateMachine):
         features=st.sampled_from(
             ["", "", "-prefix", "-async_sched", "-carry", "-fill_tgt", "-fast_cnt"]
         ),
+        drafts=st.sampled_from([(0, False), (1, False), (4, False), (4, True)]),
     )
     def begin(
         self,
@@ -175,9 +190,10 @@ class Machine(RuleBasedStateMachine):
         prompts: int,
         scored: int,
         features: str,
+        drafts: tuple[int, bool],
     ) -> None:
         sizes = groups, slots, chunk, blocks, 3, 30, 50
-        limits = Limits(*sizes, (7, 8, 9), prompts, min(chunk, scored))
+        limits = Limits(*sizes, (7, 8, 9), prompts, min(chunk, scored), *drafts)
         self.it = Harness(limits, parse(features))
         self.cancelled: set[int] = set()
 
@@ -275,8 +291,82 @@ class Machine(RuleBasedStateMachine):
         self.it.check(without=self.cancelled)
 
 
-def test_every_order() -> None:
+def may_speculate(sampling: Sampling) -> bool:
+    return sampling.seed != 1 and sampling.adjustments is None
+
+
+def test_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some requests get no proposals, and share groups with others."""
+    monkeypatch.setattr(Sampling, "speculates", property(may_speculate))
     run_state_machine_as_test(Machine, settings=examples(200, shrinks=True))
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_proposals_change_no_token(has_draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside requests without any, which run ahead; with few blocks, cancellations, and ends."""
+    monkeypatch.setattr(Sampling, "speculates", property(may_speculate))
+    accepted = preempted = ahead = 0
+    for seed in range(30):
+        chance = random.Random(seed)
+        blocks, most = chance.choice([11, 14, 40]), chance.choice([1, 2, 4])
+        it = Harness(Limits(2, 3, 5, blocks, 3, 30, 50, (7, 8), 2, 1, most, has_draft))
+        cancelled = set()
+        while len(it.requests) < 12:
+            prompt = [chance.randrange(4) for _ in range(chance.randint(1, 11))]
+            sampling = Sampling(chance.choice([0.0, 1.0]), seed=chance.randrange(3))
+            ignores = chance.random() < 0.5
+            it.add(prompt, chance.randint(1, 18), sampling=sampling, ignore_eos=ignores)
+            for _ in range(chance.randrange(6)):
+                it.turn()
+                it.check_blocks()
+                ahead = max(ahead, *(len(lane) for key, lane in it.lanes.items() if key >= 0), 0)
+            id_ = chance.choice(list(it.requests))
+            if chance.random() < 0.1 and id_ not in it.ends:
+                cancelled.add(id_)
+                it.scheduler.cancel(id_)
+        it.finish()
+        it.check(without=cancelled)
+        it.check_blocks()
+        assert it.scheduler.blocks.used == 0
+        accepted += it.scheduler.speculation.accepted_tokens
+        preempted += it.scheduler.stats.preemptions
+    assert accepted > 300
+    assert preempted > 10
+    assert ahead > 1
+
+
+def test_a_step_waits_for_the_tokens_that_others_are_proposed_behind() -> None:
+    it = Harness(replace(TINY, draft_tokens=4, has_draft=True))
+    it.add([1, 2], 9, ignore_eos=True)
+    it.turn()
+    it.submit()
+    it.submit()
+    assert len(it.engine.queue) == 1
+    it.finish()
+    it.check()
+    speculation = it.scheduler.speculation
+    assert it.scheduler.stats.decodes == 8 - speculation.accepted_tokens
+    assert speculation.drafts <= it.scheduler.stats.decodes
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (2, 0), (3, 4)])
+def test_proposals_take_blocks_from_nobody(length: int, count: int) -> None:
+    """Where no block is left, there are as many proposals as the sequence has room for."""
+    it = Harness(replace(TINY, draft_tokens=4, has_draft=True))
+    it.add([5] * length, 20, ignore_eos=True)
+    it.turn()
+    blocks = it.scheduler.blocks
+    held = blocks.take(blocks.available - (2 if length == 3 else 0))
+    it.submit()
+    (result,) = it.engine.queue
+    assert isinstance(result.work, Decode)
+    assert result.work.proposals is not None
+    assert result.work.proposals.counts.tolist() == [count]
+    assert held is not None
+    blocks.release(held)
+    it.finish()
+    it.check()
+    assert it.scheduler.stats.preemptions == 0
 
 
 @pytest.mark.parametrize("blocks", [11, 12, 20])
