@@ -235,7 +235,7 @@ def test_a_draft_takes_room_of_the_first_rank(ranks: int, tp: int) -> None:
     assert 0.4 * H200.free < taken < H200.free
     # Logits are of all positions.
     ngram = choose(H200, LLAMA_8B, torch.bfloat16, Given(ranks=ranks, tp=tp, draft_tokens=4))
-    assert options.blocks < ngram.options.blocks < alone.blocks
+    assert options.blocks < ngram.options.blocks <= alone.blocks  # a pool has a largest size
 
 
 def test_ranks_take_what_the_least_of_them_has() -> None:
