@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import paged
+from .states import NO_SLOTS, CacheLayers, Slots
 
 TRASH = 0
 """The block that padding is written to; no request has it."""
@@ -33,6 +34,8 @@ NAME = "cg_paged"
 class Pages:
     """Where the tokens of a batch lie in the pools of blocks; the same for all layers of a stage.
 
+    States of layers that keep some lie in slots.
+
     Attributes:
         pools: of each layer that has one, by its number in the model: [blocks * size, kv heads,
             width of a key + width of a value].
@@ -42,6 +45,7 @@ class Pages:
             for padding.
         tables: int64 [rows, blocks of a row]; of no blocks where all rows begin a sequence, which
             see nothing in the pools.
+        slots: of the rows.
     """
 
     pools: Mapping[int, Tensor]
@@ -49,6 +53,7 @@ class Pages:
     positions: Tensor
     entries: Tensor
     tables: Tensor
+    slots: Slots = NO_SLOTS
 
     @property
     def seen(self) -> int:
@@ -94,26 +99,12 @@ class _Seen(int):
     cache: PagedCache
 
 
-class OtherState(ValueError):
-    """A layer keeps something else than keys and values; `layer` is its number."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__(
-            "it keeps a state that is not the keys and values of each token, such as that of "
-            "linear attention, a state space, a convolution or an index"
-        )
-        self.layer = layer
-
-
-class _NoLayers(list[Any]):
-    """The layers of a paged cache: it has none, for it keeps keys and values alone."""
-
-    def __getitem__(self, index: Any) -> Any:
-        raise OtherState(index)
-
-
 class PagedCache(Cache):
     """The cache of a batch, as models of transformers take one.
+
+    Args:
+        pages: of the batch.
+        layers: that keep states; by default those of the slots.
 
     Attributes:
         pages: of the batch.
@@ -121,8 +112,8 @@ class PagedCache(Cache):
         is_asked: whether the model's own code has asked how long the cache is.
     """
 
-    def __init__(self, pages: Pages) -> None:
-        super().__init__(layers=_NoLayers())
+    def __init__(self, pages: Pages, layers: CacheLayers | None = None) -> None:
+        super().__init__(layers=CacheLayers(pages.slots) if layers is None else layers)
         self.pages = pages
         self.written: tuple[Tensor, int] | None = None
         self.is_asked = False
@@ -153,7 +144,8 @@ class PagedCache(Cache):
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        raise OtherState(layer_idx)
+        """True if the layers go on with states of their own."""
+        return self.pages.slots.begins is not None
 
     def mask(self, sees: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
         """A mask, [rows, 1, tokens, `seen`]: 0 where a token sees a key, else the least number.

@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 import cg
 
 from ..weight_files import refuse_quantized
-from .attention import NAME, CurrentCache, OtherState, PagedCache, Pages
+from .attention import NAME, CurrentCache, PagedCache, Pages
 from .parts import Experts, KeyValues, Model, Ways
 from .products import Calls, join, project, replace_norms
 from .start_check import ASKED, SHOWN, Trial
+from .states import ObservedLayers, OtherState, Slots, State, StateName
 from .weights import Stored, Weights, fill
 
 log = logging.getLogger("serve")
@@ -32,6 +33,8 @@ LENGTH = 8
 """The tokens of the text on which a model is analysed."""
 UNBOUNDED = 1 << 20
 """The context of a model that says none."""
+CACHES = ("past_key_values", "cache_params")
+"""Names by which forwards take a cache."""
 FIXED_TURNS = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary positions whose angles do not depend on how long the sequence is."""
 
@@ -55,12 +58,21 @@ class DecoderPart(nn.Module):
         part: of the model, as `cg.cut_layers` makes it.
         is_first, is_last: which part it is.
         takes: the names of what the model's forward takes.
+        states: that its layers keep of a sequence.
     """
 
-    def __init__(self, part: Any, is_first: bool, is_last: bool, takes: frozenset[str]) -> None:
+    def __init__(
+        self,
+        part: Any,
+        is_first: bool,
+        is_last: bool,
+        takes: frozenset[str],
+        states: Mapping[StateName, State],
+    ) -> None:
         super().__init__()
         self.part, self.is_first, self.is_last = part, is_first, is_last
-        self.takes_positions = "position_ids" in takes
+        self.takes_positions, self.cache = "position_ids" in takes, _cache_of(takes)
+        self.states, self.goes_on = states, True
         self.current = CurrentCache()
         for module in part.model.modules():
             module.current = self.current
@@ -76,15 +88,15 @@ class DecoderPart(nn.Module):
         cache = PagedCache(pages)
         # Later parts read nothing of ids but their shape.
         ids = x if self.is_first else torch.zeros_like(positions)
-        more = {"position_ids": positions} if self.takes_positions else {}
+        more = {self.cache: cache} | ({"position_ids": positions} if self.takes_positions else {})
         with self.current.of(cache, last):
             out = self.part(
                 None if self.is_first else x,
                 input_ids=ids,
-                past_key_values=cache,
                 use_cache=True,
                 **more,
             )
+        pages.slots.keep()
         return out.logits if self.is_last else out
 
     def plainly(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -115,9 +127,11 @@ class _Observer(PagedCache):
     """A cache that notes what layers give it, of one text that begins."""
 
     def __init__(self) -> None:
-        positions = torch.arange(LENGTH)[None]
-        super().__init__(Pages({}, 1, positions, positions, positions[:, :0]))
+        positions, layers = torch.arange(LENGTH)[None], ObservedLayers()
+        slots = Slots({}, positions[:, 0], None)
+        super().__init__(Pages({}, 1, positions, positions, positions[:, :0], slots), layers)
         self.kept: dict[int, KeyValues] = {}
+        self.states = layers.states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -167,8 +181,9 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         _refuse(model, takes)
         cuts = cg.cut_layers(model, 1, "bytes", example=_example(takes, observer))
         count = len(cuts[0].layers)
-        if not observer.kept or not set(observer.kept) <= set(range(count)):
-            raise ValueError(f"layers {sorted(observer.kept)} of {count} keep keys and values")
+        keeping = set(observer.kept) | {name.layer for name in observer.states}
+        if not keeping or not keeping <= set(range(count)):
+            raise ValueError(f"layers {sorted(keeping)} of {count} keep something of a sequence")
     except OtherState as error:
         raise ValueError(f"{name} is not served: {_mixer(model, error.layer)}: {error}") from error
     except ValueError as error:
@@ -196,13 +211,14 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         if ways.ranks == 1:
             project(part)
         part.drop_tokens()  # whatever module the head is by now
-        trial.compare(name)
+        part.goes_on = trial.compare(name)
         return part
 
     return Model(
         layers=count,
         heads=_heads(text, observer.kept),
         caches=observer.kept,
+        states=observer.states,
         hidden=text.hidden_size,
         context=context,
         vocabulary=len(head.weight),
@@ -242,15 +258,23 @@ def _is_cut(plan: Any, path: str, rows: Any) -> bool:
 def _part(model: Any, layers: range, count: int, takes: frozenset[str]) -> DecoderPart:
     lengths = [n for n in (layers.start, len(layers), count - layers.stop) if n]
     index = 1 if layers.start else 0
-    cuts = cg.cut_layers(model, lengths, "bytes", example=_example(takes, _Observer()))
-    return DecoderPart(cuts.part(index), layers.start == 0, layers.stop == count, takes)
+    observer = _Observer()
+    cuts = cg.cut_layers(model, lengths, "bytes", example=_example(takes, observer))
+    states = {name: state for name, state in observer.states.items() if name.layer in layers}
+    is_last = layers.stop == count
+    return DecoderPart(cuts.part(index), layers.start == 0, is_last, takes, states)
 
 
 def _example(takes: frozenset[str], observer: _Observer) -> dict[str, Any]:
     """Inputs on which a model is analysed: those that a part is given."""
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
-    inputs = {"input_ids": ids, "past_key_values": observer, "use_cache": True}
+    inputs = {"input_ids": ids, _cache_of(takes): observer, "use_cache": True}
     return inputs | ({"position_ids": observer.pages.positions} if "position_ids" in takes else {})
+
+
+def _cache_of(takes: frozenset[str]) -> str:
+    """The name by which a forward takes its cache."""
+    return next(name for name in CACHES if name in takes)
 
 
 def _empty(config: PretrainedConfig, dtype: torch.dtype) -> Any:
@@ -273,9 +297,10 @@ def _refuse(model: Any, takes: frozenset[str]) -> None:
     Raises:
         ValueError: the model is such a one.
     """
-    if not {"input_ids", "past_key_values"} <= takes:
+    if "input_ids" not in takes or takes.isdisjoint(CACHES):
         raise ValueError(
-            "its forward takes no input_ids, or no past_key_values, so it keeps something else"
+            f"its forward takes no input_ids, or no {' or '.join(CACHES)}, so it keeps something "
+            "else"
         )
     if model.get_output_embeddings() is None:
         raise ValueError("it has no module that makes logits")
@@ -289,11 +314,11 @@ def _refuse(model: Any, takes: frozenset[str]) -> None:
 
 
 def _heads(text: Any, kept: Mapping[int, KeyValues]) -> int:
-    """The most heads of queries that a configuration says; those of keys if it says none."""
+    """The most heads of queries that a configuration says; those of keys if it says none, or 1."""
     said = text.to_dict().get("num_attention_heads")
     numbers = said if isinstance(said, list) else [said]
     known = [number for number in numbers if isinstance(number, int)]
-    return max([*known, *(layer.groups for layer in kept.values())])
+    return max([1, *known, *(layer.groups for layer in kept.values())])
 
 
 def _context(text: Any) -> int:

@@ -55,6 +55,8 @@ LOGIT = 40
 """Bytes beside each logit while a token is drawn: float32 and int64, sorted, summed, and hashed."""
 PART, LEAST = 256, 16
 """Entries of a pool for which one program of attention has partial sums, and its fewest heads."""
+BEYOND = 1 << 17
+"""The longest sequence of a model that keeps no keys, so that no memory bounds it."""
 INDEXED = (1 << 31) - 1
 """The most elements of a pool: kernels count them by 32 bits, which is faster."""
 
@@ -181,7 +183,10 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, given: Given) 
     """
     check_ranks(model, given.ranks, given.ways)
     place = hardware.place
-    stages, block_size = given.stages, given.block_size or BLOCK[place]
+    stages = given.stages
+    context = min(model.context, given.context or (model.context if model.entry else BEYOND))
+    # Without keys there is nothing to share out, so a sequence has one block.
+    block_size = given.block_size or (BLOCK[place] if model.entry else context)
     dtype, why_dtype = _dtype(place, stored, given)
     fuse, why_fuse = _fuse(hardware, given)
     chunk = given.chunk or min(CHUNKS[place][-1], model.context)
@@ -198,7 +203,7 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, given: Given) 
         ),
         chunks=sizes(CHUNKS[place] if given.chunks is None else given.chunks, chunk),
         first_chunk=FIRST_CHUNK if place == "cpu" else None,
-        context=min(model.context, given.context or model.context),
+        context=context,
         in_flight=max(2, given.groups or stages),
         late=True,
         draft_tokens=given.draft_tokens,
@@ -265,6 +270,20 @@ def check_draft(draft: Model, model: Model, context: int) -> None:
         raise ValueError(
             f"the draft takes {draft.context} tokens, and sequences have up to {context}: give "
             f"--context {draft.context}, or another draft"
+        )
+
+
+def check_states(model: Model, draft: Model | None, draft_tokens: int) -> None:
+    """Check that proposals can be taken back, which are in a state once they were verified.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    keeping = [name for name, each in (("model", model), ("draft", draft)) if each and each.states]
+    if draft_tokens and keeping:
+        raise ValueError(
+            f"layers of the {keeping[0]} keep states, which proposals that are refused would "
+            f"spoil: {'leave out --draft' if model.states else 'give another --draft'}"
         )
 
 
@@ -367,6 +386,8 @@ def _with_blocks(
     layers = given.layers or balanced(model, stages, options.dtype, place == "cpu")
     share = SHARES[place] if given.memory is None else given.memory
     scratch = _scratch(model, options, stages) if place != "cpu" else 0
+    requests = (given.groups or stages) * options.batches[-1]
+    used = requests * -(-(options.context or 0) // size)
     fits = []
     for stage, count in enumerate(layers):
         weights = _weights(model, count, stage == 0, stage == stages - 1, options)
@@ -376,17 +397,17 @@ def _with_blocks(
             own, draft = replace(options, tp=1, ep=1), given.draft
             weights += _weights(draft, draft.layers, True, True, own)
             entries += draft.layers * _entry(draft, own)
-        room = int((hardware.free - weights) * share) - scratch
-        fits.append((room // (entries * size), weights, room))
+        states = count * model.state * (1 + requests)
+        room = int((hardware.free - weights) * share) - scratch - states
+        fits.append((room // (entries * size) if entries else min(room, 1 + used), weights, room))
     blocks, weights, room = min(fits)
     widest = max(model.entry // given.tp, given.draft.entry if given.draft is not None else 0)
-    most = INDEXED // (size * widest)
-    used = (given.groups or stages) * options.batches[-1] * -(-(options.context or 0) // size)
+    most = INDEXED // (size * max(1, widest))
     blocks = min(blocks, most, 1 + used) if place == "cpu" else min(blocks, most)
     if blocks < 2:
         raise ValueError(
             f"{hardware.free / GIB:.1f} GiB are free for a rank, and its weights take "
-            f"{weights / GIB:.1f}: that leaves no room for keys and values. Give a larger "
+            f"{weights / GIB:.1f}: that leaves no room for what layers keep. Give a larger "
             "--memory, fewer requests (--batch), or more ranks"
         )
     why = (
@@ -436,7 +457,8 @@ def _tables(options: Options, context: int) -> tuple[int, ...]:
     lengths = itertools.takewhile(
         lambda n: n < context, (first << 2 * i for i in itertools.count())
     )
-    return (*(n // options.block_size for n in lengths), -(-context // options.block_size))
+    whole = -(-context // options.block_size)
+    return tuple(sorted({*(max(1, n // options.block_size) for n in lengths), whole}))
 
 
 def _why_context(model: Model, options: Options, given: Given) -> str:

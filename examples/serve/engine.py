@@ -20,7 +20,7 @@ import torch
 
 import cg
 
-from .defaults import check_draft, check_ranks
+from .defaults import check_draft, check_ranks, check_states
 from .model import LENGTH, NUMBERS, PROMPT, START
 from .opening import open_model
 from .parts import Model
@@ -43,6 +43,7 @@ from .variants import (
     later_sizes,
     prompt_rows,
     widths,
+    without_padding,
 )
 from .work import (
     ENTRY,
@@ -50,6 +51,7 @@ from .work import (
     RECORD,
     SEED,
     SLOT,
+    STATE,
     TABLE,
     TOKEN,
     Chunk,
@@ -97,6 +99,8 @@ class CgEngine:
         self._copies = torch.Stream(device) if device is not None and _has_events(device) else None
         self._widths = widths(limits, options)
         self._counting = np.arange(max(limits.slots, limits.draft_tokens + 1, *self._widths))
+        # Those of requests, from the first to below the last; a model without states needs none.
+        self._slots = int(bool(limits.lengths)), 1 + limits.requests
         self._later = later_sizes(limits, options) if options.late else []
         self._flying: deque[cg.Future] = deque()
         self._serving: dict[Any, Any] = {}
@@ -179,6 +183,8 @@ class CgEngine:
         """The cheapest compiled variant that holds work of a size; None if there is none."""
         if ideal not in self._serving:
             same = (size for size in self.graphs.compiled if type(size) is type(ideal))
+            if self.limits.lengths and isinstance(ideal, PrefillSize):
+                same = (size for size in same if size.tokens == ideal.tokens)
             self._serving[ideal] = cheapest(same, ideal)
         size = self._serving[ideal]
         if size is not None and size != ideal:
@@ -189,7 +195,7 @@ class CgEngine:
         """The same; one is compiled if there is none."""
         size = self._variant(ideal)
         if size is None:
-            size = general(ideal, self.options)
+            size = general(ideal, self.limits, self.options)
             self.add(size)
         return size
 
@@ -206,6 +212,7 @@ class CgEngine:
         _within("a slot", rows[:, SLOT], 0, limits.slots)
         _within("a record", rows[:, RECORD], 0, limits.requests + 1)
         _within("a position", rows[:, POSITION], 0, limits.context)
+        _within("a slot of states", rows[:, STATE], *self._slots)
 
     def _decode(self, work: Decode) -> Tokens:
         limits, rows, block = self.limits, work.rows, self.limits.block_size
@@ -270,9 +277,13 @@ class CgEngine:
         limits = self.limits
         lengths = [len(chunk.tokens) for chunk in work.chunks]
         _check(0 < len(lengths) <= limits.prompts, f"{len(lengths)} of {limits.prompts} prompts")
-        for length in lengths:
+        for chunk, length in zip(work.chunks, lengths, strict=True):
             longest = limits.scored if How.PROMPT in work.how else limits.chunk
             _check(0 < length <= longest, f"{length} tokens of at most {longest}")
+            if limits.lengths:
+                _check(length in limits.lengths, f"{length} tokens, of {limits.lengths}")
+            is_whole = limits.goes_on or not chunk.start or length == 1
+            _check(is_whole, f"{length} tokens go on with a prompt, and only one at a time can")
         _check(self.options.draws or work.how is How.GREEDY, WITHOUT_DRAWS)
         is_alone = bool(work.how & ALONE) or any(chunk.start for chunk in work.chunks)
         _check(len(lengths) == 1 or not is_alone, "a chunk that has to be alone")
@@ -300,11 +311,10 @@ class CgEngine:
         if not is_alone:
             rows = bucket(prompt_rows(limits), len(work.chunks))
             return PrefillSize(rows, bucket(options.chunks, tokens), 0, how)
-        if How.PROMPT in how:
-            longest = bucket(options.chunks, limits.scored)
-            return PrefillSize(1, longest, self._widths[-1], how)
-        if How.SCORED in how:
-            return PrefillSize(1, options.chunks[-1], self._widths[-1], how)
+        if work.how & ALONE:
+            longest = limits.scored if How.PROMPT in how else options.chunks[-1]
+            length = tokens if limits.lengths else bucket(options.chunks, longest)
+            return PrefillSize(1, length, self._widths[-1], how)
         width = bucket(self._widths, -(-(first.start + tokens) // limits.block_size))
         how |= How.DRAWN if options.draws else How.GREEDY
         return PrefillSize(1, bucket(options.chunks, tokens), width, how)
@@ -320,7 +330,8 @@ class CgEngine:
         table = np.array(chunk.blocks[:needed])
         _check(len(table) == needed, f"{len(table)} blocks, and {needed} are needed")
         _within("a block", table, 1, limits.blocks)
-        row[:PROMPT] = chunk.start, count, *chunk.sampling.numbers
+        _within("a slot of states", np.array([chunk.state]), *self._slots)
+        row[:PROMPT] = chunk.start, count, chunk.state, *chunk.sampling.numbers
         ids, entries, blocks = np.split(row[PROMPT:end], [tokens, 2 * tokens])
         ids[:count], entries[:count] = chunk.tokens, table[at // size] * size + at % size
         if variant.width:
@@ -357,11 +368,15 @@ def start(source: Source, options: Options | None = None) -> CgEngine | None:
     options = Options() if options is None else options
     model = _opened(source, options.seed)
     draft = None if options.draft is None else _opened(options.draft, options.seed)
+    check_states(model, draft, options.draft_tokens)
+    if model.states:
+        options = replace(options, chunks=without_padding(options.chunks))
     limits, began = limits_of(model, options), monotonic()
     if draft is not None:
         check_draft(draft, model, limits.context)
     with said("reading the weights", cg.rank() == 0):
         graphs = StageGraphs(model, limits, options, draft)
+    limits = graphs.limits
     sizes = first_sizes(limits, options) if options.late else all_sizes(limits, options)
     for number, size in enumerate(sizes, 1):
         with said(f"compiling variant {number} of {len(sizes)}, {size}", cg.rank() == 0):
@@ -370,8 +385,7 @@ def start(source: Source, options: Options | None = None) -> CgEngine | None:
     if cg.rank() != 0:
         graphs.follow()
         return None
-    first = next(iter(graphs.stages[0].instances.values()))
-    engine = CgEngine(limits, options, graphs, first.pool0.device)
+    engine = CgEngine(limits, options, graphs, graphs.device)
     with said("running them on padding"):
         for size in sizes:
             engine.warm(size)
@@ -414,6 +428,7 @@ def limits_of(model: Model, options: Options) -> Limits:
         scored=min(chunk, max(n for n in options.chunks if n <= max(slots, options.chunks[0]))),
         draft_tokens=options.draft_tokens,
         has_draft=options.draft is not None,
+        lengths=tuple(n for n in options.chunks if n <= chunk) if model.states else (),
     )
 
 

@@ -17,6 +17,7 @@ import cg
 from .attention import PagedCache, Pages, attend
 from .parts import KeyValues, Model, Ways
 from .products import project
+from .states import State, StateName
 from .weights import Held, Weights, fill
 
 
@@ -60,6 +61,8 @@ class GptPart(nn.Module):
 
     def __init__(self, config: GptConfig, layers: range) -> None:
         super().__init__()
+        self.states: dict[StateName, State] = {}
+        self.goes_on = True
         if layers.start == 0:
             self.tokens = nn.Embedding(config.vocabulary, config.width)
             self.positions = nn.Embedding(config.context, config.width)
@@ -111,6 +114,7 @@ def gpt(config: GptConfig, weights: Weights) -> Model:
         layers=config.layers,
         heads=config.heads,
         caches=dict.fromkeys(range(config.layers), KeyValues(config.heads, width, width)),
+        states={},
         hidden=config.width,
         context=config.context,
         vocabulary=config.vocabulary,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .ngram import Propose
 from .requests import How, Limits, Request
-from .work import CONTROLS, POSITION, RECORD, SEED, SLOT, TABLE, TOKEN, Decode, Proposals
+from .work import CONTROLS, POSITION, RECORD, SEED, SLOT, STATE, TABLE, TOKEN, Decode, Proposals
 
 Numbers = NDArray[np.int64]
 Tokens = NDArray[np.uint32]
@@ -33,7 +33,8 @@ class Sequence:
         published: blocks that are in the prefix cache, or could be.
         digest: of the last of these blocks.
         seat: the group and the slot, while it decodes.
-        record: of the request, while it holds blocks, if its logits are adjusted; else 0.
+        place: a number of its own from 1, while it holds blocks, else 0. It is that of its slot of
+            states, and of its record.
         scored: the last position of the prompt whose log-probabilities were told.
         stay: a number while it holds blocks, else 0. It tells results of an earlier stay apart,
             which are dropped: the same tokens are drawn again.
@@ -48,9 +49,14 @@ class Sequence:
     digest: bytes = b""
     seat: tuple[Group, int] | None = None
     stay: int = 0
-    record: int = 0
+    place: int = 0
     scored: int = 0
     propose: Propose | None = None
+
+    @property
+    def record(self) -> int:
+        """Its record, while it holds blocks, if its logits are adjusted; else 0."""
+        return 0 if self.request.sampling.adjustments is None else self.place
 
     @property
     def wants_scores(self) -> bool:
@@ -100,7 +106,7 @@ class Group:
         request, known, row = sequence.request, len(sequence.tokens), self.rows[slot]
         row[TOKEN], row[POSITION] = sequence.tokens[-1], sequence.written
         row[SEED : CONTROLS + 1] = request.sampling.numbers
-        row[RECORD] = sequence.record
+        row[RECORD], row[STATE] = sequence.record, sequence.place
         row[TABLE:] = 0
         self.tokens[slot, :known], self.known[slot] = sequence.tokens, known
         self.ends[slot] = len(request.prompt) + request.max_tokens - 1

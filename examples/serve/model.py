@@ -14,15 +14,16 @@ from .parts import Model, Ways
 from .requests import LOGPROBS, How
 from .sampling.draw import draw, greedy, rank, score
 from .sampling.records import Records
-from .work import ENTRY, POSITION, RECORD, SEED, TABLE
+from .states import Slots
+from .work import ENTRY, POSITION, RECORD, SEED, STATE, TABLE
 
 # Columns of chunks of prompts, and of rows that are verified: int64 [rows, PROMPT + 2 * tokens +
-# blocks], where each starts and how many of its tokens are no padding, and `Sampling.numbers`; then
-# the ids of the tokens, their entries, and the table, which is empty where all of them begin a
-# prompt. With `How.PROMPT` the ids of the tokens behind follow, and with `How.ADJUSTED` the columns
-# of `Records.load`.
-START, LENGTH, NUMBERS = range(3)
-PROMPT = 5
+# blocks], where each starts, how many of its tokens are no padding, its slot in the pools of
+# states, and `Sampling.numbers`; then the ids of the tokens, their entries, and the table, which is
+# empty where all of them begin a prompt. With `How.PROMPT` the ids of the tokens behind follow, and
+# with `How.ADJUSTED` the columns of `Records.load`.
+START, LENGTH, PROMPT_STATE, NUMBERS = range(4)
+PROMPT = 6
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Stage(nn.Module):
         self.vocabulary = model.vocabulary
         self.guards = guards or Guards()
         self.part = model.build(layers, dtype, ways or Ways())
-        self.size = pool.size
+        self.pool, self.size, self.requests = pool, pool.size, requests
         # By entries, as they are written: TorchInductor before 2.13 would copy a tensor if a view
         # of it is written to.
         self.layers = tuple(layer for layer in layers if layer in model.caches)
@@ -97,6 +98,10 @@ class Stage(nn.Module):
             kept = model.caches[layer]
             shape = (pool.blocks * pool.size, kept.groups, kept.key + kept.value)
             self.register_buffer(f"pool{index}", torch.empty(shape, dtype=dtype, device="meta"))
+        self.states = tuple(self.part.states)
+        for index, state in enumerate(self.part.states.values()):
+            slots = torch.empty((1 + requests, *state.shape), dtype=state.dtype, device="meta")
+            self.register_buffer(f"state{index}", slots)
         if self.is_last:
             self.records = Records(requests, model.vocabulary)
 
@@ -109,7 +114,7 @@ class Stage(nn.Module):
             how: of `How`.
         """
         positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
-        out = self._layers(x, positions, entries, batch[:, TABLE:], None)
+        out = self._layers(x, positions, entries, batch[:, TABLE:], batch[:, STATE], None)
         if not self.is_last:
             return out
         return self._tokens(
@@ -165,8 +170,8 @@ class Stage(nn.Module):
             As `decode`, for rows * tokens rows.
         """
         width = batch.shape[1] - PROMPT - 2 * tokens
-        positions, entries, tables = chunks(batch, tokens, width)
-        out = self._layers(x, positions, entries, tables, None)
+        positions, *where = chunks(batch, tokens, width)
+        out = self._layers(x, positions, *where, None)
         if not self.is_last:
             return out
         places = positions.flatten()
@@ -204,15 +209,19 @@ class Stage(nn.Module):
         positions: Tensor,
         entries: Tensor,
         tables: Tensor,
+        numbers: Tensor,
         last: Tensor | None,
     ) -> Tensor:
         pools = {layer: getattr(self, f"pool{index}") for index, layer in enumerate(self.layers)}
-        pages = Pages(pools, self.size, positions, entries.flatten(), tables)
+        states = {name: getattr(self, f"state{index}") for index, name in enumerate(self.states)}
+        begins = positions[:, 0] == 0 if tables.numel() else None
+        slots = Slots(states, numbers, begins)
+        pages = Pages(pools, self.size, positions, entries.flatten(), tables, slots)
         if self.guards.debug_bounds:
-            count = self.pool0.shape[0]
-            _check("a block", tables, count // self.size)
-            _check("an entry", entries, count)
+            _check("a block", tables, self.pool.blocks)
+            _check("an entry", entries, self.pool.blocks * self.size)
             _check("a position", positions, pages.seen)
+            _check("a slot of states", numbers, 1 + self.requests)
         if self.is_first:
             x = x.view(positions.shape)
             if self.guards.clamp:
@@ -223,8 +232,8 @@ class Stage(nn.Module):
         return out
 
 
-def chunks(batch: Tensor, tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions, entries and tables of chunks, with so many tokens and blocks each.
+def chunks(batch: Tensor, tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions, entries, tables and slots of chunks, with so many tokens and blocks each.
 
     The columns above say where they are.
     """
@@ -232,7 +241,8 @@ def chunks(batch: Tensor, tokens: int, width: int) -> tuple[Tensor, Tensor, Tens
     steps = torch.arange(tokens, device=batch.device)[None]
     positions = torch.where(steps < length, start + steps, start)
     entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
-    return positions, entries, batch[:, PROMPT + 2 * tokens : PROMPT + 2 * tokens + width]
+    tables = batch[:, PROMPT + 2 * tokens : PROMPT + 2 * tokens + width]
+    return positions, entries, tables, batch[:, PROMPT_STATE]
 
 
 def _check(name: str, numbers: Tensor, bound: int) -> None:

@@ -11,10 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Pages
+from .states import State, StateName, bytes_of
 
 
 class Part(Protocol):
-    """Some layers of a model, as a module."""
+    """Some layers of a model, as a module.
+
+    Attributes:
+        states: that its layers keep of a sequence.
+        goes_on: whether a chunk of several tokens goes on with the states of its sequence, and not
+            with keys and values alone.
+    """
+
+    states: Mapping[StateName, State]
+    goes_on: bool
 
     def __call__(self, x: Tensor, positions: Tensor, pages: Pages, last: Tensor | None) -> Tensor:
         """Apply the part.
@@ -22,7 +32,7 @@ class Part(Protocol):
         Args:
             x: ids int64 [rows, tokens] for the first part; else what the part before gives.
             positions: int64 [rows, tokens].
-            pages: where keys and values go.
+            pages: where keys and values go, and states.
             last: int64 [rows, asked], the tokens of each row whose logits the last part gives;
                 None: all.
 
@@ -85,6 +95,7 @@ class Model:
         layers: how many.
         heads: the most heads of queries of a layer.
         caches: what each layer that keeps keys and values keeps, by its number.
+        states: that layers keep of a sequence, in float32.
         hidden: the width of a layer's output.
         context: the longest sequence.
         vocabulary: the number of tokens.
@@ -99,6 +110,7 @@ class Model:
     layers: int
     heads: int
     caches: Mapping[int, KeyValues]
+    states: Mapping[StateName, State]
     hidden: int
     context: int
     vocabulary: int
@@ -111,14 +123,21 @@ class Model:
     @property
     def groups(self) -> int:
         """The number of parts into which the heads of keys of every layer can be cut."""
-        return math.gcd(*(kept.groups for kept in self.caches.values()))
+        return math.gcd(*(kept.groups for kept in self.caches.values())) or 1
 
     @property
     def width(self) -> int:
         """The greatest width of a head."""
-        return max(max(kept.key, kept.value) for kept in self.caches.values())
+        return max((max(kept.key, kept.value) for kept in self.caches.values()), default=1)
 
     @property
     def entry(self) -> int:
-        """The most numbers that a layer keeps of a token."""
-        return max(kept.groups * (kept.key + kept.value) for kept in self.caches.values())
+        """The most numbers that a layer keeps of a token; 0 if none keeps any."""
+        entries = (kept.groups * (kept.key + kept.value) for kept in self.caches.values())
+        return max(entries, default=0)
+
+    @property
+    def state(self) -> int:
+        """The most bytes of states that a layer keeps of a sequence; 0 if none keeps any."""
+        layers = {name.layer for name in self.states}
+        return max((bytes_of(self.states, (layer,)) for layer in layers), default=0)

@@ -6,6 +6,7 @@ A run of the part tells which modules may be replaced, and not their names.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,6 +204,8 @@ def _epsilon(norm: nn.Module) -> float | None:
         return None
     if not isinstance(epsilon, float) or list(norm.children()) or list(norm.buffers()):
         return None
+    if len(inspect.signature(norm.forward).parameters) != 1:
+        return None  # it may be given more, such as a gate
     weight = parameters["weight"]
     x = torch.linspace(-1, 1, 2 * len(weight), dtype=weight.dtype).view(2, -1)
     # Rows as small as the epsilon tell apart where it is added.

@@ -7,7 +7,9 @@ each queue: the decodes of a group, or the prefill chunks.
 Requests are admitted in the order of their arrival and the youngest is preempted first, so those
 that hold blocks are always the oldest ones, and the oldest is never preempted: nobody starves.
 Blocks of a request that ends are given away at once, even while its last execution is in flight:
-ranks see executions in the order of submission, so a late write lands before the new owner's.
+ranks see executions in the order of submission, so a late write lands before the new owner's. So
+are slots of states. Where layers keep states, no prefix is shared: what a state was behind a prefix
+is not kept.
 """
 
 from __future__ import annotations
@@ -88,12 +90,13 @@ class Scheduler:
         self._prefilling: deque[Sequence] = deque()  # admitted, with chunks to submit
         self._groups = [Group(number, limits) for number in range(limits.groups)]
         self._stays = count(1)
+        self._shares = self.features.prefix and not limits.lengths
         self._eos = frozenset(limits.eos)
         self._stops = Counter(limits.eos)  # tokens that end some request
         self._decodes = [0] * limits.groups  # in flight
         self._held = [False] * limits.groups  # whether it has waited for a first token
         self._chunks = self._first_tokens = 0  # in flight
-        self._records = list(range(limits.requests, 0, -1))  # that are free
+        self._places = list(range(limits.requests, 0, -1))  # that are free
         self._starved = False  # the first that waits found too few blocks, and none came since
         self._events = Events()
 
@@ -320,7 +323,10 @@ class Scheduler:
             is_alone = bool(sequence.written or is_scored)
             if chunks and is_alone:
                 break
-            chunks.append(self._chunk(sequence))
+            length = self._length(sequence)
+            if chunks and self.limits.lengths and length != len(chunks[0].tokens):
+                break  # it would be padded
+            chunks.append(self._chunk(sequence, length))
             sequences.append(sequence)
             if is_alone:
                 break
@@ -331,11 +337,19 @@ class Scheduler:
         self._first_tokens += work.draws
         return Ticket(work, np.array([member.stay for member in sequences]), tuple(sequences))
 
-    def _chunk(self, sequence: Sequence) -> Chunk:
+    def _length(self, sequence: Sequence) -> int:
+        """The number of tokens of the next chunk of a sequence."""
+        left = len(sequence.tokens) - sequence.written
+        longest = self.limits.scored if sequence.wants_scores else self.limits.chunk
+        lengths = self.limits.lengths or (min(left, longest),)
+        if sequence.written and not self.limits.goes_on:
+            return 1
+        return max(length for length in lengths if length <= min(left, longest))
+
+    def _chunk(self, sequence: Sequence, length: int) -> Chunk:
         """The next chunk of a sequence, which is the first of those that are prefilled."""
         start, whole, wants = sequence.written, len(sequence.tokens), sequence.wants_scores
-        longest = self.limits.scored if wants else self.limits.chunk
-        end = sequence.written = min(start + longest, whole)
+        end = sequence.written = start + length
         if end == whole:
             self._prefilling.popleft()
         self.stats.chunks += 1
@@ -347,7 +361,8 @@ class Scheduler:
         following = None
         if wants:  # behind the last token is none yet
             following = np.append(sequence.tokens, np.uint32(0))[start + 1 : end + 1]
-        return Chunk(tokens, start, blocks, end == whole, request.sampling, record, following)
+        is_last, place = end == whole, sequence.place
+        return Chunk(tokens, start, blocks, is_last, request.sampling, record, following, place)
 
     def _admit(self) -> bool:
         """Admit the first request that waits, if there are a slot and blocks for its tokens."""
@@ -373,9 +388,7 @@ class Scheduler:
         sequence.blocks = matched + taken
         sequence.published, sequence.digest = len(matched), digest
         sequence.written = len(matched) * self.limits.block_size
-        sequence.stay = next(self._stays)
-        if sequence.request.sampling.adjustments is not None:
-            sequence.record = self._records.pop()  # there is one for each that is active
+        sequence.stay, sequence.place = next(self._stays), self._places.pop()
         self.active[sequence.request.id] = sequence
         self._prefilling.append(sequence)
         return True
@@ -384,9 +397,10 @@ class Scheduler:
         salt = sequence.request.salt
         if sequence.wants_scores:  # which need the logits of all tokens
             return [], chain(salt)
-        if self.features.prefix:
+        if self._shares:
             return self.blocks.match(sequence.tokens, salt)
-        self.features.changes["prefix"] += len(sequence.tokens)
+        if not self.features.prefix:
+            self.features.changes["prefix"] += len(sequence.tokens)
         return [], chain(salt)
 
     # -- ends --------------------------------------------------------------------------------------
@@ -402,7 +416,7 @@ class Scheduler:
     def _publish(self, sequence: Sequence, tokens: Tokens, end: int) -> None:
         """Publish the blocks that successful executions have filled, up to a position."""
         size = self.limits.block_size
-        while self.features.prefix and (stop := (sequence.published + 1) * size) <= end:
+        while self._shares and (stop := (sequence.published + 1) * size) <= end:
             block, part = sequence.blocks[sequence.published], tokens[stop - size : stop]
             sequence.digest = self.blocks.publish(block, sequence.digest, part)
             sequence.published += 1
@@ -476,10 +490,9 @@ class Scheduler:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.written = sequence.published = sequence.stay = 0
-        if sequence.record:
-            # Free at once, as blocks are: the next owner's execution comes behind all of this one.
-            self._records.append(sequence.record)
-            sequence.record = 0
+        # Free at once, as blocks are: the next owner's execution comes behind all of this one.
+        self._places.append(sequence.place)
+        sequence.place = 0
         del self.active[sequence.request.id]
         if sequence.seat is not None:
             group, slot = sequence.seat

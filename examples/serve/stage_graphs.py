@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ class StageGraphs:
     """The stages of a model, and their graphs; made on all ranks.
 
     Attributes:
+        device: of this rank's stage.
+        limits: with what the models' parts allow.
         compiled: the variants: of decode batches a graph for each group, of others one.
 
     Args:
@@ -45,14 +48,17 @@ class StageGraphs:
         count = cg.world_size() // options.ways.ranks
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
-        pool, device = Pool(limits.blocks, limits.block_size), own_device()
+        self.device = own_device()
+        pool = Pool(limits.blocks, limits.block_size)
         self.stages = [
-            make_stage(model, layers, pool, limits.requests, options, stage, device)
+            make_stage(model, layers, pool, limits.requests, options, stage, self.device)
             for stage, layers in enumerate(parts)
         ]
-        self.draft = None if draft is None else make_draft(draft, pool, options, device)
+        self.draft = None if draft is None else make_draft(draft, pool, options, self.device)
         self.compiled: dict[AnySize, tuple[cg.Compiled, ...]] = {}
-        self._limits, self._options = limits, options
+        parts_here = (one.part for stage in self.stages for one in stage.instances.values())
+        goes_on = all(cg.allgather(all(part.goes_on for part in parts_here)))
+        self.limits, self._options = replace(limits, goes_on=goes_on), options
         self._decode = decode_step(self.stages, limits, options.via)
         self._prefill = prefill_step(self.stages, self.draft, options.via)
         self._verify = verify_step(self.stages, self.draft, options.via)
@@ -60,7 +66,7 @@ class StageGraphs:
 
     def compile(self, size: AnySize) -> None:
         """Compile a variant; collective."""
-        limits, options = self._limits, self._options
+        limits, options = self.limits, self._options
         if isinstance(size, DecodeSize):
             examples = [size.example(limits, group) for group in range(limits.groups)]
             lowered = self._decode.lower_many(examples)
@@ -148,7 +154,7 @@ class Zeros:
         Raises:
             ValueError: a tensor without memory is of no pool and no record; zeros would be wrong.
         """
-        others = [name for name in wanted if not name.startswith(("pool", "records."))]
+        others = [name for name in wanted if not name.startswith(("pool", "state", "records."))]
         if others:
             raise ValueError(f"{actor} has no weights for {', '.join(others)}")
         return dict.fromkeys(wanted, self)

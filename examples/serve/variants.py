@@ -5,6 +5,7 @@ A graph is compiled for fixed sizes. Work is padded to the cheapest compiled var
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -174,16 +175,17 @@ AnySize = DecodeSize | PrefillSize | VerifySize
 S = TypeVar("S", bound=Size)
 
 
-def general(size: AnySize, options: Options) -> AnySize:
+def general(size: AnySize, limits: Limits, options: Options) -> AnySize:
     """The size that is compiled where no variant holds work of a size, which waits for it.
 
     Of rare work it has the most rows, or tokens, so that what comes next need not wait again.
+    Where chunks have no padding, they keep their length.
     """
     if not size.how & ~How.DRAWN:
         return size
     if isinstance(size, DecodeSize | VerifySize):
         return replace(size, rows=options.batches[-1])
-    return replace(size, tokens=options.chunks[-1])
+    return size if limits.lengths else replace(size, tokens=options.chunks[-1])
 
 
 def cheapest(sizes: Iterable[S], needed: S) -> S | None:
@@ -233,7 +235,8 @@ def all_sizes(limits: Limits, options: Options) -> list[AnySize]:
     for tokens in reversed(options.chunks):
         counts = reversed(prompt_rows(limits))
         sizes += [PrefillSize(rows, tokens, 0, how) for rows in counts for how in hows]
-        sizes += [PrefillSize(1, tokens, width, hows[-1]) for width in lengths]
+        if limits.goes_on or tokens == 1:
+            sizes += [PrefillSize(1, tokens, width, hows[-1]) for width in lengths]
     if options.draws:
         for how in RARE:
             sizes.append(DecodeSize(options.batches[-1], lengths[-1], how))
@@ -264,6 +267,12 @@ def widths(limits: Limits, options: Options) -> tuple[int, ...]:
     whole = -(-limits.context // limits.block_size)
     chosen = (-(-whole // 4), whole) if options.widths is None else options.widths
     return tuple(sorted({*(width for width in chosen if width < whole), whole}))
+
+
+def without_padding(chunks: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of chunks of which any prompt can be made, with those that are given."""
+    powers = itertools.takewhile(lambda n: n < chunks[0], (4**i for i in itertools.count()))
+    return (*powers, *chunks)
 
 
 def prompt_rows(limits: Limits) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ Rows = NDArray[np.int64]
 # takes the one that its slot drew last (the carry). A slot is fixed while a request decodes in its
 # group. The entry, which the engine writes, is where in the pools the token's keys and values go,
 # counted through all blocks. Then come `Sampling.numbers`, and the record of a request whose logits
-# are adjusted, which is a row of `sampling.records.Records`; others have 0, which is nobody's.
-TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS, RECORD = range(8)
-TABLE = 8
+# are adjusted, which is a row of `sampling.records.Records`; others have 0, which is nobody's. Last
+# is the slot of the request in the pools of states.
+TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS, RECORD, STATE = range(9)
+TABLE = 9
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,7 @@ class Chunk:
     record: Record | None = None  # with the last chunk, if logits are adjusted
     # The token behind each, whose log-probabilities are wanted; any number behind the prompt.
     following: Sequence[int] | NDArray[Any] | None = None
+    state: int = 0  # the slot of the request in the pools of states
 
     @property
     def how(self) -> How:

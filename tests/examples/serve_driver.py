@@ -47,11 +47,11 @@ class _Running:
     known: tuple[int, ...]
     blocks: tuple[int, ...]
     shared: int
+    place: int
     prefilled: int = 0
     asked: int = 0
     group: int = 0
     slot: int = -1
-    record: int = 0
     is_over: bool = False
 
 
@@ -94,7 +94,7 @@ class Driver:
         self._most = min(habits.companions, self._limits.groups * self._limits.slots)
         self._random = random.Random(habits.seed)
         self._free = list(range(1, self._limits.blocks))
-        self._records = list(range(1, self._limits.requests + 1))
+        self._places = list(range(1, self._limits.requests + 1))
         self._users: dict[int, int] = {}
         self._prefixes: dict[tuple[int, ...], int] = {}
         self._waiting: deque[Request] = deque()
@@ -119,7 +119,7 @@ class Driver:
             if not self._collect() and not moved:
                 self._wait()
         assert len(self._free) == self._limits.blocks - 1, "blocks were lost"
-        assert len(self._records) == self._limits.requests, "records were lost"
+        assert len(self._places) == self._limits.requests, "places were lost"
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Driver:
         size = self._limits.block_size
         needed = -(-(len(request.prompt) + request.most) // size)
         shared: list[int] = []
-        if self._habits.sharing:
+        if self._habits.sharing and not self._limits.lengths:
             for end in range(size, len(known), size):  # the last token is always computed
                 if known[:end] not in self._prefixes:
                     break
@@ -144,19 +144,18 @@ class Driver:
             self._users[block] = self._users.get(block, 0) + 1
         self.hits += len(shared)
         self._waiting.popleft()
-        running = _Running(request, known, blocks, len(shared), len(shared) * size)
-        if request.sampling.adjustments is not None:
-            self._random.shuffle(self._records)
-            running.record = self._records.pop()
-        self._running.append(running)
+        self._random.shuffle(self._places)
+        place = self._places.pop()
+        self._running.append(
+            _Running(request, known, blocks, len(shared), place, len(shared) * size)
+        )
         return True
 
     def _release(self, running: _Running) -> None:
         """At once, although executions may still write to its own blocks: they come first."""
         running.is_over = True
         self._running.remove(running)
-        if running.record:
-            self._records.append(running.record)
+        self._places.append(running.place)
         for block in running.blocks:
             self._users[block] -= 1
             if not self._users[block]:
@@ -187,15 +186,17 @@ class Driver:
             left = len(running.known) - running.prefilled
             if not left or (chunks and running.prefilled):
                 continue
-            most = min(left, self._habits.chunk)
             start = running.prefilled
-            end = start + (self._random.randint(1, most) if self._habits.ragged else most)
+            length = 1 if start and not self._limits.goes_on else self._length(left)
+            if chunks and self._limits.lengths and length != len(chunks[0].tokens):
+                continue
+            end = start + length
             tokens, is_last = running.known[start:end], end == len(running.known)
             request, record = running.request, None
-            if is_last and running.record:
-                record = Record(running.record, running.known, len(request.prompt))
-            sampling, blocks = request.sampling, running.blocks
-            chunks.append(Chunk(tokens, start, blocks, is_last, sampling, record))
+            if is_last and request.sampling.adjustments is not None:
+                record = Record(running.place, running.known, len(request.prompt))
+            sampling, blocks, place = request.sampling, running.blocks, running.place
+            chunks.append(Chunk(tokens, start, blocks, is_last, sampling, record, None, place))
             batch.append(running)
             running.prefilled = end
             if start or len(chunks) == self._limits.prompts:
@@ -205,6 +206,14 @@ class Driver:
             self.packed += len(chunks) > 1
             self._chunks.append((self._engine.submit(work), work, batch))
         return bool(chunks)
+
+    def _length(self, left: int) -> int:
+        """The number of tokens of a chunk, of so many that are left."""
+        most = min(left, self._habits.chunk)
+        lengths = [length for length in self._limits.lengths if length <= most]
+        if self._habits.ragged:
+            return self._random.choice(lengths or range(1, most + 1))
+        return max(lengths, default=most)
 
     def _decode(self, group: int) -> bool:
         if len(self._under_way[group]) == 2:
@@ -219,7 +228,8 @@ class Driver:
                 continue
             position = len(running.known) + running.asked - 1
             token = request.out[-1] if running.asked == 1 else -1
-            where = running.slot, running.blocks, request.sampling, running.record
+            record = running.place if request.sampling.adjustments is not None else 0
+            where = running.slot, running.blocks, request.sampling, record, running.place
             rows.append(Row(token, position, *where))
             batch.append(running)
             running.asked += 1

@@ -17,6 +17,7 @@ from examples.serve.work import (
     RECORD,
     SEED,
     SLOT,
+    STATE,
     TABLE,
     TOKEN,
     TOP_K,
@@ -35,14 +36,17 @@ class Row(NamedTuple):
     blocks: Sequence[int]
     sampling: Sampling
     record: int = 0
+    state: int = 0
 
 
 def decode_of(group: int, rows: Sequence[Row]) -> Decode:
     """A decode batch; each row has the blocks that the longest needs."""
     width = max((len(row.blocks) for row in rows), default=0)
     numbers = np.zeros((len(rows), TABLE + width), np.int64)
-    for at, (token, position, slot, blocks, sampling, record) in zip(numbers, rows, strict=True):
-        at[:TABLE] = token, position, slot, 0, *sampling.numbers, record
+    for at, (token, position, slot, blocks, sampling, record, state) in zip(
+        numbers, rows, strict=True
+    ):
+        at[:TABLE] = token, position, slot, 0, *sampling.numbers, record, state
         at[TABLE : TABLE + len(blocks)] = blocks
     how = functools.reduce(operator.or_, (row.sampling.how for row in rows), How.GREEDY)
     return Decode(group, numbers, how)
@@ -55,7 +59,8 @@ def rows_of(work: Decode) -> list[Row]:
         temperature, top_p = struct.unpack("=ff", struct.pack("=q", row[CONTROLS]))
         sampling = Sampling(temperature, row[TOP_K], top_p, row[SEED])
         blocks = [block for block in row[TABLE:] if block]
-        rows.append(Row(row[TOKEN], row[POSITION], row[SLOT], blocks, sampling, row[RECORD]))
+        where = row[TOKEN], row[POSITION], row[SLOT], blocks, sampling, row[RECORD], row[STATE]
+        rows.append(Row(*where))
     return rows
 
 

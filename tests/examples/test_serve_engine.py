@@ -166,7 +166,7 @@ def test_adjusted_logits_are_those_of_transformers(folder: Path, model: Any) -> 
     with serving(folder, 2, replace(OPTIONS, late=True)) as engine:
         compiled = set(engine.graphs.compiled)
         requests = random_requests(40, 21, engine.limits, share=0.6)
-        driver = Driver(engine, Habits(seed=21, preempting=0.05, cancelling=0.02))
+        driver = Driver(engine, Habits(seed=21, preempting=0.08, cancelling=0.02))
         driver.run(requests)
         adjusting = [size for size in engine.graphs.compiled if How.ADJUSTED in size.how]
         assert not compiled.intersection(adjusting)

@@ -21,7 +21,7 @@ _SIZES: Mapping[int, str] = {
     2: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers "
     "n_shared_experts num_shared_experts num_decoder_layers num_encoder_layers "
     "num_experts_per_tok num_key_value_heads num_experts_per_token swa_num_key_value_heads "
-    "linear_num_key_heads linear_num_heads num_blocks num_kv_heads moe_topk zero_expert_num "
+    "linear_num_key_heads linear_num_heads num_blocks num_kv_heads moe_topk moe_k zero_expert_num "
     "num_global_key_value_heads top_k_experts kv_n_heads moe_top_k indexer_n_heads "
     "index_n_heads index_topk",
     4: "num_attention_heads n_head num_heads n_heads decoder_attention_heads "
@@ -49,7 +49,6 @@ _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split
 
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _ALL_HEADS = {"num_key_value_heads": 4}
-_RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
 _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(
         [
@@ -63,20 +62,30 @@ _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
             "youtu",
             "dots3_note_text",
             "longcat_flash",
+            "bailing_hybrid",
+            "kimi_linear",
         ],
         _ALL_HEADS,
     ),
-    **dict.fromkeys(["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], _RECURRENT),
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], **_ROTARY},
     "deepseek_v2": {**_ALL_HEADS, "num_experts_per_tok": 2},
+    "bamba": {"attn_layer_indices": [1]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 2},
     "falcon_h1": {"mamba_d_head": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 4},
     "hunyuan_v1_moe": {"head_dim": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single types need beside the sizes."""
@@ -94,15 +103,18 @@ def config_of(kind: str) -> Any:
     cls = transformers.CONFIG_MAPPING[kind]
     tiny = _tiny(cls().to_dict())
     _join(tiny, _EXCEPTIONS.get(kind, {}))
-    return cls(**tiny)
+    config = cls(**tiny)
+    # As transformers does for models of text whose type has images, too.
+    is_text = class_of(kind).config_class is config.sub_configs.get("text_config")
+    return config.get_text_config() if is_text else config
 
 
-def class_of(kind: str) -> type[nn.Module]:
+def class_of(kind: str) -> Any:
     """The class of a type's models."""
     from transformers.models.auto import modeling_auto
 
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    return getattr(transformers, names if isinstance(names, str) else names[0])  # type: ignore[no-any-return]
+    return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
 def decoder(kind: str) -> nn.Module:
@@ -134,7 +146,18 @@ def _tiny(config: Mapping[str, Any]) -> dict[str, Any]:
             tiny[name] = _SIZE_OF[name]
         elif isinstance(value, float) and ("drop" in name or name.endswith("jitter_noise")):
             tiny[name] = 0.0
-    return tiny
+    return tiny | _kinds(config)
+
+
+def _kinds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of each kind, in the order of their first ones; nothing if all are of one."""
+    listed = {name: config.get(name) for name in ("layer_types", "mlp_layer_types")}
+    kinds = {name: list(dict.fromkeys(values)) for name, values in listed.items() if values}
+    count = max(map(len, kinds.values()), default=1)
+    if count == 1:
+        return {}
+    lists = {name: (values * count)[:count] for name, values in kinds.items()}
+    return {**lists, "num_hidden_layers": count}
 
 
 def _join(tiny: dict[str, Any], more: Mapping[str, Any]) -> None:

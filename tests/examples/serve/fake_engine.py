@@ -2,7 +2,8 @@
 
 A token is a hash of all tokens before it, and these are read back through the table of blocks. So a
 block that is shared while it is written, given away too early, or read before it is written makes
-other tokens than `reference`, as it would in a model.
+other tokens than `reference`, as it would in a model. Where chunks have fixed lengths, as for
+layers that keep states, the slot of a request has to hold its own tokens, and no padding.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ class FakeEngine:
         self.pool: list[list[int | None]] = [
             [None] * limits.block_size for _ in range(limits.blocks)
         ]
+        self.states: list[list[int]] = [[] for _ in range(1 + limits.groups * limits.slots)]
         self.is_closed = self._garbles = False
         self.works = 0
         self.to_improve = self.urgent = 0
@@ -187,9 +189,12 @@ class FakeEngine:
         if isinstance(work, Prefill):
             for chunk in work.chunks:
                 for place, token in enumerate(chunk.tokens, chunk.start):
-                    self._write(chunk.blocks, place, int(token))
+                    self._write(chunk.blocks, place, int(token), chunk.state)
             last = [chunk for chunk in work.chunks if chunk.last]
-            ends = [(each.blocks, each.start + len(each.tokens), each.sampling) for each in last]
+            ends = [
+                (each.blocks, each.start + len(each.tokens), each.sampling, each.state)
+                for each in last
+            ]
             drawn = [self._draw(*end) for end in ends]
             for chunk, token in zip(last, drawn, strict=True):
                 self._load(chunk, token)
@@ -197,13 +202,13 @@ class FakeEngine:
             return self._verify(work, work.proposals)
         else:
             rows = rows_of(work)
-            ends = [(row.blocks, row.position + 1, row.sampling) for row in rows]
+            ends = [(row.blocks, row.position + 1, row.sampling, row.state) for row in rows]
             drawn = [self._decode(work.group, row) for row in rows]
         if How.SCORED not in work.how:
             return drawn, [], []
         scored = [
             scores_of(self._read(blocks, length), token, self.limits.vocabulary)
-            for (blocks, length, _), token in zip(ends, drawn, strict=True)
+            for (blocks, length, *_), token in zip(ends, drawn, strict=True)
         ]
         return drawn, scored, []
 
@@ -219,7 +224,7 @@ class FakeEngine:
             proposals.before.tolist(),
             strict=True,
         ):
-            self._write(row.blocks, row.position, row.token)
+            self._write(row.blocks, row.position, row.token, row.state)
             known = self._read(row.blocks, row.position + 1)
             assert known[-2] == before
             tokens = proposed
@@ -227,9 +232,9 @@ class FakeEngine:
                 assert not any(tokens)
                 tokens = guess(known, len(tokens), row.sampling, self.limits.vocabulary)
             for step, token in enumerate(tokens[:count], 1):
-                self._write(row.blocks, row.position + step, token)
+                self._write(row.blocks, row.position + step, token, row.state)
             own = [
-                self._draw(row.blocks, row.position + step + 1, row.sampling)
+                self._draw(row.blocks, row.position + step + 1, row.sampling, row.state)
                 for step in range(count + 1)
             ]
             right = next((step for step in range(count) if own[step] != tokens[step]), count) + 1
@@ -256,13 +261,13 @@ class FakeEngine:
 
     def _decode(self, group: int, row: Row) -> int:
         token = self.carried[group, row.slot] if row.token == -1 else row.token
-        self._write(row.blocks, row.position, token)
+        self._write(row.blocks, row.position, token, row.state)
         sampling = row.sampling
         if row.record:
             adjustments, known = self.records[row.record]
             assert known == self._read(row.blocks, row.position + 1), "another request's record"
             sampling = replace(sampling, adjustments=adjustments)
-        drawn = self._draw(row.blocks, row.position + 1, sampling)
+        drawn = self._draw(row.blocks, row.position + 1, sampling, row.state)
         if row.record:
             self.records[row.record][1].append(drawn)
         self.carried[group, row.slot] = drawn
@@ -280,12 +285,16 @@ class FakeEngine:
         assert 0 < chunk.record.prompt <= len(known)
         self.records[chunk.record.place] = adjustments, [*known, token]
 
-    def _write(self, blocks: Sequence[int], place: int, token: int) -> None:
+    def _write(self, blocks: Sequence[int], place: int, token: int, state: int) -> None:
         size = self.limits.block_size
+        self.states[state] = [*(self.states[state] if place else []), token]
         self.pool[blocks[place // size]][place % size] = GARBAGE if self._garbles else token
 
-    def _draw(self, blocks: Sequence[int], length: int, sampling: Sampling) -> int:
-        return draw(self._read(blocks, length), sampling, self.limits.vocabulary)
+    def _draw(self, blocks: Sequence[int], length: int, sampling: Sampling, state: int) -> int:
+        tokens = self._read(blocks, length)
+        if self.limits.lengths and not self._garbles:
+            assert self.states[state] == tokens, "the state is another sequence's"
+        return draw(tokens, sampling, self.limits.vocabulary)
 
     def _read(self, blocks: Sequence[int], length: int) -> list[int]:
         size = self.limits.block_size
@@ -304,6 +313,10 @@ class FakeEngine:
             is_alone = bool(work.how & (How.SCORED | How.PROMPT))
             is_alone = is_alone or any(chunk.start for chunk in chunks)
             assert len(chunks) == 1 or not is_alone
+            if limits.lengths:
+                (length,) = {len(chunk.tokens) for chunk in chunks}
+                assert length in limits.lengths
+                assert limits.goes_on or length == 1 or not chunks[0].start
             ends = [(chunk.start + len(chunk.tokens), chunk.blocks) for chunk in chunks]
             tokens = [int(token) for chunk in chunks for token in chunk.tokens]
         else:

@@ -153,6 +153,9 @@ class Harness:
         assert blocks.used + blocks.available == blocks.count - 1
         assert blocks.used == len(holders)
         assert 0 not in holders
+        places = [each.place for each in scheduler.active.values()]
+        assert len(set(places)) == len(places)
+        assert 0 not in places
         for block, count in holders.items():
             assert count == 1 or blocks.is_published(block)
         for sequence in scheduler.active.values():
@@ -176,6 +179,8 @@ class Machine(RuleBasedStateMachine):
         chunk=st.integers(1, 9),
         prompts=st.integers(1, 3),
         scored=st.integers(1, 9),
+        lengths=st.sampled_from([(), (), (1, 4), (1, 2, 3)]),
+        goes_on=st.booleans(),
         features=st.sampled_from(
             ["", "", "-prefix", "-async_sched", "-carry", "-fill_tgt", "-fast_cnt"]
         ),
@@ -189,11 +194,16 @@ class Machine(RuleBasedStateMachine):
         chunk: int,
         prompts: int,
         scored: int,
+        lengths: tuple[int, ...],
+        goes_on: bool,
         features: str,
         drafts: tuple[int, bool],
     ) -> None:
+        chunk = max(lengths, default=chunk)
+        scored = max((n for n in lengths if n <= scored), default=min(chunk, scored))
         sizes = groups, slots, chunk, blocks, 3, 30, 50
-        limits = Limits(*sizes, (7, 8, 9), prompts, min(chunk, scored), *drafts)
+        drafts = (0, False) if lengths else drafts
+        limits = Limits(*sizes, (7, 8, 9), prompts, scored, *drafts, lengths, goes_on)
         self.it = Harness(limits, parse(features))
         self.cancelled: set[int] = set()
 
@@ -287,7 +297,7 @@ class Machine(RuleBasedStateMachine):
         self.it.check_blocks()
         assert self.it.scheduler.blocks.used == 0
         assert self.it.scheduler.running == 0
-        assert len(self.it.scheduler._records) == self.it.scheduler.limits.requests
+        assert len(self.it.scheduler._places) == self.it.scheduler.limits.requests
         self.it.check(without=self.cancelled)
 
 

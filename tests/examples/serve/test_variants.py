@@ -51,9 +51,11 @@ def test_rare_work_has_variants_of_its_own() -> None:
     hows = [How.GREEDY, How.DRAWN, SCORED, ADJUSTED, SCORED | ADJUSTED]
     pairs = {(how, needed) for how in hows for needed in hows if serves(how, needed)}
     assert pairs == {(how, how) for how in hows} | {(How.DRAWN, How.GREEDY)}
-    assert general(DecodeSize(2, 4, ADJUSTED), OPTIONS) == DecodeSize(8, 4, ADJUSTED)
-    assert general(DecodeSize(2, 4, How.DRAWN), OPTIONS) == DecodeSize(2, 4, How.DRAWN)
-    assert general(PrefillSize(2, 8, 4, ADJUSTED), OPTIONS) == PrefillSize(2, 32, 4, ADJUSTED)
+    assert general(DecodeSize(2, 4, ADJUSTED), LIMITS, OPTIONS) == DecodeSize(8, 4, ADJUSTED)
+    assert general(DecodeSize(2, 4, How.DRAWN), LIMITS, OPTIONS) == DecodeSize(2, 4, How.DRAWN)
+    chunk = PrefillSize(2, 8, 4, ADJUSTED)
+    assert general(chunk, LIMITS, OPTIONS) == PrefillSize(2, 32, 4, ADJUSTED)
+    assert general(chunk, replace(LIMITS, lengths=(8, 32)), OPTIONS) == chunk
 
 
 def test_a_chunk_that_goes_on_is_alone() -> None:
