@@ -16,6 +16,7 @@ from .front.admission import Bounds
 from .front.connections import listen
 from .front.server import Front
 from .front.text import load
+from .front.tools.dialects import PARSERS, REASONING, dialect_of
 from .models import resolve
 from .options import NGRAM, add_arguments, draft_tokens
 from .transports import loop_factory
@@ -48,15 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rules.defaults or rules.max_tokens:
         log.info("what requests leave out is as generation_config.json says: %s", rules.shown())
     host, port = listener.getsockname()[:2]
-    name = options.name or Path(model).name
-    log.info("serving %s as '%s' at http://%s:%d/", note, name, host, port)
+    names = options.name or [Path(model).name]
+    log.info("serving %s as '%s' at http://%s:%d/", note, "', '".join(names), host, port)
     with folder, listener:
         bounds = Bounds(requests=options.requests, tokens=options.tokens, drain=options.drain)
         command = in_process(options, model) if features.inproc else job(options, model, features)
 
         async def serve() -> int:
             path = Path(folder.name)
-            front = Front(name, text, command, path, bounds, features, options.api_key, rules)
+            dialect = dialect_of(text.template, options.tool_parser, options.reasoning_parser)
+            key, origins = options.api_key, options.allow_origin
+            front = Front(
+                *(names, text, command, path, bounds, features, key, rules, dialect, origins)
+            )
             return await front.serve(listener)
 
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -99,7 +104,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="where to listen; the default is this machine alone")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--api-key", help="what clients have to send as a bearer token")
-    add("--name", help="the model's name for clients; by default that of its folder")
+    add(
+        *("--name", "--served-model-name"),
+        nargs="+",
+        help="the model's names for clients; by default that of its folder",
+    )
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="of pages that browsers let ask, such as https://example.org; * for all",
+    )
+    add("--tool-parser", choices=sorted(PARSERS), help="calls of tools; by default the template's")
+    add("--reasoning-parser", choices=REASONING, help="thoughts; by default the template's")
     add("--requests", type=int, default=Bounds.requests, help="admitted at once; more get 429")
     add("--tokens", type=int, default=Bounds.tokens, help="of all admitted requests together")
     add("--drain", type=float, default=Bounds.drain, help="seconds for requests after SIGTERM")

@@ -41,6 +41,7 @@ from .variants import (
     first_sizes,
     general,
     later_sizes,
+    open_masks,
     prompt_rows,
     widths,
     without_padding,
@@ -56,17 +57,19 @@ from .work import (
     TOKEN,
     Chunk,
     Decode,
+    Masks,
     Prefill,
     Proposals,
     Result,
     Rows,
+    words,
 )
 
 log = logging.getLogger("serve")
 
 WARM_UPS = {"cpu": 1, "accelerator": 3}
 """Executions of each variant in each context; the third one is recorded, on devices that can."""
-ALONE = How.SCORED | How.PROMPT
+ALONE = How.SCORED | How.PROMPT | How.MASKED
 """Work for which a chunk has to be alone."""
 WITHOUT_DRAWS = "a temperature or log-probabilities, without `draws`"
 SHARE = 0.1
@@ -224,8 +227,10 @@ class CgEngine:
         numbers[: len(rows), TABLE : TABLE + table.shape[1]] = table
         numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * block + offset
         graph = self.graphs.compiled[size][work.group]
-        batch = torch.from_numpy(numbers)
-        future = graph.execute(batch, int(size.how), work.group)
+        batch, masks = torch.from_numpy(numbers), open_masks(size.rows, size.how, limits)
+        if masks is not None and work.masks is not None:
+            masks[: len(rows)] = torch.from_numpy(self._checked(work.masks))
+        future = graph.execute(batch, masks, int(size.how), work.group)
         return self._tokens(future, len(rows), size.how)
 
     def _verify(self, work: Decode, proposals: Proposals) -> Verified:
@@ -266,6 +271,12 @@ class CgEngine:
         _within("a block", np.where(is_needed, table, 1), 1, self.limits.blocks)
         return table * is_needed
 
+    def _checked(self, masks: Masks) -> Masks:
+        """Masks that have a word for every 32 tokens."""
+        count = words(self.limits.vocabulary)
+        _check(masks.shape[-1] == count, f"a mask has {masks.shape[-1]} words of {count}")
+        return masks
+
     def _decode_size(self, table: Rows, how: How) -> tuple[int, int, How]:
         """The rows, the blocks and the work of the smallest variant that holds a batch."""
         batches, (rows, needed) = self.options.batches, table.shape
@@ -300,8 +311,10 @@ class CgEngine:
         for row, chunk in zip(numbers, ordered, strict=False):
             self._write(row, chunk, size)
         (graph,) = self.graphs.compiled[size]
-        batch = torch.from_numpy(numbers)
-        future = graph.execute(batch, size.tokens, size.width, int(size.how))
+        batch, masks = torch.from_numpy(numbers), open_masks(size.rows, size.how, limits)
+        if masks is not None and (mask := work.chunks[0].mask) is not None:
+            masks[0] = torch.from_numpy(self._checked(mask))
+        future = graph.execute(batch, masks, size.tokens, size.width, int(size.how))
         return self._tokens(future, work.draws, size.how, lengths[0])
 
     def _prefill_size(self, work: Prefill, is_alone: bool) -> PrefillSize:

@@ -8,13 +8,44 @@ from __future__ import annotations
 
 import collections.abc as abc
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .ngram import Propose
 from .requests import How, Limits, Request
-from .work import CONTROLS, POSITION, RECORD, SEED, SLOT, STATE, TABLE, TOKEN, Decode, Proposals
+from .work import (
+    CONTROLS,
+    POSITION,
+    RECORD,
+    SEED,
+    SLOT,
+    STATE,
+    TABLE,
+    TOKEN,
+    Decode,
+    Masks,
+    Proposals,
+    words,
+)
+
+
+class Guide(Protocol):
+    """Follows a text by a grammar, token by token.
+
+    Attributes:
+        mask: of the tokens that may be drawn next, int32 [words], while it `is_ready`.
+        is_ready: false while a token is taken.
+        is_complete: whether the text cannot go on.
+        error: why the grammar cannot be followed any further; empty: it can.
+    """
+
+    mask: Masks
+    is_ready: bool
+    is_complete: bool
+    error: str
+
 
 Numbers = NDArray[np.int64]
 Tokens = NDArray[np.uint32]
@@ -32,6 +63,8 @@ class Sequence:
             counts them.
         published: blocks that are in the prefix cache, or could be.
         digest: of the last of these blocks.
+        guide: says which tokens may be drawn, if it has a grammar.
+        is_started: whether it has been admitted before.
         seat: the group and the slot, while it decodes.
         place: a number of its own from 1, while it holds blocks, else 0. It is that of its slot of
             states, and of its record.
@@ -47,6 +80,8 @@ class Sequence:
     written: int = 0
     published: int = 0
     digest: bytes = b""
+    guide: Guide | None = None
+    is_started: bool = False
     seat: tuple[Group, int] | None = None
     stay: int = 0
     place: int = 0
@@ -80,6 +115,8 @@ class Group:
         speculates: booleans, whether tokens are proposed for a sequence. Steps of these are apart
             from those of others: until one has ended, nobody knows where its rows go on.
         waits: whether such a step is in flight.
+        is_guided: whether the sequence of each slot has a guide; then it does not speculate.
+        is_ready: whether the next token may be drawn: what a guide allows is known.
     """
 
     def __init__(self, number: int, limits: Limits) -> None:
@@ -94,6 +131,9 @@ class Group:
         self.speculates = np.zeros(slots, bool)
         self.waits = False
         self._proposes = limits.draft_tokens > 0
+        self.is_guided = np.zeros(slots, bool)
+        self.is_ready = np.ones(slots, bool)
+        self._words = words(limits.vocabulary)
 
     @property
     def count(self) -> int:
@@ -111,8 +151,12 @@ class Group:
         self.tokens[slot, :known], self.known[slot] = sequence.tokens, known
         self.ends[slot] = len(request.prompt) + request.max_tokens - 1
         self.ids[slot], self.stays[slot], self.members[slot] = request.id, sequence.stay, sequence
-        self.speculates[slot] = self._proposes and request.sampling.speculates
+        guide = sequence.guide
+        may_speculate = request.sampling.speculates and guide is None
+        self.speculates[slot] = self._proposes and may_speculate
         self.hows[slot] = request.sampling.how
+        self.is_guided[slot] = guide is not None
+        self.is_ready[slot] = guide is None or guide.is_ready
         sequence.seat = self, slot
         self.extend(slot, sequence.blocks)
 
@@ -129,7 +173,7 @@ class Group:
         """The sequences whose next token has no block, the oldest first."""
         at = self.rows[:, POSITION]
         short = self.members[(at >= self.room) & (at < self.ends)]
-        return sorted(short, key=lambda sequence: sequence.request.id) if len(short) else []
+        return sorted(short, key=lambda sequence: sequence.stay) if len(short) else []
 
     def extend(self, slot: int, blocks: list[int]) -> None:
         """Write all blocks of a row."""
@@ -144,9 +188,11 @@ class Group:
     def decode(self) -> tuple[Decode, Numbers] | None:
         """The next step of the sequences that do not speculate, with their stays; None without any.
 
+        A sequence with a guide takes part once its last token is known, and so its next mask.
         Afterwards their rows are those of the following step, which takes tokens from the carry.
         """
         slots = self.wanting(speculating=False)
+        slots = slots[self.is_ready[slots]]
         if not len(slots):
             return None
         step = self._step(slots, None)
@@ -162,8 +208,21 @@ class Group:
     def _step(self, slots: Numbers, proposals: Proposals | None) -> Decode:
         ends = self.rows[slots, POSITION] + (0 if proposals is None else proposals.counts)
         rows = self.rows[slots, : TABLE + 1 + int(ends.max()) // self._size]
-        how = How(int(np.bitwise_or.reduce(self.hows[slots])))
-        return Decode(self.number, rows, how, proposals)
+        how, masks = How(int(np.bitwise_or.reduce(self.hows[slots]))), self._masks(slots)
+        if masks is not None:
+            how |= How.DRAWN | How.MASKED
+        return Decode(self.number, rows, how, proposals, masks)
+
+    def _masks(self, slots: Numbers) -> Masks | None:
+        """The masks of rows, which are used up; None if no row has a guide."""
+        guided = self.is_guided[slots]
+        if not guided.any():
+            return None
+        masks = np.full((len(slots), self._words), -1, np.int32)
+        for row in guided.nonzero()[0]:
+            masks[row] = self.members[slots[row]].guide.mask
+        self.is_ready[slots] = ~guided
+        return masks
 
     def go_on(self, slots: Numbers, places: Numbers, tokens: Tokens) -> None:
         """After a step of sequences that speculate: the last token of each, and its place."""

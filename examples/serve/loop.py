@@ -12,18 +12,25 @@ import json
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import wire
 from .features import Features
-from .requests import ERROR, End, Events, Request
+from .requests import ERROR, UNFOLLOWED, End, Events, Request
 from .scheduler import Scheduler, Ticket
 from .transports import Feeder, Ring
 from .wire import Kind, Link
 from .work import Decode, Engine, Result
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from .groups import Guide
+    from .structure.guides import Guides
 
 log = logging.getLogger("serve")
 
@@ -49,6 +56,7 @@ class EngineLoop:
     Args:
         patience: as `PATIENCE`.
         usual_chunk: the longest chunk without `-chunk`.
+        vocabulary: gives the tokens of the model as llguidance needs them.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class EngineLoop:
         features: Features | None = None,
         patience: float = PATIENCE,
         usual_chunk: int = USUAL_CHUNK,
+        vocabulary: Callable[[], LLTokenizer] | None = None,
     ) -> None:
         self.engine, self.features = engine, features or Features()
         self.scheduler = Scheduler(engine.limits, self.features)
@@ -73,6 +82,9 @@ class EngineLoop:
         self._timer: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
         self._is_paused = False
+        self._load = vocabulary
+        self._guides: Guides | None = None
+        self._opening: dict[int, Request] = {}  # whose guides are not ready for a first token
         self._feeder: Feeder | None = None
         self._ring: Ring | None = None
         self.link = Link(self._on_frame, lambda link: self._wake.set(), self._wake.set)
@@ -99,7 +111,9 @@ class EngineLoop:
         while not self.link.is_closed and self._fault is None:
             self._wake.clear()
             self._take_commands()
+            self._take_guides()
             self._collect()
+            self._advance_guides()
             if self.engine.due(self._is_quiet()):
                 self._send()
                 self._improve()
@@ -117,6 +131,8 @@ class EngineLoop:
             self._timer.cancel()
         if self._feeder is not None:
             self._feeder.close()
+        if self._guides is not None:
+            self._guides.close()
         self.link.close()
         if self._fault is not None:
             raise self._fault
@@ -140,7 +156,7 @@ class EngineLoop:
 
     def _take_commands(self) -> None:
         """Take a step's share of the commands; all of them while there is nothing else to do."""
-        is_idle = self.scheduler.is_idle
+        is_idle = self.is_idle
         taken = 0
         while self._commands:
             if taken >= BUDGET and not is_idle:
@@ -157,12 +173,55 @@ class EngineLoop:
 
     def _obey(self, kind: Kind, command: Request | int) -> None:
         if isinstance(command, int):
+            self._opening.pop(command, None)
             self.scheduler.cancel(command)
-            return
+        elif command.grammar:
+            self._open(command)
+        else:
+            self._add(command)
+
+    def _add(self, request: Request, guide: Guide | None = None) -> None:
         try:
-            self.scheduler.add(command)
+            self.scheduler.add(request, guide)
         except ValueError as error:  # the front has checked it, so it is the front's mistake
-            self._unsent.ends.append(End(command.id, ERROR, 0, str(error)))
+            self._unsent.ends.append(End(request.id, ERROR, 0, str(error)))
+
+    # -- guides ------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there are no requests."""
+        return self.scheduler.is_idle and not self._opening
+
+    def _open(self, request: Request) -> None:
+        """Let a request wait for its guide, beside those that wait for their turn."""
+        if self._guides is None:
+            from .structure.guides import Guides  # llguidance is for grammars alone
+
+            if self._load is None:
+                raise ValueError("an engine without a vocabulary takes no grammars")
+            loop, limits = asyncio.get_running_loop(), self.engine.limits
+            self._guides = Guides(
+                self._load, limits.vocabulary, lambda: loop.call_soon_threadsafe(self._wake.set)
+            )
+        self._opening[request.id] = request
+        self._guides.open(request.id, request.grammar)
+
+    def _take_guides(self) -> None:
+        """Go on with the requests whose guides are ready."""
+        for guide in () if self._guides is None else self._guides.take():
+            request = self._opening.pop(guide.id, None)
+            if request is None:
+                self.scheduler.guided(guide, guide.id)
+            elif guide.error or guide.is_complete:
+                reason = UNFOLLOWED if guide.error else "stop"
+                self._unsent.ends.append(End(guide.id, reason, 0, guide.error))
+            else:
+                self._add(request, guide)
+
+    def _advance_guides(self) -> None:
+        if self._guides is not None:
+            self._guides.advance(self.scheduler.take_advances())
 
     # -- work --------------------------------------------------------------------------------------
 
@@ -197,7 +256,7 @@ class EngineLoop:
 
     def _is_quiet(self) -> bool:
         """True if there has been no work for a while; if there is none, looks again after it."""
-        if not self.scheduler.is_idle:
+        if not self.is_idle:
             self._quiet_at = monotonic() + QUIET
             return False
         left = self._quiet_at - monotonic()
@@ -259,7 +318,7 @@ class EngineLoop:
             self._feeder.put(wire.plain(events))
         else:
             self._send_frame(events)
-        if self.scheduler.is_idle:
+        if self.is_idle:
             self._send_stats()
 
     def _send_frame(self, events: Events) -> None:
@@ -286,7 +345,7 @@ class EngineLoop:
         if not self.link.is_full:
             self._send_stats()
         self._tell_proposals(now)
-        if not self.scheduler.is_idle:
+        if not self.is_idle:
             self._timer = asyncio.get_running_loop().call_later(BEAT, self._beat)
 
     def _tell_proposals(self, now: float) -> None:
@@ -306,7 +365,7 @@ class EngineLoop:
         stats = {
             **asdict(scheduler.stats),
             "running": scheduler.running,
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) + len(self._opening),
             "blocks_used": scheduler.blocks.used,
             "prefix_queries": scheduler.blocks.queries,
             "prefix_hits": scheduler.blocks.hits,

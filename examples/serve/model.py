@@ -12,7 +12,7 @@ import cg
 from .attention import Pages
 from .parts import Model, Ways
 from .requests import LOGPROBS, How
-from .sampling.draw import draw, greedy, rank, score
+from .sampling.draw import allowed, draw, greedy, rank, score
 from .sampling.records import Records
 from .states import Slots
 from .work import ENTRY, POSITION, RECORD, SEED, STATE, TABLE
@@ -105,12 +105,15 @@ class Stage(nn.Module):
         if self.is_last:
             self.records = Records(requests, model.vocabulary)
 
-    def decode(self, x: Tensor, batch: Tensor, how: int) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    def decode(
+        self, x: Tensor, batch: Tensor, masks: Tensor | None, how: int
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The next token of each row; with `How.SCORED` also the results of `score`.
 
         Args:
             x: ids int64 [rows] on the first stage, else [rows, 1, hidden].
             batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
+            masks: int32 [rows, words] with `How.MASKED`; else None.
             how: of `How`.
         """
         positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
@@ -118,11 +121,12 @@ class Stage(nn.Module):
         if not self.is_last:
             return out
         return self._tokens(
-            out[:, 0], batch[:, POSITION] + 1, batch[:, SEED:RECORD], batch[:, RECORD], how
+            *(out[:, 0], batch[:, POSITION] + 1, batch[:, SEED:RECORD], batch[:, RECORD]),
+            *(masks, how),
         )
 
     def prefill(
-        self, x: Tensor, batch: Tensor, tokens: int, width: int, how: int
+        self, x: Tensor, batch: Tensor, masks: Tensor | None, tokens: int, width: int, how: int
     ) -> Tensor | tuple[Tensor, ...]:
         """The tokens that follow chunks of prompts; with `How.SCORED` as `decode`.
 
@@ -132,6 +136,7 @@ class Stage(nn.Module):
         Args:
             x: ids int64 [rows, tokens] on the first stage, else [rows, tokens, hidden].
             batch: int64 [rows, PROMPT + 2 * tokens + blocks], and more for some `how`.
+            masks: as `decode`.
             tokens: how many, with padding.
             width: the number of blocks.
             how: of `How`.
@@ -146,7 +151,7 @@ class Stage(nn.Module):
         behind = end + tokens if how & How.PROMPT else end
         start = batch[:, START]
         places = self.records.load(batch[:, behind:]) if how & How.ADJUSTED else start
-        sampling = start + length[:, 0], batch[:, NUMBERS:PROMPT], places, how
+        sampling = start + length[:, 0], batch[:, NUMBERS:PROMPT], places, masks, how
         if not how & How.PROMPT:
             return self._tokens(out[:, 0], *sampling)
         logits, following = cg.layout(out[0], cg.whole), batch[0, end:behind]
@@ -164,7 +169,7 @@ class Stage(nn.Module):
             x: ids int64 [rows, tokens] on the first stage, else [rows, tokens, hidden].
             batch: int64 [rows, PROMPT + 2 * tokens + blocks].
             tokens: how many, with padding.
-            how: of `How`; no row's logits are adjusted.
+            how: of `How`; no row's logits are adjusted, or masked.
 
         Returns:
             As `decode`, for rows * tokens rows.
@@ -176,10 +181,16 @@ class Stage(nn.Module):
             return out
         places = positions.flatten()
         sampling = batch[:, NUMBERS:PROMPT].repeat_interleave(tokens, 0)
-        return self._tokens(out.flatten(0, 1), places + 1, sampling, places, how)
+        return self._tokens(out.flatten(0, 1), places + 1, sampling, places, None, how)
 
     def _tokens(
-        self, logits: Tensor, positions: Tensor, sampling: Tensor, places: Tensor, how: int
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: Tensor,
+        places: Tensor,
+        masks: Tensor | None,
+        how: int,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The tokens at some positions.
 
@@ -187,9 +198,12 @@ class Stage(nn.Module):
             logits: [rows, vocabulary], whose log-probabilities `score` gives.
             sampling: int64 [rows, 3], `Sampling.numbers`.
             places: int64 [rows], of records; only with `How.ADJUSTED`.
+            masks: as `decode`.
         """
         # Of the whole vocabulary; on a mesh each rank has computed a part.
         logits = cg.layout(logits, cg.whole)
+        if masks is not None:
+            logits = allowed(logits, masks)
         if how == How.GREEDY:
             return greedy(logits)
         temperature, top_p = sampling[:, 2:].view(torch.float32).unbind(1)

@@ -27,6 +27,12 @@ def source(name: str) -> Any:
     return Path(name)
 
 
+def tokenizer_folder(model: str) -> Path | None:
+    """The folder with a model's tokenizer; None if its tokens are bytes, as those of our GPT."""
+    folder = Path(model)
+    return folder if folder.is_dir() and not (folder / "latest").exists() else None
+
+
 def resolve(name: str | None) -> tuple[str, str]:
     """Find the model to serve.
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -29,7 +29,7 @@ from . import features as switches
 from .defaults import BLOCK, CHUNKS, Choice, Given, Hardware, choose, measure
 from .engine import CgEngine, start
 from .loop import EngineLoop
-from .models import source
+from .models import source, tokenizer_folder
 from .opening import open_model
 from .options import NGRAM, add_arguments, draft_tokens
 from .parts import Model
@@ -37,6 +37,9 @@ from .requests import Limits
 from .settings import Options
 from .stage_graphs import own_device
 from .transports import loop_factory
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 log = logging.getLogger("serve")
 
@@ -207,8 +210,16 @@ async def serve(
 ) -> None:
     """Serve the front that listens at a path, until it goes."""
     count(features, engine.limits, given, usual)
+
+    def tokens() -> LLTokenizer:
+        from .structure.vocabulary import stored, vocabulary  # llguidance is for grammars alone
+
+        tokenizer, limits = stored(tokenizer_folder(given.model)), engine.limits
+        return vocabulary(tokenizer, limits.vocabulary, limits.eos)
+
     try:
-        await EngineLoop(engine, features, usual_chunk=usual.chunk).run(path)
+        loop = EngineLoop(engine, features, usual_chunk=usual.chunk, vocabulary=tokens)
+        await loop.run(path)
     finally:
         engine.close()
 

@@ -17,6 +17,8 @@ BAD_WORD = 16
 """The most tokens of such a sequence."""
 ERROR = "error"
 """The reason of an end that comes with a message."""
+UNFOLLOWED = "unfollowed"
+"""The same, for a grammar that takes too much to follow any further."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class How(IntFlag):
     SCORED = 2  # gives log-probabilities
     ADJUSTED = 4  # changes logits before
     PROMPT = 8  # gives log-probabilities of the prompt's tokens
+    MASKED = 16  # draws one that a mask allows
 
     @property
     def words(self) -> str:
@@ -58,6 +61,7 @@ class How(IntFlag):
             How.SCORED: "log-probabilities",
             How.ADJUSTED: "penalties",
             How.PROMPT: "log-probabilities of the prompt",
+            How.MASKED: "masks",
         }
         if rare := [name for how, name in names.items() if how in self]:
             return f"with {' and '.join(rare)}"
@@ -139,7 +143,8 @@ class Sampling:
 class Scores:
     """Natural log-probabilities of a token and of the likeliest ones, in order.
 
-    They are the model's own, before anything changes the logits.
+    They are the model's own, before anything but a mask changes the logits. Under a mask they are
+    those among the tokens that it allows.
 
     Attributes:
         rank: of a token of a prompt: 1 if none is likelier; 0 for a drawn one.
@@ -165,6 +170,7 @@ class Request:
     stops: tuple[int, ...] = ()  # tokens that end the text, beside those of the model
     prompt_logprobs: int | None = None  # as `Sampling.logprobs`, of all tokens but the first
     salt: bytes = b""  # requests of different salts share no cached prefix
+    grammar: str = ""  # that the text has to follow, as llguidance takes it; empty: none
 
 
 @dataclass(frozen=True)

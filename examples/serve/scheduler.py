@@ -24,9 +24,9 @@ import numpy as np
 
 from .blocks import Blocks, chain
 from .features import Features
-from .groups import Counts, Group, Numbers, Sequence, Tokens, runs
+from .groups import Counts, Group, Guide, Numbers, Sequence, Tokens, runs
 from .ngram import Propose
-from .requests import ERROR, End, Events, How, Limits, Request, Scores
+from .requests import ERROR, UNFOLLOWED, End, Events, How, Limits, Request, Scores
 from .speculation import Speculation, look_up
 from .work import POSITION, SLOT, TOKEN, Chunk, Decode, Prefill, Record
 
@@ -86,7 +86,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.active: dict[int, Sequence] = {}  # by id, in the order of arrival
         self._all: dict[int, Sequence] = {}
-        self._newest = self._started = -1
         self._prefilling: deque[Sequence] = deque()  # admitted, with chunks to submit
         self._groups = [Group(number, limits) for number in range(limits.groups)]
         self._stays = count(1)
@@ -99,11 +98,15 @@ class Scheduler:
         self._places = list(range(limits.requests, 0, -1))  # that are free
         self._starved = False  # the first that waits found too few blocks, and none came since
         self._events = Events()
+        self._advances: list[tuple[Guide, int]] = []
 
     # -- what clients do ---------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, guide: Guide | None = None) -> None:
         """Let a request wait for its turn.
+
+        Args:
+            guide: of its grammar, ready for the first token; None without one.
 
         Raises:
             ValueError: the engine cannot serve it; the front checks this before.
@@ -115,10 +118,9 @@ class Scheduler:
             )
         if min(request.prompt) < 0 or max(request.prompt) >= limits.vocabulary:
             raise ValueError(f"a token is not below {limits.vocabulary}")
-        if request.id <= self._newest:
-            raise ValueError(f"request {request.id} comes after {self._newest}: ids grow")
-        self._newest = request.id
-        sequence = Sequence(request, np.array(request.prompt, np.uint32))
+        if request.id in self._all:
+            raise ValueError(f"there is a request {request.id}")
+        sequence = Sequence(request, np.array(request.prompt, np.uint32), guide=guide)
         self._all[request.id] = sequence
         self._stops.update(request.stops)
         self.waiting.append(sequence)
@@ -138,6 +140,24 @@ class Scheduler:
     def running(self) -> int:
         """How many requests hold blocks."""
         return len(self.active)
+
+    def take_advances(self) -> list[tuple[Guide, int]]:
+        """The tokens that guides have to take, since the last call."""
+        advances, self._advances = self._advances, []
+        return advances
+
+    def guided(self, guide: Guide, id_: int) -> None:
+        """Go on with a request whose guide has taken a token."""
+        sequence = self._all.get(id_)
+        if sequence is None or sequence.guide is not guide:
+            return
+        if guide.error:
+            self._finish(sequence, UNFOLLOWED, guide.error)
+        elif guide.is_complete:
+            self._finish(sequence, "stop")
+        elif sequence.seat is not None:
+            group, slot = sequence.seat
+            group.is_ready[slot] = True
 
     def take_events(self) -> Events:
         """The events since the last call."""
@@ -279,6 +299,8 @@ class Scheduler:
         for at in (places % self.limits.block_size == 0).nonzero()[0]:
             self._publish(members[at], group.tokens[slots[at]], places[at])
         self._tell(group.ids[slots[~stops]], tokens[~stops])
+        for at in (group.is_guided[slots] & ~stops).nonzero()[0]:
+            self._advance(members[at].guide, int(tokens[at]))
         for member, score, is_over in zip(members, scores, stops, strict=False):
             if not is_over:
                 self._score(member.request, score)
@@ -320,8 +342,9 @@ class Scheduler:
         while len(chunks) < self.limits.prompts and (self._prefilling or self._admit()):
             sequence = self._prefilling[0]
             is_scored = How.SCORED in sequence.request.sampling.how or sequence.wants_scores
-            is_alone = bool(sequence.written or is_scored)
-            if chunks and is_alone:
+            guide = sequence.guide
+            is_alone = bool(sequence.written or is_scored or guide)
+            if (chunks and is_alone) or (guide is not None and not guide.is_ready):
                 break
             length = self._length(sequence)
             if chunks and self.limits.lengths and length != len(chunks[0].tokens):
@@ -361,8 +384,12 @@ class Scheduler:
         following = None
         if wants:  # behind the last token is none yet
             following = np.append(sequence.tokens, np.uint32(0))[start + 1 : end + 1]
-        is_last, place = end == whole, sequence.place
-        return Chunk(tokens, start, blocks, is_last, request.sampling, record, following, place)
+        guide, is_last = sequence.guide, end == whole
+        mask = guide.mask if guide is not None and is_last else None
+        place = sequence.place
+        return Chunk(
+            tokens, start, blocks, is_last, request.sampling, record, following, place, mask
+        )
 
     def _admit(self) -> bool:
         """Admit the first request that waits, if there are a slot and blocks for its tokens."""
@@ -382,8 +409,8 @@ class Scheduler:
             return False
         self.blocks.count_match(len(sequence.tokens), len(matched))
         self.waiting.popleft()
-        if sequence.request.id > self._started:
-            self._started = sequence.request.id
+        if not sequence.is_started:
+            sequence.is_started = True
             self._events.started.append(sequence.request.id)
         sequence.blocks = matched + taken
         sequence.published, sequence.digest = len(matched), digest
@@ -433,6 +460,8 @@ class Scheduler:
             self._finish(sequence, "stop", token=token)
             return
         self._tell([request.id], [token])
+        if sequence.guide is not None:
+            self._advance(sequence.guide, token)
         for score in scores:  # of a chunk alone
             self._score(request, score)
         if len(sequence.tokens) == len(request.prompt) + request.max_tokens:
@@ -451,6 +480,11 @@ class Scheduler:
         self._events.pairs.frombytes(pairs.tobytes())
         if not self.features.fast_cnt:
             self.features.changes["fast_cnt"] += len(ids)
+
+    def _advance(self, guide: Guide, token: int) -> None:
+        """Let a guide take a token; until it has, no other is drawn."""
+        guide.is_ready = False
+        self._advances.append((guide, token))
 
     def _score(self, request: Request, scores: Scores) -> None:
         limit = request.sampling.logprobs
@@ -472,10 +506,10 @@ class Scheduler:
         """End a request; without a reason nobody is told, for the client has gone."""
         request = sequence.request
         del self._all[request.id]
-        for token in request.stops:
-            self._stops[token] -= 1
-            if not self._stops[token]:
-                del self._stops[token]
+        for stop in request.stops:
+            self._stops[stop] -= 1
+            if not self._stops[stop]:
+                del self._stops[stop]
         if sequence.stay:
             self._vacate(sequence)
         else:

@@ -223,12 +223,12 @@ def decode_step(stages: Sequence[cg.ActorHandle], limits: Limits, via: str = "au
     carries = [cg.carry(zeros, on=0) for _ in range(limits.groups)]
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def decode(batch: Tensor, how: int, group: int) -> Any:
+    def decode(batch: Tensor, masks: Tensor | None, how: int, group: int) -> Any:
         carried = carries[group]
         tokens, slot = batch[:, TOKEN], batch[:, SLOT]
         x = torch.where(tokens < 0, carried.get(slot), tokens)
         for stage in stages:
-            x = cg.via(stage.decode(x, batch, how), via)
+            x = cg.via(stage.decode(x, batch, masks, how), via)
         carried.set(x[0] if how & How.SCORED else x, slot)
         return x
 
@@ -241,12 +241,12 @@ def prefill_step(
     """The step of chunks of prompts, which a draft reads as well."""
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def prefill(batch: Tensor, tokens: int, width: int, how: int) -> Any:
+    def prefill(batch: Tensor, masks: Tensor | None, tokens: int, width: int, how: int) -> Any:
         x = batch[:, PROMPT : PROMPT + tokens]
         if draft is not None:  # for what it writes to its pools
-            draft.prefill(x, batch, tokens, width, int(How.GREEDY))
+            draft.prefill(x, batch, None, tokens, width, int(How.GREEDY))
         for stage in stages:
-            x = cg.via(stage.prefill(x, batch, tokens, width, how), via)
+            x = cg.via(stage.prefill(x, batch, masks, tokens, width, how), via)
         return x
 
     return prefill

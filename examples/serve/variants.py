@@ -18,11 +18,11 @@ from .model import LENGTH, PROMPT
 from .requests import How, Limits
 from .sampling.records import RecordLayout
 from .settings import Options
-from .work import SLOT, TABLE, Rows
+from .work import SLOT, TABLE, Rows, words
 
 PROMPTS = (1, 4, 16, 64, 256, 1024)
 """Numbers of prompts that a prefill is compiled for, below the largest."""
-RARE = (How.DRAWN | How.SCORED, How.DRAWN | How.ADJUSTED)
+RARE = (How.DRAWN | How.SCORED, How.DRAWN | How.ADJUSTED, How.DRAWN | How.MASKED)
 """Work that few clients ask for."""
 
 
@@ -74,7 +74,8 @@ class DecodeSize:
 
     def example(self, limits: Limits, group: int) -> tuple[Any, ...]:
         """The arguments of a graph, of padding alone."""
-        return torch.from_numpy(self.padding(limits)), int(self.how), group
+        batch = torch.from_numpy(self.padding(limits))
+        return batch, open_masks(self.rows, self.how, limits), int(self.how), group
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class PrefillSize:
     def example(self, limits: Limits) -> tuple[Any, ...]:
         """The arguments of a graph, of padding alone."""
         batch = torch.from_numpy(self.padding(limits))
-        return batch, self.tokens, self.width, int(self.how)
+        masks = open_masks(self.rows, self.how, limits)
+        return batch, masks, self.tokens, self.width, int(self.how)
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,8 @@ def all_sizes(limits: Limits, options: Options) -> list[AnySize]:
     """All variants; those ahead of others are compiled ahead of them.
 
     Ahead are greedy ones, of short tables, with the largest batches: those that most requests ask
-    for. One of each graph gives log-probabilities, and one adjusts logits, of the largest batch:
-    clients rarely ask for them.
+    for. One of each graph gives log-probabilities, one adjusts logits and one takes masks, of the
+    largest batch: clients rarely ask for them.
     """
     lengths = widths(limits, options)
     hows = (How.GREEDY, How.DRAWN)[: 1 + options.draws]
@@ -278,6 +280,13 @@ def without_padding(chunks: Sequence[int]) -> tuple[int, ...]:
 def prompt_rows(limits: Limits) -> tuple[int, ...]:
     """The numbers of prompts that a prefill is compiled for."""
     return (*(rows for rows in PROMPTS if rows < limits.prompts), limits.prompts)
+
+
+def open_masks(rows: int, how: How, limits: Limits) -> torch.Tensor | None:
+    """Masks that allow every token, where work takes masks; else None."""
+    if How.MASKED not in how:
+        return None
+    return torch.full((rows, words(limits.vocabulary)), -1, dtype=torch.int32)
 
 
 def bucket(sizes: Sequence[int], needed: int) -> int:

@@ -39,7 +39,7 @@ MOST = 1 << 26
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
-_REQUEST = struct.Struct("<IIfIfQbb?HIII")
+_REQUEST = struct.Struct("<IIfIfQbb?HIIII")
 _EVENTS = struct.Struct("<II")
 
 
@@ -135,7 +135,8 @@ def pack_hello(limits: Limits) -> bytes:
 def unpack_hello(payload: bytes) -> tuple[Limits, int]:
     """The engine's limits, and the number of rank 0's process."""
     limits, process = json.loads(payload)
-    return Limits(**{**limits, "eos": tuple(limits["eos"])}), process
+    listed = {name: tuple(limits[name]) for name in ("eos", "lengths")}
+    return Limits(**{**limits, **listed}), process
 
 
 def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
@@ -143,16 +144,17 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
     parts: list[bytes] = []
     size = 0
     for request in requests:
-        how = request.sampling
+        how, grammar = request.sampling, request.grammar.encode()
         adjustments = b"" if how.adjustments is None else pack_adjustments(how.adjustments)
         head = _REQUEST.pack(
             *(request.id, request.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
             *map(_count, (how.logprobs, request.prompt_logprobs)),
             request.ignore_eos,
-            *(len(request.salt), len(adjustments), len(request.stops), len(request.prompt)),
+            *(len(request.salt), len(adjustments), len(grammar)),
+            *(len(request.stops), len(request.prompt)),
         )
         ids = array("I", request.stops + request.prompt)
-        parts.append(head + request.salt + adjustments + ids.tobytes())
+        parts.append(head + request.salt + adjustments + grammar + ids.tobytes())
         size += len(parts[-1])
         if size >= CUT:
             yield b"".join(parts)
@@ -170,19 +172,20 @@ def unpack_requests(payload: bytes) -> list[Request]:
     requests, at = [], 0
     try:
         while at < len(payload):
-            id_, most, *how, ranked, asked, ignores, salted, adjusted, ends, length = (
+            id_, most, *how, ranked, asked, ignores, salted, adjusted, ruled, ends, length = (
                 _REQUEST.unpack_from(payload, at)
             )
             at += _REQUEST.size
             salt, at = payload[at : at + salted], at + salted
             changes, at = payload[at : at + adjusted], at + adjusted
+            grammar, at = payload[at : at + ruled].decode(), at + ruled
             size = 4 * (ends + length)
             if len(payload) - at < size:
                 raise WireError("a request is cut off")
             ids, at = tuple(numbers(payload[at : at + size])), at + size
             adjustments = unpack_adjustments(changes) if changes else None
             sampling = Sampling(*how, _none(ranked), adjustments)
-            more = ignores, ids[:ends], _none(asked), salt
+            more = ignores, ids[:ends], _none(asked), salt, grammar
             requests.append(Request(id_, ids[ends:], most, sampling, *more))
     except (struct.error, ValueError) as error:
         raise WireError(f"no requests: {error}") from None

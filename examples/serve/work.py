@@ -23,6 +23,16 @@ Rows = NDArray[np.int64]
 TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS, RECORD, STATE = range(9)
 TABLE = 9
 
+Masks = NDArray[np.int32]
+"""Tokens that rows may draw, int32 [rows, words]: a bit a token, the lowest of a word first."""
+WORD = 32
+"""Tokens of a word of a mask."""
+
+
+def words(vocabulary: int) -> int:
+    """The words of a row of a mask."""
+    return -(-vocabulary // WORD)
+
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
@@ -50,12 +60,14 @@ class Decode:
         how: all that any of its rows needs.
         proposals: to be verified; a row has then one token more than are right. Tokens of the rows
             are known.
+        masks: of the tokens that each row may draw; None if all may draw any.
     """
 
     group: int
     rows: Rows
     how: How = How.GREEDY
     proposals: Proposals | None = None
+    masks: Masks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +98,7 @@ class Chunk:
     # The token behind each, whose log-probabilities are wanted; any number behind the prompt.
     following: Sequence[int] | NDArray[Any] | None = None
     state: int = 0  # the slot of the request in the pools of states
+    mask: Masks | None = None  # int32 [words], with the last chunk, if the request has a grammar
 
     @property
     def how(self) -> How:
@@ -93,16 +106,17 @@ class Chunk:
 
         A chunk that gives log-probabilities of a prompt is as the last one, for fewer variants.
         """
+        masked = How.GREEDY if self.mask is None else How.DRAWN | How.MASKED
         if self.following is not None:
-            return self.sampling.how | How.DRAWN | How.PROMPT
-        return self.sampling.how if self.last else How.GREEDY
+            return self.sampling.how | How.DRAWN | How.PROMPT | masked
+        return self.sampling.how | masked if self.last else How.GREEDY
 
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
     """Chunks of several requests: one, or up to `Limits.prompts` that all begin a prompt.
 
-    Log-probabilities are for a chunk alone.
+    Log-probabilities and masks are for a chunk alone.
     """
 
     chunks: tuple[Chunk, ...]

@@ -14,13 +14,13 @@ from transformers.utils import logging
 from examples.serve.settings import Options
 
 OPTIONS = Options(batches=(2, 4), chunks=(8, 32), prompt_tokens=96, blocks=20, block_size=8)
-"""Two groups on two ranks, and three prompts of a prefill: 31 variants, which is what the tests
+"""Two groups on two ranks, and three prompts of a prefill: 26 variants, which is what the tests
 spend most time on."""
 
 FEW = replace(OPTIONS, groups=2, batches=(4,), chunks=(32,), widths=())
 
 GREEDY = replace(FEW, groups=1, draws=False)
-"""For tests that need no other tokens: four of nine variants."""
+"""For tests that need no other tokens: four of thirteen variants."""
 
 
 def save_qwen2(folder: Path, layers: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from ..features import Features
-from ..requests import ERROR
+from ..requests import ERROR, UNFOLLOWED
 from .choices import Choice, Reading
 from .connections import Stream, Waits
 from .errors import ApiError
@@ -16,11 +16,14 @@ from .job import GONE, EngineJob
 from .metrics import Metrics
 from .protocol import Completion
 from .reply import Reply
-from .shapes import DONE, Shape
+from .responses.shape import ResponseShape
+from .shapes import Shape
 from .text import Text
 
 log = logging.getLogger("serve")
 
+FAILURES = {ERROR: 500, GONE: 503, UNFOLLOWED: 400}
+"""Statuses of ends that are no answers, by their reasons."""
 INTERVAL = 8
 """Tokens of a chunk, with `+stream_interval`."""
 
@@ -64,7 +67,7 @@ class Answers:
                 texts[index] += text
         prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        shape = Shape(completion, self._features, self._text)
+        shape = self._shape(completion)
         return web.json_response(shape.answer(texts, choices, prompt))
 
     async def _stream(
@@ -77,9 +80,10 @@ class Answers:
         if request.transport is None:  # the client has gone
             return response
         stream = Stream(response, request.transport, self._waits)
+        shape = self._shape(completion)
         try:
             try:
-                await self._pump(stream, completion, reply)
+                await self._pump(stream, completion, reply, shape)
             except ApiError as error:
                 await stream.write(_event(error))
             except ConnectionError:
@@ -87,15 +91,24 @@ class Answers:
             except Exception as error:
                 log.exception("a stream has failed")
                 await stream.write(_event(ApiError(500, type(error).__name__)))
-            await stream.write(DONE)
+            if shape.done:
+                await stream.write(shape.done)
             await response.write_eof()
         except ConnectionError:
             self._metrics.ends["abort"] += 1
         return response
 
-    async def _pump(self, stream: Stream, completion: Completion, reply: Reply) -> None:
+    def _shape(self, completion: Completion) -> Shape | ResponseShape:
+        if completion.response is not None:
+            return ResponseShape(completion)
+        return Shape(completion, self._features, self._text)
+
+    async def _pump(
+        self, stream: Stream, completion: Completion, reply: Reply, shape: Shape | ResponseShape
+    ) -> None:
         """Write chunks as tokens come, all that there is at a time."""
-        shape = Shape(completion, self._features, self._text)
+        if opening := shape.opening():
+            await stream.write(opening)
         choices = self._choices(completion, reply)
         is_first = [True for _ in choices]
         failures: list[Exception] = []
@@ -103,9 +116,16 @@ class Answers:
         def take() -> bytes:
             pieces = []
             for index, text in self._read(reply, choices):
-                if text or completion.shows_ids or choices[index].reason is not None:
-                    pieces.append(shape.chunk(index, text, choices[index], is_first[index]))
-                    is_first[index] = False
+                choice = choices[index]
+                if completion.output.parser is not None or isinstance(shape, ResponseShape):
+                    deltas = choice.deltas(text)
+                    piece = shape.chunks(index, deltas, choice, is_first[index])
+                elif text or completion.shows_ids or choice.reason is not None:
+                    piece = shape.chunk(index, text, choice, is_first[index])
+                else:
+                    continue
+                is_first[index] = is_first[index] and not piece
+                pieces.append(piece)
             return b"".join(pieces)
 
         def write_at_once() -> bool:
@@ -134,8 +154,8 @@ class Answers:
             reply.write = None  # nothing follows an error; and the function refers to the reply
         prompt = sum(map(len, completion.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        if completion.include_usage:
-            await stream.write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
+        if closing := shape.closing(prompt, choices):
+            await stream.write(closing)
 
     def _choices(self, completion: Completion, reply: Reply) -> list[Choice]:
         reading = Reading(
@@ -147,6 +167,8 @@ class Answers:
             completion.shows_ids,
             completion.sampling.logprobs is not None,
             completion.is_silent,
+            completion.output.parser,
+            completion.output.kept,
         )
         echoes = completion.echoes or [None] * len(completion.prompts)
         heads = [
@@ -173,8 +195,8 @@ class Answers:
                 continue
             scores = reply.scores[index]
             reply.tokens[index], reply.scores[index] = [], []
-            if end is not None and end.reason in (ERROR, GONE):
-                raise ApiError(500 if end.reason == ERROR else 503, end.message)
+            if end is not None and end.reason in FAILURES:
+                raise ApiError(FAILURES[end.reason], end.message)
             if self._features.stream_tok:
                 self._features.changes["stream_tok"] += max(0, len(tokens) - 1)
                 while len(tokens) > 1 and choice.reason is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..requests import End, Scores
 from .text import Stops, Text
+from .tools.deltas import CallBegin, Content, Delta, OutputParser
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Reading:
         ids: whether the ids of tokens are kept.
         is_scored: whether log-probabilities of its tokens are wanted.
         is_silent: whether its one token is dropped, since none was wanted.
+        parser: makes what reads calls and thoughts in the text; None: there are none.
+        kept: special tokens that it has to see.
     """
 
     stop: tuple[str, ...] = ()
@@ -33,6 +36,8 @@ class Reading:
     ids: bool = False
     is_scored: bool = False
     is_silent: bool = False
+    parser: Callable[[], OutputParser] | None = None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,10 @@ class Choice:
         self.asked = asked
         self._prompt, self._echo = prompt, echo
         self._text, self._reading = text, reading or Reading()
-        self._decoder = text.decoder(prompt, self._reading.shows_special)
+        special, kept = self._reading.shows_special, self._reading.kept
+        self._decoder = text.decoder(prompt, special, kept)
+        self._parser = self._reading.parser and self._reading.parser()
+        self._has_calls = False
         self._stops = Stops(self._reading.stop, self._reading.keeps_stop)
         self._offsets = Offsets()
         self._scored: list[Scored] = []
@@ -110,6 +118,19 @@ class Choice:
             if end.token in self._reading.ends:
                 self.stop_reason = end.token
         return "".join(shown)
+
+    def deltas(self, text: str) -> list[Delta]:
+        """The deltas of text that `feed` has given; once there is a reason, all that are left."""
+        if self._parser is None:
+            return [Content(text)] if text else []
+        deltas = self._parser.feed(text, self.reason is not None)
+        self._has_calls |= any(isinstance(delta, CallBegin) for delta in deltas)
+        return deltas
+
+    @property
+    def finish(self) -> str | None:
+        """The reason as clients are told, after the last delta."""
+        return "tool_calls" if self._has_calls and self.reason == "stop" else self.reason
 
     def _begin(self) -> list[str]:
         """The text of the prompt with the first tokens, if the choice begins with it."""

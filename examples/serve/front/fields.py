@@ -19,25 +19,33 @@ _BOTH = {
     *("presence_penalty", "repetition_penalty", "min_p", "logit_bias", "stop_token_ids"),
     *("min_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output"),
     *("skip_special_tokens", "truncate_prompt_tokens", "return_token_ids", "request_id"),
-    "prompt_logprobs",
+    *("prompt_logprobs", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 }
 SERVED = {
     "completions": _BOTH | {"prompt", "best_of", "add_special_tokens", "echo"},
     "chat": _BOTH
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
-    | {"add_generation_prompt", "continue_final_message"},
+    | {"add_generation_prompt", "continue_final_message"}
+    | {"tools", "tool_choice", "parallel_tool_calls"},
+    "responses": {
+        *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream"),
+        *("tools", "tool_choice", "parallel_tool_calls", "text", "cache_salt"),
+    },
 }
 IGNORED = {
-    *("user", "metadata", "safety_identifier", "service_tier", "parallel_tool_calls"),
+    *("user", "metadata", "safety_identifier", "service_tier"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "store", "verbosity"),
 }
 """Fields about the user, the price or what OpenAI keeps; they change no answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
+    "background": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include": ([],),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "length_penalty": (1, 1.0),
@@ -45,13 +53,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "priority": (0,),
+    "reasoning": ({},),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }

@@ -129,6 +129,7 @@ class EngineJob:
                     what.ends,
                     what.asked_logprobs,
                     what.salt,
+                    what.output.grammar,
                 )
             )
         return reply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,18 +13,21 @@ from .adjusting import Rules, read_sampling
 from .errors import ApiError, bad
 from .fields import Body
 from .text import Text
+from .tools.dialects import Dialect
+from .tools.messages import messages
+from .tools.outputs import Output, check_known, output_of_chat, output_of_completion
+from .tools.toolset import Toolset, toolset
 
 STOP_LENGTH = 256
 """Characters of a stop string, at most."""
-MESSAGES = 4096
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of messages, and what templates call them."""
 RESERVED = {
     *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
     *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     *("return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message"),
 }
 """Names that are no variables of templates."""
+PLAIN = Dialect()
+TEXT = Output()
 DEFAULT_TOKENS = 16
 """`max_tokens` of completions, as OpenAI says; that of chats is the rest of the context."""
 
@@ -46,6 +49,8 @@ class Completion:
         prompt_logprobs: the number of the likeliest tokens that the answer has for each token of
             the prompt, beside that one; None: neither.
         is_silent: whether no token is wanted; the engine draws one.
+        output: how each text is written and read.
+        response: what an answer of `/v1/responses` repeats; None for others.
     """
 
     is_chat: bool
@@ -70,6 +75,8 @@ class Completion:
     echoes: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
     is_silent: bool = False
+    output: Output = TEXT
+    response: dict[str, Any] | None = None
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -110,18 +117,23 @@ def parse(payload: bytes) -> dict[str, Any]:
 def completion(
     body: Body,
     is_chat: bool,
-    model: str,
+    models: Sequence[str],
     text: Text,
     limits: Limits,
     rules: Rules | None = None,
+    dialect: Dialect = PLAIN,
 ) -> Completion:
     """Check the body of `/v1/completions` or `/v1/chat/completions`.
+
+    Args:
+        models: the names of the model; answers have the first.
+        dialect: how the model writes calls and thoughts.
 
     Raises:
         ApiError: 400, or 404 for another model.
     """
     rules = rules or Rules()
-    check_model(body, model)
+    check_model(body, models)
     fields.refuse_others(body, "chat" if is_chat else "completions")
     body = {**rules.defaults, **{name: value for name, value in body.items() if value is not None}}
     stream = fields.boolean(body, "stream")
@@ -131,7 +143,12 @@ def completion(
     n = fields.integer(body, "n", 1, 1, rules.choices)
     if fields.integer(body, "best_of", n, 1, rules.choices) != n:
         bad("best_of other than n is not supported", "best_of")
-    prompts = _chat(body, text) if is_chat else _prompts(body, text, limits, rules.choices)
+    tools = toolset(body) if is_chat else None
+    check_known(tools, dialect)
+    if is_chat:
+        prompts = [_chat(body, text, tools)]
+    else:
+        prompts = _prompts(body, text, limits, rules.choices)
     prompts = _truncated(body, prompts, limits)
     if len(prompts) * n > rules.choices:
         bad(f"prompts times n may be at most {rules.choices}; see --choices", "n")
@@ -147,11 +164,19 @@ def completion(
     least = 0 if echo or asked is not None else 1
     max_tokens = _max_tokens(body, is_chat, room, limits, default, least)
     min_tokens = fields.integer(body, "min_tokens", 0, 0, None)
+    if is_chat:
+        output = output_of_chat(body, tools, text, dialect, prompts[0])
+    else:
+        output = output_of_completion(body)
+    if output.grammar:
+        for name in ("ignore_eos", "min_tokens"):
+            if body.get(name):
+                bad(f"{name} is not for a structure, which ends the text", name)
     if min_tokens > max_tokens:
         bad(f"min_tokens may be at most the tokens of the answer, {max_tokens}", "min_tokens")
     return Completion(
         is_chat,
-        model,
+        models[0],
         tuple(prompts),
         n,
         max(1, max_tokens),
@@ -172,18 +197,20 @@ def completion(
         echoes=_echoes(body, prompts, text) if echo else (),
         prompt_logprobs=asked,
         is_silent=not max_tokens,
+        output=output,
     )
 
 
-def check_model(body: Body, model: str) -> None:
-    """Refuse a body that names another model; without a name it means ours.
+def check_model(body: Body, models: Sequence[str]) -> None:
+    """Refuse a body that names another model than ours; without a name it means ours.
 
     Raises:
         ApiError: 404 for another model.
     """
-    name = fields.string(body, "model", model)
-    if name != model:
-        message = f"the model '{name[:100]}' does not exist; this server has '{model}'"
+    name = fields.string(body, "model", models[0])
+    if name not in models:
+        ours = ", ".join(f"'{model}'" for model in models)
+        message = f"the model '{name[:100]}' does not exist; this server has {ours}"
         raise ApiError(404, message, "model", "model_not_found")
 
 
@@ -206,41 +233,14 @@ def _shown(token: object) -> str:
     return f"the token id {token}"[:60] if type(token) is int else "something that is no token id"
 
 
-def messages(body: Body) -> list[dict[str, str]]:
-    """Read the messages, each with `role` and `content`; parts of a content are joined."""
-    entries = fields.required(body, "messages", "a list of them")
-    if not isinstance(entries, list) or not 0 < len(entries) <= MESSAGES:
-        bad(f"messages must be a list of 1 to {MESSAGES} messages", "messages")
-    return [_message(entry) for entry in entries]
-
-
-def _message(entry: object) -> dict[str, str]:
-    role = entry.get("role") if isinstance(entry, dict) else None
-    if not isinstance(entry, dict) or not isinstance(role, str) or role not in ROLES:
-        bad(f"each message must be an object with a role, of {', '.join(ROLES)}", "messages")
-    for name, value in entry.items():
-        if name not in ("role", "content", "name") and value not in (None, [], {}):
-            bad(f"{name[:100]} of a message is not supported", "messages")
-    content = entry.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            bad("parts of a message must be of type text", "messages")
-        content = "".join(part for part in parts if part is not None)
-    if not isinstance(content, str):
-        bad("each message must have a content of text", "messages")
-    return {"role": ROLES[role], "content": content}
-
-
-def _chat(body: Body, text: Text) -> list[tuple[int, ...]]:
+def _chat(body: Body, text: Text, tools: Toolset | None) -> tuple[int, ...]:
+    """The tokens of a chat."""
     conversation, options = messages(body), template_options(body)
     if options["continue_final_message"] and conversation[-1]["role"] != "assistant":
         bad("continue_final_message needs a last message of the assistant", "messages")
     try:
-        return [tuple(text.encode_chat(conversation, options))]
+        shown = [] if tools is None else [function.described for function in tools.shown]
+        return tuple(text.encode_chat(conversation, options, shown))
     except ValueError as error:
         bad(str(error)[:300], "messages")
 
@@ -253,7 +253,7 @@ def template_options(body: Body) -> Mapping[str, Any]:
         bad("continue_final_message needs add_generation_prompt=false", "continue_final_message")
     more = fields.mapping(body, "chat_template_kwargs")
     for name in more:
-        if name in RESERVED:
+        if name in RESERVED or not name.isidentifier():
             bad(f"chat_template_kwargs may not have {name}", "chat_template_kwargs")
     return {"add_generation_prompt": begins, "continue_final_message": goes_on, **more}
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import importlib.metadata
 import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,11 @@ from .errors import ApiError
 from .job import EngineJob, State
 from .metrics import Metrics
 from .protocol import Completion
+from .responses.requests import as_chat, shown
+from .structure.checker import Checker
 from .text import Text
+from .tools.dialects import Dialect, dialect_of
+from .tools.messages import messages
 
 log = logging.getLogger("serve")
 
@@ -44,17 +50,19 @@ class Front:
     """The server of one engine.
 
     Args:
-        name: of the model, for clients.
+        names: of the model, for clients; answers have the first.
         text: its tokenizer.
         command: starts the engine; see `EngineJob`.
         folder: for its socket, of mode 0700.
         key: the API key that clients have to send; None if they need none.
         rules: of requests.
+        dialect: how the model writes calls and thoughts; None: as its template shows.
+        origins: of pages that browsers let ask this server; `*` means all.
     """
 
     def __init__(
         self,
-        name: str,
+        names: Sequence[str],
         text: Text,
         command: Sequence[str] | Callable[[Path], Awaitable[None]],
         folder: Path,
@@ -62,9 +70,14 @@ class Front:
         features: Features | None = None,
         key: str | None = None,
         rules: Rules | None = None,
+        dialect: Dialect | None = None,
+        origins: Sequence[str] = (),
     ) -> None:
         self.rules = rules or Rules()
-        self.name, self.text, self.bounds = name, text, bounds or Bounds()
+        self.names, self.text, self.bounds = tuple(names), text, bounds or Bounds()
+        self._origins = frozenset(origins)
+        self.dialect = dialect or dialect_of(text.template)
+        self.grammars = Checker(text.stored)
         self.features = features or Features()
         self.metrics = Metrics(self.features.changes)
         self.admission = Admission(self.bounds.requests, self.bounds.tokens)
@@ -82,15 +95,19 @@ class Front:
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
                 web.get("/metrics", self._metrics),
+                web.get("/version", self._version),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.post("/v1/completions", self._completions),
                 web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/responses", self._responses),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
                 *(web.post(path, self._pooling) for path in POOLING),
             ]
         )
+        if self._origins:
+            app.on_response_prepare.append(self._let_pages_ask)
         self.runner = web.AppRunner(
             app,
             access_log=None,
@@ -132,6 +149,7 @@ class Front:
         stop.cancel()
         cutter.cancel()
         self._tokenizing.shutdown(wait=False)
+        self.grammars.close()
         return code
 
     def stop(self) -> None:
@@ -165,15 +183,28 @@ class Front:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._complete(request, is_chat=True)
 
-    async def _complete(self, request: web.Request, is_chat: bool) -> web.StreamResponse:
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, is_chat=True, is_response=True)
+
+    async def _complete(
+        self, request: web.Request, is_chat: bool, is_response: bool = False
+    ) -> web.StreamResponse:
         payload = await self._body(request)
         limits = self._check_open()
 
         def check() -> Completion:
             body = protocol.parse(payload)
-            return protocol.completion(body, is_chat, self.name, self.text, limits, self.rules)
+            chat = as_chat(body) if is_response else body
+            completion = protocol.completion(
+                chat, is_chat, self.names, self.text, limits, self.rules, self.dialect
+            )
+            return replace(completion, response=shown(body)) if is_response else completion
 
         completion = await self._in_thread(check, payload)
+        output = completion.output
+        if output.grammar:
+            grammar = await self.grammars.check(output.grammar, output.field, limits)
+            completion = replace(completion, output=replace(output, grammar=grammar))
         if not self.admission.enter(completion.choices, completion.tokens):
             raise ApiError(429, "too many requests; try again later", code="rate_limit_exceeded")
         try:
@@ -207,20 +238,25 @@ class Front:
         return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._card()]})
+        cards = [self._card(name) for name in self.names]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        protocol.check_model({"model": request.match_info["name"]}, self.name)
-        return web.json_response(self._card())
+        name = request.match_info["name"]
+        protocol.check_model({"model": name}, self.names)
+        return web.json_response(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
+    async def _version(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": importlib.metadata.version("cg")})
+
+    def _card(self, name: str) -> dict[str, Any]:
         length = self.job.limits.context if self.job.limits is not None else None
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "cg",
-            "root": self.name,
+            "root": self.names[0],
             "max_model_len": length,
         }
 
@@ -230,10 +266,10 @@ class Front:
 
         def work() -> list[int]:
             body = protocol.parse(payload)
-            protocol.check_model(body, self.name)
+            protocol.check_model(body, self.names)
             if "messages" in body:
                 options = protocol.template_options(body)
-                return self.text.encode_chat(protocol.messages(body), options)
+                return self.text.encode_chat(messages(body), options)
             prompt = fields.required(body, "prompt", "a text, or messages")
             if not isinstance(prompt, str):
                 raise ApiError(400, "prompt must be a string", "prompt", "invalid_value")
@@ -245,13 +281,13 @@ class Front:
         )
 
     async def _pooling(self, request: web.Request) -> web.StreamResponse:
-        message = f"{request.path} needs a model that pools, and '{self.name}' draws tokens"
+        message = f"{request.path} needs a model that pools, and '{self.names[0]}' draws tokens"
         raise ApiError(404, message, code="model_not_supported")
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         body = protocol.parse(await self._body(request))
         limits = self._check_open()
-        protocol.check_model(body, self.name)
+        protocol.check_model(body, self.names)
         tokens = protocol.token_ids(
             fields.required(body, "tokens", "a list of token ids"), "tokens", limits
         )
@@ -268,6 +304,8 @@ class Front:
         """Check the key, and turn exceptions into errors of OpenAI's shape."""
         headers: dict[str, str] = {}
         try:
+            if self._is_preflight(request):
+                return web.Response(status=204)
             self._check_key(request)
             response = await handler(request)
             self.metrics.responses[response.status] += 1
@@ -287,6 +325,25 @@ class Front:
         if error.status in (408, 413):
             response.force_close()
         return response
+
+    def _is_preflight(self, request: web.Request) -> bool:
+        """True for the question of a browser whether a page may ask, which has no key."""
+        asked = request.headers.get("Access-Control-Request-Method")
+        return request.method == "OPTIONS" and asked is not None and self._allows(request)
+
+    def _allows(self, request: web.Request) -> bool:
+        origin = request.headers.get("Origin")
+        return origin is not None and bool(self._origins & {origin, "*"})
+
+    async def _let_pages_ask(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Tell browsers which pages may read an answer (Fetch Standard, CORS protocol)."""
+        if self._allows(request):
+            response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+            response.headers["Vary"] = "Origin"
+            if self._is_preflight(request):
+                response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+                response.headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
+                response.headers["Access-Control-Max-Age"] = "600"
 
     def _check_key(self, request: web.Request) -> None:
         if self._key is None or not request.path.startswith(("/v1/", "/tokenize", "/detokenize")):

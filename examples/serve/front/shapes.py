@@ -15,8 +15,7 @@ from ..requests import Scores
 from .choices import Choice, Scored
 from .protocol import Completion
 from .text import Text
-
-DONE = b"data: [DONE]\n\n"
+from .tools.deltas import Arguments, CallBegin, Content, Delta, Reasoning
 
 
 def logprobs(scored: Sequence[Scored], is_chat: bool) -> dict[str, Any]:
@@ -74,6 +73,8 @@ def _name(piece: bytes) -> str:
 class Shape:
     """The fields that all pieces of one answer share."""
 
+    done = b"data: [DONE]\n\n"
+
     def __init__(self, what: Completion, features: Features, text: Text) -> None:
         self._what, self._features, self._text = what, features, text
         self._has_scores = what.sampling.logprobs is not None
@@ -105,14 +106,31 @@ class Shape:
         )
         return event.encode()
 
+    def chunks(self, index: int, deltas: list[Delta], choice: Choice, is_first: bool) -> bytes:
+        """An event for each delta of a chat; the last of a choice has its end."""
+        ends = choice.reason is not None
+        bodies = [delta_body(delta) for delta in deltas]
+        if not bodies and (ends or self._what.shows_ids):
+            bodies = [{}]
+        events = []
+        for place, body in enumerate(bodies):
+            role = {"role": "assistant"} if is_first and not place else {}
+            is_last = place == len(bodies) - 1
+            end = self._end(choice) if is_last else {"logprobs": None, "finish_reason": None}
+            listed = {"index": index, "delta": {**role, **body}, **end}
+            events.append(self._event(index, listed, choice, is_first and not place))
+        return b"".join(events)
+
     def _slow_chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
         body: dict[str, Any] = {"text": text}
         if self._what.is_chat:
             role = {"role": "assistant"} if is_first else {}
             body = {"delta": {**role, "content": text}}
-        prompt = self._prompt(index)
         listed = {"index": index, **body, **self._end(choice)}
-        whole = self._whole(self._name, [listed])
+        return self._event(index, listed, choice, is_first)
+
+    def _event(self, index: int, listed: dict[str, Any], choice: Choice, is_first: bool) -> bytes:
+        prompt, whole = self._prompt(index), self._whole(self._name, [listed])
         if self._what.shows_ids and is_first:
             (whole if self._what.is_chat else listed)["prompt_token_ids"] = prompt
         if self._what.include_usage:
@@ -120,8 +138,15 @@ class Shape:
             whole["usage"] = counts if self._what.continuous_usage else None
         return b"data: " + json.dumps(whole).encode() + b"\n\n"
 
-    def usage_chunk(self, prompt: int, drawn: int) -> bytes:
+    def opening(self) -> bytes:
+        """The events ahead of the first token: none."""
+        return b""
+
+    def closing(self, prompt: int, choices: Sequence[Choice]) -> bytes:
         """The last event, if it is asked for: no choice, and the counts."""
+        if not self._what.include_usage:
+            return b""
+        drawn = sum(choice.count for choice in choices)
         whole = {**self._whole(self._name, []), "usage": _usage(prompt, drawn)}
         return b"data: " + json.dumps(whole).encode() + b"\n\n"
 
@@ -131,7 +156,7 @@ class Shape:
         for index, (text, choice) in enumerate(zip(texts, choices, strict=True)):
             body: dict[str, Any] = {"text": text}
             if self._what.is_chat:
-                body = {"message": {"role": "assistant", "content": text, "refusal": None}}
+                body = {"message": message(choice.deltas(text))}
             listed.append({"index": index, **body, **self._end(choice)})
             if not self._what.is_chat:
                 listed[-1].update(self._of_prompt(index, choice))
@@ -158,7 +183,7 @@ class Shape:
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         scores = logprobs(choice.take_scored(), self._what.is_chat) if self._has_scores else None
-        end: dict[str, Any] = {"logprobs": scores, "finish_reason": choice.reason}
+        end: dict[str, Any] = {"logprobs": scores, "finish_reason": choice.finish}
         if choice.stop_reason is not None:
             end["stop_reason"] = choice.stop_reason
         if self._what.shows_ids:
@@ -173,6 +198,46 @@ class Shape:
             "model": self._what.model,
             "choices": choices,
         }
+
+
+def delta_body(delta: Delta) -> dict[str, Any]:
+    """A delta as a stream writes it."""
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Reasoning):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, Arguments):
+        return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+    function = {"name": delta.name, "arguments": ""}
+    call = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+    return {"tool_calls": [call]}
+
+
+def message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """The message of all deltas of a choice."""
+    content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+    thought = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
+    calls = [
+        {
+            "id": begin.id,
+            "type": "function",
+            "function": {"name": begin.name, "arguments": arguments_of(deltas, begin.index)},
+        }
+        for begin in deltas
+        if isinstance(begin, CallBegin)
+    ]
+    whole: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if thought:
+        whole["reasoning_content"] = thought
+    if calls:
+        whole |= {"content": content or None, "tool_calls": calls}
+    return whole
+
+
+def arguments_of(deltas: Sequence[Delta], index: int) -> str:
+    """The arguments of a call."""
+    parts = (each for each in deltas if isinstance(each, Arguments) and each.index == index)
+    return "".join(part.text for part in parts)
 
 
 def _usage(prompt: int, drawn: int) -> dict[str, int]:

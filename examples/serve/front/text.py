@@ -7,7 +7,7 @@ import copy
 import json
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +16,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast  # which leaves torch alone
 
+from ..models import tokenizer_folder
+
 log = logging.getLogger("serve")
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+Functions = Sequence[Mapping[str, Any]]
+"""Tools, as templates take them."""
 
 
 class Decoder(Protocol):
@@ -38,19 +42,47 @@ class Text(Protocol):
         """The tokens of a text, with those that mark its ends, if the tokenizer adds any."""
 
     def encode_chat(
-        self, messages: Messages, options: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        options: Mapping[str, Any] | None = None,
+        tools: Functions = (),
     ) -> list[int]:
-        """The tokens of a chat; `options` are for its template."""
+        """The tokens of a chat.
+
+        Args:
+            messages: as `tools.messages` reads them.
+            options: for its template.
+            tools: that the model is shown.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
+
+    @property
+    def template(self) -> str:
+        """The chat template; empty if there is none."""
+
+    def special(self, text: str) -> int | None:
+        """The number of a special token; None if the text is none."""
+
+    def ending(self, tokens: Sequence[int]) -> str:
+        """The text of the last tokens of a prompt, with names of special tokens."""
+
+    def stored(self) -> str | None:
+        """The tokenizer as the library tokenizers writes it; None: its tokens are bytes."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for: maybe a part of a character."""
 
-    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
+    def decoder(
+        self, prompt: Sequence[int] = (), special: bool = False, kept: Sequence[str] = ()
+    ) -> Decoder:
         """A decoder for tokens that continue `prompt`, or begin a text if it is empty.
 
         Args:
             special: whether the text has special tokens.
+            kept: names of those that it has in any case.
         """
 
 
@@ -61,9 +93,25 @@ class Bytes:
         return list(text.encode())
 
     def encode_chat(
-        self, messages: Messages, options: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        options: Mapping[str, Any] | None = None,
+        tools: Functions = (),
     ) -> list[int]:
         return self.encode("\n".join(message["content"] for message in messages))
+
+    @property
+    def template(self) -> str:
+        return ""
+
+    def special(self, text: str) -> None:
+        return None
+
+    def ending(self, tokens: Sequence[int]) -> str:
+        return self.decode(tokens[-ENDING:])
+
+    def stored(self) -> None:
+        return None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token & 255 for token in tokens).decode(errors="replace")
@@ -71,7 +119,9 @@ class Bytes:
     def piece(self, token: int) -> bytes:
         return bytes([token & 255])
 
-    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
+    def decoder(
+        self, prompt: Sequence[int] = (), special: bool = False, kept: Sequence[str] = ()
+    ) -> Decoder:
         return _BytesDecoder()
 
 
@@ -113,6 +163,11 @@ class HuggingFace:
             for token in self._tokenizer.get_added_tokens_decoder().values()
             if token.special and token.content
         ]
+        self._numbers = frozenset(
+            number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
         self._has_bytes = '"ByteLevel"' in json.dumps(_read(file).get("decoder"))
         if self._files.chat_template is None:
             log.warning("%s has no chat template: a chat is its messages, a line each", folder)
@@ -143,12 +198,30 @@ class HuggingFace:
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
+    @property
+    def template(self) -> str:
+        found = self._files.chat_template
+        return "\n".join(found.values()) if isinstance(found, dict) else found or ""
+
+    def special(self, text: str) -> int | None:
+        number: int | None = self._tokenizer.token_to_id(text) if text in self._specials else None
+        return number
+
+    def ending(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens[-ENDING:]), skip_special_tokens=False))
+
+    def stored(self) -> str:
+        return str(self._tokenizer.to_str())
+
     def encode_chat(
-        self, messages: Messages, options: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        options: Mapping[str, Any] | None = None,
+        tools: Functions = (),
     ) -> list[int]:
         """Render the template as transformers does, but keep the messages of users plain text.
 
-        Names of special tokens in messages are text, too.
+        Names of special tokens in messages, and in tools, are text, too.
 
         Raises:
             ValueError: the template refuses the messages, or an option has the name of a special
@@ -159,19 +232,27 @@ class HuggingFace:
         for special in self._specials:
             if special in written:
                 raise ValueError(f"the options of the template have the special token {special}")
-        mark = secrets.token_hex(8)
-        marked, hidden = [], dict[str, str]()
-        for message in messages:
-            content = message["content"]
-            for number, special in enumerate(self._specials):
-                if special in content:
-                    hidden[f"<{mark}{number}>"] = special
-                    content = content.replace(special, f"<{mark}{number}>")
-            marked.append({**message, "content": content})
         if self._files.chat_template is None:
             return self.encode("\n".join(message["content"] for message in messages))
+        mark, hidden = secrets.token_hex(8), dict[str, str]()
+
+        def marked(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {marked(key): marked(part) for key, part in value.items()}
+            if isinstance(value, list | tuple):
+                return [marked(part) for part in value]
+            if not isinstance(value, str):
+                return value
+            for number, special in enumerate(self._specials):
+                if special in value:
+                    hidden[f"<{mark}{number}>"] = special
+                    value = value.replace(special, f"<{mark}{number}>")
+            return value
+
         try:
-            rendered = self._files.apply_chat_template(marked, tokenize=False, **options)
+            rendered = self._files.apply_chat_template(
+                marked(messages), tools=marked(tools) or None, tokenize=False, **options
+            )
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
         return self._encode_marked(rendered, hidden)
@@ -203,8 +284,12 @@ class HuggingFace:
             return bytes.fromhex(name[3:5])
         return name.replace("\u2581", " ").encode()  # how SentencePiece writes a space
 
-    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
-        return _HuggingFaceDecoder(self._tokenizer, prompt, special)
+    def decoder(
+        self, prompt: Sequence[int] = (), special: bool = False, kept: Sequence[str] = ()
+    ) -> Decoder:
+        shown = {number for name in kept if (number := self.special(name)) is not None}
+        dropped = self._numbers - shown if shown and not special else frozenset[int]()
+        return _HuggingFaceDecoder(self._tokenizer, prompt, special or bool(shown), dropped)
 
 
 def _byte_names() -> dict[str, int]:
@@ -223,17 +308,29 @@ def _byte_names() -> dict[str, int]:
 _BYTES = _byte_names()
 
 
+ENDING = 64
+"""Tokens at the end of a prompt that say whether it has begun a thought."""
 BEHIND = 32
 """Tokens that a decoder keeps as context: more than can be without text in a row."""
 
 
 class _HuggingFaceDecoder:
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], special: bool) -> None:
-        self._tokenizer, self._skips = tokenizer, not special
+    """Decodes tokens one by one.
+
+    Args:
+        special: whether the text has special tokens; `dropped` are left out all the same.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], special: bool, dropped: Set[int]
+    ) -> None:
+        self._tokenizer, self._skips, self._dropped = tokenizer, not special, dropped
         self._stream = self._behind(prompt)
         self._held: list[int] = []  # tokens whose text is not out
 
     def step(self, token: int) -> str:
+        if token in self._dropped:
+            return ""
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
@@ -312,9 +409,8 @@ class Stops:
 
 def load(model: str) -> Text:
     """The text side of a model: of a folder of transformers, or bytes of a GPT of ours."""
-    folder = Path(model)
-    is_gpt = not folder.is_dir() or (folder / "latest").exists()
-    return Bytes() if is_gpt else HuggingFace(folder)
+    folder = tokenizer_folder(model)
+    return Bytes() if folder is None else HuggingFace(folder)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import cg
 
+from ..work import WORD
+
 _LIBRARY = torch.library.Library("cg_sampling", "DEF")
 _LIBRARY.define("running_sums(Tensor shares) -> Tensor")
 # TorchInductor 2.11 fails at sums along so long rows, and then fuses nothing around them.
@@ -20,11 +22,25 @@ _LIBRARY.impl("running_sums", lambda shares: shares.cumsum(-1), "CompositeExplic
 cg.layout_rule(torch.ops.cg_sampling.running_sums.default, "rv->rv", cut="r")
 
 _LOW = 0xFFFFFFFF
+LEAST = -9999.0
+"""The log-probability of a token that cannot be drawn: JSON has no infinity."""
 
 
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest tokens, int64 [rows], of logits [rows, vocabulary]."""
     return logits.argmax(-1)
+
+
+def allowed(logits: Tensor, masks: Tensor) -> Tensor:
+    """Logits of which those of tokens that a mask leaves out are minus infinity.
+
+    Args:
+        logits: [rows, vocabulary].
+        masks: int32 [rows, words], as `work.Masks`.
+    """
+    bits = torch.arange(WORD, dtype=torch.int32, device=masks.device)
+    takes = (masks[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(takes == 0, -torch.inf)
 
 
 def draw(
@@ -72,8 +88,9 @@ def score(logits: Tensor, drawn: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         float32 [rows, 1 + count], that of the token first; and int64 [rows, count], the likeliest.
+        None is below `LEAST`.
     """
-    shares = logits.float().log_softmax(-1)
+    shares = logits.float().log_softmax(-1).clamp(min=LEAST)
     values, tokens = shares.topk(count)
     return torch.cat([shares.gather(1, drawn[:, None]), values], 1), tokens
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from examples.serve.requests import LOGPROBS, Adjustments, How, Limits, Sampling, Scores
-from examples.serve.work import Chunk, Decode, Prefill, Proposals
+from examples.serve.work import WORD, Chunk, Decode, Masks, Prefill, Proposals
 
 from ..serve_work import Row, rows_of
 
@@ -40,11 +40,20 @@ GARBAGE = -9
 """What work that fails leaves where it should have written."""
 
 
-def draw(tokens: Sequence[int], sampling: Sampling, vocabulary: int) -> int:
-    """The token behind these; its seed counts unless it is greedy."""
+def draw(
+    tokens: Sequence[int], sampling: Sampling, vocabulary: int, mask: Masks | None = None
+) -> int:
+    """The token behind these; its seed counts unless it is greedy.
+
+    Under a mask it is the next one that is allowed, in a circle.
+    """
     seed = sampling.seed if sampling.temperature else 0
     name = repr(([int(token) for token in tokens], int(seed), sampling.adjustments)).encode()
-    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % vocabulary
+    drawn = int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % vocabulary
+    if mask is None:
+        return drawn
+    ring = ((drawn + step) % vocabulary for step in range(vocabulary))
+    return next(token for token in ring if mask[token // WORD] >> token % WORD & 1)
 
 
 def guess(tokens: Sequence[int], most: int, sampling: Sampling, vocabulary: int) -> list[int]:
@@ -195,7 +204,8 @@ class FakeEngine:
                 (each.blocks, each.start + len(each.tokens), each.sampling, each.state)
                 for each in last
             ]
-            drawn = [self._draw(*end) for end in ends]
+            masks = [each.mask for each in last]
+            drawn = [self._draw(*end, mask) for end, mask in zip(ends, masks, strict=True)]
             for chunk, token in zip(last, drawn, strict=True):
                 self._load(chunk, token)
         elif work.proposals is not None:
@@ -203,7 +213,10 @@ class FakeEngine:
         else:
             rows = rows_of(work)
             ends = [(row.blocks, row.position + 1, row.sampling, row.state) for row in rows]
-            drawn = [self._decode(work.group, row) for row in rows]
+            masks = [None] * len(rows) if work.masks is None else list(work.masks)
+            drawn = [
+                self._decode(work.group, row, mask) for row, mask in zip(rows, masks, strict=True)
+            ]
         if How.SCORED not in work.how:
             return drawn, [], []
         scored = [
@@ -259,7 +272,7 @@ class FakeEngine:
             for place, token in pairs
         ]
 
-    def _decode(self, group: int, row: Row) -> int:
+    def _decode(self, group: int, row: Row, mask: Masks | None) -> int:
         token = self.carried[group, row.slot] if row.token == -1 else row.token
         self._write(row.blocks, row.position, token, row.state)
         sampling = row.sampling
@@ -267,7 +280,7 @@ class FakeEngine:
             adjustments, known = self.records[row.record]
             assert known == self._read(row.blocks, row.position + 1), "another request's record"
             sampling = replace(sampling, adjustments=adjustments)
-        drawn = self._draw(row.blocks, row.position + 1, sampling, row.state)
+        drawn = self._draw(row.blocks, row.position + 1, sampling, row.state, mask)
         if row.record:
             self.records[row.record][1].append(drawn)
         self.carried[group, row.slot] = drawn
@@ -290,11 +303,18 @@ class FakeEngine:
         self.states[state] = [*(self.states[state] if place else []), token]
         self.pool[blocks[place // size]][place % size] = GARBAGE if self._garbles else token
 
-    def _draw(self, blocks: Sequence[int], length: int, sampling: Sampling, state: int) -> int:
+    def _draw(
+        self,
+        blocks: Sequence[int],
+        length: int,
+        sampling: Sampling,
+        state: int,
+        mask: Masks | None = None,
+    ) -> int:
         tokens = self._read(blocks, length)
         if self.limits.lengths and not self._garbles:
             assert self.states[state] == tokens, "the state is another sequence's"
-        return draw(tokens, sampling, self.limits.vocabulary)
+        return draw(tokens, sampling, self.limits.vocabulary, mask)
 
     def _read(self, blocks: Sequence[int], length: int) -> list[int]:
         size = self.limits.block_size
@@ -310,7 +330,7 @@ class FakeEngine:
             assert 0 < len(chunks) <= limits.prompts
             longest = limits.scored if How.PROMPT in work.how else limits.chunk
             assert all(0 < len(chunk.tokens) <= longest for chunk in chunks)
-            is_alone = bool(work.how & (How.SCORED | How.PROMPT))
+            is_alone = bool(work.how & (How.SCORED | How.PROMPT | How.MASKED))
             is_alone = is_alone or any(chunk.start for chunk in chunks)
             assert len(chunks) == 1 or not is_alone
             if limits.lengths:

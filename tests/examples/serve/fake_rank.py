@@ -17,6 +17,7 @@ from pathlib import Path
 
 from examples.serve import features as switches
 from examples.serve.loop import EngineLoop
+from examples.serve.structure.vocabulary import vocabulary
 from examples.serve.transports import loop_factory
 from examples.serve.work import Decode, Prefill
 from tests.examples.serve.fake_engine import ROOMY, FakeEngine
@@ -89,7 +90,10 @@ def main() -> None:
 
     async def serve() -> None:
         patience = options.get("patience", 60.0)
-        await EngineLoop(engine, features, patience).run(Path(sys.argv[2]))
+        loop = EngineLoop(
+            engine, features, patience, vocabulary=lambda: vocabulary(None, 256, limits.eos)
+        )
+        await loop.run(Path(sys.argv[2]))
 
     with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
         runner.run(serve())

@@ -14,7 +14,9 @@ from examples.serve.front.adjusting import Rules
 from examples.serve.front.admission import Bounds
 from examples.serve.front.connections import listen
 from examples.serve.front.server import Front
+from examples.serve.front.structure.checker import Checker
 from examples.serve.front.text import Bytes
+from examples.serve.front.tools.dialects import Dialect
 from examples.serve.transports import loop_factory
 
 
@@ -36,7 +38,13 @@ def main() -> int:
             command = [sys.executable, rank, json.dumps(options)]
             key = options.get("key")
             path, rules = Path(folder), Rules(**options.get("rules", {}))
-            front = Front("fake", Bytes(), command, path, bounds, features, key, rules)
+            dialect = Dialect(*options.get("dialect", ()))
+            names, origins = options.get("names", ["fake"]), options.get("origins", ())
+            front = Front(
+                *(names, Bytes(), command, path, bounds, features, key, rules, dialect, origins)
+            )
+            if "compile_seconds" in options:
+                front.grammars = Checker(Bytes().stored, options["compile_seconds"])
             return await front.serve(listener)
 
         with asyncio.Runner(loop_factory=loop_factory(features)) as runner:

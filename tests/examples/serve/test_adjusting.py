@@ -152,7 +152,10 @@ class Templates(Words):
     """It remembers what the template was given."""
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         self.options = options
         return [1]

@@ -38,7 +38,9 @@ class Wide(Bytes):
         self._width = width
         self.prompts: list[Sequence[int]] = []
 
-    def decoder(self, prompt: Sequence[int] = (), special: bool = False) -> Decoder:
+    def decoder(
+        self, prompt: Sequence[int] = (), special: bool = False, kept: Sequence[str] = ()
+    ) -> Decoder:
         self.prompts.append(prompt)
         return WideDecoder(self._width)
 

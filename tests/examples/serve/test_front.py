@@ -329,7 +329,7 @@ def test_each_field_is_served_or_changes_nothing_or_is_refused_by_name(
     base |= {"prompt": "x"} if api == "completions" else {"messages": messages}
     status, plain = server.get(path, base)
     assert status == 200
-    known = set(get_type_hints(PARAMETERS[api])) | {"structured_outputs", "nobodys"}
+    known = set(get_type_hints(PARAMETERS[api])) | {"nobodys"}
     known |= set(fields.NEUTRAL)
     for name_ in known - fields.SERVED[api]:
         assert server.get(path, {**base, name_: None})[0] == 200
@@ -359,11 +359,8 @@ def test_the_guide_names_every_field() -> None:
 
 def test_every_line_of_the_guides_tables_has_its_test() -> None:
     """Of hostile clients and faults: a docstring quotes each attack and each fault."""
-    text = (ROOT / "docs/guide/serving.md").read_text()
-    _, _, rest = text.partition("**Hostile clients and faults.**")
-    rows = [
-        line.split("|")[1] for line in rest.partition("\n`/health`")[0].splitlines() if "|" in line
-    ]
+    text = (ROOT / "docs/guide/serving-faults.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if "|" in line]
     lines = {each.strip() for row in rows for each in row.split(";") if "---" not in row}
     quoted: set[str] = set()
     for file in Path(__file__).parent.glob("test_*.py"):

@@ -279,7 +279,7 @@ def test_a_number_beyond_floats(attacked: Server) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": 1, "content": "x"}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": [], "content": "x"}]}, 400),
-        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "tools", "content": "x"}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user<|im_end|>", "content": "x"}]}, 400),
         (
             "/v1/chat/completions",

@@ -592,7 +592,7 @@ def test_long_prompts_do_not_hold_decodes_up() -> None:
         (lambda it: it.add([1], 0), "1 tokens and 0 more"),
         (lambda it: it.add([50], 1), "a token is not below 50"),
         (lambda it: it.add([-1], 1), "a token is not below 50"),
-        (lambda it: it.scheduler.add(Request(-1, (1,), 1)), "ids grow"),
+        (lambda it: [it.scheduler.add(Request(9, (1,), 1)) for _ in "12"], "there is a request 9"),
         (lambda it: Scheduler(Limits(1, 1, 1, 5, 2, 9, 9, ())), "give more blocks, or a shorter"),
         (lambda it: Blocks(1, 2), "1 blocks of 2 tokens hold nothing"),
     ],

@@ -1,0 +1,1 @@
+"""Tools and reasoning: what requests say of them, and how models write calls and thoughts."""

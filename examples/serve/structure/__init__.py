@@ -1,0 +1,1 @@
+"""Texts that follow grammars: which tokens may be drawn next, by llguidance."""
