@@ -454,13 +454,13 @@ def test_the_benchmark_counts_steps() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
-@pytest.mark.parametrize("draft", ["ngram", "model"])
+@pytest.mark.parametrize("draft", [pytest.param("ngram", marks=pytest.mark.slow), "model"])
 def test_on_mpi_ranks_with_devices(ranks: int, draft: str, folders: dict[int, Path]) -> None:
     """All graphs are whole on fake devices, also those that verify, with a draft in them."""
     job = ["tests.examples.speculation_job", str(folders[2])]
     job += [str(folders[1])] if draft == "model" else []
     program = ["-m", "tests.mpi.device_job", *job]
-    ended = run(ranks, program, folder=ROOT, seconds=250, warm=True)
+    ended = run(ranks, program, folder=ROOT, seconds=280, warm=True)
     assert ended.code == 0, ended.output
     assert "rank 1 has served" in ended.output
     assert "0 differences" in ended.output, ended.output

@@ -61,7 +61,7 @@ def started(folder: Path, **changes: Any) -> CgEngine:
     [
         ("qwen3_next", 2),
         ("lfm2", 1),
-        ("jamba", 1),
+        pytest.param("jamba", 1, marks=pytest.mark.slow),
         pytest.param("falcon_h1", 1, marks=pytest.mark.slow),
     ],
 )
