@@ -23,8 +23,11 @@ _SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _STARTS = r"(?:[A-Z_]+=\S+ +)*(?:python|mpirun|mpiexec)\b"
 _CODE_LINE = re.compile(rf"^    ({_STARTS}.*)$", re.MULTILINE)
 _BACKTICKS = re.compile(rf"`({_STARTS}[^`]*)`")
-_WHOLE = re.compile(r"[^\n]*<<'END'\n.*?^END\n|(?:[^\n]*\\\n)*[^\n]*\n", re.DOTALL | re.MULTILINE)
-"""A line with what it goes on by: a backslash at its end, or a document up to END."""
+_WHOLE = re.compile(
+    r"[^\n]*<<'END'\n.*?^END\n|curl (?:[^'\n\\]|'[^']*'|\\\n)*\n|(?:[^\n]*\\\n)*[^\n]*\n",
+    re.DOTALL | re.MULTILINE,
+)
+"""A line with what it goes on by: a backslash, a document up to END, or quotes of curl."""
 _ASSIGNMENT = re.compile(r"[A-Z_][A-Z_0-9]*=.*", re.DOTALL)
 
 

@@ -45,7 +45,7 @@ RULES = (
     Rule("shows or writes a file: tests/test_docs.py runs it", text="(cat|grep|sed|ls|echo) ?"),
     Rule("waits for ranks of Slurm", inside="SLURM"),
     Rule("needs several machines: tests/mpi/test_hosts.py", inside="-(hosts|hostfile) "),
-    Rule("asks a server, as tests/gpu/test_serving.py does by itself", text="(until )?curl "),
+    Rule("asks a server, as tests/gpu/test_serving.py does", text="((until )?curl|lm_eval) "),
     Rule("shows an error: tests/test_docs.py runs it", text="CG_RANKS=two "),
     Rule("a benchmark, which takes minutes", inside=r"\bbenchmarks[./]"),
     Rule("the package with its weights is not a part of tests", inside="smollm2"),
