@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+from examples.serve.engine import CgEngine, start
 from examples.serve.settings import Options
 
 OPTIONS = Options(batches=(2, 4), chunks=(8, 32), prompt_tokens=96, blocks=20, block_size=8)
@@ -21,6 +26,24 @@ FEW = replace(OPTIONS, groups=2, batches=(4,), chunks=(32,), widths=())
 
 GREEDY = replace(FEW, groups=1, draws=False)
 """For tests that need no other tokens: four of thirteen variants."""
+
+
+@contextmanager
+def serving(source: Any, ranks: int, options: Options) -> Iterator[CgEngine]:
+    """An engine whose ranks this process plays.
+
+    With one thread: the models are so small that a second one is only waited for.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with use_world(VirtualWorld(ranks)):
+            engine = start(source, options)
+            assert engine is not None
+            yield engine
+            engine.close()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def save_qwen2(folder: Path, layers: int) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,32 +32,13 @@ from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill, Record
 
 from ..mpi.jobs import ROOT, needs_mpi, run
 from .serve_driver import Driver, Habits, Request, differences, random_requests
-from .serve_models import FEW, GREEDY, OPTIONS, generate, load_qwen2, logits_of, save_qwen2
+from .serve_models import FEW, GREEDY, OPTIONS, generate, load_qwen2, logits_of, save_qwen2, serving
 from .serve_work import Row, decode_of, prefill_of
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 import checkpoints
 import train_gpt
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are so small that a second thread is only waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@contextmanager
-def serving(source: Any, ranks: int, options: Options) -> Iterator[CgEngine]:
-    """An engine whose ranks this process plays."""
-    with use_world(VirtualWorld(ranks)):
-        engine = start(source, options)
-        assert engine is not None
-        yield engine
-        engine.close()
 
 
 @pytest.fixture(scope="module")

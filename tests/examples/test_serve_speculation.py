@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,11 @@ from examples.serve.ngram import LENGTHS, NgramIndex
 from examples.serve.opening import open_model
 from examples.serve.requests import How, Request, Sampling
 from examples.serve.sampling.draw import draw
-from examples.serve.settings import Options
 from examples.serve.variants import VerifySize, all_sizes, first_sizes, later_sizes
 from examples.serve.work import Decode, Proposals
 
 from ..mpi.jobs import ROOT, needs_mpi, run
-from .serve_models import FEW, generate, load_qwen2, save_qwen2
+from .serve_models import FEW, generate, load_qwen2, save_qwen2, serving
 from .serve_requests import Served, guesses, mixed_requests, nothing, serve
 from .serve_work import Row, decode_of, prefill_of
 
@@ -42,25 +40,6 @@ import speculation
 TOKENS = 3
 """Tokens that are proposed at a time."""
 SPECULATING = replace(FEW, late=True, draft_tokens=TOKENS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are so small that a second thread is only waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@contextmanager
-def serving(source: Any, ranks: int, options: Options) -> Iterator[CgEngine]:
-    """An engine whose ranks this process plays."""
-    with use_world(VirtualWorld(ranks)):
-        engine = start(source, options)
-        assert engine is not None
-        yield engine
-        engine.close()
 
 
 @pytest.fixture(scope="module")

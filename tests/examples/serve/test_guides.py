@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ import torch
 import transformers
 from llguidance import LLMatcher
 
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
-from examples.serve.engine import CgEngine, start
+from examples.serve.engine import CgEngine
 from examples.serve.front.structure import formats
 from examples.serve.ngram import Propose
 from examples.serve.requests import End, How, Limits, Request, Sampling
@@ -33,6 +30,7 @@ from examples.serve.work import TABLE, Decode, Prefill
 from ...mpi.jobs import ROOT, needs_mpi, run
 from .. import tiny_model
 from ..serve_driver import NEAR
+from ..serve_models import serving
 from .fake_engine import ROOMY, FakeEngine, FakeResult, guess, reference
 from .guided import Outcome, complete
 from .schemas import Drawer
@@ -263,19 +261,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, num_hidden_layers=2, max_position_embeddings=768, initializer_range=0.3
     )
     return folder
-
-
-@contextmanager
-def serving(folder: Path, ranks: int, options: Options) -> Iterator[CgEngine]:
-    """An engine whose ranks this process plays."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(ranks)):
-        engine = start(folder, options)
-        assert engine is not None
-        yield engine
-        engine.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
