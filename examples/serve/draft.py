@@ -49,7 +49,7 @@ class Draft(Stage):
             logits = self._layers(x, positions, entries, tables, slots, last)[:, 0]
             last = torch.zeros_like(last)
             places = start[:, 0] + step + 1
-            drawn = self._tokens(logits, places, sampling, places, how & How.DRAWN)
+            drawn = self._tokens(logits, places, sampling, places, None, how & How.DRAWN)
             assert isinstance(drawn, Tensor), "it gives no log-probabilities"
             proposals.append(drawn)
             x = drawn[:, None]

@@ -177,8 +177,11 @@ def test_on_the_host(
 
 def test_the_server_is_run_on_one_rank_in_two_stages_and_cut() -> None:
     """On one, two and four GPUs."""
+    serve = f"{Path('python')} -m examples.serve -n 1 --model DIR"
     assert [str(c.command) for c in cases(1) if c.command.name == "serve"] == [
-        f"{Path('python')} -m examples.serve -n 1 --model DIR"
+        serve,
+        f"{serve} --draft ngram",
+        f"{serve} --draft SMALL --draft-tokens 3",
     ]
     two = {c.id for c in cases(2) if c.command.name == "serve"}
     assert two >= {"serve-n2", "serve-n2-tp2", "serve-n2-ep2"}
