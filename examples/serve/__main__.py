@@ -14,11 +14,12 @@ from . import features as switches
 from .front.adjusting import Rules, rules_of
 from .front.admission import Bounds
 from .front.connections import listen
+from .front.names import Names
 from .front.server import Front
 from .front.text import load
 from .front.tools.dialects import PARSERS, REASONING, dialect_of
 from .models import resolve
-from .options import NGRAM, add_arguments, draft_tokens
+from .options import NGRAM, adapters, add_arguments, draft_tokens
 from .transports import loop_factory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listener = listen(options.host, options.port)
         model, note = resolve(options.model)
         draft_tokens(options)
+        names = Names(tuple(options.name or [Path(model).name]), tuple(adapters(options)))
         if options.draft not in (None, NGRAM):
             options.draft, _ = resolve(options.draft)
         text = load(model)
@@ -49,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rules.defaults or rules.max_tokens:
         log.info("what requests leave out is as generation_config.json says: %s", rules.shown())
     host, port = listener.getsockname()[:2]
-    names = options.name or [Path(model).name]
-    log.info("serving %s as '%s' at http://%s:%d/", note, "', '".join(names), host, port)
+    shown = "', '".join(names.all)
+    log.info("serving %s as '%s' at http://%s:%d/", note, shown, host, port)
     with folder, listener:
         bounds = Bounds(requests=options.requests, tokens=options.tokens, drain=options.drain)
         command = in_process(options, model) if features.inproc else job(options, model, features)
@@ -77,7 +79,7 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
     for name in (
         *("groups", "tp", "ep", "batch", "batches", "chunk", "chunks", "prompt_tokens", "memory"),
         *("blocks", "layers", "block_size", "context", "dtype", "fuse", "profile"),
-        *("draft", "draft_tokens"),
+        *("draft", "draft_tokens", "lora"),
     ):
         value = getattr(given, name)
         if value is not None:

@@ -46,6 +46,8 @@ class Pages:
         tables: int64 [rows, blocks of a row]; of no blocks where all rows begin a sequence, which
             see nothing in the pools.
         slots: of the rows.
+        adapters: int64 [rows], the adapter of each, counted from 1; 0: none. None where no row has
+            one.
     """
 
     pools: Mapping[int, Tensor]
@@ -54,6 +56,7 @@ class Pages:
     entries: Tensor
     tables: Tensor
     slots: Slots = NO_SLOTS
+    adapters: Tensor | None = None
 
     @property
     def seen(self) -> int:
@@ -292,22 +295,25 @@ def attend(
     rows, heads, tokens, width = query.shape
     groups = key.shape[1]
     shared = heads // groups
-    if cache is not None and cache.is_causal(mask):
-        pages = cache.pages
-        if not pages.tables.numel():
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1
-            )
-            return mixed.transpose(1, 2)
-        written = cache.written
+    if cache is not None and cache.pages.tables.numel():
+        pages, written = cache.pages, cache.written
         is_there = written is not None and written[0] is key and value.shape[-1] == width
-        if is_there and paged.is_served(query.device, shared * tokens):
+        own = None if cache.is_causal(mask) else mask
+        if is_there and paged.is_served(query.device, shared * tokens, own):
             assert written is not None
             pool = pages.pool(written[1]).unflatten(-1, (2, width))
             grouped = query.reshape(rows, groups, shared * tokens, width)
-            where = pages.blocks, pages.positions.flatten()
-            mixed = torch.ops.cg_paged.attend(grouped, pool, *where, scale)
+            seen = grouped, pool, pages.blocks, pages.positions.flatten()
+            if own is None:
+                mixed = torch.ops.cg_paged.attend(*seen, scale)
+            else:
+                mixed = torch.ops.cg_paged.attend_masked(*seen, own, scale)
             return mixed.reshape(rows, heads, tokens, width).transpose(1, 2)
+    elif cache is not None and cache.is_causal(mask):
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1
+        )
+        return mixed.transpose(1, 2)
     # Heads that share keys are rows of one product: [rows, groups, shared * tokens, width].
     query = query.reshape(rows, groups, shared * tokens, width)
     if shared > 1:

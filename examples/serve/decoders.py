@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ import cg
 
 from ..weight_files import refuse_quantized
 from .attention import NAME, CurrentCache, PagedCache, Pages
+from .lora import Adapter, adapter_cuts, attach, check_adapters, linear_shapes
 from .parts import Experts, KeyValues, Model, Ways
 from .products import Calls, join, project, replace_norms
 from .start_check import ASKED, SHOWN, Trial
@@ -147,7 +148,7 @@ class _Observer(PagedCache):
         return key_states, value_states
 
 
-def stored_decoder(folder: Path) -> Model:
+def stored_decoder(folder: Path, adapters: Sequence[Adapter] = ()) -> Model:
     """The model of a folder in transformers' format; see `open_model`."""
     config = AutoConfig.from_pretrained(folder)
     refuse_quantized(folder)
@@ -163,14 +164,20 @@ def stored_decoder(folder: Path) -> Model:
                 "says tie_word_embeddings",
                 folder,
             )
-    return decoder(config, Stored(weights, model), _eos(folder))
+    return decoder(config, Stored(weights, model), _eos(folder), adapters)
 
 
-def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | None) -> Model:
+def decoder(
+    config: PretrainedConfig,
+    weights: Weights,
+    eos: int | list[int] | None,
+    adapters: Sequence[Adapter] = (),
+) -> Model:
     """The model of a configuration and weights.
 
     Raises:
-        ValueError: the model has something that the engine does not serve.
+        ValueError: the model has something that the engine does not serve, or an adapter is not of
+            its layers.
     """
     model = _empty(config, torch.float32)
     name = f"{type(model).__name__} ({config.model_type})"
@@ -188,13 +195,18 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         raise ValueError(f"{name} is not served: {_mixer(model, error.layer)}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{name} is not served: {error}") from error
+    check_adapters(adapters, linear_shapes(model))
     text: Any = config.get_text_config(decoder=True)
     layer_bytes = sum(cuts.costs.values[1:-1])
     context = min(_context(text), ASKED if observer.is_asked else UNBOUNDED)
     shown = context if observer.is_asked else min(context, SHOWN)
 
     def plan(layers: range, experts: str | None) -> Any:
-        return cg.plans.hf(model, batch=None, experts=experts)
+        whole = cg.plans.hf(model, batch=None, experts=experts)
+        if not adapters:
+            return whole
+        part = _part(_empty(config, torch.float32), layers, count, takes).part.model
+        return cg.plan(adapter_cuts(part, adapters, whole.of_tensor)) | whole
 
     def build(layers: range, dtype: torch.dtype, ways: Ways) -> nn.Module:
         part = _part(_empty(config, dtype), layers, count, takes)
@@ -211,6 +223,7 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         if ways.ranks == 1:
             project(part)
         part.drop_tokens()  # whatever module the head is by now
+        attach(part.part.model, adapters, part.current, dtype)
         part.goes_on = trial.compare(name)
         return part
 
@@ -227,6 +240,7 @@ def decoder(config: PretrainedConfig, weights: Weights, eos: int | list[int] | N
         build=build,
         plan=plan,
         experts=_experts(model, count),
+        adapters=len(adapters),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cg
 
-from .model import LENGTH, NUMBERS, PROMPT, PROMPT_STATE, START, Stage
+from .model import LENGTH, NUMBERS, PROMPT, PROMPT_ADAPTER, PROMPT_STATE, START, Stage
 from .requests import How
 
 
@@ -36,7 +36,7 @@ class Draft(Stage):
         """
         start, length = batch[:, START : START + 1], batch[:, LENGTH : LENGTH + 1]
         tables, sampling = batch[:, PROMPT + 2 * tokens :], batch[:, NUMBERS:PROMPT]
-        slots = batch[:, PROMPT_STATE]
+        rows = tables, batch[:, PROMPT_STATE], batch[:, PROMPT_ADAPTER]
         last = torch.ones_like(start)
         x, proposals = known, []
         for step in range(tokens - 1):
@@ -46,7 +46,7 @@ class Draft(Stage):
             entries = tables.gather(1, positions // self.size) * self.size + positions % self.size
             # Behind its proposals a row writes to the trash.
             entries = torch.where(steps < length, entries, 0)
-            logits = self._layers(x, positions, entries, tables, slots, last)[:, 0]
+            logits = self._layers(x, positions, entries, *rows, last)[:, 0]
             last = torch.zeros_like(last)
             places = start[:, 0] + step + 1
             drawn = self._tokens(logits, places, sampling, places, None, how & How.DRAWN)

@@ -21,7 +21,7 @@ import torch
 import cg
 
 from .defaults import check_draft, check_ranks, check_states
-from .model import LENGTH, NUMBERS, PROMPT, START
+from .model import LENGTH, NUMBERS, PROMPT, PROMPT_ADAPTER, START
 from .opening import open_model
 from .parts import Model
 from .progress import said
@@ -47,6 +47,7 @@ from .variants import (
     without_padding,
 )
 from .work import (
+    ADAPTER,
     ENTRY,
     POSITION,
     RECORD,
@@ -216,6 +217,7 @@ class CgEngine:
         _within("a record", rows[:, RECORD], 0, limits.requests + 1)
         _within("a position", rows[:, POSITION], 0, limits.context)
         _within("a slot of states", rows[:, STATE], *self._slots)
+        _within("an adapter", rows[:, ADAPTER], 0, 1 + limits.adapters)
 
     def _decode(self, work: Decode) -> Tokens:
         limits, rows, block = self.limits, work.rows, self.limits.block_size
@@ -246,7 +248,7 @@ class CgEngine:
         numbers = size.padding(limits)
         batch = numbers[:count]
         batch[:, START], batch[:, LENGTH] = rows[:, POSITION], 1 + proposals.counts
-        batch[:, NUMBERS:PROMPT] = rows[:, SEED:RECORD]
+        batch[:, NUMBERS:PROMPT], batch[:, PROMPT_ADAPTER] = rows[:, SEED:RECORD], rows[:, ADAPTER]
         ids, entries, blocks = np.split(batch[:, PROMPT:], [tokens, 2 * tokens], axis=1)
         if limits.has_draft:
             ids[:, 0], ids[:, 1] = proposals.before, rows[:, TOKEN]
@@ -344,7 +346,8 @@ class CgEngine:
         _check(len(table) == needed, f"{len(table)} blocks, and {needed} are needed")
         _within("a block", table, 1, limits.blocks)
         _within("a slot of states", np.array([chunk.state]), *self._slots)
-        row[:PROMPT] = chunk.start, count, chunk.state, *chunk.sampling.numbers
+        _within("an adapter", np.array([chunk.adapter]), 0, 1 + limits.adapters)
+        row[:PROMPT] = chunk.start, count, chunk.state, chunk.adapter, *chunk.sampling.numbers
         ids, entries, blocks = np.split(row[PROMPT:end], [tokens, 2 * tokens])
         ids[:count], entries[:count] = chunk.tokens, table[at // size] * size + at % size
         if variant.width:
@@ -441,6 +444,7 @@ def limits_of(model: Model, options: Options) -> Limits:
         scored=min(chunk, max(n for n in options.chunks if n <= max(slots, options.chunks[0]))),
         draft_tokens=options.draft_tokens,
         has_draft=options.draft is not None,
+        adapters=model.adapters,
         lengths=tuple(n for n in options.chunks if n <= chunk) if model.states else (),
     )
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .ngram import Propose
 from .requests import How, Limits, Request
 from .work import (
+    ADAPTER,
     CONTROLS,
     POSITION,
     RECORD,
@@ -147,6 +148,7 @@ class Group:
         row[TOKEN], row[POSITION] = sequence.tokens[-1], sequence.written
         row[SEED : CONTROLS + 1] = request.sampling.numbers
         row[RECORD], row[STATE] = sequence.record, sequence.place
+        row[ADAPTER] = request.adapter
         row[TABLE:] = 0
         self.tokens[slot, :known], self.known[slot] = sequence.tokens, known
         self.ends[slot] = len(request.prompt) + request.max_tokens - 1

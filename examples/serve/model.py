@@ -15,15 +15,15 @@ from .requests import LOGPROBS, How
 from .sampling.draw import allowed, draw, greedy, rank, score
 from .sampling.records import Records
 from .states import Slots
-from .work import ENTRY, POSITION, RECORD, SEED, STATE, TABLE
+from .work import ADAPTER, ENTRY, POSITION, RECORD, SEED, STATE, TABLE
 
 # Columns of chunks of prompts, and of rows that are verified: int64 [rows, PROMPT + 2 * tokens +
 # blocks], where each starts, how many of its tokens are no padding, its slot in the pools of
 # states, and `Sampling.numbers`; then the ids of the tokens, their entries, and the table, which is
 # empty where all of them begin a prompt. With `How.PROMPT` the ids of the tokens behind follow, and
 # with `How.ADJUSTED` the columns of `Records.load`.
-START, LENGTH, PROMPT_STATE, NUMBERS = range(4)
-PROMPT = 6
+START, LENGTH, PROMPT_STATE, PROMPT_ADAPTER, NUMBERS = range(5)
+PROMPT = 7
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Stage(nn.Module):
         super().__init__()
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.layers
-        self.vocabulary = model.vocabulary
+        self.vocabulary, self.adapters = model.vocabulary, model.adapters
         self.guards = guards or Guards()
         self.part = model.build(layers, dtype, ways or Ways())
         self.pool, self.size, self.requests = pool, pool.size, requests
@@ -117,7 +117,8 @@ class Stage(nn.Module):
             how: of `How`.
         """
         positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
-        out = self._layers(x, positions, entries, batch[:, TABLE:], batch[:, STATE], None)
+        rows = batch[:, TABLE:], batch[:, STATE], batch[:, ADAPTER]
+        out = self._layers(x, positions, entries, *rows, None)
         if not self.is_last:
             return out
         return self._tokens(
@@ -224,18 +225,21 @@ class Stage(nn.Module):
         entries: Tensor,
         tables: Tensor,
         numbers: Tensor,
+        adapters: Tensor,
         last: Tensor | None,
     ) -> Tensor:
         pools = {layer: getattr(self, f"pool{index}") for index, layer in enumerate(self.layers)}
         states = {name: getattr(self, f"state{index}") for index, name in enumerate(self.states)}
         begins = positions[:, 0] == 0 if tables.numel() else None
         slots = Slots(states, numbers, begins)
-        pages = Pages(pools, self.size, positions, entries.flatten(), tables, slots)
+        adapted = adapters if self.adapters else None
+        pages = Pages(pools, self.size, positions, entries.flatten(), tables, slots, adapted)
         if self.guards.debug_bounds:
             _check("a block", tables, self.pool.blocks)
             _check("an entry", entries, self.pool.blocks * self.size)
             _check("a position", positions, pages.seen)
             _check("a slot of states", numbers, 1 + self.requests)
+            _check("an adapter", adapters, 1 + self.adapters)
         if self.is_first:
             x = x.view(positions.shape)
             if self.guards.clamp:
@@ -246,17 +250,18 @@ class Stage(nn.Module):
         return out
 
 
-def chunks(batch: Tensor, tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions, entries, tables and slots of chunks, with so many tokens and blocks each.
+def chunks(batch: Tensor, tokens: int, width: int) -> tuple[Tensor, ...]:
+    """Positions, entries, tables, slots and adapters of chunks; the columns above say where.
 
-    The columns above say where they are.
+    Args:
+        tokens, width: of each chunk, with padding.
     """
     start, length = batch[:, START : START + 1], batch[:, LENGTH : LENGTH + 1]
     steps = torch.arange(tokens, device=batch.device)[None]
     positions = torch.where(steps < length, start + steps, start)
     entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
     tables = batch[:, PROMPT + 2 * tokens : PROMPT + 2 * tokens + width]
-    return positions, entries, tables, batch[:, PROMPT_STATE]
+    return positions, entries, tables, batch[:, PROMPT_STATE], batch[:, PROMPT_ADAPTER]
 
 
 def _check(name: str, numbers: Tensor, bound: int) -> None:

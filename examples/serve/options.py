@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 NGRAM = "ngram"
 """The draft that is the text itself."""
@@ -38,6 +39,24 @@ def draft_tokens(given: argparse.Namespace) -> int:
     return DRAFT_TOKENS if given.draft_tokens is None else int(given.draft_tokens)
 
 
+def adapters(given: argparse.Namespace) -> dict[str, Path]:
+    """The folders of the adapters that requests may ask for, by name.
+
+    Raises:
+        FileNotFoundError: a folder has no adapter of peft.
+        ValueError: an adapter has no name, or the name of another.
+    """
+    folders: dict[str, Path] = {}
+    for entry in given.lora or ():
+        name, _, folder = entry.partition("=")
+        if not name or not folder or name in folders:
+            raise ValueError(f"--lora takes NAME=DIR, each name once, and not {entry}")
+        if not (Path(folder) / "adapter_config.json").exists():
+            raise FileNotFoundError(f"{folder} holds no adapter of peft: adapter_config.json")
+        folders[name] = Path(folder)
+    return folders
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine; sizes that are not given are chosen (`defaults.py`)."""
     add = parser.add_argument
@@ -65,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft", help="what proposes tokens: ngram, by the text itself, or a small model's folder"
     )
     add("--draft-tokens", type=count, help=f"proposed at a time; by default {DRAFT_TOKENS}")
+    add(
+        *("--lora", "--lora-modules"),
+        nargs="+",
+        metavar="NAME=DIR",
+        help="adapters that peft has written; clients ask for one by its name as their model",
+    )
     add("--ahead", action="store_true", help="compile all variants before it is ready")
     add("--profile", metavar="DIR", help="write what every rank does, as cg.profile records it")
     add("--features", default="", help="switches, such as -prefix,+inproc")

@@ -1,9 +1,10 @@
-"""Attention of a few tokens a row to a paged cache on CUDA devices, by kernels of Triton.
+"""Attention of a few tokens a row to a paged cache, as operators that read as far as rows are long.
 
-Each program reads one part of a row's blocks, as far as the row is long, for all heads that share
-keys: Flash-Decoding (Tri Dao, Daniel Haziza, Francisco Massa, Grigory Sizov, 2023) over a block
-table (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention", 2023). A second kernel combines the parts of a row.
+On hosts they are torch's own operators (`host_attention`), on CUDA devices kernels of Triton. Each
+program of these reads one part of a row's blocks for all heads that share keys: Flash-Decoding (Tri
+Dao, Daniel Haziza, Francisco Massa, Grigory Sizov, 2023) over a block table (Kwon et al.,
+"Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023). A second
+kernel combines the parts of a row.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 import cg
+
+from . import host_attention
 
 try:
     import triton
@@ -34,17 +37,23 @@ _LIBRARY.define(
 )
 # On a mesh, ranks have the keys and values of some heads, and the queries that share them.
 cg.layout_rule(torch.ops.cg_paged.attend.default, "rgsw,begkw,t,p->rgsw", cut="g")
+_LIBRARY.define(
+    "attend_masked(Tensor query, Tensor pool, Tensor tables, Tensor positions, Tensor mask, "
+    "float scale) -> Tensor"
+)
+cg.layout_rule(torch.ops.cg_paged.attend_masked.default, "rgsw,begkw,t,p,rhqk->rgsw", cut="g")
 
 
-def is_served(device: torch.device, queries: int) -> bool:
-    """True if the kernels run on a device, for so many queries of a row that share keys."""
-    return triton is not None and device.type == "cuda" and queries <= MOST
+def is_served(device: torch.device, queries: int, mask: Tensor | None) -> bool:
+    """True if the operators run on a device.
 
-
-def _shape_of(
-    query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float
-) -> Tensor:
-    return query.new_empty(query.shape)
+    Args:
+        queries: of a row that share keys.
+        mask: [rows, heads, tokens, keys], if a token does not see just those before it.
+    """
+    if device.type == "cpu":
+        return mask is None or mask.shape[1] == 1
+    return triton is not None and device.type == "cuda" and queries <= MOST and mask is None
 
 
 def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -165,4 +174,19 @@ if triton is not None:
         tl.store(here, sums / total[:, None], mask=(head < SHARED)[:, None] & is_lane[None, :])
 
 
-_LIBRARY.impl("attend", _shape_of, "Meta")
+def _shape_of(query: Tensor, *_: Tensor | float) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _attend_on_host(
+    query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    return host_attention.attend(query, pool, tables, positions, None, scale)
+
+
+for _name, _on_host in (
+    ("attend", _attend_on_host),
+    ("attend_masked", host_attention.attend),
+):
+    _LIBRARY.impl(_name, _shape_of, "Meta")
+    _LIBRARY.impl(_name, _on_host, "CPU")

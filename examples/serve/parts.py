@@ -105,6 +105,7 @@ class Model:
         plan: how the ranks of an axis `tp` share the tensors of the part with these layers, and
             those of an axis, if one is named, its experts.
         experts: None if it has none.
+        adapters: how many it is served with.
     """
 
     layers: int
@@ -119,6 +120,7 @@ class Model:
     build: Callable[[range, torch.dtype, Ways], nn.Module]
     plan: Callable[[range, str | None], Any]
     experts: Experts | None = None
+    adapters: int = 0
 
     @property
     def groups(self) -> int:

@@ -29,9 +29,10 @@ from . import features as switches
 from .defaults import BLOCK, CHUNKS, Choice, Given, Hardware, choose, measure
 from .engine import CgEngine, start
 from .loop import EngineLoop
+from .lora import read_adapter
 from .models import source, tokenizer_folder
 from .opening import open_model
-from .options import NGRAM, add_arguments, draft_tokens
+from .options import NGRAM, adapters, add_arguments, draft_tokens
 from .parts import Model
 from .requests import Limits
 from .settings import Options
@@ -125,7 +126,8 @@ def chosen(
         FileNotFoundError, ValueError: as `open_model` and `choose`.
     """
     model_source = source(given.model)
-    model = open_model(model_source)
+    folders = adapters(given).values()
+    model = open_model(model_source, adapters=[read_adapter(folder) for folder in folders])
     device = own_device()
     machines = cg.allgather(socket.gethostname())
     own = measure(None if device.type == "cpu" else device, machines.count(machines[cg.rank()]))

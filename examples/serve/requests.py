@@ -35,6 +35,7 @@ class Limits:
     scored: int = 1  # the longest chunk that gives log-probabilities of a prompt
     draft_tokens: int = 0  # that are proposed for a row and verified with it; 0: none ever
     has_draft: bool = False  # whether a model on the engine's side proposes them
+    adapters: int = 0  # that requests may ask for
     lengths: tuple[int, ...] = ()  # of chunks, ascending, where layers keep states; else any
     goes_on: bool = True  # whether chunks of several tokens go on with a prompt
 
@@ -171,6 +172,12 @@ class Request:
     prompt_logprobs: int | None = None  # as `Sampling.logprobs`, of all tokens but the first
     salt: bytes = b""  # requests of different salts share no cached prefix
     grammar: str = ""  # that the text has to follow, as llguidance takes it; empty: none
+    adapter: int = 0  # counted from 1; 0: none
+
+    @property
+    def shares(self) -> bytes:
+        """Bytes that are equal where requests share cached prefixes."""
+        return self.adapter.to_bytes(2, "big") + self.salt
 
 
 @dataclass(frozen=True)

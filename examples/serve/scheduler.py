@@ -116,6 +116,8 @@ class Scheduler:
             raise ValueError(
                 f"{length} tokens and {request.max_tokens} more do not fit in {limits.context}"
             )
+        if not 0 <= request.adapter <= limits.adapters:
+            raise ValueError(f"adapter {request.adapter}, of {limits.adapters}")
         if min(request.prompt) < 0 or max(request.prompt) >= limits.vocabulary:
             raise ValueError(f"a token is not below {limits.vocabulary}")
         if request.id in self._all:
@@ -388,7 +390,8 @@ class Scheduler:
         mask = guide.mask if guide is not None and is_last else None
         place = sequence.place
         return Chunk(
-            tokens, start, blocks, is_last, request.sampling, record, following, place, mask
+            *(tokens, start, blocks, is_last, request.sampling, record, following, place),
+            *(request.adapter, mask),
         )
 
     def _admit(self) -> bool:
@@ -421,7 +424,7 @@ class Scheduler:
         return True
 
     def _match(self, sequence: Sequence) -> tuple[list[int], bytes]:
-        salt = sequence.request.salt
+        salt = sequence.request.shares
         if sequence.wants_scores:  # which need the logits of all tokens
             return [], chain(salt)
         if self._shares:

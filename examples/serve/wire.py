@@ -39,7 +39,7 @@ MOST = 1 << 26
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
-_REQUEST = struct.Struct("<IIfIfQbb?HIIII")
+_REQUEST = struct.Struct("<IIfIfQbb?HHIIII")
 _EVENTS = struct.Struct("<II")
 
 
@@ -149,7 +149,7 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
         head = _REQUEST.pack(
             *(request.id, request.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
             *map(_count, (how.logprobs, request.prompt_logprobs)),
-            request.ignore_eos,
+            *(request.ignore_eos, request.adapter),
             *(len(request.salt), len(adjustments), len(grammar)),
             *(len(request.stops), len(request.prompt)),
         )
@@ -172,9 +172,9 @@ def unpack_requests(payload: bytes) -> list[Request]:
     requests, at = [], 0
     try:
         while at < len(payload):
-            id_, most, *how, ranked, asked, ignores, salted, adjusted, ruled, ends, length = (
-                _REQUEST.unpack_from(payload, at)
-            )
+            head = _REQUEST.unpack_from(payload, at)
+            id_, most, *how, ranked, asked, ignores, adapter = head[:-5]
+            salted, adjusted, ruled, ends, length = head[-5:]
             at += _REQUEST.size
             salt, at = payload[at : at + salted], at + salted
             changes, at = payload[at : at + adjusted], at + adjusted
@@ -185,7 +185,7 @@ def unpack_requests(payload: bytes) -> list[Request]:
             ids, at = tuple(numbers(payload[at : at + size])), at + size
             adjustments = unpack_adjustments(changes) if changes else None
             sampling = Sampling(*how, _none(ranked), adjustments)
-            more = ignores, ids[:ends], _none(asked), salt, grammar
+            more = ignores, ids[:ends], _none(asked), salt, grammar, adapter
             requests.append(Request(id_, ids[ends:], most, sampling, *more))
     except (struct.error, ValueError) as error:
         raise WireError(f"no requests: {error}") from None

@@ -19,9 +19,9 @@ Rows = NDArray[np.int64]
 # group. The entry, which the engine writes, is where in the pools the token's keys and values go,
 # counted through all blocks. Then come `Sampling.numbers`, and the record of a request whose logits
 # are adjusted, which is a row of `sampling.records.Records`; others have 0, which is nobody's. Last
-# is the slot of the request in the pools of states.
-TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS, RECORD, STATE = range(9)
-TABLE = 9
+# are the slot of the request in the pools of states, and its adapter.
+TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS, RECORD, STATE, ADAPTER = range(10)
+TABLE = 10
 
 Masks = NDArray[np.int32]
 """Tokens that rows may draw, int32 [rows, words]: a bit a token, the lowest of a word first."""
@@ -98,6 +98,7 @@ class Chunk:
     # The token behind each, whose log-probabilities are wanted; any number behind the prompt.
     following: Sequence[int] | NDArray[Any] | None = None
     state: int = 0  # the slot of the request in the pools of states
+    adapter: int = 0  # of the request
     mask: Masks | None = None  # int32 [words], with the last chunk, if the request has a grammar
 
     @property

@@ -1,13 +1,20 @@
-"""Attention to a paged cache by kernels, in Triton's interpreter, against a gather of blocks."""
+"""Attention to a paged cache by operators, against a gather of blocks.
+
+Kernels of Triton run in its interpreter.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 CASES = (
     *((1, 1, 1, 16, 1), (3, 2, 7, 16, 1), (2, 2, 16, 8, 1), (4, 1, 20, 24, 1)),
@@ -30,15 +37,29 @@ def test_kernels_on_a_gpu_attend_as_a_gather_does() -> None:
     compare("cuda")
 
 
-def compare(device: str) -> None:
-    """Attend by kernels on a device, and by a gather on the host."""
-    from transformers.masking_utils import causal_mask_function
+@dataclass(frozen=True)
+class Batch:
+    """What the operators take on the host, and what a gather of blocks gives."""
 
+    query: Tensor
+    pool: Tensor
+    tables: Tensor
+    positions: Tensor
+    mask: Tensor
+    scale: float
+    right: Tensor
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        return self.query, self.pool, self.tables, self.positions
+
+
+def batches(sees: Callable[..., Tensor]) -> Iterator[Batch]:
+    """A batch of each case."""
     from examples.serve.attention import PagedCache, Pages, attend
-    from examples.serve.paged import attend as by_kernels
 
     generator = torch.Generator().manual_seed(0)
-    size, blocks = 16, 40
+    size, blocks, scale = 16, 40, 0.3
     for rows, groups, shared, width, tokens in CASES:
         pool = torch.randn(1 + rows * blocks, size, groups, 2, width, generator=generator)
         order = torch.randperm(rows * blocks, generator=generator) + 1
@@ -51,14 +72,47 @@ def compare(device: str) -> None:
         key, value = torch.randn(2, rows, groups, tokens, width, generator=generator)
         entries_of = {0: pool.flatten(0, 1).flatten(2)}
         cache = PagedCache(Pages(entries_of, size, positions, entries.flatten(), tables))
-        mask = cache.mask(causal_mask_function, torch.float32)
-        right = attend(query, *cache.update(key, value, 0), mask, 0.3, cache)
+        mask = cache.mask(sees, torch.float32)
+        right = attend(query, *cache.update(key, value, 0), mask, scale, None)
         grouped = query.view(rows, groups, shared * tokens, width)
-        there = [each.to(device) for each in (grouped, pool, tables.flatten(), positions.flatten())]
+        flat = tables.flatten(), positions.flatten()
+        by_heads = right.transpose(1, 2).reshape(grouped.shape)
+        yield Batch(grouped, pool, *flat, mask, scale, by_heads)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_hosts_attend_as_a_gather_does(window: int | None) -> None:
+    """What is behind twice the length of a row is not read."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = key <= query
+        return near if window is None else near & (key > query - window)
+
+    for batch in batches(sees):
+        rows, size = len(batch.query), batch.pool.shape[1]
+        table = batch.tables.view(rows, -1)
+        for blocks, last in zip(table, batch.positions.view(rows, -1).amax(1), strict=True):
+            batch.pool[blocks[2 * (int(last) // size + 1) :]] = math.nan
+        operators = torch.ops.cg_paged
+        if window is None:
+            out = operators.attend(*batch.operands, batch.scale)
+        else:
+            out = operators.attend_masked(*batch.operands, batch.mask, batch.scale)
+        torch.testing.assert_close(out, batch.right, rtol=1e-4, atol=1e-5)
+
+
+def compare(device: str) -> None:
+    """Attend by kernels on a device, and by a gather on the host."""
+    from transformers.masking_utils import causal_mask_function
+
+    from examples.serve.paged import attend as by_kernels
+
+    for batch in batches(causal_mask_function):
+        there = [operand.to(device) for operand in batch.operands]
         # A batch has positions as a column among others.
         there[-1] = torch.stack([there[-1], 9 * there[-1]], 1)[:, 0]
-        mine = by_kernels(*there, 0.3).cpu().view(rows, -1, tokens, width).transpose(1, 2)
-        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+        out = by_kernels(*there, batch.scale).cpu()
+        torch.testing.assert_close(out, batch.right, rtol=1e-4, atol=1e-5)
         print("equal")
 
 

@@ -47,6 +47,11 @@ RULES = (
     Rule("needs several machines: tests/mpi/test_hosts.py", inside="-(hosts|hostfile) "),
     Rule("asks a server, as tests/gpu/test_serving.py does", text="((until )?curl|lm_eval) "),
     Rule("shows an error: tests/test_docs.py runs it", text="CG_RANKS=two "),
+    Rule(
+        "needs an adapter of the model: tests/examples/test_serve_lora.py has some",
+        text="python -m examples.serve ",
+        inside="--lora ",
+    ),
     Rule("a benchmark, which takes minutes", inside=r"\bbenchmarks[./]"),
     Rule("the package with its weights is not a part of tests", inside="smollm2"),
     Rule("a transport of hosts: tests/mpi/test_mailbox.py runs it", inside="mailbox_job"),

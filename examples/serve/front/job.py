@@ -130,6 +130,7 @@ class EngineJob:
                     what.asked_logprobs,
                     what.salt,
                     what.output.grammar,
+                    what.adapter,
                 )
             )
         return reply

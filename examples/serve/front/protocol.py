@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from . import fields
 from .adjusting import Rules, read_sampling
 from .errors import ApiError, bad
 from .fields import Body
+from .names import Names
 from .text import Text
 from .tools.dialects import Dialect
 from .tools.messages import messages
@@ -51,6 +52,7 @@ class Completion:
         is_silent: whether no token is wanted; the engine draws one.
         output: how each text is written and read.
         response: what an answer of `/v1/responses` repeats; None for others.
+        adapter: its number, from 1; 0: none.
     """
 
     is_chat: bool
@@ -77,6 +79,7 @@ class Completion:
     is_silent: bool = False
     output: Output = TEXT
     response: dict[str, Any] | None = None
+    adapter: int = 0
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -117,7 +120,7 @@ def parse(payload: bytes) -> dict[str, Any]:
 def completion(
     body: Body,
     is_chat: bool,
-    models: Sequence[str],
+    names: Names,
     text: Text,
     limits: Limits,
     rules: Rules | None = None,
@@ -126,14 +129,14 @@ def completion(
     """Check the body of `/v1/completions` or `/v1/chat/completions`.
 
     Args:
-        models: the names of the model; answers have the first.
+        names: of the model and its adapters.
         dialect: how the model writes calls and thoughts.
 
     Raises:
-        ApiError: 400, or 404 for another model.
+        ApiError: 400, or 404 for another name.
     """
     rules = rules or Rules()
-    check_model(body, models)
+    model, adapter = names.asked(body)
     fields.refuse_others(body, "chat" if is_chat else "completions")
     body = {**rules.defaults, **{name: value for name, value in body.items() if value is not None}}
     stream = fields.boolean(body, "stream")
@@ -176,7 +179,7 @@ def completion(
         bad(f"min_tokens may be at most the tokens of the answer, {max_tokens}", "min_tokens")
     return Completion(
         is_chat,
-        models[0],
+        model,
         tuple(prompts),
         n,
         max(1, max_tokens),
@@ -198,20 +201,8 @@ def completion(
         prompt_logprobs=asked,
         is_silent=not max_tokens,
         output=output,
+        adapter=adapter,
     )
-
-
-def check_model(body: Body, models: Sequence[str]) -> None:
-    """Refuse a body that names another model than ours; without a name it means ours.
-
-    Raises:
-        ApiError: 404 for another model.
-    """
-    name = fields.string(body, "model", models[0])
-    if name not in models:
-        ours = ", ".join(f"'{model}'" for model in models)
-        message = f"the model '{name[:100]}' does not exist; this server has {ours}"
-        raise ApiError(404, message, "model", "model_not_found")
 
 
 def token_ids(found: object, param: str, limits: Limits) -> tuple[int, ...]:

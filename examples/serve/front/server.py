@@ -30,6 +30,7 @@ from .connections import Gate, Waits, limit_waits
 from .errors import ApiError
 from .job import EngineJob, State
 from .metrics import Metrics
+from .names import Names
 from .protocol import Completion
 from .responses.requests import as_chat, shown
 from .structure.checker import Checker
@@ -50,7 +51,7 @@ class Front:
     """The server of one engine.
 
     Args:
-        names: of the model, for clients; answers have the first.
+        names: of the model and its adapters, for clients.
         text: its tokenizer.
         command: starts the engine; see `EngineJob`.
         folder: for its socket, of mode 0700.
@@ -62,7 +63,7 @@ class Front:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Names,
         text: Text,
         command: Sequence[str] | Callable[[Path], Awaitable[None]],
         folder: Path,
@@ -74,7 +75,7 @@ class Front:
         origins: Sequence[str] = (),
     ) -> None:
         self.rules = rules or Rules()
-        self.names, self.text, self.bounds = tuple(names), text, bounds or Bounds()
+        self.names, self.text, self.bounds = names, text, bounds or Bounds()
         self._origins = frozenset(origins)
         self.dialect = dialect or dialect_of(text.template)
         self.grammars = Checker(text.stored)
@@ -238,12 +239,12 @@ class Front:
         return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        cards = [self._card(name) for name in self.names]
+        cards = [self._card(name) for name in self.names.all]
         return web.json_response({"object": "list", "data": cards})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        protocol.check_model({"model": name}, self.names)
+        self.names.asked({"model": name})
         return web.json_response(self._card(name))
 
     async def _version(self, request: web.Request) -> web.StreamResponse:
@@ -251,14 +252,15 @@ class Front:
 
     def _card(self, name: str) -> dict[str, Any]:
         length = self.job.limits.context if self.job.limits is not None else None
+        root = self.names.model[0]
         return {
             "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "cg",
-            "root": self.names[0],
+            "root": root,
             "max_model_len": length,
-        }
+        } | ({"parent": root} if name in self.names.adapters else {})
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         payload = await self._body(request)
@@ -266,7 +268,7 @@ class Front:
 
         def work() -> list[int]:
             body = protocol.parse(payload)
-            protocol.check_model(body, self.names)
+            self.names.asked(body)
             if "messages" in body:
                 options = protocol.template_options(body)
                 return self.text.encode_chat(messages(body), options)
@@ -281,13 +283,15 @@ class Front:
         )
 
     async def _pooling(self, request: web.Request) -> web.StreamResponse:
-        message = f"{request.path} needs a model that pools, and '{self.names[0]}' draws tokens"
+        message = (
+            f"{request.path} needs a model that pools, and '{self.names.model[0]}' draws tokens"
+        )
         raise ApiError(404, message, code="model_not_supported")
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         body = protocol.parse(await self._body(request))
         limits = self._check_open()
-        protocol.check_model(body, self.names)
+        self.names.asked(body)
         tokens = protocol.token_ids(
             fields.required(body, "tokens", "a list of token ids"), "tokens", limits
         )

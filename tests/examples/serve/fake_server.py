@@ -13,6 +13,7 @@ from examples.serve import features as switches
 from examples.serve.front.adjusting import Rules
 from examples.serve.front.admission import Bounds
 from examples.serve.front.connections import listen
+from examples.serve.front.names import Names
 from examples.serve.front.server import Front
 from examples.serve.front.structure.checker import Checker
 from examples.serve.front.text import Bytes
@@ -39,7 +40,8 @@ def main() -> int:
             key = options.get("key")
             path, rules = Path(folder), Rules(**options.get("rules", {}))
             dialect = Dialect(*options.get("dialect", ()))
-            names, origins = options.get("names", ["fake"]), options.get("origins", ())
+            origins = options.get("origins", ())
+            names = Names(tuple(options.get("names", ["fake"])), tuple(options.get("adapters", ())))
             front = Front(
                 *(names, Bytes(), command, path, bounds, features, key, rules, dialect, origins)
             )

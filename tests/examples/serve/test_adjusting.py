@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from examples.serve.front.adjusting import DEFAULTS, Rules, rules_of
 from examples.serve.front.choices import Choice, Offsets, Reading
 from examples.serve.front.errors import ApiError
+from examples.serve.front.names import Names
 from examples.serve.front.protocol import Completion, completion
 from examples.serve.front.text import Bytes
 from examples.serve.requests import Adjustments, End, Limits, Request, Sampling
@@ -36,7 +37,7 @@ class Words(Bytes):
 
 def read(rules: Rules | None = None, is_chat: bool = False, **body: Any) -> Completion:
     asked = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
-    return completion({**asked, **body}, is_chat, "fake", Words(), LIMITS, rules)
+    return completion({**asked, **body}, is_chat, Names(("fake",)), Words(), LIMITS, rules)
 
 
 def adjustments(**body: Any) -> Adjustments | None:
@@ -165,7 +166,7 @@ def template(**body: Any) -> Mapping[str, Any] | None:
     text = Templates()
     roles = ("user", "assistant")
     asked = {"messages": [{"role": role, "content": "x"} for role in roles], **body}
-    completion(asked, True, "fake", text, LIMITS)
+    completion(asked, True, Names(("fake",)), text, LIMITS)
     return text.options
 
 

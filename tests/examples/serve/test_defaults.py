@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from examples.serve.defaults import GIB, INDEXED, Given, Hardware, _weights, choose, measure
 from examples.serve.gpt import GptConfig
@@ -53,20 +54,30 @@ def llama(**sizes: Any) -> LlamaConfig:
     return LlamaConfig(**{**shape, **sizes})
 
 
-SMALL_QWEN2, LLAMA_8B = open_model(qwen2()), open_model(llama())
-LLAMA_70B = open_model(
-    llama(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+def opened(**sizes: int) -> Model:
+    """A Llama, by a look at one of its layers, which are alike."""
+    count = llama(**sizes).num_hidden_layers
+    one = _of_one_layer(tuple(sorted((sizes | {"num_hidden_layers": 1}).items())))
+    return replace(one, layers=count, caches=dict.fromkeys(range(count), one.caches[0]))
+
+
+@functools.cache
+def _of_one_layer(sizes: tuple[tuple[str, int], ...]) -> Model:
+    return open_model(llama(**dict(sizes)))
+
+
+SMALL_QWEN2, LLAMA_8B = open_model(qwen2()), opened()
+LLAMA_70B = opened(
+    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
 )
-SMOLLM2 = open_model(
-    llama(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-    )
+SMOLLM2 = opened(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
 )
 
 
@@ -253,6 +264,11 @@ def test_this_machine_is_measured() -> None:
     assert 1 <= shared.cores <= alone.cores
 
 
+def test_a_model_of_equal_layers() -> None:
+    whole, quick = open_model(llama(num_hidden_layers=3)), opened(num_hidden_layers=3)
+    assert quick == replace(whole, build=quick.build, plan=quick.plan)
+
+
 @given(
     free=st.integers(1, 400),
     layers=st.integers(1, 80),
@@ -267,15 +283,10 @@ def test_whatever_is_chosen_fits(
     free: int, layers: int, width: int, groups: int, context: int, ranks: int, cores: int, kind: str
 ) -> None:
     """Or is refused with a remedy."""
-    config: PretrainedConfig = llama(
-        hidden_size=width * 8,
-        intermediate_size=width * 24,
-        num_hidden_layers=max(layers, ranks),
-        num_attention_heads=8,
-        num_key_value_heads=groups,
-        max_position_embeddings=context,
-    )
-    model, hardware = open_model(config), Hardware(kind, free * GIB, cores, kind == "cuda")
+    shape = {"hidden_size": width * 8, "intermediate_size": width * 24, "num_attention_heads": 8}
+    model = opened(num_hidden_layers=max(layers, ranks), num_key_value_heads=groups, **shape)
+    model = replace(model, context=context)
+    hardware = Hardware(kind, free * GIB, cores, kind == "cuda")
     given_ranks = Given(ranks=ranks)
     try:
         options = choose(hardware, model, torch.bfloat16, given_ranks).options

@@ -20,6 +20,7 @@ from ...mpi.jobs import ROOT
 sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve.front import fields
+from examples.serve.front.names import Names
 from examples.serve.front.text import Bytes
 from examples.serve.requests import Sampling, Scores
 
@@ -396,6 +397,31 @@ def test_endpoints_of_other_models_say_so(server: Server, path: str) -> None:
     status, found = server.get(path, {"input": "x"})
     assert (status, found["error"]["code"]) == (404, "model_not_supported")
     assert "needs a model that pools" in found["error"]["message"]
+
+
+def test_adapters_are_asked_for_by_name(tmp_path: Path) -> None:
+    """An engine that has fewer than the front refuses the number of the other."""
+    with serving(tmp_path, adapters=["first", "second"], limits={"adapters": 1}) as own:
+        _, cards = own.get("/v1/models")
+        shown = [(card["id"], card["root"], card.get("parent")) for card in cards["data"]]
+        assert shown == [
+            ("fake", "fake", None),
+            ("first", "fake", "fake"),
+            ("second", "fake", "fake"),
+        ]
+        status, body = own.complete("named", 3, model="first")
+        assert (status, body["model"]) == (200, "first")
+        status, body = own.complete("named", 3, model="second")
+        assert status == 500
+        assert "adapter 2, of 1" in body["error"]["message"]
+        status, body = own.complete("named", 3, model="third")
+        assert status == 404
+        assert "this server has 'fake', 'first', 'second'" in body["error"]["message"]
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    with pytest.raises(ValueError, match="two things would be served by one name: a"):
+        Names(("a", "b"), ("a",))
 
 
 def test_a_key_is_wanted(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ REQUESTS = st.builds(
     ),
     ignore_eos=st.booleans(),
     salt=st.binary(max_size=100),
+    adapter=st.integers(0, 65535),
 )
 LOGS = st.floats(max_value=0, allow_nan=False)
 SCORES = st.builds(
