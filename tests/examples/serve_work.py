@@ -12,6 +12,7 @@ import numpy as np
 
 from examples.serve.requests import How, Sampling
 from examples.serve.work import (
+    ADAPTER,
     CONTROLS,
     POSITION,
     RECORD,
@@ -37,17 +38,17 @@ class Row(NamedTuple):
     sampling: Sampling
     record: int = 0
     state: int = 0
+    adapter: int = 0
 
 
 def decode_of(group: int, rows: Sequence[Row]) -> Decode:
     """A decode batch; each row has the blocks that the longest needs."""
     width = max((len(row.blocks) for row in rows), default=0)
     numbers = np.zeros((len(rows), TABLE + width), np.int64)
-    for at, (token, position, slot, blocks, sampling, record, state) in zip(
-        numbers, rows, strict=True
-    ):
-        at[:TABLE] = token, position, slot, 0, *sampling.numbers, record, state
-        at[TABLE : TABLE + len(blocks)] = blocks
+    for at, row in zip(numbers, rows, strict=True):
+        head = row.token, row.position, row.slot, 0
+        at[:TABLE] = *head, *row.sampling.numbers, row.record, row.state, row.adapter
+        at[TABLE : TABLE + len(row.blocks)] = row.blocks
     how = functools.reduce(operator.or_, (row.sampling.how for row in rows), How.GREEDY)
     return Decode(group, numbers, how)
 
@@ -59,8 +60,8 @@ def rows_of(work: Decode) -> list[Row]:
         temperature, top_p = struct.unpack("=ff", struct.pack("=q", row[CONTROLS]))
         sampling = Sampling(temperature, row[TOP_K], top_p, row[SEED])
         blocks = [block for block in row[TABLE:] if block]
-        where = row[TOKEN], row[POSITION], row[SLOT], blocks, sampling, row[RECORD], row[STATE]
-        rows.append(Row(*where))
+        head = row[TOKEN], row[POSITION], row[SLOT], blocks, sampling
+        rows.append(Row(*head, row[RECORD], row[STATE], row[ADAPTER]))
     return rows
 
 
