@@ -35,9 +35,9 @@ class Limits:
     scored: int = 1  # the longest chunk that gives log-probabilities of a prompt
     draft_tokens: int = 0  # that are proposed for a row and verified with it; 0: none ever
     has_draft: bool = False  # whether a model on the engine's side proposes them
-    adapters: int = 0  # that requests may ask for
     lengths: tuple[int, ...] = ()  # of chunks, ascending, where layers keep states; else any
     goes_on: bool = True  # whether chunks of several tokens go on with a prompt
+    adapters: int = 0  # that requests may ask for
 
     @property
     def requests(self) -> int:
