@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .launch.models.expert_choices import expert_choices
     from .launch.world.devices import DeviceError
     from .launch.world.waiting import WorldError
-    from .launch.world.world import rank, world_size
+    from .launch.world.world import rank, restarts, world_size
     from .passes import schedules
     from .passes.schedules.orders.base import ScheduleError
     from .tracer.errors import TraceError
@@ -118,6 +118,7 @@ _HOMES = {
     # The world
     "rank": "launch.world.world",
     "world_size": "launch.world.world",
+    "restarts": "launch.world.world",
     "barrier": "launch.api.api",
     "allgather": "launch.api.api",
     "save": "launch.checkpoints.actor_files",
@@ -193,6 +194,7 @@ __all__ = [
     "empty_weights",
     "rank",
     "world_size",
+    "restarts",
     "barrier",
     "allgather",
     "save",

@@ -351,6 +351,9 @@ print(cg.rank())
 # cg.world_size
 print(cg.world_size())
 
+# cg.restarts
+print(cg.restarts())
+
 # cg.barrier
 cg.barrier()  # behind it, every rank has come here
 

@@ -56,6 +56,21 @@ def save(
     cg.barrier()
 
 
+def forget(folder: Path) -> None:
+    """Let a new run begin: no later start of it goes on from a checkpoint of an older one.
+
+    The older one's folders stay until the new run replaces them. Collective.
+    """
+    if cg.rank() == 0:
+        (folder / "latest").unlink(missing_ok=True)
+    cg.barrier()
+
+
+def is_there(folder: Path) -> bool:
+    """True if there is a checkpoint to go on from."""
+    return (folder / "latest").exists()
+
+
 def load(
     folder: Path, actors: list[cg.ActorHandle], compiled: cg.Compiled
 ) -> tuple[int, dict[str, Any]]:
@@ -68,10 +83,9 @@ def load(
         ValueError: a file of the checkpoint is damaged.
         KeyError: the checkpoint lacks a parameter that an actor has.
     """
-    pointer = folder / "latest"
-    if not pointer.exists():
+    if not is_there(folder):
         raise FileNotFoundError(f"no checkpoint in {folder}: run without --resume first")
-    path = folder / pointer.read_text()
+    path = folder / (folder / "latest").read_text()
     manifest = _read(path / "manifest.json", lambda file: json.loads(file.read_text()))
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}

@@ -366,6 +366,9 @@ def progress(steps: range, shown: bool) -> Iterator[int]:
 
 def main() -> None:
     args = finetune_options.parse(__doc__.splitlines()[0])
+    goes_on = args.resume or cg.restarts() > 0
+    if not goes_on and cg.newest_checkpoint(args.out / "checkpoints") is not None:
+        raise SystemExit(f"{args.out} has checkpoints: go on with --resume, or give another --out")
     model, tokenizer = read_model(args), read_tokenizer(args.model, args.trust_remote_code)
     try:
         note = tables.check_length(args.length, model.whole, args.model)
@@ -388,10 +391,8 @@ def main() -> None:
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp)
     compiled = lowered.compile(schedule=schedule, fuse=args.fuse, fsdp=fsdp, dispatch=args.dispatch)
     run = Run(args, model, stages, texts, compiled, evaluate, Record())
-    if args.resume:
+    if goes_on:
         run.resume()
-    elif cg.newest_checkpoint(args.out / "checkpoints") is not None:
-        raise SystemExit(f"{args.out} has checkpoints: go on with --resume, or give another --out")
     before = sample(predict, tokenizer, args) if args.sample else ""
     with cg.profile(args.trace) if args.trace else contextlib.nullcontext():
         run.go()

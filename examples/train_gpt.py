@@ -6,6 +6,7 @@
     mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2 --fsdp
     python -m cg.launch -n 2 examples/train_gpt.py --schedule zb-h1
     python -m cg.launch -n 2 examples/train_gpt.py --resume --steps 320
+    python -m cg.launch -n 2 --restarts 3 examples/train_gpt.py
     python examples/train_gpt.py                      # one rank, without MPI
 
 Each rank holds one stage, or two where --schedule wants that. With --tp and --dp a group of ranks
@@ -352,6 +353,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    folder = args.out / "checkpoints"
+    if not (args.resume or cg.restarts()):
+        checkpoints.forget(folder)
     config = Config(layers=args.layers, width=args.width)
     text = Text.load()
     group = args.dp * args.tp
@@ -368,8 +372,8 @@ def main() -> None:
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp, bucket="blocks.*")
     compiled = train.lower(*batch).compile(schedule=schedule, fsdp=fsdp, dump=args.dump)
     record, start = Record(), 0
-    if args.resume:
-        start, saved = checkpoints.load(args.out / "checkpoints", stages, compiled)
+    if args.resume or checkpoints.is_there(folder):
+        start, saved = checkpoints.load(folder, stages, compiled)
         record = Record(**saved)
 
     talks, seconds = cg.rank() == 0, 0.0
@@ -388,7 +392,7 @@ def main() -> None:
         if done % args.validate_every == 0 or done == args.steps:
             record.validation.append((done, validate(evaluate, text, config, args.batch)))
         if group == 1 and (done % args.save_every == 0 or done == args.steps):
-            checkpoints.save(args.out / "checkpoints", stages, compiled, done, asdict(record))
+            checkpoints.save(folder, stages, compiled, done, asdict(record))
 
     unigram = text.unigram_loss()
     generated = sample(predict, text, config, args.sample, args.dp)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .environment.config import THREAD_VARIABLES, Config, ConfigError, environment, table
+from .job.host_slots import HostSlots, ends_well
 from .job.job import Job
 from .job.launcher import Flavour, Launcher, LaunchError, command, find, on_hosts, variables
-from .job.rank_registry import RankRegistry
-from .job.shm_cleanup import remove_unused
+from .job.restarts import TOLD, Fault, RestartPolicy, Start, Supervisor
 from .job.slurm import check_srun, for_daemons, is_elsewhere
 from .world.cores import allowed_cpus, core_count, cpu_quota, read_cores, thread_settings
 from .world.shared_memory import shortage
@@ -27,7 +28,8 @@ DESCRIPTION = """\
 Start PROGRAM on N ranks under MPI, each with its share of the cores.
 
 Finds the mpirun beside this Python, or else on PATH; works as root and with more ranks than
-cores. When a rank fails, or on Ctrl-C, the whole job ends. One rank needs no MPI."""
+cores. When a rank fails, or on Ctrl-C, the whole job ends; with --restarts a job that has failed
+starts again, and a program goes on from its newest checkpoint. One rank needs no MPI."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--hostfile", metavar="FILE", help="the same from a file, as the launcher reads it")
     add("--mpirun", metavar="PATH", help="the launcher to use")
     add("--mpi-arg", metavar="ARG", action="append", default=[], help="pass ARG to it (repeatable)")
+    add("--restarts", metavar="N", help="start a job that has failed again, up to N times")
+    add("--elastic", metavar="MIN:MAX", help="on so many ranks, as many as are left")
     add("--timeout", metavar="S", help="seconds that a rank waits for another; 0: for ever")
     add("--dump", metavar="DIR", help="write what compilation does into DIR")
     add("--passes", metavar="LIST", help="switch passes off: --passes=-overlap,-cse")
@@ -81,69 +85,118 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     ranks = _rank_count(options.ranks)
-    program = _program(options)
-    inherited = environment()
-    ours = _variables(options, inherited)
-    Config.from_environ({**inherited, **ours})  # complain here, rather than on every rank
-    names_hosts = options.hosts is not None or options.hostfile is not None
-    if options.virtual and names_hosts:
+    policy = RestartPolicy.of(options.restarts, options.elastic, ranks)
+    inherited = {name: v for name, v in environment().items() if name not in (*TOLD, "CG_RANKS")}
+    request = _Request(options, _program(options), _variables(options, inherited), inherited)
+    Config.from_environ({**inherited, **request.ours})  # complain here, not on every rank
+    if options.virtual and request.names_hosts:
         raise LaunchError("--virtual plays all ranks in one process: leave out the hosts")
-    if options.virtual or (ranks == 1 and options.mpirun is None and not names_hosts):
-        ours["CG_RANKS"] = str(ranks)
-        _show(options, program, ours)
+    if policy.ranks is not None:
+        _check_elastic(request)
+    if request.is_alone(ranks) and not policy.most:
+        start = request.start(ranks)
         sys.stdout.flush()
-        os.execve(program[0], program, {**inherited, **ours})
-    launcher = find(options.mpirun, _beside(), inherited.get("PATH", os.defpath))
-    if launcher.flavour is Flavour.MPICH and not (names_hosts or options.mpi_arg):
-        check_srun(inherited)
-    cores = core_count(read_cores(allowed_cpus()), cpu_quota())
-    elsewhere = names_hosts or is_elsewhere(inherited)
-    if not (options.no_thread_cap or options.mpi_arg or elsewhere):
-        preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
-        ours.update(thread_settings(max(1, cores // ranks), preset))
-    if launcher.flavour is Flavour.MPICH and not (elsewhere or options.mpi_arg):
-        short = shortage(ranks, {**inherited, **ours}, others_began=False)
-        if short is not None:
-            raise LaunchError(short)
-    inherited.pop("CG_RANKS", None)
-    line = command(
-        launcher,
-        ranks,
-        program,
-        exported=[*ours, *(name for name in ("PYTHONPATH",) if name in inherited)],
-        oversubscribe=ranks > cores and not elsewhere,
-        leave_unbound=not options.no_affinity,
-        extra=[*on_hosts(launcher, options.hosts, options.hostfile), *options.mpi_arg],
-    )
-    _show(options, line, ours, launcher)
-    everything = {**for_daemons(inherited), **ours, **variables(launcher, os.geteuid() == 0)}
-    with tempfile.TemporaryDirectory(prefix="cg-job-") as folder:
-        everything["CG_RANK_REGISTRY"] = folder
-        return _supervise(line, everything, ranks, RankRegistry(Path(folder)))
+        os.execve(start.command[0], list(start.command), start.environment)
+    with Job() as job, tempfile.TemporaryDirectory(prefix="cg-hosts-") as folder:
+
+        def start_after(fault: Fault | None) -> Start:
+            if fault is None or policy.ranks is None:
+                return request.start(ranks)
+            if not request.names_hosts:
+                return request.start(policy.left(fault, None))
+            hosts = HostSlots.of(options.hosts, options.hostfile)
+            left = hosts.answering(request.answers, Path(folder))
+            job.end_descendants()
+            return request.start(policy.left(fault, left.slots), left)
+
+        return Supervisor(job, policy, start_after).run()
 
 
-def _supervise(
-    line: Sequence[str], variables_: Mapping[str, str], ranks: int, registry: RankRegistry
-) -> int:
-    started = time.time()
-    job = Job()
-    code = job.run(line, variables_)
-    lost = ", ".join(map(str, registry.present()))
-    if code == 0 and lost:
-        code = 1
-        print(
-            f"cg.launch: the job has ended in the middle of its work, on rank {lost}: one of them "
-            "ended with exit code 0 and did not leave the job, as os._exit(0) does, and the others "
-            "were ended with it. Use sys.exit, or raise an error",
-            file=sys.stderr,
+@dataclass(frozen=True)
+class _Request:
+    """A job that a user asks for.
+
+    Attributes:
+        options: of the command line.
+        program: the command line of each rank.
+        ours: the variables that the options stand for.
+        inherited: the environment of this process, without what is told to ranks alone.
+    """
+
+    options: argparse.Namespace
+    program: Sequence[str]
+    ours: Mapping[str, str]
+    inherited: Mapping[str, str]
+
+    @property
+    def names_hosts(self) -> bool:
+        return self.options.hosts is not None or self.options.hostfile is not None
+
+    def is_alone(self, ranks: int) -> bool:
+        """True if one process does it, without MPI."""
+        is_one = ranks == 1 and self.options.mpirun is None and not self.names_hosts
+        return bool(self.options.virtual) or is_one
+
+    @functools.cached_property
+    def launcher(self) -> Launcher:
+        launcher = find(self.options.mpirun, _beside(), self.inherited.get("PATH", os.defpath))
+        if launcher.flavour is Flavour.MPICH and not (self.names_hosts or self.options.mpi_arg):
+            check_srun(self.inherited)
+        return launcher
+
+    def start(self, ranks: int, hosts: HostSlots | None = None) -> Start:
+        """Make a start.
+
+        Args:
+            ranks: how many there are to be.
+            hosts: where; None: where the options say.
+
+        Raises:
+            LaunchError: this machine lacks something.
+        """
+        ours = dict(self.ours)
+        if self.is_alone(ranks):
+            ours["CG_RANKS"] = str(ranks)
+            _show(self.options, self.program, ours)
+            return Start(ranks, self.program, {**self.inherited, **ours}, is_near=True)
+        options, launcher, inherited = self.options, self.launcher, self.inherited
+        cores = core_count(read_cores(allowed_cpus()), cpu_quota())
+        elsewhere = self.names_hosts or is_elsewhere(inherited)
+        if not (options.no_thread_cap or options.mpi_arg or elsewhere):
+            preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
+            ours.update(thread_settings(max(1, cores // ranks), preset))
+        if launcher.flavour is Flavour.MPICH and not (elsewhere or options.mpi_arg):
+            short = shortage(ranks, {**inherited, **ours}, others_began=False)
+            if short is not None:
+                raise LaunchError(short)
+        names, file = (options.hosts, options.hostfile) if hosts is None else hosts.options
+        line = command(
+            launcher,
+            ranks,
+            self.program,
+            exported=[*ours, *TOLD, *(n for n in ("PYTHONPATH",) if n in inherited)],
+            oversubscribe=ranks > cores and not elsewhere,
+            leave_unbound=not options.no_affinity,
+            extra=[*on_hosts(launcher, names, file), *options.mpi_arg],
         )
-    if job.ended_by is not None:
-        print(f"cg.launch: {job.ended_by.name} ended all {ranks} ranks", file=sys.stderr)
-    elif code != 0:
-        print(f"cg.launch: the job has ended with exit code {code}", file=sys.stderr)
-    if code != 0:
-        remove_unused(since=started)
-    return code
+        _show(options, line, ours, launcher)
+        return Start(ranks, line, {**self._of_launcher, **ours}, is_near=not elsewhere)
+
+    def answers(self, host: str) -> bool:
+        """True if the launcher can start a program on a host."""
+        extra = [*on_hosts(self.launcher, host, None), *self.options.mpi_arg]
+        return ends_well(command(self.launcher, 1, ["true"], extra=extra), self._of_launcher)
+
+    @property
+    def _of_launcher(self) -> dict[str, str]:
+        return {**for_daemons(self.inherited), **variables(self.launcher, os.geteuid() == 0)}
+
+
+def _check_elastic(request: _Request) -> None:
+    if request.options.virtual:
+        raise LaunchError("--virtual plays all ranks in one process: leave out --elastic")
+    if is_elsewhere(request.inherited) and not request.names_hosts:
+        raise LaunchError("--elastic asks hosts if they answer: name them by --hosts A:2,B:2")
 
 
 def _rank_count(text: str | None) -> int:

@@ -41,6 +41,7 @@ SEE = {
     "newest_checkpoint": "guide/models.md#checkpoints",
     "rank": "guide/running.md#mpi",
     "world_size": "guide/running.md#mpi",
+    "restarts": "guide/restarts.md",
     "barrier": "guide/running.md#together-outside-of-steps",
     "allgather": "guide/running.md#together-outside-of-steps",
     "save": "howto/checkpoints.md",

@@ -66,6 +66,8 @@ class Config:
     """The file of HCCL; None: search for it."""
     rank_registry: Path | None = None
     """The folder of the rank registry (`job/rank_registry.py`); None: there is none."""
+    restarts: int = 0
+    """How often the launcher has started the job again."""
     launch: Launch | None = None
     """The launch of this process by an MPI launcher; None: there was none."""
     foreign: Foreign | None = None
@@ -362,9 +364,18 @@ VARIABLES = (
         "rank_registry",
         "a directory",
         "none",
-        "Where ranks have a file while they are in the job. `cg.launch` sets it, to notice those "
-        "that end in the middle of it with exit code 0.",
+        "Where ranks have files while they are in the job. `cg.launch` sets it, to notice those "
+        "that end in the middle of it with exit code 0, and to know the step in which a job ends.",
         Path,
+    ),
+    Setting(
+        "CG_RESTARTS",
+        "restarts",
+        "a whole number of at least 0",
+        "0",
+        "How often the job has been started again. `cg.launch` sets it, and `cg.restarts()` "
+        "returns it.",
+        _whole,
     ),
     Setting(
         "CG_NCCL_NONBLOCKING",

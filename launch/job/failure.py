@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from ...tracer.source import traceback_location
 from ..environment.detect import Launch
 from .listening_ports import is_socket
+from .rank_registry import RankRegistry
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a job that Ctrl-C ended, as shells have it."""
@@ -44,6 +45,8 @@ class ExitHooks:
     launch: Launch
     end_job: Callable[[int], None]
     """Ends all ranks with an exit code. Replaced once MPI runs and can do it."""
+    registry: RankRegistry | None = None
+    """Where the launcher looks for why the job has ended."""
     process: int = field(default_factory=os.getpid)
     failed: bool = False
     """True while this rank is ending the job."""
@@ -58,9 +61,22 @@ class ExitHooks:
 
     def say(self, text: str) -> None:
         """Write to standard error in one piece, each line under this rank's number."""
-        lines = "".join(f"[rank {self.launch.rank}] {line}\n" for line in text.splitlines())
-        sys.stderr.write(lines)
+        sys.stderr.write(self._numbered(text))
         sys.stderr.flush()
+
+    def give_up(self, text: str, code: int = 1) -> None:
+        """Say why this rank ends the job, and end it; returns as `fail` does."""
+        self.say(text)
+        self.record(text)
+        self.fail(code)
+
+    def record(self, text: str) -> None:
+        """Let the launcher know why this rank ends the job."""
+        if self.registry is not None:
+            self.registry.report(self.launch.rank, self._numbered(text))
+
+    def _numbered(self, text: str) -> str:
+        return "".join(f"[rank {self.launch.rank}] {line}\n" for line in text.splitlines())
 
     @property
     def active(self) -> bool:
@@ -68,11 +84,11 @@ class ExitHooks:
         return os.getpid() == self.process and not self.failed
 
 
-def install(launch: Launch) -> ExitHooks:
+def install(launch: Launch, registry: RankRegistry | None = None) -> ExitHooks:
     """Hook into uncaught exceptions and `sys.exit`; once for each process."""
     global _guard
     if _guard is None:
-        _guard = ExitHooks(launch, end_job=_end_before_mpi(launch))
+        _guard = ExitHooks(launch, _end_before_mpi(launch), registry)
         sys.excepthook = _exception_hook(_guard, sys.excepthook)
         threading.excepthook = _thread_hook(_guard, threading.excepthook)
         sys.exit = _exit_function(_guard, sys.exit)
@@ -91,8 +107,13 @@ def say(text: str) -> None:
 def give_up(text: str) -> None:
     """Say why this rank ends the job, and end it, if this process is a rank."""
     if _guard is not None and _guard.active:
-        _guard.say(text)
-        _guard.fail(1)
+        _guard.give_up(text)
+
+
+def record(text: str) -> None:
+    """Let the launcher know why this rank ends the job, if this process is a rank."""
+    if _guard is not None and _guard.active:
+        _guard.record(text)
 
 
 def say_departure(error: BaseException) -> None:
@@ -124,14 +145,15 @@ def _exception_hook(guard: ExitHooks, previous: ExceptionHook) -> ExceptionHook:
         if not guard.active:
             previous(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):
-            guard.say(f"interrupted{whereabouts(error)}")
-            guard.fail(INTERRUPTED)
+            guard.give_up(f"interrupted{whereabouts(error)}", INTERRUPTED)
         else:
+            text = "".join(traceback.format_exception(kind, error, trace))
             if previous is sys.__excepthook__:
-                guard.say("".join(traceback.format_exception(kind, error, trace)))
+                guard.give_up(text)
             else:
                 previous(kind, error, trace)
-            guard.fail(1)
+                guard.record(text)
+                guard.fail(1)
 
     return hook
 
@@ -143,8 +165,7 @@ def _thread_hook(guard: ExitHooks, previous: ThreadHook) -> ThreadHook:
             return
         name = args.thread.name if args.thread is not None else "?"
         trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        guard.say(f"in thread {name}:\n" + "".join(trace))
-        guard.fail(1)
+        guard.give_up(f"in thread {name}:\n" + "".join(trace))
 
     return hook
 
@@ -171,10 +192,10 @@ class JobExit(SystemExit):
         if value is None or (isinstance(value, int) and value & 0xFF == 0):
             return
         if isinstance(value, int):
+            self.guard.record(f"SystemExit({value})")
             self.guard.fail(value & 0xFF)
         else:
-            self.guard.say(str(value))
-            self.guard.fail(1)
+            self.guard.give_up(str(value))
 
 
 def _called_by_interpreter() -> bool:

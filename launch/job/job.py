@@ -1,4 +1,4 @@
-"""Run a command, and leave no process behind that it has started."""
+"""Run commands one after the other, and leave no process behind that they have started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 GRACE = 3.0
 """Seconds from the request to end the job to its end by force."""
@@ -27,16 +27,38 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Job:
-    """One command, its descendants, and the signals on their way to it.
+    """A command at a time, its descendants, and the signals on their way to it.
 
-    Only for a process that does nothing else: all its descendants end with the job.
+    Only for a process that does nothing else: all its descendants end with the command. Signals are
+    handled inside of a `with` block. One that comes while no command runs counts as well.
     """
 
     def __init__(self) -> None:
-        self.ended_by: signal.Signals | None = None
-        """The signal that asked for the job's end."""
+        self._asked_by: signal.Signals | None = None
         self._arrived: list[int] = []
         self._deadline: float | None = None
+        self._handling = contextlib.ExitStack()
+
+    def __enter__(self) -> Job:
+        _adopt_orphans()
+        self._handling.enter_context(_handlers(lambda number, _frame: self._arrived.append(number)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._handling.close()
+
+    @property
+    def ended_by(self) -> signal.Signals | None:
+        """The signal that asked for the job's end."""
+        if self._asked_by is None:
+            ending = (number for number in self._arrived if number in ENDING)
+            self._asked_by = next(map(signal.Signals, ending), None)
+        return self._asked_by
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run `command` to its end, forwarding signals; then end the processes that it has left.
@@ -46,23 +68,28 @@ class Job:
         standard input is a terminal, the job has no standard input.
 
         Returns:
-            The command's exit code as shells have it: 128 + n if signal n ended it.
+            The command's exit code as shells have it: 128 + n if signal n ended it, or asked for
+            the job's end before it began.
         """
-        _adopt_orphans()
-        with _handlers(lambda number, _frame: self._arrived.append(number)):
-            process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-                start_new_session=True,
-                preexec_fn=_dying_with_us(),
-            )
-            code = self._watch(process)
-            self._force()
-        _reap()
+        if self.ended_by is not None:
+            return 128 + self.ended_by
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+            start_new_session=True,
+            preexec_fn=_dying_with_us(),
+        )
+        code = self._watch(process)
+        self.end_descendants()
         if self.ended_by is not None:
             return 128 + self.ended_by
         return code if code >= 0 else 128 - code
+
+    def end_descendants(self) -> None:
+        """Kill all processes that commands have left."""
+        self._force()
+        _reap()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> int:
         while True:
@@ -76,8 +103,8 @@ class Job:
     def _pass_on(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         if number in FORWARDED:
             process.send_signal(number)
-        elif self.ended_by is None:
-            self.ended_by = number
+        elif self._asked_by is None:
+            self._asked_by = number
             self._deadline = time.monotonic() + GRACE
             process.terminate()
         else:  # asked again: wait no longer

@@ -1,15 +1,41 @@
-"""Record the ranks that are in a job, so that its launcher sees which of them have not left it.
+"""Record the ranks that are in a job, how far they have come, and why they end it.
 
 A rank that ends with code 0 in the middle of a job, as `os._exit(0)` does, looks to an MPI launcher
-like one that has finished: it ends the others without a word, and the job counts as a success. So
-`cg.launch` gives ranks a folder. Each has a file there while it is in the job.
+like one that has finished: it ends the others without a word, and the job counts as a success. And
+a rank that is killed tells nobody which step it was in. So `cg.launch` gives ranks a folder. Each
+has a file there while it is in the job, one for each step that it runs, and one for its last words.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_COUNT = 8
+"""Bytes of the number at the beginning of a step's file; its name comes behind it."""
+_LEFT, _STEP, _REPORT = ".left", ".step", ".report"
+
+
+class StepMark:
+    """The execution that a rank has begun of a step, where it outlasts the rank.
+
+    It is a word of a mapped file, so that an execution costs one store and no call of the system.
+    """
+
+    __slots__ = ("_word",)
+
+    def __init__(self, file: Path, step: str) -> None:
+        file.write_bytes(bytes(_COUNT) + step.encode())
+        with file.open("r+b") as opened:
+            self._word = memoryview(mmap.mmap(opened.fileno(), _COUNT)).cast("Q")
+
+    def begin(self, execution: int) -> None:
+        """Record that the rank begins an execution; they count from 0."""
+        self._word[0] = execution + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +52,44 @@ class RankRegistry:
     def leave(self, rank: int) -> None:
         """Record that the rank has met the others at its program's end."""
         with contextlib.suppress(OSError):
-            (self.folder / str(rank)).unlink(missing_ok=True)
+            (self.folder / str(rank)).replace(self.folder / f"{rank}{_LEFT}")
 
     def present(self) -> list[int]:
         """The ranks that have joined and not left."""
-        return sorted(int(path.name) for path in self.folder.iterdir())
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+
+    def has_begun(self) -> bool:
+        """True if a rank has joined the job, be it that it has left since."""
+        return bool(self.present()) or any(self.folder.glob(f"*{_LEFT}"))
+
+    def mark(self, rank: int, step: str) -> StepMark | None:
+        """Make the mark of a program of a step on a rank; None where it cannot be recorded."""
+        try:
+            descriptor, name = tempfile.mkstemp(_STEP, f"{rank}.", self.folder)
+            with open(descriptor, "wb"):  # closes it
+                return StepMark(Path(name), step)
+        except OSError:
+            return None
+
+    def steps(self) -> dict[str, int]:
+        """The execution that the ranks have come to, by step: the furthest of a name."""
+        furthest: dict[str, int] = {}
+        for content in self._contents(_STEP):
+            count, step = int.from_bytes(content[:_COUNT], "little"), content[_COUNT:].decode()
+            if count:
+                furthest[step] = max(furthest.get(step, 0), count - 1)
+        return dict(sorted(furthest.items()))
+
+    def report(self, rank: int, text: str) -> None:
+        """Record why the rank ends the job; of several texts the first."""
+        with contextlib.suppress(OSError), (self.folder / f"{rank}{_REPORT}").open("xb") as file:
+            file.write(text.encode(errors="replace"))
+
+    def first_report(self) -> str | None:
+        """The text of the rank that was the first to end the job; None if none said why."""
+        return next((content.decode() for content in self._contents(_REPORT)), None)
+
+    def _contents(self, ending: str) -> Iterator[bytes]:
+        files = self.folder.glob(f"*{ending}")
+        for file in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name)):
+            yield file.read_bytes()

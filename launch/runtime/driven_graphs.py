@@ -28,9 +28,10 @@ from ...backends.per_world import PerWorld
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
 from ..job import failure
+from ..job.rank_registry import StepMark
 from ..world.devices import fabrics_of
 from .execution_contexts import ContextFactory, GraphVariant, OnDevice
-from .runtime import is_in_step, transport_of
+from .runtime import is_in_step, mark_of, transport_of
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
 """Starts an execution: the variant, its inputs, and whether to wait for a free context."""
@@ -47,6 +48,7 @@ class OpenGraph:
         recover: called on all ranks before they go on with the graph: after a failed step, messages
             between devices have been broken off. None where there are no devices.
         device: of this rank, if it has one.
+        mark: notes the execution that the driver starts; None: nobody asks.
     """
 
     executions: Executions
@@ -54,6 +56,7 @@ class OpenGraph:
     statistics: Mapping[int, Statistics]
     recover: Callable[[], None] | None
     device: Device | None
+    mark: StepMark | None
 
     def serve(self) -> None:
         """Run this process's part of the graph until the driver closes it.
@@ -86,11 +89,15 @@ class OpenGraph:
         if self.graph.driver not in self.executions.schedulers:
             return None
         launcher, recover = ExecutionLauncher(self.executions, self.graph), self.recover
-        if recover is None:
+        mark, graph = self.mark, self.graph
+        if recover is None and mark is None:
             return launcher
 
         def launch(variant: int, inputs: Sequence[Any], block: bool) -> Future:
-            recover()
+            if recover is not None:
+                recover()
+            if mark is not None:
+                mark.begin(graph.count)
             return launcher(variant, inputs, block)
 
         return launch
@@ -231,7 +238,8 @@ def make_graph(
     recover = None
     if fabrics_of(world) is not None:
         recover = transport_of(world).recover_if_due
-    return OpenGraph(executions, graph, statistics, recover, world.device)
+    mark = mark_of(world, name) if driver in executions.schedulers else None
+    return OpenGraph(executions, graph, statistics, recover, world.device, mark)
 
 
 def _cpu_executions(world: World) -> Executions:

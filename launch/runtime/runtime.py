@@ -20,7 +20,10 @@ from ...backends.timing.statistics import Statistics
 from ...backends.virtual.world import VirtualExecutable
 from ...ir.ops.module import Module
 from ...passes.placement.fabrics import is_by_stream
+from ..environment.config import config
 from ..job.failure import say_departure
+from ..job.rank_registry import StepMark
+from ..world.bootstrap import registry_of
 from ..world.communicators import connect_channels
 from ..world.comparison import CallFacts
 from ..world.devices import fabrics_of
@@ -63,7 +66,11 @@ class VirtualRuntime(Runtime):
     """All ranks of a step, played by this process."""
 
     def __init__(
-        self, linked: LinkedModule, parameters: Sequence[str], numbering: Numbering
+        self,
+        linked: LinkedModule,
+        parameters: Sequence[str],
+        numbering: Numbering,
+        mark: StepMark | None,
     ) -> None:
         module = linked.module
         self._executable = VirtualExecutable(
@@ -76,10 +83,13 @@ class VirtualRuntime(Runtime):
         self._picks = [pick(module, rank, parameters) for rank in range(module.world)]
         self._reader = _lowest_reader(module)
         self._numbering = numbering
+        self._mark = mark
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
         values = inputs()
         execution, self._numbering.next = self._numbering.next, self._numbering.next + 1
+        if self._mark is not None:
+            self._mark.begin(execution)
         per_rank = [[values[index] for index in pick] for pick in self._picks]
         return self._executable.run(per_rank, execution)[self._reader]
 
@@ -108,6 +118,7 @@ class RankRuntime(Runtime):
         world: all ranks, one for each process.
         transport: of hosts.
         linked, parameters, timeout, numbering, call: as `make_runtime` takes them.
+        mark: notes the execution that this rank begins; None: nobody asks.
 
     Raises:
         PlanMismatch: the ranks have compiled different plans.
@@ -124,10 +135,12 @@ class RankRuntime(Runtime):
         timeout: float | None,
         numbering: Numbering,
         call: CallFacts | None,
+        mark: StepMark | None,
     ) -> None:
         module = linked.module
         self._world = world
         self._numbering = numbering
+        self._mark = mark
         self._plan = int(check_plan(module, world)[:16], 16)
         self._timeout = timeout
         self._transport = transport
@@ -169,6 +182,8 @@ class RankRuntime(Runtime):
         self._begin()
         numbering = self._numbering
         execution = numbering.next
+        if self._mark is not None:
+            self._mark.begin(execution)
         self._until_compared -= 1
         compare = None if self._until_compared else self._compare
         if compare is not None:
@@ -268,10 +283,21 @@ def make_runtime(
         numbering: numbers the executions.
         call: the step, its arguments, and whether ranks compare them; None if it is no step.
     """
+    mark = mark_of(world, linked.module.name)
     if world.is_virtual:
-        return VirtualRuntime(linked, parameters, numbering)
+        return VirtualRuntime(linked, parameters, numbering, mark)
     transport = transport_of(world)
-    return RankRuntime(world, transport, linked, parameters, timeout, numbering, call)
+    return RankRuntime(world, transport, linked, parameters, timeout, numbering, call, mark)
+
+
+def mark_of(world: World, step: str) -> StepMark | None:
+    """Make the mark by which the launcher knows how far this process has come in a step.
+
+    Returns:
+        None if no launcher asks.
+    """
+    registry = registry_of(config())
+    return None if registry is None else registry.mark(world.rank, step)
 
 
 _transports: PerWorld[CpuTransport] = PerWorld()

@@ -13,6 +13,7 @@ from ..environment.detect import Launch
 from ..job import failure
 from ..job import listening_ports as ports
 from ..job import process_manager as manager
+from ..job.rank_registry import RankRegistry
 from . import allocator, cores
 
 
@@ -30,7 +31,7 @@ def prepare() -> Config:
         warnings.warn(f"{name} is set, but there is no such setting", stacklevel=2)
     if settings.launch is not None:
         write_whole_lines(sys.stdout)
-        failure.install(settings.launch)
+        failure.install(settings.launch, registry_of(settings))
         if settings.device != "cpu":
             preset = environment()
             export({name: value for name, value in VARIABLES.items() if name not in preset})
@@ -43,6 +44,11 @@ def prepare() -> Config:
             if ports.is_on_one_machine(settings.launch):
                 ports.close_control_port(above)
     return settings
+
+
+def registry_of(settings: Config) -> RankRegistry | None:
+    """The registry in which the launcher looks for this process, if there is one."""
+    return None if settings.rank_registry is None else RankRegistry(settings.rank_registry)
 
 
 def write_whole_lines(stream: TextIO | None) -> None:

@@ -17,7 +17,7 @@ from ...backends.device import Device
 from ...backends.errors import PlanMismatch
 from ...backends.failures.flight import ASKING, Activity, Sight, where_ranks_are
 from ...ir.text.differences import named
-from ..job.failure import DRAIN_SECONDS, KILL_SECONDS
+from ..job.failure import DRAIN_SECONDS, KILL_SECONDS, record
 from .stacks import Stacks
 from .waiting import Notice, Notices, WorldError, ending_after, user_line, wait_until
 
@@ -166,6 +166,7 @@ class MpiWorld:
         sys.stdout.flush()
         sys.stderr.write(f"[rank {self.rank}] {message}\n")
         sys.stderr.flush()
+        record(message)
         sleep(DRAIN_SECONDS)
         self._mpi.COMM_WORLD.Abort(1)
 

@@ -27,6 +27,7 @@ from ..job import failure
 from ..job import listening_ports as ports
 from ..job.rank_registry import RankRegistry
 from . import devices, shared_memory
+from .bootstrap import registry_of
 from .mpi_world import MpiWorld
 from .single_rank_world import SingleRankWorld
 from .waiting import WorldError, ending_after
@@ -70,6 +71,19 @@ def world() -> World:
     return _current
 
 
+def restarts() -> int:
+    """How often `python -m cg.launch --restarts` has started this job again; 0 in its first start.
+
+    A start that ended before its ranks had met does not count: this function meets them, so a
+    program that has been told 0 is told more the next time. Under other launchers it is 0.
+
+    Raises:
+        WorldError: as `rank`.
+    """
+    world()
+    return config().restarts
+
+
 def rank() -> int:
     """This process's rank; 0 in a virtual world.
 
@@ -105,9 +119,14 @@ def start(settings: Config) -> World:
     if launch is None or launch.size == 1:
         check_alone(settings)
         device = _device_alone(settings)
+        registry = registry_of(settings)
+        if registry is not None:
+            registry.join(0)
+            registry.leave(0)  # nobody waits for this process
         return VirtualWorld(settings.ranks or 1) if device is None else SingleRankWorld(device)
     check_process(launch, sys.orig_argv)
-    guard = failure.install(launch)
+    registry = registry_of(settings)
+    guard = failure.install(launch, registry)
     check_ranks(launch, launch.size, settings.ranks)
     mpi = _load(launch)
     library = _library(mpi)
@@ -125,9 +144,7 @@ def start(settings: Config) -> World:
         raise
     guard.end_job = mpi.COMM_WORLD.Abort
     started = MpiWorld(mpi, settings.timeout)
-    registry = None
-    if settings.rank_registry is not None:
-        registry = RankRegistry(settings.rank_registry)
+    if registry is not None:
         registry.join(started.rank)
     atexit.register(_leave, started, guard, registry)
     _unlink_segments(started)
@@ -407,11 +424,9 @@ def _leave(started: MpiWorld, guard: failure.ExitHooks, registry: RankRegistry |
     try:
         started.close()
     except KeyboardInterrupt:
-        guard.say("interrupted")
-        guard.fail(failure.INTERRUPTED)
+        guard.give_up("interrupted", failure.INTERRUPTED)
     except (TimeoutError, WorldError) as error:
-        guard.say(str(error))
-        guard.fail(1)
+        guard.give_up(str(error))
     else:
         if registry:
             registry.leave(started.rank)
