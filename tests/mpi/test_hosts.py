@@ -64,3 +64,15 @@ def test_the_death_of_a_rank_ends_the_ranks_of_the_other_host() -> None:
     ended = launch("north:1,south:1", "endings_job.py", "dies", "kill")
     assert ended.code != 0
     assert "(signal 9)" in ended.output, ended.output
+
+
+@pytest.mark.slow  # `tests/launch/test_restarts.py` has the decisions, without hosts
+def test_a_job_goes_on_without_a_host_that_has_died(tmp_path: Path) -> None:
+    program = [sys.executable, str(HERE / "host_death_job.py"), str(tmp_path / "flag")]
+    ended = run(0, hosts.command(NAMES, program)[1:], seconds=200)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("start 0 on north: 4 ranks, 4\n") == 2, ended.output
+    assert ended.output.count("start 0 on south: 4 ranks, 4\n") == 2
+    assert "south is killed" in ended.output
+    assert ended.output.count("start 1 on north: 2 ranks, 2\n") == 2
+    assert ended.output.count("start 1") == 2
