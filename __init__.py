@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from .backends.streams.library import CommunicationError
     from .ir.pipeline.costs import Costs, Link
     from .ir.text.diagnostics import IRError
+    from .ir.text.plan_file import PlanFileError
     from .ir.types import Place
-    from .launch.api.api import actor, allgather, barrier, fsdp, measure, on, trace
+    from .launch.api.api import actor, allgather, barrier, fsdp, load_plan, measure, on, trace
     from .launch.api.carry import carry
     from .launch.api.compiled import Compiled
     from .launch.api.lowered import Lowered
@@ -126,6 +127,7 @@ _HOMES = {
     # What compiling gives
     "schedules": "passes:schedules",
     "Step": "launch.api.step_function",
+    "load_plan": "launch.api.api",
     "Lowered": "launch.api.lowered",
     "Compiled": "launch.api.compiled",
     "Optimistic": "launch.api.optimistic",
@@ -141,6 +143,7 @@ _HOMES = {
     "TraceError": "tracer.errors",
     "LayoutError": "tracer.graph.layouts.cases",
     "IRError": "ir.text.diagnostics",
+    "PlanFileError": "ir.text.plan_file",
     "ScheduleError": "passes.schedules.orders.base",
     "InputError": "tracer.record.session.inputs",
     "RemoteError": "backends.errors",
@@ -205,6 +208,7 @@ __all__ = [
     "newest_checkpoint",
     "schedules",
     "Step",
+    "load_plan",
     "Lowered",
     "Compiled",
     "Optimistic",
@@ -218,6 +222,7 @@ __all__ = [
     "TraceError",
     "LayoutError",
     "IRError",
+    "PlanFileError",
     "ScheduleError",
     "InputError",
     "RemoteError",

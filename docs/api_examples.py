@@ -440,6 +440,10 @@ compiled = train.lower(x, y).compile()
 compiled(x, y)
 print(compiled.statistics().executions, compiled.cost_analysis()[1].messages_sent)
 
+# cg.load_plan
+compiled.save("train.plan")
+print(cg.load_plan(train.lower(x, y), "train.plan"))
+
 
 # cg.Optimistic
 @cg.trace
@@ -515,6 +519,12 @@ try:
     Stage.on(7)()
 except cg.ActorError as error:
     print(str(error).partition(";")[0])
+
+# cg.PlanFileError
+try:
+    cg.load_plan(train.lower(x[:4], y[:4]), "train.plan")
+except cg.PlanFileError as error:
+    print(str(error).partition(",")[0])
 
 # cg.CapacityError
 with graph.lower(x).compile(max_inflight=2) as compiled:

@@ -42,6 +42,8 @@ SEE = {
     "rank": "guide/running.md#mpi",
     "world_size": "guide/running.md#mpi",
     "restarts": "guide/restarts.md",
+    "load_plan": "guide/plans.md",
+    "PlanFileError": "guide/plans.md#when-a-plan-does-not-fit",
     "barrier": "guide/running.md#together-outside-of-steps",
     "allgather": "guide/running.md#together-outside-of-steps",
     "save": "howto/checkpoints.md",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from ...backends.agreement.gather import gather
@@ -12,10 +13,15 @@ from ...ir.types import Place
 from ...passes.simulate.residency import AUTO, KEEPS, Residency
 from ...tracer.record.actors.factory import ActorFactory
 from ...tracer.source import caller_location
+from ..runtime.plans_on_disk import check_same_step, read_plan
 from ..world.devices import torch_device
 from ..world.world import world
+from .compile_options import CompileOptions
 from .compiled import Compiled
+from .compiled_programs import PlanFacts
+from .lowered import Lowered
 from .step_function import Step
+from .step_lock import lock_of
 
 T = TypeVar("T")
 
@@ -141,6 +147,49 @@ def measure(
         ValueError: it is less than 1.
     """
     return compiled.measure(*args, executions=executions, **kwargs)
+
+
+def load_plan(
+    lowered: Lowered,
+    file: Path | str,
+    *,
+    seed: int | None = None,
+    timeout: float | None = None,
+    check_inputs: bool | int | None = None,
+) -> Compiled:
+    """Compile a step with the schedule of every rank from a file of `compiled.save`; collective.
+
+    No pass runs, and no schedule is searched. Actors, weights and methods are those of this
+    program: the plan names them.
+
+    Args:
+        lowered: the step, traced by this program.
+        file: of the plan, which rank 0 reads. Nothing in it is executed by reading it.
+        seed, timeout, check_inputs: as in `compile`.
+
+    Raises:
+        OSError: rank 0 could not read the file.
+        PlanFileError: it is no plan, or one of another step, of other ranks or devices; the message
+            says what differs. Or it was changed since its programs were proven, or `lowered` has
+            several signatures.
+        IRError: its programs have an error.
+    """
+    plan = read_plan(file, lowered._world, len(lowered.traces))
+    facts = PlanFacts(**plan.facts)
+    options = CompileOptions(
+        fuse=facts.fuse,
+        max_inflight=facts.max_inflight,
+        seed=seed,
+        timeout=timeout,
+        check_inputs=check_inputs,
+        plan=plan,
+    )
+    with lock_of(lowered._world).held(lowered._step.name):
+        retraced = lowered._for_fusing(options)
+        if facts.remat:
+            retraced = retraced._recomputing(frozenset(facts.remat))
+        check_same_step(plan, retraced.trace.module, file)
+        return retraced._compile(options, lowered._step.number())
 
 
 @overload

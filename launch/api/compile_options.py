@@ -8,14 +8,15 @@ from pathlib import Path
 
 from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
+from ...ir.text.plan_file import PlanFile
 from ...passes.manager.registry import Switches, parse_switches
 from ...passes.placement.choose_dispatch import DISPATCHES, Dispatch
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ..environment.config import Config, config
 
-_MAY_DIFFER = frozenset({"dump", "timeout", "settings"})
-"""The fields that need not be equal on all ranks."""
+_MAY_DIFFER = frozenset({"dump", "timeout", "settings", "plan"})
+"""The fields that need not be equal on all ranks, or are, since rank 0 has read the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class CompileOptions:
 
     Attributes:
         max_inflight: None if all ranks run the step together, so that it needs no driver.
+        plan: takes the place of all passes; None: they run.
         settings: of the environment, at the time of the compilation.
 
     Raises:
@@ -44,6 +46,7 @@ class CompileOptions:
     fsdp: Residency | None = None
     check_inputs: bool | int | None = None
     dispatch: Dispatch = "auto"
+    plan: PlanFile | None = None
     settings: Config = field(default_factory=config)
 
     def __post_init__(self) -> None:

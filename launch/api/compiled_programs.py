@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,24 @@ from ...passes.simulate.program_simulator import ProgramSimulation, simulate_pro
 from ...passes.simulate.program_times import ProgramTimes
 from ...tracer.record.trace import Trace
 from ..pictures.compiled_picture import timeline_of, write_compiled
+from ..runtime.plans_on_disk import write_plan
 from .fusing import Fused
 from .select_schedule import Scheduled
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """The options of a compilation that a trace for its plan needs; they go into the plan's file.
+
+    Attributes:
+        fuse: as `compile` takes it.
+        max_inflight: likewise; None if all ranks run the step together.
+        remat: the actors that recompute since a search has chosen them.
+    """
+
+    fuse: str | None
+    max_inflight: int | None
+    remat: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class Variant:
         fused: the bodies that its functions run.
         fallbacks: its graphs that are not replayed, as far as is known.
         loc: the step's first line.
+        facts: on the options that the trace depends on.
     """
 
     trace: Trace
@@ -44,6 +61,7 @@ class Variant:
     fused: Fused
     fallbacks: Fallbacks
     loc: Location | None
+    facts: PlanFacts
 
     @property
     def module(self) -> Module:
@@ -130,6 +148,28 @@ class Programs:
     def module(self) -> Module:
         """The scheduled module (of the first signature), the same on all ranks."""
         return self.variants[0].module
+
+    def save(self, file: Path | str) -> None:
+        """Write the schedule of every rank to a file, which `cg.load_plan` reads; collective.
+
+        It is text that `cg-opt` reads, with the step as it was traced. Weights and the bodies of
+        methods are not in it.
+
+        Args:
+            file: its name; rank 0 writes it. It appears when it is complete.
+
+        Raises:
+            OSError: rank 0 could not write it.
+            ValueError: the step was compiled for several signatures.
+        """
+        if len(self.variants) > 1:
+            raise ValueError(
+                f"save() of {self._name} writes the plan of one signature, and it was compiled for "
+                f"{len(self.variants)}: compile and save what Lowered.apart() returns one by one"
+            )
+        (variant,) = self.variants
+        facts = asdict(variant.facts)
+        write_plan(file, variant.module, variant.trace.module, facts, self._world)
 
     @property
     def reports(self) -> list[PassReport]:

@@ -38,12 +38,13 @@ from ..world.devices import fabrics_of
 from ..world.world import check_late_settings
 from .compile_options import CompileOptions
 from .compiled import Compiled
-from .compiled_programs import Variant
+from .compiled_programs import PlanFacts, Variant
 from .dumps import Dump, make_dump
 from .fusing import Fusing
 from .optimistic import Optimistic
 from .parameter_names import check_keywords
 from .select_schedule import (
+    Scheduled,
     check_costs,
     choose_remat,
     choose_residency,
@@ -113,12 +114,14 @@ class Lowered:
         world: World,
         again: Sequence[Again] = (),
         example: Example | None = None,
+        remat: frozenset[str] = frozenset(),
     ) -> None:
         self.traces = tuple(traces)
         self._step = step
         self._world = world
         self._again = tuple(again)
         self._example = example
+        self._remat = remat
         self._fused: Lowered | None = None
         self._fusing = [Fusing(trace.bodies) for trace in traces]
 
@@ -344,8 +347,12 @@ class Lowered:
         schedule, actors = choose_remat(schedule, module, every.module)
         if not actors:
             return self, schedule
-        trace = again(remat=actors)
-        return Lowered(self._step, [trace], self._world), schedule
+        return self._recomputing(actors), schedule
+
+    def _recomputing(self, actors: frozenset[str]) -> Lowered:
+        """The step in which the actors recompute that a search has chosen."""
+        (again,) = self._again
+        return Lowered(self._step, [again(remat=actors)], self._world, remat=actors)
 
     def _compile(self, options: CompileOptions, numbering: Numbering) -> Compiled:
         for trace in self.traces:
@@ -384,7 +391,10 @@ class Lowered:
         sink = dumped if dumped is not None and dumped.is_wanted else None
         chosen = choose_residency(options.fsdp, options.schedule, trace.module, pipeline_of)
         pipeline = functools.partial(pipeline_of, fsdp=chosen)
-        scheduled = run_passes(options.schedule, trace.module, pipeline, sink)
+        if options.plan is not None:
+            scheduled = Scheduled(options.plan.module, [], "")
+        else:
+            scheduled = run_passes(options.schedule, trace.module, pipeline, sink)
         module = scheduled.module
         if self._world.rank == 0:
             for remark in scheduled.remarks:
@@ -402,7 +412,9 @@ class Lowered:
         fused = make_bodies(module, self._world)
         if sink is not None and options.fuse is not None:
             sink.add("fused.txt", fused.describe())
-        return Variant(trace, scheduled, fused, fallbacks, definition(self._step.fn))
+        loc = definition(self._step.fn)
+        facts = PlanFacts(options.fuse, options.max_inflight, tuple(sorted(self._remat)))
+        return Variant(trace, scheduled, fused, fallbacks, loc, facts)
 
     def _dump_graphs(self, module: Module, sink: Dump, is_driven: bool) -> None:
         """Write which device graphs the programs have, if any rank has a device."""

@@ -11,8 +11,12 @@ from ...ir.ops.module import Module
 from ...ir.text.diagnostics import IRError
 from ...ir.text.files import NotTextError, read_text
 from ...ir.text.parser import parse_module
+from ...ir.text.plan_file import HEAD, PlanFile, PlanFileError
 from ...ir.text.printer import format_module
 from ...passes.base import OptionError, Pass
+from ...passes.check.check_deadlock import CheckDeadlock
+from ...passes.check.check_races import CheckRaces
+from ...passes.check.check_types import CheckTypes
 from ...passes.manager import registry
 from ...passes.manager.manager import PassManager, PassReport, PipelineError, format_reports
 from ...passes.schedules.orders.base import ScheduleError
@@ -20,7 +24,8 @@ from ...passes.schedules.orders.base import ScheduleError
 _EPILOG = """\
 A pipeline is written dce,split-transfers{option=value}. The module that comes out goes to standard
 output; everything else, what --print-between and --time-passes print included, goes to standard
-error. The exit status is 1 if the module or the pipeline is wrong.
+error. A plan, as compiled.save writes it, stays a plan, whose programs are proven anew. The exit
+status is 1 if the module or the pipeline is wrong.
 """
 
 
@@ -33,6 +38,7 @@ _USER_ERRORS = (
     OSError,
     UnicodeDecodeError,
     NotTextError,
+    PlanFileError,
 )
 
 
@@ -78,7 +84,12 @@ def _arguments() -> argparse.ArgumentParser:
 def _optimise(options: argparse.Namespace) -> str:
     """The text of the module that comes out of the pipeline."""
     pipeline = registry.parse_pipeline(options.passes)
-    module = _read(options.file)
+    text = sys.stdin.read() if options.file == "-" else read_text(options.file)
+    file = "<stdin>" if options.file == "-" else options.file
+    plan = PlanFile.of(text, file) if text.startswith(HEAD) else None
+    module = parse_module(text, file) if plan is None else plan.module
+    if plan is not None:
+        pipeline = (*pipeline, CheckTypes(), CheckDeadlock(), CheckRaces())
 
     def show(pass_: Pass, module: Module, report: PassReport) -> None:
         title = f"after {pass_}" if report.changed else f"after {pass_}: unchanged"
@@ -94,13 +105,7 @@ def _optimise(options: argparse.Namespace) -> str:
     reports = manager.run(module)
     if options.time_passes:
         sys.stderr.write(format_reports(reports))
-    return format_module(module, options.locations)
-
-
-def _read(file: str) -> Module:
-    if file == "-":
-        return parse_module(sys.stdin.read(), "<stdin>")
-    return parse_module(read_text(file), file)
+    return format_module(module, options.locations) if plan is None else str(plan)
 
 
 def _list_passes() -> str:

@@ -1,0 +1,206 @@
+"""Plans that are saved and loaded: by the same step, by another, edited, and by ranks of MPI."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.tools import opt
+from cg.launch.world.world import use_world
+from cg.passes.manager.manager import PassManager
+
+from .conftest import Launch
+from .programs.planned import Training
+from .test_auto_schedule import COSTS, HIDDEN, WIDE, gradients, wide
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A plan of a training on two ranks, and the losses of the run that has compiled it."""
+
+    world: VirtualWorld
+    training: Training
+    file: Path
+    losses: list[float]
+
+    def load(self, file: Path | None = None, microbatches: int = 2) -> list[float]:
+        """The losses by a plan of a file."""
+        with use_world(self.world):
+            lowered = self.training.lower(microbatches)
+            return self.training.losses(cg.load_plan(lowered, file or self.file))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    file, world = tmp_path_factory.mktemp("plans") / "step.plan", VirtualWorld(2)
+    with use_world(world):
+        training = Training()
+        compiled = training.lower().compile(schedule=cg.schedules.gpipe())
+        compiled.save(file)
+        return Saved(world, training, file, training.losses(compiled))
+
+
+def test_a_loaded_plan_is_what_was_compiled(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: PassManager, module: object) -> None:
+        raise AssertionError(f"passes run: {self.pipeline}")
+
+    monkeypatch.setattr(PassManager, "run", run)
+    assert saved.load() == saved.losses
+
+
+def test_ranks_of_mpi_run_a_plan_that_one_process_has_saved(
+    saved: Saved, launch: Launch, tmp_path: Path
+) -> None:
+    # Actors are numbered in each process. Those of the job are the first there.
+    text = saved.file.read_text()
+    for rank, stage in enumerate(saved.training.stages):
+        text = re.sub(rf"\b{stage.name}\b", f"stage{rank}", text)
+    file = reproven(text, tmp_path)
+    job = launch(2, "planned.py", str(file), warm=True)
+    assert job.finish() == 0, job.output
+    assert job.output.count(f"losses={saved.losses}\n") == 2, job.output
+
+
+def test_another_step_is_refused_with_what_differs(saved: Saved) -> None:
+    with pytest.raises(cg.PlanFileError, match="plan of another step than train") as raised:
+        saved.load(microbatches=4)
+    assert re.search(r"the plan:    function @stage\d+.forward\(f32\[4,4\]\) ->", str(raised.value))
+    assert re.search(r"this script: function @stage\d+.forward\(f32\[2,4\]\)", str(raised.value))
+
+
+def test_other_ranks_are_refused(saved: Saved) -> None:
+    message = "is a plan for 2 ranks, and there are 3"
+    with use_world(VirtualWorld(3)), pytest.raises(cg.PlanFileError, match=message):
+        cg.load_plan(Training().lower(), saved.file)
+
+
+def test_other_devices_are_refused(saved: Saved, tmp_path: Path) -> None:
+    text = saved.file.read_text().replace("// devices {}", '// devices {"ranks": "nccl+nccl"}')
+    message = 'is for devices with the fabrics {"ranks": "nccl.nccl"}, and here are ranks without'
+    with pytest.raises(cg.PlanFileError, match=message):
+        saved.load(reproven(text, tmp_path))
+
+
+def test_an_edited_plan_is_refused(saved: Saved, tmp_path: Path) -> None:
+    text = saved.file.read_text()
+    edited = tmp_path / "edited.plan"
+    edited.write_text(text.replace("slot = 0", "slot = 1"))
+    assert edited.read_text() != text
+    message = "changed since its programs were proven. Prove it again: cg-opt .*edited.plan > new"
+    with pytest.raises(cg.PlanFileError, match=message):
+        saved.load(edited)
+
+
+def test_cg_opt_proves_what_it_reads(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert opt.main([str(saved.file)]) == 0
+    assert capsys.readouterr().out == saved.file.read_text()
+    lines = saved.file.read_text().splitlines(keepends=True)
+    send = next(n for n, line in enumerate(lines) if " = send(" in line)
+    unsent = tmp_path / "unsent.plan"
+    unsent.write_text("".join(lines[:send] + lines[send + 1 :]))
+    assert opt.main([str(unsent)]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def reproven(text: str, folder: Path) -> Path:
+    """The text of a changed plan as cg-opt writes it."""
+    stdin, stdout = sys.stdin, sys.stdout
+    sys.stdin, sys.stdout = io.StringIO(text), io.StringIO()
+    try:
+        assert opt.main(["-"]) == 0
+        (folder / "new.plan").write_text(sys.stdout.getvalue())
+    finally:
+        sys.stdin, sys.stdout = stdin, stdout
+    return folder / "new.plan"
+
+
+def test_an_edited_plan_runs_once_it_is_proven(saved: Saved, tmp_path: Path) -> None:
+    """An order by hand: an op of rank 0 goes ahead of the one before it, which it does not need."""
+    lines = saved.file.read_text().splitlines(keepends=True)
+    views = [n for n, line in enumerate(lines) if " = view(" in line and not line.startswith("//")]
+    first = views[0]
+    assert "= call(" in lines[first + 1], lines[first + 1]
+    second = next(n for n in views if n > first)
+    moved = lines.pop(second)
+    lines.insert(first, moved)
+    file = reproven("".join(lines), tmp_path)
+    assert moved in file.read_text()
+    assert file.read_text() != saved.file.read_text()
+    assert saved.load(file) == saved.losses
+
+
+def test_a_file_that_is_not_there(saved: Saved) -> None:
+    with pytest.raises(OSError, match=r"rank 0 could not read /nowhere/x\.plan"):
+        saved.load(Path("/nowhere/x.plan"))
+
+
+@cg.actor
+class Doubler:
+    """Doubles."""
+
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_a_driven_graph_is_loaded(tmp_path: Path) -> None:
+    with use_world(VirtualWorld(2)):
+        doubler = Doubler.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return doubler.double(x)
+
+        x = torch.arange(3.0)
+        with step.lower(x).compile(max_inflight=2) as compiled:
+            compiled.save(tmp_path / "driven.plan")
+        with cg.load_plan(step.lower(x), tmp_path / "driven.plan") as loaded:
+            futures = [loaded.execute(x) for _ in range(2)]
+            assert all(torch.equal(future.result(), 2 * x) for future in futures)
+
+
+def test_several_signatures_are_refused(saved: Saved, tmp_path: Path) -> None:
+    with use_world(VirtualWorld(2)):
+        doubler = Doubler.on(1)()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return doubler.double(x)
+
+        lowered = step.lower_many([torch.zeros(2), torch.zeros(3)])
+        with pytest.raises(ValueError, match=r"compiled for 2: .* Lowered.apart\(\)"):
+            lowered.compile().save(tmp_path / "both.plan")
+        with pytest.raises(cg.PlanFileError, match="was lowered for 2: load what"):
+            cg.load_plan(lowered, saved.file)
+        one, _ = lowered.apart()
+        one.compile().save(tmp_path / "one.plan")
+        loaded = cg.load_plan(one, tmp_path / "one.plan")
+        assert torch.equal(loaded(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.slow  # the search takes most of it
+def test_stages_that_a_search_lets_recompute_do_so_again(tmp_path: Path) -> None:
+    with use_world(VirtualWorld(2)):
+        layers, step = wide()
+        lowered = step.lower(WIDE)
+        room = 3 * HIDDEN
+        schedule = cg.schedules.auto(costs=COSTS, max_bytes=room, remat=True)
+        compiled = lowered.compile(schedule=schedule)
+        assert "recompute" in compiled.schedule_report
+        compiled.save(tmp_path / "remat.plan")
+        loss, expected = compiled(WIDE), gradients(layers)
+        for layer in layers:
+            layer.local.zero_grad()
+        loaded = cg.load_plan(lowered, tmp_path / "remat.plan")
+        assert torch.equal(loaded(WIDE), loss)
+        assert all(map(torch.equal, gradients(layers), expected))
+        assert max(plan.values for plan in loaded.memory_analysis()) <= 1.03 * room
