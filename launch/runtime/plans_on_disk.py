@@ -52,7 +52,7 @@ def write_plan(
         raise OSError(f"rank 0 could not write {file}: {failure}")
 
 
-def read_plan(file: str, world: World, signatures: int) -> PlanFile:
+def read_plan(file: Path | str, world: World, signatures: int) -> PlanFile:
     """Read a plan, which rank 0 sees. Collective.
 
     Args:

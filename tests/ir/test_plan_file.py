@@ -78,8 +78,8 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
 
 
 def test_an_error_names_the_line_of_the_file() -> None:
-    text = str(PLAN).replace("return(%x)\n  }\n  program", "retrun(%x)\n  }\n  program")
-    with pytest.raises(IRError, match=r"step.plan:7:5: error: 'retrun' is no op"):
+    text = str(PLAN).replace("return(%x)\n  }\n  program", "give_back(%x)\n  }\n  program")
+    with pytest.raises(IRError, match=r"step.plan:7:5: error: 'give_back' is no op"):
         PlanFile.of(text, "step.plan")
 
 
