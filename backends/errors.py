@@ -151,13 +151,19 @@ class TransportError(RuntimeError):
 
 
 class PeerLost(TransportError):
-    """A rank has ended, or has given up, while others still needed it."""
+    """A rank has ended, or has given up, while others still needed it.
+
+    Attributes:
+        rank: which one.
+        has_died: whether its process has ended without a word.
+    """
 
     __module__ = "cg"  # the public name, which tracebacks show
 
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message, rank)
+    def __init__(self, message: str, rank: int, has_died: bool = False) -> None:
+        super().__init__(message, rank, has_died)
         self.rank = rank
+        self.has_died = has_died
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -17,7 +17,7 @@ from .job.host_slots import HostSlots, ends_well
 from .job.job import Job
 from .job.launcher import Flavour, Launcher, LaunchError, command, find, on_hosts, variables
 from .job.restarts import TOLD, Fault, RestartPolicy, Start, Supervisor
-from .job.slurm import check_srun, for_daemons, is_elsewhere
+from .job.slurm import check_srun, for_daemons, is_elsewhere, requeues
 from .world.cores import allowed_cpus, core_count, cpu_quota, read_cores, thread_settings
 from .world.shared_memory import shortage
 
@@ -93,10 +93,12 @@ def _run(options: argparse.Namespace) -> int:
         raise LaunchError("--virtual plays all ranks in one process: leave out the hosts")
     if policy.ranks is not None:
         _check_elastic(request)
+    before = requeues(inherited)
     if request.is_alone(ranks) and not policy.most:
         start = request.start(ranks)
         sys.stdout.flush()
-        os.execve(start.command[0], list(start.command), start.environment)
+        told = {"CG_RESTARTS": str(before)}
+        os.execve(start.command[0], list(start.command), {**start.environment, **told})
     with Job() as job, tempfile.TemporaryDirectory(prefix="cg-hosts-") as folder:
 
         def start_after(fault: Fault | None) -> Start:
@@ -109,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
             job.end_descendants()
             return request.start(policy.left(fault, left.slots), left)
 
-        return Supervisor(job, policy, start_after).run()
+        return Supervisor(job, policy, start_after, before).run()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
+from ...backends.errors import PeerLost
 from ...tracer.source import traceback_location
 from ..environment.detect import Launch
 from .listening_ports import is_socket
@@ -64,16 +65,17 @@ class ExitHooks:
         sys.stderr.write(self._numbered(text))
         sys.stderr.flush()
 
-    def give_up(self, text: str, code: int = 1) -> None:
+    def give_up(self, text: str, code: int = 1, error: BaseException | None = None) -> None:
         """Say why this rank ends the job, and end it; returns as `fail` does."""
         self.say(text)
-        self.record(text)
+        self.record(text, error)
         self.fail(code)
 
-    def record(self, text: str) -> None:
-        """Let the launcher know why this rank ends the job."""
+    def record(self, text: str, error: BaseException | None = None) -> None:
+        """Let the launcher know why this rank ends the job, and by which exception."""
         if self.registry is not None:
-            self.registry.report(self.launch.rank, self._numbered(text))
+            of_death = isinstance(error, PeerLost) and error.has_died
+            self.registry.report(self.launch.rank, self._numbered(text), of_death)
 
     def _numbered(self, text: str) -> str:
         return "".join(f"[rank {self.launch.rank}] {line}\n" for line in text.splitlines())
@@ -149,10 +151,10 @@ def _exception_hook(guard: ExitHooks, previous: ExceptionHook) -> ExceptionHook:
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             if previous is sys.__excepthook__:
-                guard.give_up(text)
+                guard.give_up(text, error=error)
             else:
                 previous(kind, error, trace)
-                guard.record(text)
+                guard.record(text, error)
                 guard.fail(1)
 
     return hook
@@ -165,7 +167,7 @@ def _thread_hook(guard: ExitHooks, previous: ThreadHook) -> ThreadHook:
             return
         name = args.thread.name if args.thread is not None else "?"
         trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        guard.give_up(f"in thread {name}:\n" + "".join(trace))
+        guard.give_up(f"in thread {name}:\n" + "".join(trace), error=args.exc_value)
 
     return hook
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 _COUNT = 8
 """Bytes of the number at the beginning of a step's file; its name comes behind it."""
-_LEFT, _STEP, _REPORT = ".left", ".step", ".report"
+_LEFT, _STEP, _REPORT, _DEATH = ".left", ".step", ".report", ".death"
 
 
 class StepMark:
@@ -80,14 +80,22 @@ class RankRegistry:
                 furthest[step] = max(furthest.get(step, 0), count - 1)
         return dict(sorted(furthest.items()))
 
-    def report(self, rank: int, text: str) -> None:
-        """Record why the rank ends the job; of several texts the first."""
-        with contextlib.suppress(OSError), (self.folder / f"{rank}{_REPORT}").open("xb") as file:
-            file.write(text.encode(errors="replace"))
+    def report(self, rank: int, text: str, of_death: bool = False) -> None:
+        """Record why the rank ends the job; of several texts the first.
 
-    def first_report(self) -> str | None:
+        Args:
+            rank: that ends it.
+            text: in words.
+            of_death: whether the reason is that another rank has died.
+        """
+        file = self.folder / f"{rank}{_DEATH if of_death else _REPORT}"
+        with contextlib.suppress(OSError), file.open("xb") as opened:
+            opened.write(text.encode(errors="replace"))
+
+    def first_report(self, of_death: bool = False) -> str | None:
         """The text of the rank that was the first to end the job; None if none said why."""
-        return next((content.decode() for content in self._contents(_REPORT)), None)
+        ending = _DEATH if of_death else _REPORT
+        return next((content.decode() for content in self._contents(ending)), None)
 
     def _contents(self, ending: str) -> Iterator[bytes]:
         files = self.folder.glob(f"*{ending}")

@@ -52,7 +52,8 @@ class Fault:
         code: its exit code.
         steps: for each step the execution that was the last to begin, from 0; None if ranks are on
             other machines, and none of this one has told.
-        report: the words of the rank that ended it; None if a rank died without a word.
+        report: the words of the rank that ended it; None if there are none.
+        is_death: whether a rank has died without a word, and no rank has given another reason.
         has_begun: whether the ranks had met.
     """
 
@@ -60,6 +61,7 @@ class Fault:
     code: int
     steps: Mapping[str, int] | None
     report: str | None
+    is_death: bool
     has_begun: bool
 
     def repeats(self, earlier: Fault) -> bool:
@@ -67,11 +69,14 @@ class Fault:
 
         A rank that dies without a word before the first execution is in no step.
         """
-        if self.steps is None or not (self.steps or self.report):
+        if self.steps is None or (self.is_death and not self.steps):
             return False
-        return (self.ranks, self.code, self.steps, self.report is None) == (
-            (earlier.ranks, earlier.code, earlier.steps, earlier.report is None)
-        )
+        return self._kind == earlier._kind
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        # After a death the code is that of the launcher, or of a rank that has noticed it before.
+        return self.ranks, self.steps, self.is_death, None if self.is_death else self.code
 
     def __str__(self) -> str:
         if self.steps is None:
@@ -134,7 +139,7 @@ class RestartPolicy:
         if self.ranks is None:
             return fault.ranks
         if slots is None:
-            died = fault.report is None and fault.has_begun
+            died = fault.is_death and fault.has_begun
             return max(self.ranks[0], fault.ranks - died)
         if slots < self.ranks[0]:
             raise LaunchError(
@@ -151,16 +156,16 @@ class Supervisor:
     Attributes:
         job: runs its commands.
         policy: of the user.
-        start: makes the start on a number of ranks; told of None, the first.
+        start: makes the start after a fault; told of None, the first.
+        restarts: how often ranks that had met were started again, also before this process.
         faults: of the starts so far.
-        restarts: how often ranks that had met were started again.
     """
 
     job: Job
     policy: RestartPolicy
     start: Callable[[Fault | None], Start]
-    faults: list[Fault] = field(default_factory=list)
     restarts: int = 0
+    faults: list[Fault] = field(default_factory=list)
 
     def run(self) -> int:
         """Run the job to its end; returns its exit code.
@@ -203,11 +208,13 @@ class Supervisor:
             remove_unused(since=began)
             has_begun, steps = registry.has_begun(), registry.steps()
             is_known = start.is_near or has_begun
+            report = registry.first_report()
             return Fault(
                 start.ranks,
                 code,
                 steps if is_known else None,
-                registry.first_report(),
+                report or registry.first_report(of_death=True),
+                report is None,
                 has_begun or not is_known,
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 
@@ -18,6 +19,12 @@ def is_elsewhere(environ: Mapping[str, str]) -> bool:
     if "SLURM_JOB_ID" not in environ:
         return False
     return environ.get("SLURM_JOB_NUM_NODES", "1") != "1" or "SLURM_NODEID" not in environ
+
+
+def requeues(environ: Mapping[str, str]) -> int:
+    """How often Slurm has put this job into its queue again, as after a node has failed."""
+    text = environ.get("SLURM_RESTART_COUNT", "")
+    return int(text) if "SLURM_JOB_ID" in environ and re.fullmatch(r"[0-9]{1,9}", text) else 0
 
 
 def check_srun(environ: Mapping[str, str]) -> None:

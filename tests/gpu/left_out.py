@@ -45,6 +45,7 @@ RULES = (
     Rule("shows or writes a file: tests/test_docs.py runs it", text="(cat|grep|sed|ls|echo) ?"),
     Rule("waits for ranks of Slurm", inside="SLURM"),
     Rule("needs several machines: tests/mpi/test_hosts.py", inside="-(hosts|hostfile) "),
+    Rule("starts again what has failed: tests/launch/test_restarts.py", inside="--restarts "),
     Rule("asks a server, as tests/gpu/test_serving.py does", text="((until )?curl|lm_eval) "),
     Rule("shows an error: tests/test_docs.py runs it", text="CG_RANKS=two "),
     Rule(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,8 @@ PROGRAM = "restarting.py"
 
 
 def fault(**fields: object) -> Fault:
-    usual = {"ranks": 4, "code": 9, "steps": {"train": 7}, "report": None, "has_begun": True}
+    usual = {"ranks": 4, "code": 9, "steps": {"train": 7}, "report": None, "is_death": True}
+    usual["has_begun"] = True
     return Fault(**{**usual, **fields})  # type: ignore[arg-type]
 
 
@@ -35,9 +38,11 @@ def test_a_rank_that_dies_starts_the_job_again(launch: Launch) -> None:
     assert job.output.count("begins restarts=0 ranks=2.") == 2, job.output
     assert job.output.count("begins restarts=1 ranks=2.") == 2, job.output
     assert job.output.count("ends well") == 2
-    assert (
-        "cg.launch: the job has ended with exit code 9 on 2 ranks, in execution 2 of train. "
-        "It starts again, for time 1 of 1" in job.output
+    # The launcher ends the job, or the other rank, whichever is faster.
+    assert re.search(
+        "cg.launch: the job has ended with exit code [19] on 2 ranks, in execution 2 of train. "
+        "It starts again, for time 1 of 1",
+        job.output,
     )
 
 
@@ -71,9 +76,11 @@ def test_a_fault_that_repeats_ends_the_job_with_both_reports(launch: Launch) -> 
 
 def test_a_death_that_repeats_ends_the_job(launch: Launch) -> None:
     job = launch(2, PROGRAM, "die_always", options=["--restarts", "9"], warm=True)
-    assert job.finish() == 9, job.output
+    assert job.finish() in (1, 9), job.output
     assert job.output.count("begins") == 4, job.output
-    assert job.output.count("no rank has said why; look at what is written above") == 2
+    last = job.output.partition("as in the start before, so it is not started again.")[2]
+    said = re.findall("no rank has said why; look at what is written above|rank 1 has died", last)
+    assert len(said) == 2, job.output
 
 
 def test_faults_that_differ_use_up_the_restarts(launch: Launch) -> None:
@@ -98,6 +105,17 @@ def test_one_process_is_started_again(launch: Launch) -> None:
     job = launch(1, PROGRAM, "die", options=["--restarts", "1"], warm=True, **alone)
     assert job.finish() == 0, job.output
     assert "begins restarts=1 ranks=1." in job.output
+
+
+def test_a_requeue_of_slurm_counts(launch: Launch) -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", interpreting.ALONE: "1"}
+    job = launch(1, PROGRAM, "none", warm=True, **slurm)
+    assert job.finish() == 0, job.output
+    assert "begins restarts=2 ranks=1." in job.output
+    again = launch(1, PROGRAM, "raise", options=["--restarts", "3"], warm=True, **slurm)
+    assert again.finish() == 1, again.output
+    assert "begins restarts=2" in again.output
+    assert "begins restarts=3" in again.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -126,16 +144,19 @@ def test_what_repeats() -> None:
     assert fault().repeats(fault())
     for fields in (
         {"ranks": 3},
-        {"code": 1},
         {"steps": {"train": 8}},
         {"steps": {"train": 7, "evaluate": 0}},
-        {"report": "why"},
+        {"is_death": False},
         {"steps": None},
     ):
         assert not fault(**fields).repeats(fault())
+    assert fault(code=1, report="rank 1 has died").repeats(fault())
     assert not fault(steps={}).repeats(fault(steps={})), "a rank that is killed while it starts"
-    assert fault(steps={}, report="a").repeats(fault(steps={}, report="b"))
-    assert not fault(steps=None, report="a").repeats(fault(steps=None, report="a"))
+    error = fault(is_death=False, report="a", code=1)
+    assert error.repeats(replace(error, report="b"))
+    assert not error.repeats(replace(error, code=2))
+    assert replace(error, steps={}).repeats(replace(error, steps={}))
+    assert not replace(error, steps=None).repeats(replace(error, steps=None))
 
 
 def test_the_ranks_that_are_left() -> None:
@@ -143,7 +164,7 @@ def test_the_ranks_that_are_left() -> None:
     elastic = RestartPolicy.of("3", "2:8", 4)
     assert elastic.left(fault(), None) == 3
     assert elastic.left(fault(ranks=2), None) == 2
-    assert elastic.left(fault(report="an error"), None) == 4
+    assert elastic.left(fault(is_death=False), None) == 4
     assert elastic.left(fault(has_begun=False), None) == 4
     assert elastic.left(fault(), 2) == 2
     assert elastic.left(fault(), 12) == 8
@@ -178,6 +199,9 @@ def test_the_first_report_is_that_of_the_job(tmp_path: Path) -> None:
     registry.report(0, "since rank 1 has ended")
     registry.report(1, "later")
     assert registry.first_report() == "why"
+    assert registry.first_report(of_death=True) is None
+    registry.report(2, "rank 3 has died", of_death=True)
+    assert registry.first_report(of_death=True) == "rank 3 has died"
 
 
 def test_hosts_that_answer(tmp_path: Path) -> None:

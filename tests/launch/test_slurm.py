@@ -13,7 +13,7 @@ import pytest
 import cg
 from cg.launch.environment.config import Config
 from cg.launch.environment.detect import HYDRA, SLURM, Launch, detect
-from cg.launch.job.slurm import check_srun, for_daemons, is_elsewhere
+from cg.launch.job.slurm import check_srun, for_daemons, is_elsewhere, requeues
 from cg.launch.world import world as worlds
 from cg.launch.world.waiting import WorldError
 
@@ -158,6 +158,13 @@ def test_ranks_may_be_elsewhere_than_the_launcher() -> None:
     assert not is_elsewhere(BATCH)
     assert is_elsewhere(BATCH | {"SLURM_JOB_NUM_NODES": "2"})
     assert is_elsewhere({"SLURM_JOB_ID": "20", "SLURM_JOB_NUM_NODES": "1"})  # salloc's shell
+
+
+def test_requeues_are_counted_in_jobs_of_slurm_alone() -> None:
+    assert requeues(BATCH) == 0
+    assert requeues(BATCH | {"SLURM_RESTART_COUNT": "2"}) == 2
+    assert requeues(BATCH | {"SLURM_RESTART_COUNT": "many"}) == 0
+    assert requeues({"SLURM_RESTART_COUNT": "2"}) == 0
 
 
 def test_a_launcher_in_a_steps_shell_shares_the_steps_cores() -> None:

@@ -43,7 +43,8 @@ def other_call(table: StatusTable, ranks: Sequence[int]) -> PlanMismatch:
 def lost(table: StatusTable, rank: int, epoch: int) -> PeerLost:
     """The error of ranks in an execution to which `rank`, which has ended, will not come."""
     how, why = "has died", "Start the job again"
-    if not table.has_died(rank):
+    has_died = table.has_died(rank)
+    if not has_died:
         how = "has ended"
         why = (
             "All ranks must make the same calls: this one has perhaps skipped a call, or had fewer "
@@ -54,6 +55,7 @@ def lost(table: StatusTable, rank: int, epoch: int) -> PeerLost:
     return PeerLost(
         f"rank {rank} {how} {after}, and the other ranks are in {named(epoch)}. {why}",
         rank,
+        has_died,
     )
 
 

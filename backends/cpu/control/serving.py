@@ -185,6 +185,7 @@ class Serving:
                     f"rank {rank} {how} while graphs are open. The driver ends a graph by close(), "
                     "and every other rank serves until then; start the job again",
                     rank,
+                    dead,
                 )
         return None
 
