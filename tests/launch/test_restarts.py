@@ -46,6 +46,13 @@ def test_a_rank_that_dies_starts_the_job_again(launch: Launch) -> None:
     )
 
 
+def test_the_execution_of_a_driven_graph_is_known(launch: Launch) -> None:
+    job = launch(2, PROGRAM, "die_driven", options=["--restarts", "1"], warm=True)
+    assert job.finish() == 0, job.output
+    assert "on 2 ranks, in execution 2 of answer. It starts again, for time 1 of 1" in job.output
+    assert job.output.count("ends well") == 2
+
+
 def test_a_rank_that_vanishes_starts_the_job_again(launch: Launch) -> None:
     job = launch(2, PROGRAM, "vanish", options=["--restarts", "1"], warm=True)
     assert job.finish() == 0, job.output

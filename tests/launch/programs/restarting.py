@@ -47,7 +47,7 @@ def happen() -> None:
     is_first = cg.restarts() == 0
     if MODE == "raise":
         raise ValueError(f"this batch is bad, says start {cg.restarts()}")
-    if MODE == "die" and is_first:
+    if MODE in ("die", "die_driven") and is_first:
         os.kill(os.getpid(), signal.SIGKILL)
     if MODE == "die_always":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -68,7 +68,19 @@ def train(x: torch.Tensor) -> torch.Tensor:
     return worker.work(x)
 
 
+@cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+def answer(x: torch.Tensor) -> torch.Tensor:
+    return worker.work(x)
+
+
 say(f"begins restarts={cg.restarts()} ranks={cg.world_size()}.")
+if MODE == "die_driven":
+    with answer.lower(torch.zeros(2)).compile(max_inflight=1) as graph:
+        if cg.rank() == 0:
+            for _ in range(4):
+                graph.execute(torch.zeros(2)).result()
+    say("ends well")
+    sys.exit()
 for step in range(4):
     if MODE == "exit" and step == FAULTY and cg.restarts() < 2:
         sys.exit(cg.restarts() + 5)
