@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .tracer.graph.layouts.cases import LayoutError
     from .tracer.graph.layouts.rules.einsum import layout_rule
     from .tracer.method.experts.expert_products import expert_linear
+    from .tracer.method.saving_marks import keep, recompute
     from .tracer.record.actors.actors import ActorError, ActorHandle, remat
     from .tracer.record.intrinsics.asked_layouts import layout
     from .tracer.record.intrinsics.clipping import clip_grad_norm
@@ -84,6 +85,8 @@ _HOMES = {
     "opaque": "tracer.values.opaque",
     "carry": "launch.api.carry",
     "remat": "tracer.record.actors.actors",
+    "keep": "tracer.method.saving_marks",
+    "recompute": "tracer.method.saving_marks",
     "mesh": "tracer.values.mesh",
     "plan": "tracer.values.plan",
     "plans": "tracer.function.groups:plans",
@@ -168,6 +171,8 @@ __all__ = [
     "opaque",
     "carry",
     "remat",
+    "keep",
+    "recompute",
     "mesh",
     "plan",
     "plans",

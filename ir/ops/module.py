@@ -45,6 +45,8 @@ class Function:
         adds_products: whether matrix products that are gradients add themselves to `.grad`.
         flops: the floating-point operations of a call: those of its matrix products, convolutions
             and attention; empty also where they are not known.
+        workspace: the bytes that a call holds at its peak beside its operands and results, without
+            what single operators take inside; 0 also where it is not known.
         shares: its effects on state that other actors of the rank hold as well.
         ranks: in scheduled modules, the ranks of its actor if there are several.
         body: the function whose body it runs, at shapes of its own; None: it has its own body.
@@ -67,6 +69,7 @@ class Function:
     fuse: str | None = None
     adds_products: bool = False
     flops: Flops = NO_FLOPS
+    workspace: int = 0
     shares: Shares = NO_SHARES
     ranks: tuple[int, ...] = ()
     body: str | None = None

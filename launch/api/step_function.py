@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from ...ir.types import Place
 from ...tracer.function.functions import Functions
+from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.method.alike import Traces
 from ...tracer.record.actor_names import ActorNames
 from ...tracer.record.session.inputs import InputError
@@ -247,12 +248,20 @@ class Step:
         optimistic: bool = False,
         remat: frozenset[str] = frozenset(),
         fused: bool = False,
+        limits: SavingLimits | None = None,
     ) -> Trace:
         """Trace the step; it takes less time with the `traces` of an earlier trace."""
         current_world = world()
         check_outside(current_world, self.__name__)
         request = TraceRequest(
-            self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic, remat, fused
+            self.__name__,
+            self.__wrapped__,
+            self._inputs,
+            self._outputs,
+            optimistic,
+            remat,
+            fused,
+            None if limits is None else limits.limits,
         )
         with lock_of(current_world).held(self.__name__, tracing=True):
             request.check(current_world, args, kwargs)
@@ -264,7 +273,7 @@ class Step:
                 inputs=self._inputs,
                 outputs=self._outputs,
                 name=self.__name__,
-                tracer=Functions(torch_device(current_world), traces, fused),
+                tracer=Functions(torch_device(current_world), traces, fused, limits),
                 optimistic=optimistic,
                 remat=remat,
                 # In the virtual world, actors may be wherever the user has put them.

@@ -50,6 +50,7 @@ class TraceRequest:
         inputs, outputs: as `cg.trace` takes them.
         optimistic, remat: as `trace_step` takes them.
         fused: whether its backwards are for fused kernels.
+        limits: the limits of what its forwards save, by derivative; None: none are asked for.
     """
 
     name: str
@@ -59,6 +60,7 @@ class TraceRequest:
     optimistic: bool
     remat: frozenset[str]
     fused: bool
+    limits: Mapping[str, int] | None = None
 
     def check(self, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Return if all ranks are about to trace this step for such arguments; collective.
@@ -104,6 +106,9 @@ class TraceRequest:
         if self.remat:
             mode += f"recomputing {', '.join(sorted(self.remat))}, "
         mode += "for fused kernels, " if self.fused else ""
+        if self.limits is not None:
+            listed = ", ".join(f"@{name} {limit}" for name, limit in sorted(self.limits.items()))
+            mode += f"saving at most [{listed}] bytes, "
         grad = "on" if torch.is_grad_enabled() else "off"
         return f"{self.name}({_parameters(self.fn)}){line} ({mode}{places}, gradients {grad})"
 

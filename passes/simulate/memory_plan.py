@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ...ir.attributes import Action
 from ...ir.ops import Call, Constant, Free, Op, Recv, Reserve, Slice, Value
 from ...ir.ops.module import Function, Module
 from ...ir.ops.storage import SharedStorage
@@ -21,6 +22,12 @@ class MemoryPlan:
         values: the most bytes that all other values hold at once.
         outputs: the bytes of the outputs; part of `values` if the program makes them.
         gathered: the most bytes that gathered parameters hold at once; part of `values`.
+        working: the most bytes that these values hold at once together with what a call holds
+            inside, beside its operands and results (`Function.workspace`).
+        saved: the part of `working` that forwards hold for their backwards; 0 outside of pipelines.
+        inside: the part of `working` that a call holds inside.
+        largest: the value that holds the most bytes of `working`, and these bytes.
+        at: the op at which that is, its task and the user's line; empty if no op makes any value.
     """
 
     inputs: int
@@ -28,11 +35,16 @@ class MemoryPlan:
     values: int
     outputs: int
     gathered: int = 0
+    working: int = 0
+    saved: int = 0
+    inside: int = 0
+    largest: tuple[str, int] = ("", 0)
+    at: str = ""
 
     @property
     def peak(self) -> int:
         """The most bytes that are held at once."""
-        return self.inputs + self.slots + self.values
+        return self.inputs + self.slots + self.working
 
 
 def memory_plan(module: Module, rank: int) -> MemoryPlan:
@@ -50,6 +62,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
     ways = ways_of(program.ops, module.functions)
     parameters: dict[Value, int] = {}
     live = most = gathered = 0
+    peak = _Peak()
     for op in program.ops:
         if isinstance(op, Free):
             group = storage.of(op.operands[0])
@@ -65,7 +78,10 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
             if ways.get(value) is Way.GATHERED:
                 parameters[group] = held[group]
                 gathered = max(gathered, sum(parameters.values()))
+        inside = module.functions[op.fn.name].workspace if isinstance(op, Call) else 0
         most = max(most, live)
+        if live + inside > peak.size:
+            peak = _Peak(op, live + inside, inside, dict(held))
     slots = sum(
         (channel.slots or 0) * (channel.slot_bytes or 0)
         for channel in module.channels.values()
@@ -75,7 +91,65 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
         sum(tensor_bytes(value.type) for value in values)
         for values in (program.params, program.outputs)
     )
-    return MemoryPlan(inputs, slots, most, outputs, gathered)
+    saved = _saved(program, storage)
+    return MemoryPlan(
+        inputs,
+        slots,
+        most,
+        outputs,
+        gathered,
+        peak.size,
+        sum(size for group, size in peak.held.items() if group in saved),
+        peak.inside,
+        peak.largest,
+        peak.at,
+    )
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """The point at which a program holds the most.
+
+    Attributes:
+        op: the op; None before the first.
+        size: the bytes that values hold, and its call inside.
+        inside: the bytes that its call holds inside.
+        held: the bytes of each storage at the op, by one of its values.
+    """
+
+    op: Op | None = None
+    size: int = 0
+    inside: int = 0
+    held: dict[Value, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The storage with the most bytes, by the name of a value, and the bytes."""
+        if not self.held:
+            return "", 0
+        value = max(self.held, key=self.held.__getitem__)
+        return value.name, self.held[value]
+
+    @property
+    def at(self) -> str:
+        """The op in words."""
+        if self.op is None:
+            return ""
+        what = f"@{self.op.fn.name}" if isinstance(self.op, Call) else self.op.opcode
+        task = "" if self.op.task is None else f" in {self.op.task}"
+        loc = "" if self.op.loc is None else f" ({self.op.loc})"
+        return f"{what}{task}{loc}"
+
+
+def _saved(program: Program, storage: SharedStorage) -> set[Value]:
+    """The storage that tasks F use or make, and tasks B or W use, too."""
+    forward: set[Value] = set()
+    backward: set[Value] = set()
+    for op in program.ops:
+        if op.task is not None and not isinstance(op, Free):
+            used = forward if op.task.action is Action.FORWARD else backward
+            used.update(storage.of(value) for value in (*op.operands, *op.results))
+    return forward & backward
 
 
 def brings(op: Op, functions: dict[str, Function]) -> list[Value]:

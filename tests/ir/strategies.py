@@ -120,6 +120,7 @@ functions = st.builds(
     st.none() | words,
     st.booleans(),
     flops,
+    small,
     st.dictionaries(
         st.from_regex(r"[a-z_][\w.-]*", fullmatch=True), st.sampled_from(Effect), max_size=3
     ).map(Shares.of),

@@ -18,7 +18,7 @@ from ...ir.attributes import Effect, Shares
 from ...ir.ops.module import Vjp
 from ..errors import TraceError
 from ..graph.autodiff.partition import AnySection, Sections
-from ..graph.autodiff.recomputation import Recompute
+from ..graph.autodiff.recomputation import Recomputation, Within
 from ..graph.autodiff.subgraphs import memory_of as memory_of_node
 from ..graph.autodiff.subgraphs import sharing, state_references
 from ..graph.codegen.version_counters import CHANGE_AFTER, changed_between
@@ -62,7 +62,7 @@ class CallFunctions(ABC, Generic[AnySection]):
         """The forward alone, without a derivative."""
 
     @abstractmethod
-    def sections(self, volatile: frozenset[int], what: Recompute) -> Sections[AnySection]:
+    def sections(self, volatile: frozenset[int], what: Recomputation) -> Sections[AnySection]:
         """The forward, the backward and its halves; takes the arguments of `recomputed`."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class CallFunctions(ABC, Generic[AnySection]):
             operators=partial(operator_text, joint),
         )
 
-    def derivative(self, name: str, between: Sequence[Write], what: Recompute) -> TracedVjp:
+    def derivative(self, name: str, between: Sequence[Write], what: Recomputation) -> TracedVjp:
         """Make the forward, the backward and its halves.
 
         Args:
@@ -131,7 +131,8 @@ class CallFunctions(ABC, Generic[AnySection]):
             TraceError: as in `function`; or a write in between changes what the backward reads.
         """
         joint = self.joint
-        sections = self.sections(self.effects.volatile(joint, between), what)
+        volatile = self.effects.volatile(joint, between)
+        sections = self.sections(volatile, what)
         self._refuse_history(sections.forward.reads)
         self._refuse_written(sections.backward.reads, between)
         forward = self._forward(sections.forward, f"{name}.forward")
@@ -154,7 +155,8 @@ class CallFunctions(ABC, Generic[AnySection]):
                 vjp = replace(vjp, input=early.declaration.name, weight=late.declaration.name)
         gradients = self.gradients(sections.backward)
         operators = partial(operator_text, joint)
-        derivative = TracedVjp(vjp, forward, backward, halves, gradients, operators)
+        tradeoff = what.tradeoff(joint, volatile) if isinstance(what, Within) else None
+        derivative = TracedVjp(vjp, forward, backward, halves, gradients, operators, tradeoff)
         unknown = self.effects.unknown(between)
         if unknown and sections.backward.reads:
             return self.noticing(derivative, sections.backward, unknown)

@@ -19,6 +19,7 @@ from ...ir.location import Location
 from ...ir.ops.module import Function, FunctionKind
 from ..errors import TraceError
 from ..graph.autodiff.recomputation import refuse_twice, what_again
+from ..graph.autodiff.saved_tensors import SavingLimits
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
 from ..method.joint import Joint, Wanted
@@ -54,16 +55,22 @@ class Functions:
     Args:
         traces: traces of methods from an earlier trace of the same step, to be reused.
         fused: whether fused kernels run the backwards, and compute cheap results again.
+        limits: the limits of what forwards save for backwards; None: none, and none are asked for.
 
     Attributes:
         device: the device of values; None: that of an actor's first tensor, or else the CPU.
     """
 
     def __init__(
-        self, device: torch.device | None = None, traces: Traces | None = None, fused: bool = False
+        self,
+        device: torch.device | None = None,
+        traces: Traces | None = None,
+        fused: bool = False,
+        limits: SavingLimits | None = None,
     ) -> None:
         self.device = device
         self._fused = fused
+        self._limits = limits
         self._effects = Effects()
         self._traces = Traces() if traces is None else traces
         self._pieces = GraphPieces()
@@ -133,7 +140,7 @@ class Functions:
         call, joint = self._joint(target, call, Wanted(grad_outputs, grad_inputs))
         if target.remat:
             refuse_twice(call, joint)
-        recompute = what_again(target, self._fused, between)
+        recompute = what_again(target, self._fused, between, self._limits, name)
         return self._functions_of(target, call, joint).derivative(name, between, recompute)
 
     def _functions_of(

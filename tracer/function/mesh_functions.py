@@ -11,7 +11,7 @@ from ...ir.ops.names import layer_of
 from ...ir.packing import numel_at_rank
 from ..errors import TraceError
 from ..graph.autodiff.partition import Sections
-from ..graph.autodiff.recomputation import Recompute
+from ..graph.autodiff.recomputation import Recomputation
 from ..graph.autodiff.subgraphs import fake_of
 from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.propagation.joints import propagate_joint
@@ -42,7 +42,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         self._refuse_changes([rebind.slot.path for rebind, _ in self.joint.rebinds])
         return self._cutter().forward()
 
-    def sections(self, volatile: frozenset[int], what: Recompute) -> Sections[LaidOutSection]:
+    def sections(self, volatile: frozenset[int], what: Recomputation) -> Sections[LaidOutSection]:
         joint = self.joint
         written = [joint.state[index][1].path for index in sorted(joint.backward_written)]
         self._refuse_changes(written, " in its backward")

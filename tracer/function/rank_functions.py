@@ -14,10 +14,11 @@ from ...ir.attributes import Effect, Shares
 from ...ir.flops import Flops
 from ...ir.ops.module import Function
 from ..graph.autodiff.partition import Sections, forward_piece, split
-from ..graph.autodiff.recomputation import Recompute
+from ..graph.autodiff.recomputation import Recomputation
 from ..graph.autodiff.subgraphs import Subgraph
 from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
 from ..graph.codegen.version_counters import with_versions
+from ..graph.codegen.workspace import workspace_of
 from ..method.joint import Joint
 from ..method.purity.flops import count_flops
 from ..values.gradient_buckets import GradientLayout, whole_gradients
@@ -30,10 +31,11 @@ class GraphPieces:
     """Caches the pieces, operation counts and sources of the graphs of a step's methods."""
 
     _forwards: dict[fx.Graph, tuple[Joint, Subgraph]] = field(default_factory=dict)
-    _splits: dict[tuple[fx.Graph, Collection[int], Recompute], tuple[Joint, Sections[Subgraph]]] = (
+    _splits: dict[tuple[fx.Graph, Collection[int], Recomputation], tuple[Joint, Sections[Subgraph]]] = (
         field(default_factory=dict)
     )
     _flops: dict[fx.Graph, Flops] = field(default_factory=dict)
+    _workspaces: dict[fx.Graph, int] = field(default_factory=dict)
     _sources: dict[fx.Graph, Callable[[], GeneratedSource]] = field(default_factory=dict)
 
     def forward(self, joint: Joint) -> Subgraph:
@@ -44,7 +46,7 @@ class GraphPieces:
         return _moved(piece, first, joint)
 
     def sections(
-        self, joint: Joint, volatile: frozenset[int], what: Recompute
+        self, joint: Joint, volatile: frozenset[int], what: Recomputation
     ) -> Sections[Subgraph]:
         """The forward, the backward and its halves; takes the arguments of `partition.split`."""
         key = joint.graph, volatile, what
@@ -58,6 +60,12 @@ class GraphPieces:
         if piece.graph not in self._flops:
             self._flops[piece.graph] = count_flops(piece.graph)
         return self._flops[piece.graph]
+
+    def workspace(self, piece: Subgraph) -> int:
+        """The bytes that one run of a piece holds beside its operands and results."""
+        if piece.graph not in self._workspaces:
+            self._workspaces[piece.graph] = workspace_of(piece)
+        return self._workspaces[piece.graph]
 
     def source(self, piece: Subgraph) -> Callable[[], GeneratedSource]:
         """Gives the source of a piece's body."""
@@ -90,7 +98,7 @@ class RankFunctions(CallFunctions[Subgraph]):
     def forward(self) -> Subgraph:
         return self.pieces.forward(self.joint)
 
-    def sections(self, volatile: frozenset[int], what: Recompute) -> Sections[Subgraph]:
+    def sections(self, volatile: frozenset[int], what: Recomputation) -> Sections[Subgraph]:
         return self.pieces.sections(self.joint, volatile, what)
 
     def part(self, section: Subgraph, name: str, effect: Effect, shares: Shares) -> TracedPart:
@@ -105,6 +113,7 @@ class RankFunctions(CallFunctions[Subgraph]):
             aliases=section.aliases,
             loc=self.call.declared_at,
             flops=self.pieces.flops(section),
+            workspace=self.pieces.workspace(section),
         )
         source = self.pieces.source(section)
         actor = None if self.target.group is None else self.target.group.actor

@@ -30,6 +30,7 @@ from ..graph.autodiff.subgraphs import (
     results,
 )
 from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
+from ..graph.codegen.workspace import workspace_of
 from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.cuts import unmerged
 from ..graph.layouts.propagation.partition import Part, Partition
@@ -159,6 +160,7 @@ class SectionProgram:
             random=first.draws,
             loc=self.loc,
             flops=count_flops(first.graph),
+            workspace=workspace_of(first),
             buckets=buckets_of((t.path for t, _ in plan.gradients), self.buckets),
         )
         return TracedPart(function, RankBodies.of(bodies) if bodies else None)

@@ -125,6 +125,7 @@ def trace_step(
         tuple((guard, owners[name]) for name, guard in session.guards.items()),
         tuple(instances.values()),
         tuple(map(_given, session.callees.values())),
+        session.tradeoffs,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ...ir.location import Location
 from ...ir.ops.module import Module
+from ...ir.pipeline.tradeoff import Tradeoff
 from ...ir.types import Place
 from ..values.interface import Bodies, Guard, Owner
 from ..values.specs import Fill, Tree, filler
@@ -60,6 +62,7 @@ class Trace:
             for all). A guard checks the state that a trace relies on, and says what has changed.
         instances: the instances of the called actors on all ranks that this process plays.
         given: the static arguments that this rank passes to the functions of the step.
+        tradeoffs: for derivatives whose forward may have a limit, what it may save, by name.
     """
 
     module: Module
@@ -70,6 +73,7 @@ class Trace:
     guards: tuple[tuple[Guard, Owner], ...]
     instances: tuple[Any, ...]
     given: tuple[PlainArguments, ...] = ()
+    tradeoffs: Mapping[str, Tradeoff] = field(default_factory=dict)
 
     def guards_of(self, rank: int) -> tuple[Guard, ...]:
         """The guards of a rank's actors, if this process plays the rank."""

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ir.attributes import Symbol
 from ...ir.location import Location
 from ...ir.ops.module import Function, Program, Vjp
+from ...ir.pipeline.tradeoff import Tradeoff
 from ...ir.types import Place, Type, relocate
 from ..errors import TraceError
 from ..source import is_user_file
@@ -210,6 +211,7 @@ class TracedVjp:
         gradients: for an actor on a mesh, what the backward adds to `.grad` of its tensors, by
             path.
         operators: as in `TracedFunction`, of the forward and the backward together.
+        tradeoff: the choices of what the forward saves, where limits may be set; None elsewhere.
     """
 
     vjp: Vjp
@@ -218,6 +220,7 @@ class TracedVjp:
     halves: tuple[TracedPart, ...] = ()
     gradients: Mapping[str, GradientLayout] = field(default_factory=dict)
     operators: Callable[[], str] = str
+    tradeoff: Tradeoff | None = None
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:

@@ -15,7 +15,7 @@ from torch import fx
 from ...method.joint import Joint
 from ...values.actor_state import StateTensor
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
-from .recomputation import Recompute, recomputed
+from .recomputation import Recomputation, Recompute, recomputed
 from .split_backward import halve
 from .subgraphs import (
     Subgraph,
@@ -76,7 +76,7 @@ class Sections(Generic[AnySection]):
 
 
 def split(
-    joint: Joint, volatile: Collection[int] = (), what: Recompute = Recompute.NOTHING
+    joint: Joint, volatile: Collection[int] = (), what: Recomputation = Recompute.NOTHING
 ) -> Sections[Subgraph]:
     """Cut a joint graph that was traced with a derivative.
 

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ...errors import TraceError
+from ....ir.pipeline.tradeoff import Tradeoff
 from ...method.joint import Joint
+from ...method.saving_marks import KEEP, RECOMPUTE, mark_of
 from ...values.interface import MethodTarget, Target, TracedCall, Write
 from ...values.operators import is_random, storage_key, written_values
 from .backward_cut import BackwardCut
+from .saved_tensors import Savings, SavingLimits
 from .subgraphs import fake_of, has_effect, is_view, memory_of, written_in_place
 
 
@@ -39,21 +43,59 @@ class Recompute(Enum):
     """All operators but those that draw random numbers: inputs are kept, and what is drawn."""
 
 
-def what_again(target: Target, fused: bool, between: Sequence[Write]) -> Recompute:
+@dataclass(frozen=True)
+class Within:
+    """As many operators as a limit on the bytes that a forward saves makes necessary.
+
+    Attributes:
+        plain: what is computed again without a limit.
+        limit: the most bytes to save; None: any number.
+        limits: knows the choices of joint graphs.
+    """
+
+    plain: Recompute
+    limit: int | None
+    limits: SavingLimits = field(compare=False)
+
+    def savings(self, joint: Joint, volatile: Collection[int]) -> Savings:
+        """The choices of a joint graph. What fused kernels compute on the way costs nothing."""
+        free = recomputed(joint, volatile, self.plain) if self.plain is Recompute.CHEAP else ()
+        return self.limits.savings(joint, frozenset(volatile), frozenset(free))
+
+    def tradeoff(self, joint: Joint, volatile: Collection[int]) -> Tradeoff:
+        """The bytes that may be saved of a joint graph's forward, against work."""
+        return self.savings(joint, volatile).tradeoff
+
+
+Recomputation: TypeAlias = Recompute | Within
+"""The operators of the forward that a backward computes again."""
+
+
+def what_again(
+    target: Target,
+    fused: bool,
+    between: Sequence[Write],
+    limits: SavingLimits | None = None,
+    name: str = "",
+) -> Recomputation:
     """The operators that the backward of a call computes again.
 
     If a call in between may change the actor, the backward reads no more state than it must, so it
-    computes nothing cheap again.
+    computes nothing again that the user has not asked for.
 
     Args:
         target: the target of the call.
         fused: whether the kernels of methods are fused.
         between: the calls between forward and backward that may change the actor.
+        limits: the limits of what forwards save; None: there are none.
+        name: the name of the derivative.
     """
     if target.remat:
         return Recompute.ALL
-    is_cheap = fused and isinstance(target, MethodTarget) and not between
-    return Recompute.CHEAP if is_cheap else Recompute.NOTHING
+    if not isinstance(target, MethodTarget) or between:
+        return Recompute.NOTHING
+    plain = Recompute.CHEAP if fused else Recompute.NOTHING
+    return plain if limits is None else Within(plain, limits.limits.get(name), limits)
 
 
 def refuse_twice(call: TracedCall, joint: Joint) -> None:
@@ -71,15 +113,33 @@ def refuse_twice(call: TracedCall, joint: Joint) -> None:
         )
 
 
-def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> frozenset[fx.Node]:
+def recomputed(joint: Joint, volatile: Collection[int], what: Recomputation) -> frozenset[fx.Node]:
     """The operators of the forward that the backward computes again.
 
     Args:
         joint: a joint graph that was traced with a derivative.
         volatile: as for `BackwardCut`.
-        what: how much to compute again.
+        what: how much to compute again, beside what the user has marked.
+
+    Raises:
+        TraceError: the user has marked what must not be computed again.
     """
-    if what is Recompute.NOTHING or not joint.cotangents:
+    if not joint.cotangents:
+        return frozenset()
+    if isinstance(what, Within):
+        if what.limit is not None:
+            return what.savings(joint, volatile).again(what.limit)
+        what = what.plain
+    marks = {mark_of(node) for node in joint.graph.nodes}
+    chosen = _chosen(joint, volatile, what)
+    if RECOMPUTE in marks:
+        chosen |= Savings(joint, volatile).again(None)
+    return chosen - _kept(joint) if KEEP in marks else chosen
+
+
+def _chosen(joint: Joint, volatile: Collection[int], what: Recompute) -> frozenset[fx.Node]:
+    """The operators that are computed again if the user marks none."""
+    if what is Recompute.NOTHING:
         return frozenset()
     forward = [n for n in joint.graph.nodes if n.op == "call_function" and n.name in joint.forward]
     if what is Recompute.ALL:
@@ -91,6 +151,12 @@ def recomputed(joint: Joint, volatile: Collection[int], what: Recompute) -> froz
     chosen = frozenset(n for n in forward if n in again and n not in fixed)
     less = kept_bytes(BackwardCut(joint, volatile, chosen)) < kept_bytes(plain)
     return chosen if less else frozenset()
+
+
+def _kept(joint: Joint) -> set[fx.Node]:
+    """The operators that give memory of values that the user keeps."""
+    kept = {memory_of(node) for node in joint.graph.nodes if mark_of(node) == KEEP} - {None}
+    return {node for node in joint.graph.nodes if _memory_given(node) & kept}
 
 
 def kept_bytes(cut: BackwardCut) -> int:

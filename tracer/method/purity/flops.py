@@ -30,13 +30,21 @@ def count_flops(graph: fx.Graph) -> Flops:
     """The operations of one run of a graph whose nodes know what they have computed."""
     counts: Counter[DType] = Counter()
     for node in graph.nodes:
-        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        if node.op == "call_function" and formula is not None:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
-            result = node.meta.get("val")
-            dtype = _element_type(args, kwargs, result)
-            counts[dtype] += int(formula(*_with_all_heads(node, args), **kwargs, out_val=result))
+        counted = flops_of(node)
+        if counted is not None:
+            counts[counted[0]] += counted[1]
     return Flops.of(counts)
+
+
+def flops_of(node: fx.Node) -> tuple[DType, int] | None:
+    """The operations of a node, and the element type in which it does them; None if none count."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if node.op != "call_function" or formula is None:
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
+    result = node.meta.get("val")
+    dtype = _element_type(args, kwargs, result)
+    return dtype, int(formula(*_with_all_heads(node, args), **kwargs, out_val=result))
 
 
 def _with_all_heads(node: fx.Node, args: Any) -> Any:

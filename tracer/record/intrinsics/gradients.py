@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,6 +13,7 @@ from ....ir.attributes import Symbol
 from ....ir.location import Location
 from ....ir.ops import Backward, Value
 from ....ir.ops.module import Vjp
+from ....ir.pipeline.tradeoff import Tradeoff
 from ...errors import TraceError
 from ...source import caller_location
 from ...values.gradient_buckets import GradientLayout
@@ -215,6 +216,12 @@ def _trace(
         return error
 
 
+_PublicVjp: TypeAlias = tuple[
+    Vjp, list[PublicPart], Mapping[str, GradientLayout], Tradeoff | None
+]
+"""What all ranks know of a derivative."""
+
+
 def _tell(
     session: Session,
     callee: Callee,
@@ -228,13 +235,14 @@ def _tell(
         TraceError: the derivative could not be traced; raised on every rank.
     """
 
-    def made() -> tuple[TracedVjp, tuple[Vjp, list[PublicPart], Mapping[str, GradientLayout]]]:
+    def made() -> tuple[TracedVjp, _PublicVjp]:
         assert traced is not None, "only the owner of an actor traces its methods"
         if isinstance(traced, TraceError):
             raise traced
-        return traced, (traced.vjp, list(map(public_part, traced.parts)), traced.gradients)
+        parts = list(map(public_part, traced.parts))
+        return traced, (traced.vjp, parts, traced.gradients, traced.tradeoff)
 
-    own_vjp, (vjp, parts, gradients) = agree(
+    own_vjp, (vjp, parts, gradients, tradeoff) = agree(
         session.peers,
         callee.owner,
         made,
@@ -244,6 +252,8 @@ def _tell(
     )
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients
+    if tradeoff is not None:
+        session.tradeoffs[vjp.name] = tradeoff
     enter(session, parts, () if own_vjp is None else own_vjp.parts)
     return vjp
 

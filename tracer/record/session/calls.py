@@ -247,9 +247,9 @@ def _function_text(own: TracedFunction | None, public: tuple[Any, ...]) -> str:
 def text_of_parts(parts: Sequence[PublicPart]) -> str:
     """The text of functions that several ranks have traced.
 
-    It leaves out operation counts, which differ if pieces are uneven.
+    It leaves out counts of operations and of bytes, which differ if pieces are uneven.
     """
-    functions = {f.name: replace(f, flops=NO_FLOPS) for f, _ in parts}
+    functions = {f.name: replace(f, flops=NO_FLOPS, workspace=0) for f, _ in parts}
     bodies = {f.name: program for f, program in parts if program is not None}
     module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
     return format_module(module) if parts else ""

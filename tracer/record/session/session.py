@@ -17,6 +17,7 @@ from ....ir.ops import Call, Op, Value
 from ....ir.ops.module import Module, Program
 from ....ir.ops.names import Names
 from ....ir.phases import Phase
+from ....ir.pipeline.tradeoff import Tradeoff
 from ....ir.text.printer import format_op
 from ....ir.types import ObjectType, Place, Type
 from ...errors import TraceError, different
@@ -69,6 +70,7 @@ class Session:
         results: the pytree of specs of the step's results; set at the end of the trace.
         groups: the actors on meshes that the step has called, by name.
         gradients: the gradients that each derivative adds to an actor on a mesh, by path.
+        tradeoffs: of derivatives, by name, as in `TracedVjp`.
         unreduced: the gradients of each actor that backwards have added since its last reduction.
         reduced: the gradients of each actor that have been reduced.
         reductions: the names of the functions that reduce gradients, by kind and gradients.
@@ -97,6 +99,7 @@ class Session:
     results: Tree = field(init=False)
     groups: dict[str, GroupActor] = field(default_factory=dict)
     gradients: dict[str, Mapping[str, GradientLayout]] = field(default_factory=dict)
+    tradeoffs: dict[str, Tradeoff] = field(default_factory=dict)
     unreduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
     reduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
     reductions: dict[Hashable, str] = field(default_factory=dict)
@@ -130,6 +133,7 @@ class Session:
             bodies=self.bodies,
             callees=self.callees,
             gradients=self.gradients,
+            tradeoffs=self.tradeoffs,
             reductions=self.reductions,
             sharing=self.sharing,
             optimistic=self.optimistic,

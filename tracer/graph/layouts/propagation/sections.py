@@ -16,7 +16,7 @@ from ....method.joint import Joint
 from ....values.actor_state import StateTensor
 from ...autodiff.backward_cut import BackwardCut
 from ...autodiff.partition import Sections
-from ...autodiff.recomputation import Recompute, recomputed
+from ...autodiff.recomputation import Recomputation, Recompute, recomputed
 from ...autodiff.split_backward import sides
 from ...autodiff.subgraphs import written_in_place
 from ..cases import LayoutError
@@ -146,7 +146,7 @@ class SectionCutter:
         takes = tuple(Version(node, self._propagation.layout(node)) for node in self.joint.inputs)
         return self._section(self._forward, takes, (*self._outputs, *saved), (), (), self._state)
 
-    def sections(self, volatile: Collection[int], what: Recompute) -> Sections[LaidOutSection]:
+    def sections(self, volatile: Collection[int], what: Recomputation) -> Sections[LaidOutSection]:
         """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
         cut = BackwardCut(joint, volatile, recomputed(joint, volatile, what))

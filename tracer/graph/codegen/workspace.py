@@ -1,0 +1,61 @@
+"""Count the bytes that a body holds beside its operands and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from ...values.operators import storage_key
+from ..autodiff.subgraphs import Subgraph, memory_of, results
+
+
+def workspace_of(piece: Subgraph) -> int:
+    """The most bytes that one run of a piece holds, beside its operands, state and results.
+
+    Memory counts from the operator that makes it to the last one that uses it. A gradient is held
+    until it is added to `.grad`, which is at the end for small ones; large ones are added as soon
+    as they are there, and count as if all were. Memory that an operator uses inside does not count.
+    """
+    graph = piece.graph
+    values = results(graph)
+    outer = {memory_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    given = {memory_of(node) for node in values[: len(piece.gives) + len(piece.rebinds)]}
+    last = _last_uses(graph)
+    held: dict[int | None, int] = {}
+    live = peak = done = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for key, size in _memories(node):
+            if key not in outer and key not in held:
+                held[key] = size
+                live += size
+                done += size if key in given else 0
+        peak = max(peak, live)
+        for key in last.get(node, ()):
+            if key in held and key not in given:
+                live -= held[key]
+    return max(0, peak - done)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, Sequence[int | None]]:
+    """For each node the memory that no later one uses."""
+    seen: set[int | None] = set()
+    last: dict[fx.Node, Sequence[int | None]] = {}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        used = dict.fromkeys(key for n in (node, *node.all_input_nodes) for key, _ in _memories(n))
+        last[node] = [key for key in used if key not in seen]
+        seen.update(used)
+    return last
+
+
+def _memories(node: fx.Node) -> list[tuple[int | None, int]]:
+    """The memory of each tensor of a node, and its bytes."""
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    keyed = [(storage_key(tensor), tensor) for tensor in tensors]
+    return [(key, tensor.untyped_storage().nbytes()) for key, tensor in keyed if key is not None]

@@ -1,0 +1,79 @@
+"""`cg.keep` and `cg.recompute`: what a method says about values that its backward may need."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ..values.values import TracedTensor
+from .reuse.templates import node_of
+
+KEEP = "keep"
+RECOMPUTE = "recompute"
+_META = "cg.saving"
+
+
+def keep(value: torch.Tensor) -> torch.Tensor:
+    """Save a value of a method for the backward, if the backward needs it or what follows from it.
+
+    With `compile(memory=...)`, and under `cg.remat`, the backward computes some values again.
+    It never computes this one, and so nothing of what only this one is computed from.
+
+    Args:
+        value: a tensor that a method of an actor has computed.
+
+    Returns:
+        The same tensor. Outside of a trace, the call does nothing else.
+
+    Raises:
+        TypeError: `value` is no tensor, or a tensor of the step's own Python.
+        ValueError: the method has not computed it from its arguments or its actor's state.
+    """
+    return _marked(value, KEEP)
+
+
+def recompute(value: torch.Tensor) -> torch.Tensor:
+    """Compute a value of a method again in the backward that needs it, and never save it.
+
+    What the value is computed from is saved, if nothing else is said. The second value has the same
+    bits as the first.
+
+    Args:
+        value: a tensor that a method of an actor has computed. The trace of the step refuses values
+            that are drawn at random or written in place.
+
+    Returns:
+        The same tensor. Outside of a trace, the call does nothing else.
+
+    Raises:
+        TypeError, ValueError: as in `cg.keep`.
+    """
+    return _marked(value, RECOMPUTE)
+
+
+def mark_of(node: fx.Node) -> str | None:
+    """The mark of a node: `KEEP`, `RECOMPUTE` or None."""
+    mark: str | None = node.meta.get(_META)
+    return mark
+
+
+def _marked(value: torch.Tensor, mark: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or isinstance(value, TracedTensor):
+        what = "a tensor of the step itself" if isinstance(value, TracedTensor) else repr(value)
+        raise TypeError(
+            f"cg.{mark} takes a tensor that a method of an actor has computed, inside of the "
+            f"method, and not {what}"
+        )
+    if get_proxy_mode() is None:
+        return value
+    node = node_of(value)
+    if node is None:
+        raise ValueError(
+            f"cg.{mark} is given a tensor that the method does not compute from its arguments or "
+            "its actor's state"
+        )
+    if node.meta.get(_META, mark) != mark:
+        raise ValueError("a value is given to cg.keep and to cg.recompute; give it to one of them")
+    node.meta[_META] = mark
+    return value
