@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -10,6 +11,7 @@ from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
 from ...ir.text.plan_file import PlanFile
 from ...passes.manager.registry import Switches, parse_switches
+from ...passes.memory.memory_limit import MemoryLimit
 from ...passes.placement.choose_dispatch import DISPATCHES, Dispatch
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
@@ -32,8 +34,8 @@ class CompileOptions:
 
     Raises:
         TypeError: an option is of another type.
-        ValueError: `timeout` is no time, `check_inputs` is less than 1, or there is no such `fuse`
-            or `dispatch`.
+        ValueError: `timeout` is no time, `check_inputs` is less than 1, `memory` is no number of
+            bytes, or there is no such `fuse` or `dispatch`.
     """
 
     schedule: Schedule | None = None
@@ -47,6 +49,7 @@ class CompileOptions:
     check_inputs: bool | int | None = None
     dispatch: Dispatch = "auto"
     plan: PlanFile | None = None
+    memory: str | int | Sequence[str | int] | None = None
     settings: Config = field(default_factory=config)
 
     def __post_init__(self) -> None:
@@ -67,6 +70,8 @@ class CompileOptions:
         if self.fuse is not None:
             check_name(self.fuse)
         _check_interval(self.check_inputs)
+        if self.memory is not None:
+            MemoryLimit.of(self.memory)
         if self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}: it is {', '.join(DISPATCHES)}")
 
@@ -100,6 +105,11 @@ class CompileOptions:
         return self.max_inflight or 0
 
     @property
+    def memory_limit(self) -> MemoryLimit | None:
+        """The limit of what programs hold; None: there is none."""
+        return None if self.memory is None else MemoryLimit.of(self.memory)
+
+    @property
     def compared_every(self) -> int | None:
         """Compare the arguments of every n-th execution; 0: of none; None: of some."""
         return None if self.check_inputs is None else int(self.check_inputs)
@@ -112,6 +122,7 @@ class CompileOptions:
             "seed": self.chosen_seed,
             "fsdp": None if self.fsdp is None else self.fsdp.text,
             "check_inputs": self.compared_every,
+            "memory": None if self.memory_limit is None else self.memory_limit.bytes,
         }
 
 

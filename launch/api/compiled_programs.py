@@ -54,6 +54,7 @@ class Variant:
         fallbacks: its graphs that are not replayed, as far as is known.
         loc: the step's first line.
         facts: on the options that the trace depends on.
+        memory_report: what forwards save, where memory is limited; empty where it is not.
     """
 
     trace: Trace
@@ -62,6 +63,7 @@ class Variant:
     fallbacks: Fallbacks
     loc: Location | None
     facts: PlanFacts
+    memory_report: str = ""
 
     @property
     def module(self) -> Module:
@@ -184,6 +186,16 @@ class Programs:
         orders, what share of the memory it takes, and where the order comes from.
         """
         return self.variants[0].scheduled.choice
+
+    @property
+    def memory_report(self) -> str:
+        """What `compile(memory=...)` has chosen (for the first signature); empty without it.
+
+        For each rank a line with the bytes that its program holds at its peak, the limit, and the
+        op; then a line for each forward: the bytes that it saves, and the work that its backward
+        does again, as a share of the forward's.
+        """
+        return self.variants[0].memory_report
 
     @property
     def fused(self) -> dict[str, str]:

@@ -31,7 +31,7 @@ from ...tracer.method.binding import definition
 from ...tracer.record.actors.undo import Undo
 from ...tracer.record.trace import Trace
 from ...tracer.torch_modes import Ambient
-from ..runtime.agreement import check_compilation, check_fuse
+from ..runtime.agreement import check_compilation, check_fuse, check_memory
 from ..runtime.numbering import Numbering
 from ..world.communicators import check_transports
 from ..world.devices import fabrics_of
@@ -40,6 +40,7 @@ from .compile_options import CompileOptions
 from .compiled import Compiled
 from .compiled_programs import PlanFacts, Variant
 from .dumps import Dump, make_dump
+from .fit_trace import FittedTrace, fit_trace
 from .fusing import Fusing
 from .optimistic import Optimistic
 from .parameter_names import check_keywords
@@ -173,6 +174,7 @@ class Lowered:
         fsdp: Residency | None = None,
         check_inputs: bool | int | None = None,
         dispatch: Dispatch = "auto",
+        memory: str | int | Sequence[str | int] | None = None,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
 
@@ -202,6 +204,11 @@ class Lowered:
             dispatch: of experts that are cut over ranks: `gather` lets all tokens travel to all of
                 these ranks, `exchange` only to those that have one of their experts, and `auto`
                 takes the exchange where it saves enough bytes and no device is at the ranks.
+            memory: the most bytes that the program of each rank may hold at its peak, as
+                `memory_analysis()` counts them: without what actors keep. An int, or a text such as
+                `40GiB`; or a list of one for each rank. Where it is short, backwards compute some
+                values of their forwards again, on each rank as many as it needs, with the same
+                bits. `compiled.memory_report` says what is saved. None: any number.
 
             All but `dump` and `timeout` must be equal on all ranks.
 
@@ -210,11 +217,12 @@ class Lowered:
             IRError: the step cannot be compiled; the message shows the IR and the source line.
             PlanMismatch: the ranks have compiled different plans.
             TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of
-                `execute`; or `fsdp` does not fit the step, or its memory does not suffice.
+                `execute`; or `fsdp` does not fit the step; or its memory, or `memory`, does not
+                suffice.
             TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
                 or `passes` no string.
             ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
-                or there is no such `fuse` or `dispatch`.
+                `memory` is no number of bytes, or there is no such `fuse` or `dispatch`.
         """
         if not isinstance(max_inflight, int) or isinstance(max_inflight, bool):
             raise TypeError(
@@ -232,6 +240,7 @@ class Lowered:
             fsdp=fsdp,
             check_inputs=check_inputs,
             dispatch=dispatch,
+            memory=memory,
         )
         if schedule is not None and wants_costs(schedule):
             measure = functools.partial(self._measure, options)
@@ -243,7 +252,9 @@ class Lowered:
                 schedule = with_memory(schedule, [trace.module for trace in lowered.traces])
             if schedule is not None and wants_remat(schedule):
                 lowered, schedule = lowered._rematerialized(schedule)
-            return lowered._compile(replace(options, schedule=schedule), self._step.number())
+            options = replace(options, schedule=schedule)
+            fitted = lowered._within_memory(options)
+            return lowered._compile(options, self._step.number(), fitted)
 
     def compile_optimistic(
         self,
@@ -354,28 +365,62 @@ class Lowered:
         (again,) = self._again
         return Lowered(self._step, [again(remat=actors)], self._world, remat=actors)
 
-    def _compile(self, options: CompileOptions, numbering: Numbering) -> Compiled:
-        for trace in self.traces:
-            check_transports(trace.module.program)
-        check_late_settings(options.settings)
-        switches = options.switches
-        driver = None if options.max_inflight is None else self._step.driver
-        if driver is not None:
-            for trace in self.traces:
-                check_keywords(self._step.fn, trace.inputs, Compiled.execute)
-        check_compilation(self._world, self._step.name, self.traces, options.agreed())
-        pipeline_of = functools.partial(
+    def _within_memory(self, options: CompileOptions) -> list[FittedTrace]:
+        """The traces whose forwards save as little as the memory needs; collective."""
+        check_memory(self._world, self._step.name, options.agreed()["memory"])
+        limit = options.memory_limit
+        if limit is None:
+            return self._as_traced(options)
+        in_flight = options.in_flight if self._driver(options) is not None else 0
+        memory = limit.of_ranks(self._world.size, in_flight)
+        pipeline_of = self._pipeline_of(options)
+        loc = definition(self._step.fn)
+        return [fit_trace(again, options, memory, loc, pipeline_of) for again in self._again]
+
+    def _as_traced(self, options: CompileOptions) -> list[FittedTrace]:
+        """The traces without a limit of memory."""
+        pairs = zip(self.traces, self._fusing, strict=True)
+        return [FittedTrace(trace, options.schedule, fusing) for trace, fusing in pairs]
+
+    def _driver(self, options: CompileOptions) -> int | None:
+        """The rank that starts executions; None if all ranks run them together."""
+        return None if options.max_inflight is None else self._step.driver
+
+    def _pipeline_of(self, options: CompileOptions) -> Callable[..., Pipeline]:
+        """The passes for a schedule."""
+        return functools.partial(
             default_pipeline,
-            switches=switches,
+            switches=options.switches,
             fabrics=fabrics_of(self._world),
-            in_flight=0 if driver is None else options.in_flight,
+            in_flight=0 if self._driver(options) is None else options.in_flight,
             fuse=options.fuse,
             prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
             dispatch=options.dispatch,
         )
+
+    def _compile(
+        self,
+        options: CompileOptions,
+        numbering: Numbering,
+        fitted: Sequence[FittedTrace] | None = None,
+    ) -> Compiled:
+        if fitted is None:
+            fitted = self._as_traced(options)
+        traces = [fit.trace for fit in fitted]
+        for trace in traces:
+            check_transports(trace.module.program)
+        check_late_settings(options.settings)
+        driver = self._driver(options)
+        if driver is not None:
+            for trace in traces:
+                check_keywords(self._step.fn, trace.inputs, Compiled.execute)
+        check_compilation(self._world, self._step.name, traces, options.agreed())
+        pipeline_of = self._pipeline_of(options)
         variants = []
-        for trace, fusing in zip(self.traces, self._fusing, strict=True):
-            variants.append(self._variant(trace, fusing, options, pipeline_of, driver is not None))
+        for fit in fitted:
+            chosen = replace(options, schedule=fit.schedule)
+            variant = self._variant(fit.trace, fit.fusing, chosen, pipeline_of, driver is not None)
+            variants.append(replace(variant, memory_report=fit.report))
         return Compiled(variants, self._world, options, driver, numbering)
 
     def _variant(

@@ -155,6 +155,16 @@ def check_fuse(world: World, step: str, fuse: str | None) -> None:
     agree(world, f"the ranks compile step {step} differently", parts, ADVICE)
 
 
+def check_memory(world: World, step: str, limit: object) -> None:
+    """Return if all ranks compile a step with one limit of memory; collective.
+
+    Raises:
+        PlanMismatch: they do not; all ranks raise it, and can go on.
+    """
+    parts = {"memory": ComparedText("memory in compile() is", text_of(limit))}
+    agree(world, f"the ranks compile step {step} differently", parts, ADVICE)
+
+
 def call_text(spec: InputSpec, loc: Location | None) -> str:
     """Describe a step and the arguments that it is called with, in words."""
     location = "" if loc is None else f" ({loc.file}:{loc.line})"

@@ -1,0 +1,83 @@
+"""Trace a step again, with forwards that save as little as a limit of memory needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ...ir.location import Location
+from ...ir.ops.module import Module
+from ...passes.base import Pipeline
+from ...passes.memory.early_weights import can_run_early, with_early_weights
+from ...passes.memory.fit import MemoryLimitError, fit
+from ...passes.schedules import Schedule
+from ...tracer.errors import TraceError
+from ...tracer.graph.autodiff.saved_tensors import SavingLimits
+from ...tracer.record.trace import Trace
+from .compile_options import CompileOptions
+from .fusing import Fusing
+from .select_schedule import choose_residency, run_passes
+
+
+@dataclass(frozen=True)
+class FittedTrace:
+    """A trace whose programs keep to a limit of memory.
+
+    Attributes:
+        trace: the trace.
+        schedule: the schedule of its programs; None: 1F1B.
+        fusing: makes its bodies.
+        report: what its forwards save, in words; empty without a limit.
+    """
+
+    trace: Trace
+    schedule: Schedule | None
+    fusing: Fusing
+    report: str = ""
+
+
+def fit_trace(
+    again: Callable[..., Trace],
+    options: CompileOptions,
+    memory: Sequence[int],
+    loc: Location | None,
+    pipeline_of: Callable[..., Pipeline],
+) -> FittedTrace:
+    """Trace a step so that its programs keep to the memory of each rank; collective.
+
+    All ranks compile the same trials, and choose by nothing else.
+
+    Args:
+        again: traces the step; takes `limits`.
+        options: the options of the compilation.
+        memory: the limit of each rank, in bytes.
+        loc: the step's first line.
+        pipeline_of: the passes for a schedule.
+
+    Raises:
+        TraceError: nothing that was tried keeps to the memory.
+        IRError, ValueError: as the passes do.
+    """
+    known = SavingLimits()
+    trace = again(limits=known)
+    traces = {(): trace}
+
+    def traced(limits: Mapping[str, int]) -> Trace:
+        key = tuple(sorted(limits.items()))
+        return traces[key] if key in traces else again(limits=known.to(limits))
+
+    def compiled(limits: Mapping[str, int], early: frozenset[int]) -> Module:
+        module = traced(limits).module
+        schedule = with_early_weights(options.schedule, early)
+        fsdp = choose_residency(options.fsdp, schedule, module, pipeline_of)
+        return run_passes(schedule, module, partial(pipeline_of, fsdp=fsdp), None).module
+
+    may_run_early = can_run_early(options.schedule)
+    try:
+        fitted = fit(trace.module.vjps, trace.tradeoffs, memory, compiled, may_run_early)
+    except MemoryLimitError as error:
+        raise TraceError(error.reason, loc=loc, remedy=error.remedy) from None
+    schedule = with_early_weights(options.schedule, fitted.early)
+    chosen = traced(fitted.limits)
+    return FittedTrace(chosen, schedule, Fusing(chosen.bodies), fitted.report)

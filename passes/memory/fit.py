@@ -1,0 +1,218 @@
+"""Find how little forwards must save for each rank's program to keep to its limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...ir.ops.module import Module, Vjp
+from ...ir.pipeline.tradeoff import Tradeoff
+from ..simulate.memory_plan import MemoryPlan, memory_plan
+from .saving_levels import SavingLevels, saving_levels
+
+Limits = Mapping[str, int]
+"""The most bytes that forwards save, by the name of the derivative."""
+
+Compiled = Callable[[Limits, frozenset[int]], Module]
+"""Compiles a step with limits, and with W right behind its B on some ranks."""
+
+_PARTS = 8
+"""The parts in which levels are tried where the last one does not fit."""
+
+
+class MemoryLimitError(ValueError):
+    """A rank's program does not keep to its limit.
+
+    Attributes:
+        reason: by how much, on which rank, at which op, and what the least is.
+        remedy: what to do.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        self.reason, self.remedy = reason, remedy
+        super().__init__(f"{reason}; {remedy}")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Limits of forwards with which all programs keep to the limits of their ranks.
+
+    Attributes:
+        limits: the limits; empty if the programs keep to them anyway.
+        early: the ranks on which W follows its B.
+        report: for users: a line for each rank and forward.
+    """
+
+    limits: Limits
+    early: frozenset[int]
+    report: str
+
+
+def fit(
+    vjps: Mapping[str, Vjp],
+    tradeoffs: Mapping[str, Tradeoff],
+    memory: Sequence[int],
+    compiled: Compiled,
+    may_run_early: bool,
+) -> Fit:
+    """Choose limits with as little work as keeps each rank to its memory.
+
+    Ranks search side by side, each by bisection over its levels (`saving_levels`), and each trial
+    is compiled as a whole: what messages, gathered parameters and the work inside of calls take is
+    counted as it is. Inside of a backward, what it computes again takes memory, too. So where the
+    last level does not fit, the ones before it are tried in equal parts. What B leaves to W cannot
+    be computed again. So ranks that nothing else helps run each W behind its B, and search anew.
+
+    Args:
+        vjps: the derivatives of the traced module.
+        tradeoffs: the choices of each derivative that has any.
+        memory: the limit of each rank, in bytes.
+        compiled: compiles the step.
+        may_run_early: whether ranks may run W behind its B.
+
+    Raises:
+        MemoryLimitError: nothing that was tried fits.
+    """
+    trials = _Trials(compiled)
+    plans = trials.plans({})
+    if all(plan.peak <= limit for plan, limit in zip(plans, memory, strict=True)):
+        return Fit({}, trials.early, _report(plans, memory, {}, tradeoffs, []))
+    while True:
+        groups = saving_levels(trials.plain(), vjps, tradeoffs)
+        chosen = _bisect(groups, memory, trials)
+        stuck = [g for g in groups if not _fits(g, trials.plans(_limits(groups, chosen)), memory)]
+        if stuck:
+            chosen = _scan(groups, stuck, chosen, memory, trials)
+        limits = _limits(groups, chosen)
+        plans = trials.plans(limits)
+        over = {r for r, plan in enumerate(plans) if plan.peak > memory[r]}
+        if not over:
+            report = _report(plans, memory, limits, tradeoffs, groups, trials.early)
+            return Fit(limits, trials.early, report)
+        if not may_run_early or over <= trials.early:
+            raise _error(plans, memory, trials)
+        trials.early |= over
+
+
+class _Trials:
+    """The memory of compiled trials.
+
+    Attributes:
+        early: the ranks that run W behind its B.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        self._plans: dict[tuple[object, ...], list[MemoryPlan]] = {}
+        self.early: frozenset[int] = frozenset()
+
+    def plain(self) -> Module:
+        """The module without limits."""
+        return self._compiled({}, self.early)
+
+    def plans(self, limits: Limits) -> list[MemoryPlan]:
+        """The memory of each rank."""
+        key = (self.early, *sorted(limits.items()))
+        if key not in self._plans:
+            module = self._compiled(limits, self.early)
+            self._plans[key] = [memory_plan(module, rank) for rank in range(module.world)]
+        return self._plans[key]
+
+    def least(self, rank: int) -> MemoryPlan:
+        """The memory of a rank in the trial in which it holds the least."""
+        return min((plans[rank] for plans in self._plans.values()), key=lambda plan: plan.peak)
+
+
+def _limits(groups: Sequence[SavingLevels], level: Sequence[int]) -> Limits:
+    limits: dict[str, int] = {}
+    for group, index in zip(groups, level, strict=True):
+        limits.update(group.limits[index])
+    return limits
+
+
+def _fits(group: SavingLevels, plans: Sequence[MemoryPlan], memory: Sequence[int]) -> bool:
+    return all(plans[rank].peak <= memory[rank] for rank in group.ranks)
+
+
+def _bisect(
+    groups: Sequence[SavingLevels], memory: Sequence[int], trials: _Trials
+) -> list[int]:
+    """The first level of each group that fits, or the last, if less is held on later levels."""
+    low = [-1] * len(groups)  # known not to fit
+    high = [group.last for group in groups]
+    trial = [0] * len(groups)
+    while any(b - a > 1 for a, b in zip(low, high, strict=True)):
+        plans = trials.plans(_limits(groups, trial))
+        for index, group in enumerate(groups):
+            if high[index] - low[index] > 1:
+                (high if _fits(group, plans, memory) else low)[index] = trial[index]
+            is_open = high[index] - low[index] > 1
+            trial[index] = (high[index] + low[index]) // 2 if is_open else high[index]
+    return high
+
+
+def _scan(
+    groups: Sequence[SavingLevels],
+    stuck: Sequence[SavingLevels],
+    level: Sequence[int],
+    memory: Sequence[int],
+    trials: _Trials,
+) -> list[int]:
+    """Levels in which those groups that are stuck fit, or hold the least of what is tried."""
+    best = list(level)
+    peaks: dict[int, int] = {}
+    for part in range(_PARTS + 1):
+        tried = [
+            group.last * part // _PARTS if group in stuck else index
+            for group, index in zip(groups, level, strict=True)
+        ]
+        plans = trials.plans(_limits(groups, tried))
+        for number, group in enumerate(groups):
+            excess = max(0, *(plans[rank].peak - memory[rank] for rank in group.ranks))
+            if group in stuck and (number not in peaks or excess < peaks[number]):
+                peaks[number], best[number] = excess, tried[number]
+    return best
+
+
+def _error(
+    plans: Sequence[MemoryPlan], memory: Sequence[int], trials: _Trials
+) -> MemoryLimitError:
+    excess = [trials.least(rank).peak - limit for rank, limit in enumerate(memory)]
+    if max(excess) <= 0:  # each rank fits in some trial, but not all in one
+        excess = [plan.peak - limit for plan, limit in zip(plans, memory, strict=True)]
+    rank = excess.index(max(excess))
+    plan = trials.least(rank)
+    name, size = plan.largest
+    return MemoryLimitError(
+        f"memory= allows {memory[rank]:,} bytes on rank {rank}, and the least that its program "
+        f"was found to hold is {plan.peak:,}, at {plan.at}, {excess[rank]:,} too many. There values "
+        f"hold {plan.working - plan.inside:,} bytes, of which %{name} is the largest with {size:,}, "
+        f"the call holds {plan.inside:,} inside, and slots and inputs hold "
+        f"{plan.slots + plan.inputs:,}",
+        "give more memory, smaller or fewer microbatches in flight, or more stages",
+    )
+
+
+def _report(
+    plans: Sequence[MemoryPlan],
+    memory: Sequence[int],
+    limits: Limits,
+    tradeoffs: Mapping[str, Tradeoff],
+    groups: Sequence[SavingLevels],
+    early: Collection[int] = (),
+) -> str:
+    lines = []
+    for rank, (plan, limit) in enumerate(zip(plans, memory, strict=True)):
+        lines.append(f"rank {rank}: {plan.peak:,} of {limit:,} bytes, at {plan.at or 'its start'}")
+        if rank in early:
+            lines.append("  each W follows its B, as what B leaves to W cannot be computed again")
+        for group in groups:
+            for name in sorted(group.limits[-1]) if rank in group.ranks else ():
+                tradeoff = tradeoffs[name]
+                point = tradeoff.within(limits.get(name, tradeoff.most))
+                share = 100 * point.again / max(1, tradeoff.work)
+                lines.append(
+                    f"  @{name}: saves {point.saved:,} of {tradeoff.most:,} bytes, and computes "
+                    f"{share:.1f} % of the forward again"
+                )
+    return "\n".join(lines)

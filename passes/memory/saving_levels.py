@@ -1,0 +1,156 @@
+"""The levels on which forwards of some ranks save less and less, by one price of a byte for all.
+
+Ranks that share a forward decide together, as the ranks of a mesh do; other ranks each by
+themselves. A byte of a forward counts as often as microbatches hold it at once on a rank, and work
+as often as it is done. So an early stage of a pipeline, which holds many microbatches, saves less
+of each than a late one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from ...ir.ops import Call
+from ...ir.ops.module import Module, Vjp
+from ...ir.pipeline.tradeoff import SavingPoint, Tradeoff
+
+
+@dataclass(frozen=True)
+class SavingLevels:
+    """The levels of some ranks.
+
+    Attributes:
+        ranks: the ranks.
+        limits: for each level the most bytes that forwards save, by derivative. Level 0 has no
+            limits; on the last each forward saves as little as it can.
+    """
+
+    ranks: tuple[int, ...]
+    limits: tuple[Mapping[str, int], ...]
+
+    @property
+    def last(self) -> int:
+        return len(self.limits) - 1
+
+
+def saving_levels(
+    module: Module, vjps: Mapping[str, Vjp], tradeoffs: Mapping[str, Tradeoff]
+) -> list[SavingLevels]:
+    """The levels of all ranks that run forwards with a choice.
+
+    Args:
+        module: scheduled, without limits.
+        vjps: the derivatives of the traced module.
+        tradeoffs: the choices of each derivative that has any, by its name.
+    """
+    sections = _sections(vjps, tradeoffs)
+    uses = {rank: _uses(module, rank, sections) for rank in range(module.world)}
+    groups: list[tuple[set[int], set[str]]] = []
+    for rank, of_rank in uses.items():
+        if not of_rank:
+            continue
+        joined, names = {rank}, set(of_rank)
+        for group in [g for g in groups if g[1] & names]:
+            groups.remove(group)
+            joined |= group[0]
+            names |= group[1]
+        groups.append((joined, names))
+    levels = []
+    for ranks, names in groups:
+        most = {
+            name: max(uses[rank].get(name, _Use(0, 0)) for rank in ranks) for name in sorted(names)
+        }
+        levels.append(SavingLevels(tuple(sorted(ranks)), _levels(most, tradeoffs)))
+    return sorted(levels, key=lambda level: level.ranks)
+
+
+@dataclass(frozen=True, order=True)
+class _Use:
+    """The microbatches that hold what a forward saves at once, and the calls of the forward."""
+
+    held: int
+    calls: int
+
+
+def _uses(module: Module, rank: int, sections: Mapping[str, _Section]) -> Mapping[str, _Use]:
+    """How a rank uses forwards, by derivative."""
+    calls: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    names = [op.fn.name for op in module.program_of(rank).ops if isinstance(op, Call)]
+    # Of a function that is cut where ranks exchange something, the first part stands for all.
+    called = [sections[first] for name in names if (first := name.split(".part0")[0]) in sections]
+    puts_off = {section.vjp for section in called if section.is_weight}
+    for section in called:
+        if section.is_forward:
+            calls[section.vjp] += 1
+            held[section.vjp] += 1
+            most[section.vjp] = max(most[section.vjp], held[section.vjp])
+        elif section.is_weight or section.vjp not in puts_off:
+            held[section.vjp] -= 1
+    return {name: _Use(most[name], count) for name, count in calls.items()}
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A function of a derivative: its forward, its backward, or a half of that."""
+
+    vjp: str
+    is_forward: bool
+    is_weight: bool
+
+
+def _sections(vjps: Mapping[str, Vjp], tradeoffs: Mapping[str, Tradeoff]) -> dict[str, _Section]:
+    """The functions of derivatives that have a choice, by name."""
+    sections: dict[str, _Section] = {}
+    for name in tradeoffs:
+        vjp = vjps[name]
+        for function in (vjp.backward, vjp.input):
+            if function is not None:
+                sections[function] = _Section(name, False, False)
+        if vjp.weight is not None:
+            sections[vjp.weight] = _Section(name, False, True)
+        sections[vjp.forward] = _Section(name, True, False)
+    return sections
+
+
+def _levels(
+    uses: Mapping[str, _Use], tradeoffs: Mapping[str, Tradeoff]
+) -> tuple[Mapping[str, int], ...]:
+    """The limits of each level: one step down the hull of some derivative after the other.
+
+    A step over points above the hull is taken in parts, which serve where the whole is too much.
+    """
+    steps: list[tuple[Fraction, str, Sequence[int]]] = []
+    for name, use in uses.items():
+        points = tradeoffs[name].points
+        for more, less in pairwise(_hull(points)):
+            spared = max(1, use.held) * (more.saved - less.saved)
+            price = Fraction(use.calls * (less.again - more.again), spared)
+            parts = [p.saved for p in points if less.saved <= p.saved < more.saved]
+            steps.append((price, name, parts))
+    levels: list[Mapping[str, int]] = [{}]
+    for _, name, parts in sorted(steps, key=lambda step: step[0]):
+        for saved in parts:
+            levels.append({**levels[-1], name: saved})
+    return tuple(levels)
+
+
+def _hull(points: Sequence[SavingPoint]) -> Sequence[SavingPoint]:
+    """The points of the lower convex hull: each byte that is spared costs more than those before."""
+    hull: list[SavingPoint] = []
+    for point in points:
+        while len(hull) > 1 and not _is_below(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _is_below(first: SavingPoint, middle: SavingPoint, last: SavingPoint) -> bool:
+    """True if the middle point is below the line from the first to the last."""
+    rise, run = middle.again - first.again, first.saved - middle.saved
+    return rise * (first.saved - last.saved) < (last.again - first.again) * run
