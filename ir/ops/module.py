@@ -46,7 +46,8 @@ class Function:
         flops: the floating-point operations of a call: those of its matrix products, convolutions
             and attention; empty also where they are not known.
         workspace: the bytes that a call holds at its peak beside its operands and results, without
-            what single operators take inside; 0 also where it is not known.
+            what single operators take inside, and without gradients that are products and add
+            themselves to `.grad` (`fuse-accumulation`); 0 also where it is not known.
         shares: its effects on state that other actors of the rank hold as well.
         ranks: in scheduled modules, the ranks of its actor if there are several.
         body: the function whose body it runs, at shapes of its own; None: it has its own body.

@@ -9,17 +9,20 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from ...values.operators import storage_key
+from ..autodiff.products import find_products
 from ..autodiff.subgraphs import Subgraph, memory_of, results
 
 
 def workspace_of(piece: Subgraph) -> int:
     """The most bytes that one run of a piece holds, beside its operands, state and results.
 
-    Memory counts from the operator that makes it to the last one that uses it. A gradient is held
-    until it is added to `.grad`, which is at the end for small ones; large ones are added as soon
-    as they are there, and count as if all were. Memory that an operator uses inside does not count.
+    Memory counts from the operator that makes it to the last one that uses it. Gradients that are
+    matrix products add themselves to `.grad`, and have no memory. Others are held until they are
+    added, which is at the end for small ones; large ones are added as soon as they are there, and
+    count as if all were. Memory that an operator uses inside does not count.
     """
     graph = piece.graph
+    added = {node for product in find_products(piece).values() for node in product.nodes}
     values = results(graph)
     outer = {memory_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     given = {memory_of(node) for node in values[: len(piece.gives) + len(piece.rebinds)]}
@@ -29,7 +32,7 @@ def workspace_of(piece: Subgraph) -> int:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        for key, size in _memories(node):
+        for key, size in () if node in added else _memories(node):
             if key not in outer and key not in held:
                 held[key] = size
                 live += size
