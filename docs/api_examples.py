@@ -110,6 +110,31 @@ def lean(x, y):
 
 print(lean(x, y).shape)
 
+# cg.keep
+@cg.actor
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden = cg.keep(self.up(x))  # saved, whatever the memory is
+        return self.down(torch.tanh(hidden))
+
+
+print(Kept.on(0)())
+
+
+# cg.recompute
+@cg.actor
+class Lean(Kept):
+    def forward(self, x):
+        hidden = cg.recompute(torch.tanh(self.up(x)))  # computed again in the backward
+        return self.down(hidden)
+
+
+print(Lean.on(0)())
+
 # cg.mesh
 grid = cg.mesh(pp=2, tp=2)
 print(grid)

@@ -389,7 +389,15 @@ def main() -> None:
     ids = texts.batch(0, args.batch, args.seed)
     lowered = train.lower(ids, successors(ids))
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp)
-    compiled = lowered.compile(schedule=schedule, fuse=args.fuse, fsdp=fsdp, dispatch=args.dispatch)
+    compiled = lowered.compile(
+        schedule=schedule,
+        fuse=args.fuse,
+        fsdp=fsdp,
+        dispatch=args.dispatch,
+        memory=args.memory,
+    )
+    if cg.rank() == 0 and args.memory is not None:
+        print(compiled.memory_report)
     run = Run(args, model, stages, texts, compiled, evaluate, Record())
     if goes_on:
         run.resume()

@@ -32,6 +32,7 @@ def parse(description: str) -> argparse.Namespace:
     )
     add("--stages", type=int, nargs="*", help="layers of each stage, to cut by hand")
     add("--schedule", default="1f1b", choices=cg.schedules.names())
+    add("--memory", help="bytes that a rank's program may hold beside weights, as 40GiB")
     add("--fuse", choices=("inductor",), help="have TorchInductor compile the stages")
     add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
     add("--lora", type=int, default=0, help="train adapters of this rank alone")

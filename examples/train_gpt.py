@@ -311,6 +311,7 @@ def parse() -> argparse.Namespace:
         choices=("auto", "step", "task"),
         help="keep weights in pieces along --dp; gathered ones stay for a step, or for a task",
     )
+    parser.add_argument("--memory", help="bytes that a rank's program may hold, as 40GiB")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=Config.layers)
     parser.add_argument("--width", type=int, default=Config.width)
@@ -370,7 +371,11 @@ def main() -> None:
     batch = text.batch(text.train, config, args.batch, seed=0)
     schedule = cg.schedules.by_name(args.schedule)
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp, bucket="blocks.*")
-    compiled = train.lower(*batch).compile(schedule=schedule, fsdp=fsdp, dump=args.dump)
+    compiled = train.lower(*batch).compile(
+        schedule=schedule, fsdp=fsdp, dump=args.dump, memory=args.memory
+    )
+    if cg.rank() == 0 and args.memory is not None:
+        print(compiled.memory_report)
     record, start = Record(), 0
     if args.resume or checkpoints.is_there(folder):
         start, saved = checkpoints.load(folder, stages, compiled)

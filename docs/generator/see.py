@@ -8,6 +8,8 @@ SEE = {
     "opaque": "guide/steps.md#methods",
     "carry": "guide/graphs.md",
     "remat": "guide/steps.md#memory-for-time",
+    "keep": "guide/memory.md#by-hand",
+    "recompute": "guide/memory.md#by-hand",
     "mesh": "guide/groups.md#an-actor-on-a-mesh",
     "plan": "guide/groups.md#an-actor-on-a-mesh",
     "plans": "guide/models.md#a-step",

@@ -189,7 +189,7 @@ class Programs:
 
     @property
     def memory_report(self) -> str:
-        """What `compile(memory=...)` has chosen (for the first signature); empty without it.
+        """The choice of `compile(memory=...)` (for the first signature); empty without it.
 
         For each rank a line with the bytes that its program holds at its peak, the limit, and the
         op; then a line for each forward: the bytes that it saves, and the work that its backward

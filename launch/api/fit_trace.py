@@ -17,7 +17,7 @@ from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.record.trace import Trace
 from .compile_options import CompileOptions
 from .fusing import Fusing
-from .select_schedule import choose_residency, run_passes
+from .select_schedule import choose_residency, narrower, run_passes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def fit_trace(
 ) -> FittedTrace:
     """Trace a step so that its programs keep to the memory of each rank; collective.
 
-    All ranks compile the same trials, and choose by nothing else.
+    All ranks compile the same trials, and choose by nothing else. Where a search for an order has
+    no bound on activations, and nothing fits, it searches with less and less of them.
 
     Args:
         again: traces the step; takes `limits`.
@@ -67,17 +68,25 @@ def fit_trace(
         key = tuple(sorted(limits.items()))
         return traces[key] if key in traces else again(limits=known.to(limits))
 
-    def compiled(limits: Mapping[str, int], early: frozenset[int]) -> Module:
+    def compiled(
+        schedule: Schedule | None, limits: Mapping[str, int], early: frozenset[int]
+    ) -> Module:
         module = traced(limits).module
-        schedule = with_early_weights(options.schedule, early)
+        schedule = with_early_weights(schedule, early)
         fsdp = choose_residency(options.fsdp, schedule, module, pipeline_of)
         return run_passes(schedule, module, partial(pipeline_of, fsdp=fsdp), None).module
 
-    may_run_early = can_run_early(options.schedule)
-    try:
-        fitted = fit(trace.module.vjps, trace.tradeoffs, memory, compiled, may_run_early)
-    except MemoryLimitError as error:
-        raise TraceError(error.reason, loc=loc, remedy=error.remedy) from None
-    schedule = with_early_weights(options.schedule, fitted.early)
-    chosen = traced(fitted.limits)
-    return FittedTrace(chosen, schedule, Fusing(chosen.bodies), fitted.report)
+    errors: list[MemoryLimitError] = []
+    for schedule in narrower(options.schedule, len(memory)):
+        may_run_early = can_run_early(schedule)
+        compile_trial = partial(compiled, schedule)
+        try:
+            fitted = fit(trace.module.vjps, trace.tradeoffs, memory, compile_trial, may_run_early)
+        except MemoryLimitError as error:
+            errors.append(error)
+            continue
+        chosen = traced(fitted.limits)
+        schedule = with_early_weights(schedule, fitted.early)
+        return FittedTrace(chosen, schedule, Fusing(chosen.bodies), fitted.report)
+    last = errors[-1]
+    raise TraceError(last.reason, loc=loc, remedy=last.remedy)

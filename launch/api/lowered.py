@@ -50,6 +50,7 @@ from .select_schedule import (
     choose_remat,
     choose_residency,
     costs_of,
+    refuse_two_limits,
     run_passes,
     wants_costs,
     wants_memory,
@@ -242,6 +243,8 @@ class Lowered:
             dispatch=dispatch,
             memory=memory,
         )
+        if memory is not None:
+            refuse_two_limits(schedule)
         if schedule is not None and wants_costs(schedule):
             measure = functools.partial(self._measure, options)
             schedule = with_costs(schedule, measure, self._world)

@@ -92,6 +92,35 @@ def check_costs(schedule: Schedule | None) -> None:
         )
 
 
+def refuse_two_limits(schedule: Schedule | None) -> None:
+    """Return if a search does not choose by memory itself, beside `compile(memory=...)`.
+
+    Raises:
+        ValueError: it has `max_bytes` or `remat`.
+    """
+    options = _search_options(schedule)
+    for name in ("max_bytes", "remat"):
+        if options.get(name):
+            raise ValueError(
+                f"compile(memory=...) and auto({name}=...) both say what a program may hold; leave "
+                f"{name} away, and memory= chooses what backwards compute again"
+            )
+
+
+def narrower(schedule: Schedule | None, ranks: int) -> list[Schedule | None]:
+    """The schedule, and for a search without a bound on activations also such with less and less.
+
+    Args:
+        schedule: as `default_pipeline` takes it.
+        ranks: the number of ranks.
+    """
+    options = _search_options(schedule)
+    if schedule is None or not options or options["max_activations"] is not None:
+        return [schedule]
+    fewer = (share for share in (ranks / 2, ranks / 4, 1.0) if share >= 1)
+    return [schedule, *(_with(schedule, max_activations=most) for most in dict.fromkeys(fewer))]
+
+
 def wants_memory(schedule: Schedule | None) -> bool:
     """True if a search is given memory in bytes, and no costs with the bytes of stages."""
     costs = costs_of(schedule)

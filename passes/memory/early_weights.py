@@ -23,7 +23,7 @@ def can_run_early(schedule: Schedule | None) -> bool:
 def with_early_weights(schedule: Schedule | None, ranks: Collection[int]) -> Schedule | None:
     """The schedule in whose orders W follows its B on some ranks.
 
-    An order in which W comes earlier on a rank than in a valid one is valid, as W needs its B alone.
+    If W comes earlier on a rank than in a valid order, the order is valid, as W needs its B alone.
     Each stage still takes its microbatches in the order of their B.
     """
     if not ranks:

@@ -60,8 +60,8 @@ def fit(
     Ranks search side by side, each by bisection over its levels (`saving_levels`), and each trial
     is compiled as a whole: what messages, gathered parameters and the work inside of calls take is
     counted as it is. Inside of a backward, what it computes again takes memory, too. So where the
-    last level does not fit, the ones before it are tried in equal parts. What B leaves to W cannot
-    be computed again. So ranks that nothing else helps run each W behind its B, and search anew.
+    last level does not fit, the ones before it are tried in equal parts. Nothing
+    computes again the cotangents that B leaves to W. So ranks that nothing else helps run each W behind its B, and search anew.
 
     Args:
         vjps: the derivatives of the traced module.
@@ -134,9 +134,7 @@ def _fits(group: SavingLevels, plans: Sequence[MemoryPlan], memory: Sequence[int
     return all(plans[rank].peak <= memory[rank] for rank in group.ranks)
 
 
-def _bisect(
-    groups: Sequence[SavingLevels], memory: Sequence[int], trials: _Trials
-) -> list[int]:
+def _bisect(groups: Sequence[SavingLevels], memory: Sequence[int], trials: _Trials) -> list[int]:
     """The first level of each group that fits, or the last, if less is held on later levels."""
     low = [-1] * len(groups)  # known not to fit
     high = [group.last for group in groups]
@@ -174,9 +172,7 @@ def _scan(
     return best
 
 
-def _error(
-    plans: Sequence[MemoryPlan], memory: Sequence[int], trials: _Trials
-) -> MemoryLimitError:
+def _error(plans: Sequence[MemoryPlan], memory: Sequence[int], trials: _Trials) -> MemoryLimitError:
     excess = [trials.least(rank).peak - limit for rank, limit in enumerate(memory)]
     if max(excess) <= 0:  # each rank fits in some trial, but not all in one
         excess = [plan.peak - limit for plan, limit in zip(plans, memory, strict=True)]
@@ -185,9 +181,9 @@ def _error(
     name, size = plan.largest
     return MemoryLimitError(
         f"memory= allows {memory[rank]:,} bytes on rank {rank}, and the least that its program "
-        f"was found to hold is {plan.peak:,}, at {plan.at}, {excess[rank]:,} too many. There values "
-        f"hold {plan.working - plan.inside:,} bytes, of which %{name} is the largest with {size:,}, "
-        f"the call holds {plan.inside:,} inside, and slots and inputs hold "
+        f"was found to hold is {plan.peak:,}, at {plan.at}, {excess[rank]:,} too many. There "
+        f"values hold {plan.working - plan.inside:,} bytes, of which %{name} is the largest with "
+        f"{size:,}, the call holds {plan.inside:,} inside, and slots and inputs hold "
         f"{plan.slots + plan.inputs:,}",
         "give more memory, smaller or fewer microbatches in flight, or more stages",
     )

@@ -140,8 +140,8 @@ def _levels(
     return tuple(levels)
 
 
-def _hull(points: Sequence[SavingPoint]) -> Sequence[SavingPoint]:
-    """The points of the lower convex hull: each byte that is spared costs more than those before."""
+def _hull(points: Sequence[SavingPoint]) -> list[SavingPoint]:
+    """The points of the lower convex hull: each byte spared costs more than those before."""
     hull: list[SavingPoint] = []
     for point in points:
         while len(hull) > 1 and not _is_below(hull[-2], hull[-1], point):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ...ir.attributes import Action
 from ...ir.ops import Call, Constant, Free, Op, Recv, Reserve, Slice, Value
-from ...ir.ops.module import Function, Module
+from ...ir.ops.module import Function, Module, Program
 from ...ir.ops.storage import SharedStorage
 from ...ir.types import tensor_bytes
 from ..frontend.stored_values import Way, ways_of

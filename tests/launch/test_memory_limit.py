@@ -1,4 +1,4 @@
-"""`compile(memory=...)`: programs keep to it, with the same bits; and what it says if they cannot."""
+"""`compile(memory=...)`: programs keep to it, with the same bits; or what it says."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ class Pipe:
             cg.backward(loss)
             return loss
 
+        self.step = step
         self.lowered = step.lower(self.x)
 
     def compile(self, memory: Any = None) -> cg.Compiled:
@@ -206,6 +207,38 @@ def test_too_little_memory_is_refused_with_the_least() -> None:
         number = int(words.split(", at")[0].replace(",", ""))
         compiled = pipe.compile([number if r == rank else 10**9 for r in range(2)])
         assert peaks(compiled)[rank] <= number
+
+
+def test_auto_takes_the_memory() -> None:
+    with use_world(VirtualWorld(2)):
+        pipe = Pipe("1f1b", 2, 4, layers=1)
+        plain = pipe.compile()
+        expected = pipe.run(plain)
+        pipe.schedule = cg.schedules.auto()
+        memory = int(0.8 * max(peaks(plain)))
+        compiled = pipe.compile(memory)
+        assert max(peaks(compiled)) <= memory
+        assert "auto" in compiled.schedule_report
+        found = pipe.run(compiled)
+        for options in ({"max_bytes": 10**6}, {"remat": True}):
+            pipe.schedule = cg.schedules.auto(**options)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="both say what a program may hold"):
+                pipe.compile(memory)
+    assert torch.equal(found[0], expected[0])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_variants_fit_one_by_one() -> None:
+    with use_world(VirtualWorld(2)):
+        pipe = Pipe("1f1b", 2, 4, layers=1)
+        memory = int(0.8 * max(peaks(pipe.compile())))
+        expected = pipe.run(pipe.compile())[0]
+        lowered = pipe.step.lower_many([pipe.x, pipe.x[:8]])
+        compiled = lowered.compile(memory=memory, seed=3)
+        assert torch.equal(compiled(pipe.x), expected)
+        assert compiled(pipe.x[:8]).isfinite()
+        assert max(peaks(compiled)) <= memory
 
 
 class Held(TorchDispatchMode):

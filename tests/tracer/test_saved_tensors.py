@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from cg.tracer.errors import TraceError
 from cg.tracer.function.functions import Functions
 from cg.tracer.graph.autodiff.backward_cut import BackwardCut
 from cg.tracer.graph.autodiff.recomputation import Recompute, kept_bytes, recomputed
-from cg.tracer.graph.autodiff.saved_tensors import Savings, SavingLimits
+from cg.tracer.graph.autodiff.saved_tensors import SavingLimits, Savings
 from cg.tracer.graph.autodiff.saving_problem import Choice, Frontier, SavingProblem
 from cg.tracer.values.interface import MethodTarget, TracedVjp
 
@@ -78,7 +79,7 @@ def test_a_frontier_descends(seed: int, length: int) -> None:
     frontier = Frontier(problem)
     choices = frontier.choices()
     assert choices[0] == problem.choice(())
-    for more, less in zip(choices, choices[1:], strict=False):
+    for more, less in pairwise(choices):
         assert less.size < more.size
         assert less.work > more.work
         assert frontier.within(more.size).work <= more.work
@@ -228,8 +229,8 @@ def test_marks_change_no_bits(recompute: bool) -> None:
 
 
 def test_what_is_drawn_is_not_recomputed_by_hand() -> None:
+    joint = joint_of(Marked(draw=True), rand(4, WIDTH))
     with pytest.raises(TraceError, match=r"cg.recompute is given.*draws random numbers") as caught:
-        joint = joint_of(Marked(draw=True), rand(4, WIDTH))
         recomputed(joint, (), Recompute.NOTHING)
     assert "test_saved_tensors.py" in str(caught.value)
 

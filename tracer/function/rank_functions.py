@@ -31,9 +31,9 @@ class GraphPieces:
     """Caches the pieces, operation counts and sources of the graphs of a step's methods."""
 
     _forwards: dict[fx.Graph, tuple[Joint, Subgraph]] = field(default_factory=dict)
-    _splits: dict[tuple[fx.Graph, Collection[int], Recomputation], tuple[Joint, Sections[Subgraph]]] = (
-        field(default_factory=dict)
-    )
+    _splits: dict[
+        tuple[fx.Graph, Collection[int], Recomputation], tuple[Joint, Sections[Subgraph]]
+    ] = field(default_factory=dict)
     _flops: dict[fx.Graph, Flops] = field(default_factory=dict)
     _workspaces: dict[fx.Graph, int] = field(default_factory=dict)
     _sources: dict[fx.Graph, Callable[[], GeneratedSource]] = field(default_factory=dict)

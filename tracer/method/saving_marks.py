@@ -36,7 +36,7 @@ def keep(value: torch.Tensor) -> torch.Tensor:
 def recompute(value: torch.Tensor) -> torch.Tensor:
     """Compute a value of a method again in the backward that needs it, and never save it.
 
-    What the value is computed from is saved, if nothing else is said. The second value has the same
+    Its operands are saved, if nothing else is said of them. The second value has the same
     bits as the first.
 
     Args:

@@ -21,14 +21,14 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ...errors import TraceError
 from ....ir.pipeline.tradeoff import Tradeoff
+from ...errors import TraceError
 from ...method.joint import Joint
 from ...method.saving_marks import KEEP, RECOMPUTE, mark_of
 from ...values.interface import MethodTarget, Target, TracedCall, Write
 from ...values.operators import is_random, storage_key, written_values
 from .backward_cut import BackwardCut
-from .saved_tensors import Savings, SavingLimits
+from .saved_tensors import SavingLimits, Savings
 from .subgraphs import fake_of, has_effect, is_view, memory_of, written_in_place
 
 
@@ -58,7 +58,7 @@ class Within:
     limits: SavingLimits = field(compare=False)
 
     def savings(self, joint: Joint, volatile: Collection[int]) -> Savings:
-        """The choices of a joint graph. What fused kernels compute on the way costs nothing."""
+        """The choices of a joint graph. Operators that fused kernels run on the way cost nothing."""
         free = recomputed(joint, volatile, self.plain) if self.plain is Recompute.CHEAP else ()
         return self.limits.savings(joint, frozenset(volatile), frozenset(free))
 

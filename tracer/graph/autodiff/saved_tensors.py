@@ -208,9 +208,7 @@ class SavingLimits:
         """Other limits for the same step."""
         return replace(self, limits=limits)
 
-    def savings(
-        self, joint: Joint, volatile: frozenset[int], free: frozenset[fx.Node]
-    ) -> Savings:
+    def savings(self, joint: Joint, volatile: frozenset[int], free: frozenset[fx.Node]) -> Savings:
         """The choices of a joint graph; takes the arguments of `Savings`."""
         key = joint.graph, volatile, free
         if key not in self._savings:
@@ -231,7 +229,7 @@ def unrepeatable(joint: Joint) -> set[fx.Node]:
     """The operators of a joint graph that would give something else if they ran a second time.
 
     They draw random numbers, have another effect, give memory that is written to, or read memory
-    that is written to after them. What they have given is saved, so a mask is that of the forward.
+    that is written to after them. Their results are saved, so a mask is that of the forward.
     """
     nodes: Sequence[fx.Node] = [n for n in joint.graph.nodes if n.op == "call_function"]
     last: dict[int | None, int] = {}

@@ -70,7 +70,7 @@ class SavingProblem:
     unsaved: frozenset[int] = frozenset()
 
     def choice(self, again: Iterable[int]) -> Choice:
-        """What is saved if the backward may run these operators again, and must some others."""
+        """The values that are saved if the backward may run these operators again."""
         allowed = set(again)
         saved: set[int] = set()
         run: set[int] = set()
@@ -160,7 +160,7 @@ class Frontier:
             least = most
         self._step = max(1, (most.size - least.size) // LEVELS)
         inner = self._between(most, least) if least is not most else ()
-        self.corners = [most, *inner, *([least] if least is not most else ())]
+        self.corners: list[Choice] = [most, *inner, *([least] if least is not most else ())]
 
     def _between(self, more: Choice, less: Choice) -> Iterator[Choice]:
         """The corners between two, in order; none where these are close to each other."""
@@ -232,7 +232,7 @@ class Frontier:
             best = max(fitting, key=lambda c: (work - c.work) / max(1, c.size - size))
 
     def _emptied(self, choice: Choice, below: Choice, limit: int) -> Choice:
-        """Run more operators again, the ones with the least work for a byte first, until it fits."""
+        """Run more operators again until it fits, those with the least work for a byte first."""
         best = choice
         while best.size > limit:
             candidates = sorted(below.again - best.again)[:_EXCHANGED]

@@ -216,9 +216,7 @@ def _trace(
         return error
 
 
-_PublicVjp: TypeAlias = tuple[
-    Vjp, list[PublicPart], Mapping[str, GradientLayout], Tradeoff | None
-]
+_PublicVjp: TypeAlias = tuple[Vjp, list[PublicPart], Mapping[str, GradientLayout], Tradeoff | None]
 """What all ranks know of a derivative."""
 
 

@@ -1,0 +1,139 @@
+"""What the forwards of random pipelines save, against the best choice that all stages share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cg.ir.ops.clone import clone
+from cg.ir.ops.module import Module
+from cg.ir.pipeline.costs import Costs
+from cg.ir.pipeline.tradeoff import SavingPoint, Tradeoff
+from cg.ir.types import DType, TensorType
+from cg.passes import schedules
+from cg.passes.manager.manager import run_on_copy
+from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.memory.early_weights import with_early_weights
+from cg.passes.memory.fit import MemoryLimitError, fit
+from cg.passes.memory.saving_levels import saving_levels
+from cg.passes.schedules import Pipeline, validate
+from cg.passes.simulate.memory_plan import memory_plan
+from cg.passes.simulate.program_simulator import simulate_programs
+
+from ..sampling import examples
+
+Make = Callable[..., Module]
+
+LAYERS = 4
+"""Layers of a stage; each saves its input, or all of its values."""
+
+
+@dataclass
+class Pipe:
+    """A pipeline whose stages have layers of random size, and its step."""
+
+    module: Module
+    schedule: schedules.Schedule
+    tradeoffs: Mapping[str, Tradeoff]
+
+    def compiled(self, limits: Mapping[str, int], early: frozenset[int] = frozenset()) -> Module:
+        module = clone(self.module)
+        for name, tradeoff in self.tradeoffs.items():
+            size = limits.get(name, tradeoff.most)
+            saved = TensorType(DType.F32, (tradeoff.within(size).saved // 4,))
+            vjp = module.vjps[name]
+            forward, backward = module.functions[vjp.forward], module.functions[vjp.backward]
+            outputs = (forward.outputs[0], saved)
+            module.functions[vjp.forward] = replace(forward, outputs=outputs)
+            for section in {vjp.backward, vjp.weight}:
+                inputs = (saved, backward.inputs[1])
+                function = module.functions[str(section)]
+                module.functions[function.name] = replace(function, inputs=inputs)
+        pipeline = default_pipeline(with_early_weights(self.schedule, early))
+        return run_on_copy(pipeline, module)[0]
+
+    def time(self, module: Module, limits: Mapping[str, int]) -> float:
+        functions = {}
+        for name, tradeoff in self.tradeoffs.items():
+            again = tradeoff.within(limits.get(name, tradeoff.most)).again
+            vjp = self.module.vjps[name]
+            functions[vjp.forward] = float(tradeoff.work)
+            functions[vjp.backward] = float(2 * tradeoff.work + again)
+        return simulate_programs(module, Costs(functions=functions)).makespan
+
+    def peaks(self, module: Module) -> list[int]:
+        return [memory_plan(module, rank).peak for rank in range(module.world)]
+
+
+def draw_pipe(seed: int, make: Make) -> Pipe:
+    draw = random.Random(seed)
+    ranks, name = draw.randint(2, 4), draw.choice(["1f1b", "interleaved"])
+    microbatches = ranks * draw.randint(1, 2)
+    homes = [stage % ranks for stage in range(ranks * (2 if name == "interleaved" else 1))]
+    tradeoffs = {}
+    for stage in range(len(homes)):
+        layer, work = 64 * draw.randint(2, 8), draw.randint(5, 15)
+        points = tuple(
+            SavingPoint(4 * (layer * (LAYERS - k) + 16 * k + 16), k * work)
+            for k in range(LAYERS + 1)
+        )
+        tradeoffs[f"stage{stage}.forward.vjp"] = Tradeoff(points, work * LAYERS)
+    return Pipe(make(ranks, microbatches, homes), schedules.by_name(name), tradeoffs)
+
+
+@examples(100)
+@given(seed=st.integers(0, 10**9), share=st.floats(0.2, 0.95))
+def test_no_choice_that_stages_share_is_faster(
+    seed: int, share: float, pipeline_module: Make
+) -> None:
+    pipe = draw_pipe(seed, pipeline_module)
+    uniform = []
+    for count in range(LAYERS + 1):
+        limits = {name: t.points[count].saved for name, t in pipe.tradeoffs.items()}
+        module = pipe.compiled(limits)
+        uniform.append((max(pipe.peaks(module)), pipe.time(module, limits)))
+    most, least = uniform[0][0], uniform[-1][0]
+    memory = int(least + share * (most - least))
+    ranks = [memory] * pipe.module.world
+    chosen = fit(pipe.module.vjps, pipe.tradeoffs, ranks, pipe.compiled, False)
+    module = pipe.compiled(chosen.limits, chosen.early)
+    assert max(pipe.peaks(module)) <= memory
+    best = min(time for peak, time in uniform if peak <= memory)
+    assert pipe.time(module, chosen.limits) <= best * (1 + 1e-9)
+
+
+def test_levels_of_ranks_without_a_shared_forward_are_apart(pipeline_module: Make) -> None:
+    pipe = draw_pipe(0, pipeline_module)
+    groups = saving_levels(pipe.compiled({}), pipe.module.vjps, pipe.tradeoffs)
+    assert [group.ranks for group in groups] == [(r,) for r in range(pipe.module.world)]
+    for group in groups:
+        assert group.limits[0] == {}
+        assert all(
+            size == pipe.tradeoffs[name].least for name, size in group.limits[group.last].items()
+        )
+
+
+def test_what_cannot_fit_is_refused(pipeline_module: Make) -> None:
+    pipe = draw_pipe(1, pipeline_module)
+    with pytest.raises(MemoryLimitError, match="and the least that its program was found to hold"):
+        fit(pipe.module.vjps, pipe.tradeoffs, [100] * pipe.module.world, pipe.compiled, False)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+def test_weights_may_follow_right_behind(name: str) -> None:
+    pipeline = Pipeline((0, 1, 2), 5)
+    schedule = schedules.by_name(name)
+    early = with_early_weights(schedule, {1})
+    assert early is not None
+    order, plain = early(pipeline), schedule(pipeline)
+    validate(pipeline, order, name)
+    assert list(order[0]) == list(plain[0])
+    text = [str(task) for task in order[1]]
+    assert sorted(text) == sorted(map(str, plain[1]))
+    behind: Sequence[str] = [text[text.index(f"1B{mb}") + 1] for mb in range(5)]
+    assert behind == [f"1W{mb}" for mb in range(5)]
