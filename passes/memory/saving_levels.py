@@ -131,8 +131,8 @@ def _levels(
         for more, less in pairwise(_hull(points)):
             spared = max(1, use.held) * (more.saved - less.saved)
             price = Fraction(use.calls * (less.again - more.again), spared)
-            parts = [p.saved for p in points if less.saved <= p.saved < more.saved]
-            steps.append((price, name, parts))
+            between = [p.saved for p in points if less.saved <= p.saved < more.saved]
+            steps.append((price, name, between))
     levels: list[Mapping[str, int]] = [{}]
     for _, name, parts in sorted(steps, key=lambda step: step[0]):
         for saved in parts:
