@@ -110,6 +110,7 @@ def lean(x, y):
 
 print(lean(x, y).shape)
 
+
 # cg.keep
 @cg.actor
 class Kept(nn.Module):

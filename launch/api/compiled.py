@@ -23,13 +23,13 @@ from ..runtime import execution_contexts
 from ..runtime.agreement import call_text
 from ..runtime.numbering import Numbering, check_state
 from ..runtime.runtime import Runtime, make_runtime
+from ..runtime.step_lock import lock_of
 from ..world.comparison import CallFacts
 from .compile_options import CompileOptions
 from .compiled_programs import Programs, Variant
 from .parameter_names import check_executions
 from .repeated import Repeated
 from .selection import selection
-from .step_lock import lock_of
 
 
 class Compiled(Programs):

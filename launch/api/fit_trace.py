@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ...ir.location import Location
 from ...ir.ops.module import Module
@@ -15,9 +16,22 @@ from ...passes.schedules import Schedule
 from ...tracer.errors import TraceError
 from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.record.trace import Trace
+from ...tracer.torch_modes import Ambient
 from .compile_options import CompileOptions
 from .fusing import Fusing
 from .select_schedule import choose_residency, narrower, run_passes
+
+
+@dataclass(frozen=True)
+class Again:
+    """Traces a step once more, under the modes of torch that it was first traced under."""
+
+    trace: Callable[..., Trace]
+    modes: Ambient = field(default_factory=Ambient.now)
+
+    def __call__(self, **options: Any) -> Trace:
+        with self.modes.entered():
+            return self.trace(**options)
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,7 @@ class FittedTrace:
 
 
 def fit_trace(
-    again: Callable[..., Trace],
+    again: Again,
     options: CompileOptions,
     memory: Sequence[int],
     loc: Location | None,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from ...backends.base import World
 from ...backends.failures.fallbacks import Fallbacks
@@ -30,9 +29,9 @@ from ...passes.simulate.stage_memory import recomputable
 from ...tracer.method.binding import definition
 from ...tracer.record.actors.undo import Undo
 from ...tracer.record.trace import Trace
-from ...tracer.torch_modes import Ambient
 from ..runtime.agreement import check_compilation, check_fuse, check_memory
-from ..runtime.numbering import Numbering
+from ..runtime.numbering import Definition, Numbering
+from ..runtime.step_lock import lock_of
 from ..world.communicators import check_transports
 from ..world.devices import fabrics_of
 from ..world.world import check_late_settings
@@ -40,7 +39,7 @@ from .compile_options import CompileOptions
 from .compiled import Compiled
 from .compiled_programs import PlanFacts, Variant
 from .dumps import Dump, make_dump
-from .fit_trace import FittedTrace, fit_trace
+from .fit_trace import Again, FittedTrace, fit_trace
 from .fusing import Fusing
 from .optimistic import Optimistic
 from .parameter_names import check_keywords
@@ -58,48 +57,12 @@ from .select_schedule import (
     with_costs,
     with_memory,
 )
-from .step_lock import lock_of
 
 _LOG = logging.getLogger("cg")
 
 
-@dataclass(frozen=True)
-class Definition:
-    """The definition of a step.
-
-    Attributes:
-        name: of the step.
-        fn: its Python function.
-        driver: the rank that may start executions, if there is one.
-        numberings: of programs that were compiled from it and count their own executions.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    driver: int | None
-    numberings: WeakSet[Numbering]
-
-    def number(self) -> Numbering:
-        """A numbering for another program."""
-        numbering = Numbering()
-        self.numberings.add(numbering)
-        return numbering
-
-
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a step."""
-
-
-@dataclass(frozen=True)
-class Again:
-    """Traces a step once more, under the modes of torch that it was first traced under."""
-
-    trace: Callable[..., Trace]
-    modes: Ambient = field(default_factory=Ambient.now)
-
-    def __call__(self, **options: Any) -> Trace:
-        with self.modes.entered():
-            return self.trace(**options)
 
 
 class Lowered:

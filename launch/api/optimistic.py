@@ -14,8 +14,8 @@ from ...backends.base import World
 from ...backends.errors import RemoteError
 from ...tracer.record.actors.undo import Undo
 from ..runtime.numbering import Numbering
+from ..runtime.step_lock import lock_of
 from .compiled import Compiled
-from .step_lock import lock_of
 
 _MOST = 64
 """The most calls in a row that run `plain` at once."""

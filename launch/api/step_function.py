@@ -27,13 +27,14 @@ from ...tracer.torch_modes import Ambient
 from ..environment.config import config
 from ..runtime.agreement import TraceRequest
 from ..runtime.driven_graphs import check_outside
-from ..runtime.numbering import Numbering, check_state
+from ..runtime.numbering import Definition, Numbering, check_state
+from ..runtime.step_lock import lock_of
 from ..world.devices import torch_device
 from ..world.world import world
 from .compile_options import CompileOptions
 from .compiled import Compiled
-from .lowered import Again, Definition, Lowered
-from .step_lock import lock_of
+from .fit_trace import Again
+from .lowered import Lowered
 
 _LOG = logging.getLogger("cg")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from ...backends.agreement.gather import ComparedText, agree
 from ...backends.base import World
@@ -62,3 +64,26 @@ def check_state(
 
 
 _ADVICE = "Every rank must load the same checkpoint"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The definition of a step.
+
+    Attributes:
+        name: of the step.
+        fn: its Python function.
+        driver: the rank that may start executions, if there is one.
+        numberings: of programs that were compiled from it and count their own executions.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    driver: int | None
+    numberings: WeakSet[Numbering]
+
+    def number(self) -> Numbering:
+        """A numbering for another program."""
+        numbering = Numbering()
+        self.numberings.add(numbering)
+        return numbering

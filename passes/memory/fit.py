@@ -60,8 +60,9 @@ def fit(
     Ranks search side by side, each by bisection over its levels (`saving_levels`), and each trial
     is compiled as a whole: what messages, gathered parameters and the work inside of calls take is
     counted as it is. Inside of a backward, what it computes again takes memory, too. So where the
-    last level does not fit, the ones before it are tried in equal parts. Nothing
-    computes again the cotangents that B leaves to W. So ranks that nothing else helps run each W behind its B, and search anew.
+    last level does not fit, the ones before it are tried in equal parts. Nothing computes again the
+    cotangents that B leaves to W. So ranks that nothing else helps run each W behind its B, and
+    search anew.
 
     Args:
         vjps: the derivatives of the traced module.

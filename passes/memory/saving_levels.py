@@ -62,21 +62,24 @@ def saving_levels(
     levels = []
     for ranks, names in groups:
         most = {
-            name: max(uses[rank].get(name, _Use(0, 0)) for rank in ranks) for name in sorted(names)
+            name: max(uses[rank].get(name, _ForwardUse(0, 0)) for rank in ranks)
+            for name in sorted(names)
         }
         levels.append(SavingLevels(tuple(sorted(ranks)), _levels(most, tradeoffs)))
     return sorted(levels, key=lambda level: level.ranks)
 
 
 @dataclass(frozen=True, order=True)
-class _Use:
+class _ForwardUse:
     """The microbatches that hold what a forward saves at once, and the calls of the forward."""
 
     held: int
     calls: int
 
 
-def _uses(module: Module, rank: int, sections: Mapping[str, _Section]) -> Mapping[str, _Use]:
+def _uses(
+    module: Module, rank: int, sections: Mapping[str, _CalledSection]
+) -> Mapping[str, _ForwardUse]:
     """How a rank uses forwards, by derivative."""
     calls: Counter[str] = Counter()
     held: Counter[str] = Counter()
@@ -92,11 +95,11 @@ def _uses(module: Module, rank: int, sections: Mapping[str, _Section]) -> Mappin
             most[section.vjp] = max(most[section.vjp], held[section.vjp])
         elif section.is_weight or section.vjp not in puts_off:
             held[section.vjp] -= 1
-    return {name: _Use(most[name], count) for name, count in calls.items()}
+    return {name: _ForwardUse(most[name], count) for name, count in calls.items()}
 
 
 @dataclass(frozen=True)
-class _Section:
+class _CalledSection:
     """A function of a derivative: its forward, its backward, or a half of that."""
 
     vjp: str
@@ -104,22 +107,24 @@ class _Section:
     is_weight: bool
 
 
-def _sections(vjps: Mapping[str, Vjp], tradeoffs: Mapping[str, Tradeoff]) -> dict[str, _Section]:
+def _sections(
+    vjps: Mapping[str, Vjp], tradeoffs: Mapping[str, Tradeoff]
+) -> dict[str, _CalledSection]:
     """The functions of derivatives that have a choice, by name."""
-    sections: dict[str, _Section] = {}
+    sections: dict[str, _CalledSection] = {}
     for name in tradeoffs:
         vjp = vjps[name]
         for function in (vjp.backward, vjp.input):
             if function is not None:
-                sections[function] = _Section(name, False, False)
+                sections[function] = _CalledSection(name, False, False)
         if vjp.weight is not None:
-            sections[vjp.weight] = _Section(name, False, True)
-        sections[vjp.forward] = _Section(name, True, False)
+            sections[vjp.weight] = _CalledSection(name, False, True)
+        sections[vjp.forward] = _CalledSection(name, True, False)
     return sections
 
 
 def _levels(
-    uses: Mapping[str, _Use], tradeoffs: Mapping[str, Tradeoff]
+    uses: Mapping[str, _ForwardUse], tradeoffs: Mapping[str, Tradeoff]
 ) -> tuple[Mapping[str, int], ...]:
     """The limits of each level: one step down the hull of some derivative after the other.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.launch.api.step_lock import StepLock, lock_of
+from cg.launch.runtime.step_lock import StepLock, lock_of
 from cg.launch.world.world import use_world, world
 
 torch.set_num_threads(1)

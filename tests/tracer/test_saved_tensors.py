@@ -22,7 +22,7 @@ from cg.tracer.function.functions import Functions
 from cg.tracer.graph.autodiff.backward_cut import BackwardCut
 from cg.tracer.graph.autodiff.recomputation import Recompute, kept_bytes, recomputed
 from cg.tracer.graph.autodiff.saved_tensors import SavingLimits, Savings
-from cg.tracer.graph.autodiff.saving_problem import Choice, Frontier, SavingProblem
+from cg.tracer.graph.autodiff.saving_problem import Frontier, SavingChoice, SavingProblem
 from cg.tracer.values.interface import MethodTarget, TracedVjp
 
 from ..sampling import examples
@@ -49,7 +49,7 @@ def chain(seed: int, length: int) -> SavingProblem:
     )
 
 
-def best(problem: SavingProblem, limit: int) -> Choice:
+def best(problem: SavingProblem, limit: int) -> SavingChoice:
     """The choice with the least work, of all sets of operators."""
     count = len(problem.works)
     sets = ([i for i in range(count) if mask >> i & 1] for mask in range(1 << count))

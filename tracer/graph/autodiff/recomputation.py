@@ -58,7 +58,7 @@ class Within:
     limits: SavingLimits = field(compare=False)
 
     def savings(self, joint: Joint, volatile: Collection[int]) -> Savings:
-        """The choices of a joint graph. Operators that fused kernels run on the way cost nothing."""
+        """The choices of a joint graph; what fused kernels run on the way costs nothing."""
         free = recomputed(joint, volatile, self.plain) if self.plain is Recompute.CHEAP else ()
         return self.limits.savings(joint, frozenset(volatile), frozenset(free))
 

@@ -24,7 +24,7 @@ from ...method.purity.flops import flops_of
 from ...method.saving_marks import KEEP, RECOMPUTE, mark_of
 from ...values.operators import storage_key, written_values
 from .backward_cut import BackwardCut
-from .saving_problem import Choice, Frontier, SavingProblem
+from .saving_problem import Frontier, SavingChoice, SavingProblem
 from .subgraphs import fake_of, has_effect, memory_of
 
 WORK_OF_BYTE = 100
@@ -150,7 +150,7 @@ class Savings:
             sum(self.problem.works),
         )
 
-    def nodes(self, choice: Choice) -> frozenset[fx.Node]:
+    def nodes(self, choice: SavingChoice) -> frozenset[fx.Node]:
         """The nodes that the backward runs again for a choice: operators, and views of results."""
         again = {self.operators[index] for index in choice.again}
         return frozenset(
@@ -170,7 +170,7 @@ class Savings:
         choice = self.problem.choice(()) if limit is None else self.frontier.within(limit)
         return self.nodes(choice)
 
-    def tensors(self, choice: Choice) -> list[SavedTensor]:
+    def tensors(self, choice: SavingChoice) -> list[SavedTensor]:
         """The tensors that are saved for a choice, in the order of the forward."""
         return [self._tensor(index) for index in sorted(choice.saved) if self.problem.sizes[index]]
 

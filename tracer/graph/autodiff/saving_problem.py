@@ -33,7 +33,7 @@ _SPREAD = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SavingChoice:
     """A choice of what to save.
 
     Attributes:
@@ -69,7 +69,7 @@ class SavingProblem:
     needed: tuple[int, ...]
     unsaved: frozenset[int] = frozenset()
 
-    def choice(self, again: Iterable[int]) -> Choice:
+    def choice(self, again: Iterable[int]) -> SavingChoice:
         """The values that are saved if the backward may run these operators again."""
         allowed = set(again)
         saved: set[int] = set()
@@ -87,14 +87,14 @@ class SavingProblem:
         given = {value for value in saved if self.makers[value] in run}
         if given:
             return self.choice(allowed | run)
-        return Choice(
+        return SavingChoice(
             frozenset(run),
             frozenset(saved),
             sum(self.sizes[value] for value in saved),
             sum(self.works[maker] for maker in run),
         )
 
-    def cheapest(self, work: int, size: int) -> Choice:
+    def cheapest(self, work: int, size: int) -> SavingChoice:
         """The choice with the least `choice.work * size + choice.size * work`.
 
         So `size` bytes may be saved by `work`.
@@ -115,7 +115,7 @@ class SavingProblem:
         side = network.source_side(source, sink)
         return self.choice(node - values for node in side if values <= node < source)
 
-    def branches(self, relaxed: Choice, is_too_large: bool) -> list[SavingProblem]:
+    def branches(self, relaxed: SavingChoice, is_too_large: bool) -> list[SavingProblem]:
         """Two problems that have all choices of this one: an operator runs again, or it does not.
 
         Args:
@@ -160,9 +160,9 @@ class Frontier:
             least = most
         self._step = max(1, (most.size - least.size) // LEVELS)
         inner = self._between(most, least) if least is not most else ()
-        self.corners: list[Choice] = [most, *inner, *([least] if least is not most else ())]
+        self.corners: list[SavingChoice] = [most, *inner, *([least] if least is not most else ())]
 
-    def _between(self, more: Choice, less: Choice) -> Iterator[Choice]:
+    def _between(self, more: SavingChoice, less: SavingChoice) -> Iterator[SavingChoice]:
         """The corners between two, in order; none where these are close to each other."""
         work, size = less.work - more.work, more.size - less.size
         if size <= self._step or work <= 0:
@@ -174,7 +174,7 @@ class Frontier:
         yield middle
         yield from self._between(middle, less)
 
-    def within(self, limit: int) -> Choice:
+    def within(self, limit: int) -> SavingChoice:
         """A choice of little work that saves at most `limit` bytes; the smallest if none does."""
         index = self._below(limit)
         choice = self._between_corners(limit)
@@ -186,7 +186,7 @@ class Frontier:
         """The index of the first corner that saves at most `limit` bytes."""
         return bisect_left(self.corners, -limit, key=lambda corner: -corner.size)
 
-    def _between_corners(self, limit: int) -> Choice:
+    def _between_corners(self, limit: int) -> SavingChoice:
         """The better of two ways between the corners around a limit."""
         index = self._below(limit)
         if index == len(self.corners):
@@ -201,14 +201,14 @@ class Frontier:
             key=lambda choice: (choice.work, choice.size),
         )
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SavingChoice]:
         """The corners, and choices between corners far apart; each smaller, with more work."""
         limits = {corner.size for corner in self.corners}
         is_small = len(self._problem.works) <= _SEARCHED
         for above, below in pairwise(self.corners):
             if is_small or above.size - below.size > 2 * self._step:
                 limits.update(range(below.size, above.size, self._step))
-        chosen: list[Choice] = []
+        chosen: list[SavingChoice] = []
         for limit in sorted(limits):
             choice = self._plain.choice(self._between_corners(limit).again)
             while chosen and chosen[-1].work >= choice.work and chosen[-1].size >= choice.size:
@@ -217,7 +217,7 @@ class Frontier:
                 chosen.append(choice)
         return chosen[::-1]
 
-    def _filled(self, choice: Choice, above: Choice, limit: int) -> Choice:
+    def _filled(self, choice: SavingChoice, above: SavingChoice, limit: int) -> SavingChoice:
         """Run fewer operators again, the ones with the most work for a byte first."""
         if choice.size > limit:
             return self.corners[-1]
@@ -231,7 +231,7 @@ class Frontier:
             size, work = best.size, best.work
             best = max(fitting, key=lambda c: (work - c.work) / max(1, c.size - size))
 
-    def _emptied(self, choice: Choice, below: Choice, limit: int) -> Choice:
+    def _emptied(self, choice: SavingChoice, below: SavingChoice, limit: int) -> SavingChoice:
         """Run more operators again until it fits, those with the least work for a byte first."""
         best = choice
         while best.size > limit:
@@ -244,7 +244,9 @@ class Frontier:
             best = min(smaller, key=lambda c: (c.work - work) / (size - max(c.size, limit) or 1))
         return best
 
-    def _searched(self, choice: Choice, above: Choice, below: Choice, limit: int) -> Choice:
+    def _searched(
+        self, choice: SavingChoice, above: SavingChoice, below: SavingChoice, limit: int
+    ) -> SavingChoice:
         """The best choice for a limit, by branch and bound with the price between two corners."""
         work, size = below.work - above.work, above.size - below.size
         best = choice
