@@ -104,18 +104,21 @@ class _Trials:
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
+        self._plain: dict[frozenset[int], Module] = {}
         self._plans: dict[tuple[object, ...], list[MemoryPlan]] = {}
         self.early: frozenset[int] = frozenset()
 
     def plain(self) -> Module:
         """The module without limits."""
-        return self._compiled({}, self.early)
+        if self.early not in self._plain:
+            self._plain[self.early] = self._compiled({}, self.early)
+        return self._plain[self.early]
 
     def plans(self, limits: Limits) -> list[MemoryPlan]:
         """The memory of each rank."""
         key = (self.early, *sorted(limits.items()))
         if key not in self._plans:
-            module = self._compiled(limits, self.early)
+            module = self._compiled(limits, self.early) if limits else self.plain()
             self._plans[key] = [memory_plan(module, rank) for rank in range(module.world)]
         return self._plans[key]
 
