@@ -192,8 +192,8 @@ class Programs:
         """The choice of `compile(memory=...)` (for the first signature); empty without it.
 
         For each rank a line with the bytes that its program holds at its peak, the limit, and the
-        op; then a line for each forward: the bytes that it saves, and the work that its backward
-        does again, as a share of the forward's.
+        op; then a line for each forward: the bytes that it saves (on a mesh, those of whole
+        tensors), and the work that its backward does again, as a share of the forward's.
         """
         return self.variants[0].memory_report
 

@@ -229,6 +229,40 @@ def test_auto_takes_the_memory() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_ranks_of_a_mesh_decide_together() -> None:
+    with use_world(VirtualWorld(4)):
+        plan = cg.plan(
+            {
+                "*.up.*": cg.cut(0, "tp"),
+                "*.down.weight": cg.cut(1, "tp"),
+                "*.down.bias|*.norm*|*.qkv.*|*.out.*": cg.whole,
+            }
+        )
+        grid = cg.mesh(pp=2, tp=2)
+        stages = [GptStage.on(mesh, plan=plan)(1) for mesh in grid.unbind("pp")]
+
+        @cg.trace
+        def step(x: Tensor) -> Tensor:
+            losses = []
+            for part in cg.microbatches(x, 4):
+                for stage in stages:
+                    part = stage.forward(part)
+                losses.append(part.square().mean())
+            loss = cg.mean(losses)
+            cg.backward(loss)
+            return loss
+
+        x = torch.randn(8, TOKENS, WIDTH)
+        lowered = step.lower(x)
+        plain = lowered.compile()
+        memory = int(0.8 * max(peaks(plain)))
+        fitted = lowered.compile(memory=memory)
+        saved = saved_of(fitted.memory_report)
+        assert max(peaks(fitted)) <= memory
+        assert saved[0] == saved[1] < saved[2] == saved[3]
+        assert torch.equal(plain(x), fitted(x))
+
+
 def test_variants_fit_one_by_one() -> None:
     with use_world(VirtualWorld(2)):
         pipe = Pipe("1f1b", 2, 4, layers=1)
