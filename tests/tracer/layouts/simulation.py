@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cg.ir.attributes import ReduceOp
-from cg.ir.layout import WHOLE, Cut, Layout, Region, within
+from cg.ir.layout import WHOLE, Cut, Layout, Region, shape_of, within
 from cg.ir.types import Mesh, Place
 from cg.tracer.graph.layouts.change import Change
 from cg.tracer.graph.layouts.propagation.partition import Part, Partition, partition
@@ -103,6 +103,7 @@ def collect(pieces: Pieces, layout: Layout, shape: tuple[int, ...], place: Place
     dtype = max(pieces, key=torch.Tensor.numel).dtype
     for rank, piece in zip(place.ranks, pieces, strict=True):
         region = layout.region(shape, place.position(rank))
+        piece = piece.reshape(shape_of(region))  # a product of cut factors comes as its factors
         key = _summand(place, rank, layout)
         known = seen.setdefault((key, region), piece)
         torch.testing.assert_close(known, piece, rtol=0, atol=0, equal_nan=True)

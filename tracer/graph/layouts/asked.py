@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,15 +31,18 @@ asked_layout.register_autograd(_backward)
 
 
 def text_of_cuts(cuts: Sequence[tuple[int, Cut]]) -> str:
-    """The text for cuts of dimensions that the op takes, such as `0:dp.tp:1;-1:ep:3`."""
-    return ";".join(f"{dim}:{'.'.join(cut.axes)}:{cut.blocks}" for dim, cut in cuts)
+    """The text for cuts of dimensions that the op takes, such as `0:dp.tp:1:1;-1:ep:3:1`.
+
+    Dimensions that are whole are left out.
+    """
+    return ";".join(f"{dim}:{cut}:{cut.blocks}:{cut.unit}" for dim, cut in cuts if cut)
 
 
 def _cuts_of(text: str) -> list[tuple[int, Cut]]:
     cuts = []
     for part in text.split(";") if text else ():
-        dim, axes, blocks = part.split(":")
-        cuts.append((int(dim), Cut(tuple(axes.split(".")), int(blocks))))
+        dim, axes, blocks, unit = part.split(":")
+        cuts.append((int(dim), Cut(tuple(axes.split(".")), int(blocks), int(unit))))
     return cuts
 
 
@@ -64,7 +68,7 @@ def _asked(case: Case) -> Answer:
         if reason is not None:
             raise case.error(reason, "correct what cg.layout is given there")
         used.update(axes)
-        dim_cuts[dim] = Cut(axes, cut.blocks) if axes else WHOLE
+        dim_cuts[dim] = replace(cut, axes=axes) if axes else WHOLE
     layout = Layout(tuple(dim_cuts))
     return Answer((layout,), (layout,), local=_local, is_asked=True)
 

@@ -201,8 +201,8 @@ class Answer:
         free: dimensions of the first result that could be cut at no cost, if asked for.
         reasons: why the op cannot take some operands in their layouts, by index.
         is_asked: whether the user has asked for the layouts, so that any transfer may make them.
-        dispatched: operands that any transfer may bring to the ranks that have rows of experts,
-            with the rows that these need; None: all.
+        dispatched: operands that any transfer may bring to the ranks that need them, since the plan
+            has cut experts or sequences; with the rows of experts that these need; None: all.
         routing: the ranks that have the rows of the results, which all are sums over them.
         summed: the rows in which a rank's summand of each result is not zero.
     """

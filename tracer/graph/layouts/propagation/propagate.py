@@ -145,6 +145,9 @@ class _Propagator(VersionMaker):
         self.answers[node], self.reads[node] = answer, tuple(reads)
         self._lay_out(node, answer.results, answer.routing)
         self._note_sum(node)
+        if answer.is_asked:  # it is a copy, so in other layouts it is what is there already
+            for version in self.versions[case.operands[0].node]:
+                self.made.setdefault(Version(node, version.layout), version)
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
         """Put the ops of an expansion in the place of a node; return the first of them."""

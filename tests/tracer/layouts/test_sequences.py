@@ -1,0 +1,129 @@
+"""Attention over a cut sequence equals that of one process, and ranks receive what it needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cg.ir.layout import overlap, volume
+from cg.tracer.graph.layouts.versions import LayoutTransfer, Propagation
+
+from .joint_tools import compare
+from .op_cases import ints
+from .simulation import layout, mesh, simulate
+
+WIDTH = 4
+MASKS = ("none", "causal", "window", "documents", "padding", "bias")
+
+
+class SelfAttention(nn.Module):
+    """A layer of attention, float64.
+
+    Args:
+        heads, groups: of queries, and of keys and values.
+        mask: one of `MASKS`.
+    """
+
+    def __init__(self, heads: int, groups: int, mask: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.groups, self.mask = heads, groups, mask
+        self.q, self.k, self.v = (nn.Linear(6, WIDTH * n) for n in (heads, groups, groups))
+        self.o = nn.Linear(WIDTH * heads, 6)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for layer in self.layers)
+        h = functional.scaled_dot_product_attention(
+            *(q, k, v, self.masked(x)), is_causal=self.mask == "causal", enable_gqa=True
+        )
+        made: Tensor = self.o(h.transpose(1, 2).flatten(2))
+        return made
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return self.q, self.k, self.v
+
+    def masked(self, x: Tensor) -> Tensor | None:
+        at = torch.arange(x.shape[1])
+        distance = at[:, None] - at
+        if self.mask == "window":
+            return (distance >= 0) & (distance < 3)
+        if self.mask == "documents":
+            document = at // 3
+            return (distance >= 0) & (document[:, None] == document)
+        if self.mask == "padding":
+            return (at >= x.shape[1] // 3)[None, None, None]
+        return distance.double() / 8 if self.mask == "bias" else None
+
+
+def received(transfer: LayoutTransfer, propagation: Propagation) -> int:
+    """The entries that all ranks receive together, at least, in a transfer."""
+    place, shape = propagation.place, tuple(transfer.before.node.meta["val"].shape)
+    before, after = transfer.before.layout, transfer.after.layout
+    positions = [*map(place.position, place.ranks)]
+    needed = [after.region(shape, position) for position in positions]
+    if before.summands:
+        return sum(map(volume, needed)) * (len(positions) - 1)
+    held = [before.region(shape, position) for position in positions]
+    return sum(
+        volume(mine) - volume(overlap(mine, there))
+        for mine, there in zip(needed, held, strict=True)
+    )
+
+
+def bound(rows: int, length: int, heads: int, groups: int, ranks: int) -> int:
+    """The entries that all ranks receive in a forward, by the form with fewer of them."""
+    keys, queries = (2 * rows * length * WIDTH * number for number in (groups, heads))
+    by_rows = keys * (ranks - 1)
+    by_heads = (queries + keys) * (ranks - 1) // ranks
+    return min(by_rows, by_heads) if groups % ranks == 0 else by_rows
+
+
+@settings(max_examples=48)
+@given(
+    st.sampled_from([(4, 4), (4, 2), (6, 3), (6, 6), (4, 1), (8, 4)]),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.one_of(st.integers(2, 12), st.sampled_from([31, 64, 127, 257])),
+    st.sampled_from(MASKS),
+)
+def test_values_gradients_and_bytes(
+    heads: tuple[int, int], ranks: int, rows: int, length: int, mask: str
+) -> None:
+    actor = SelfAttention(*heads, mask)
+    x = torch.randn(rows, length, 6, generator=torch.Generator().manual_seed(length)).double()
+    run = compare(actor, "forward", {}, mesh(cp=ranks), [x], ["-,cp,-"], tolerance=1e-10)
+    moved = [received(t, run.propagation) for t in run.propagation.transfers]
+    assert sum(moved) == 2 * bound(rows, length, *heads, ranks), "forward and backward"
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (8, 2)])
+def test_with_cut_heads_and_rows_of_the_batch(heads: int, groups: int) -> None:
+    actor = SelfAttention(heads, groups, "causal")
+    plan = {"[qkv].*": "tp,-", "o.weight": "-,tp"}
+    plan = {"[qkv].bias": "tp"} | plan
+    x = torch.randn(3, 9, 6, generator=torch.Generator().manual_seed(0)).double()
+    place = mesh(dp=2, cp=2, tp=2)
+    compare(actor, "forward", plan, place, [x], ["dp,cp,-"], tolerance=1e-10)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(7, 4), (4, 7), (5, 1)])
+def test_lengths_of_queries_and_keys_may_differ(queries: int, keys: int) -> None:
+    """A causal mask begins at the first query and the first key."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        aten = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, statistics = aten(q, k, v, 0.0, True)
+        return out, statistics
+
+    shapes = [(2, 4, queries, 8), (2, 4, keys, 8), (2, 4, keys, 8)]
+    tensors = [ints(*shape) for shape in shapes]
+    layouts = [layout("-,-,cp,-")] + [layout("-,-,-,-")] * 2
+    _, found = simulate(function, tensors, layouts, mesh(cp=3))
+    for mine, theirs in zip(found, function(*tensors), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
