@@ -3,6 +3,7 @@
     python -m cg.launch -n 2 examples/finetune.py --model DIR --pp 2
     mpirun -n 8 python examples/finetune.py --model DIR --pp 2 --dp 2 --tp 2 --schedule zb-h1
     mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --dp 2 --lora 8 --data notes.jsonl
+    mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --cp 2 --length 8192 --pack
     python -m cg.launch -n 2 examples/finetune.py --model DIR --resume --steps 200
     CG_RANKS=2 python examples/finetune.py --model DIR --pp 2     # one process plays the ranks
 
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import borders
 import curves
 import finetune_options
 import mixtures
@@ -55,32 +57,46 @@ class Stage(nn.Module):
         return self.part.lend(rows)
 
     def forward(
-        self, moving, ids: Tensor, lent: dict[str, Tensor], figures: mixtures.Figures | None
+        self,
+        moving,
+        ids: Tensor,
+        positions: Tensor | None,
+        lent: dict[str, Tensor],
+        figures: mixtures.Figures | None,
     ):
         """Compute the next part's input from this part's input and tokens [batch, time].
 
         Args:
+            positions: of tokens in their documents, int64 [batch, time]; None: in the window.
             figures: of experts in earlier stages; None outside of training, without limits.
 
         Returns:
             That input, and the figures with those of this stage.
         """
         capacity = None if figures is None else self.balance.capacity
+        places = {} if positions is None else {"position_ids": positions}
         with (
             torch.autocast(ids.device.type, torch.bfloat16, self.bf16),
             cg.expert_choices(self.part, capacity) as choices,
         ):
-            moving = self.part(moving, input_ids=ids, use_cache=False, lent=lent)
+            moving = self.part(moving, input_ids=ids, use_cache=False, lent=lent, **places)
         return moving, None if figures is None else self.balance.figures(choices, figures)
 
     def logits(self, moving, ids: Tensor, at: Tensor, lent: dict[str, Tensor]) -> Tensor:
         """The logits of the token behind each row's position `at`, float32 [batch, vocabulary]."""
-        output, _ = self.forward(moving, ids, lent, None)
+        output, _ = self.forward(moving, ids, None, lent, None)
         rows = torch.arange(len(ids), device=ids.device)
         return output.logits[rows, at].float()
 
     def loss(
-        self, moving, ids: Tensor, labels: Tensor, count: Tensor, lent: dict[str, Tensor], figures
+        self,
+        moving,
+        ids: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        count: Tensor,
+        lent: dict[str, Tensor],
+        figures: mixtures.Figures | None,
     ):
         """The part of a microbatch in the mean negative log likelihood of a step's labels, nats.
 
@@ -89,12 +105,12 @@ class Stage(nn.Module):
         Args:
             labels: the token behind each of `ids`, int64 [batch, time]; `IGNORED` does not count.
             count: of the labels of all microbatches, so that each weighs the same.
-            figures: as `forward` takes them.
+            positions, figures: as `forward` takes them.
 
         Returns:
             The loss, and the figures with those of this stage.
         """
-        output, figures = self.forward(moving, ids, lent, figures)
+        output, figures = self.forward(moving, ids, positions, lent, figures)
         logits = output.logits.float().flatten(0, 1)
         total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = total / count
@@ -114,11 +130,13 @@ class Stage(nn.Module):
         self.balance.correct(self.part, figures.get("counts"))
 
 
-ROWS = (
-    "forward(moving)|forward(ids)|logits(moving)|logits(ids)|logits(at)|loss(moving)|loss(ids)"
-    "|loss(labels)|lend(rows)"
+TOKENS = (
+    "forward(moving)|forward(ids)|logits(moving)|logits(ids)|loss(moving)|loss(ids)|loss(labels)"
 )
-"""Arguments that are cut along the batch."""
+"""Arguments that are cut along the batch, and along the tokens of a window."""
+
+ROWS = "logits(at)|forward(positions)|loss(positions)"
+"""Arguments that are cut along the batch alone. Masks need the positions of all tokens."""
 
 
 def trainers(parameters, rate: float, decay: float, steps: int):
@@ -152,7 +170,8 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
         SystemExit: the model has too few layers, or cannot be cut.
     """
     places = homes(args.schedule, args.pp)
-    size, balance = args.dp * args.ep * args.tp, mixtures.balance(model.whole, args)
+    size = args.dp * args.ep * args.cp * args.tp
+    balance = mixtures.balance(model.whole, args)
     example = {"input_ids": torch.zeros(1, args.length, dtype=torch.int64), "use_cache": False}
     try:
         cuts = cg.cut_layers(
@@ -163,7 +182,9 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
     if len(cuts) != len(places):
         raise SystemExit(f"--stages names {len(cuts)} stages, and there are {len(places)}")
     lent = "forward(lent)|logits(lent)|loss(lent)"
-    plan = cg.plan({ROWS: cg.cut(0, "dp", "ep"), lent: cg.whole})
+    rows, copies = cg.cut(0, "dp", "ep"), cg.cut(0, "dp", "ep", "cp")
+    tokens = rows & cg.cut(1, "cp") if args.cp > 1 else rows
+    plan = cg.plan({TOKENS: tokens, ROWS: rows, "lend(rows)": copies, lent: cg.whole})
     if args.tp > 1 or args.ep > 1:
         plan = plan | cg.plans.hf(model.whole, batch=None, experts="ep" if args.ep > 1 else None)
     stages = []
@@ -172,8 +193,8 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
             make = Stage.on(home, init=model.weights)
         else:
             ranks = range(home * size, (home + 1) * size)
-            grid = cg.mesh(ranks, dp=args.dp, ep=args.ep, tp=args.tp)
-            store = cg.cut(0, "dp", "ep") if args.fsdp else cg.whole
+            grid = cg.mesh(ranks, dp=args.dp, ep=args.ep, cp=args.cp, tp=args.tp)
+            store = copies if args.fsdp else cg.whole
             make = Stage.on(grid, plan=plan, init=model.weights, store=store)
         stages.append(make(cuts, index, args, balance))
     return cuts, stages
@@ -191,34 +212,35 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
             if part.lent:
                 sizes = {name: len(cuts.model.get_parameter(name)) for name in part.lent}
                 rows = {name: torch.arange(size) for name, size in sizes.items()}
-                weights |= stage.lend(rows if args.dp * args.ep > 1 else None)
+                weights |= stage.lend(rows if args.dp * args.ep * args.cp > 1 else None)
         return weights
 
-    def run(ids, lent, figures=None):
+    def run(ids, positions, lent, figures=None):
         """Run all parts but the last: its input, what is lent to it, and figures of each part."""
         moving, seen = None, []
         for stage, part in zip(stages[:-1], cuts, strict=False):
             own = {name: lent[name] for name in part.borrowed}
-            moving, figures = stage.forward(moving, ids, own, figures)
+            moving, figures = stage.forward(moving, ids, positions, own, figures)
             seen.append(figures)
         return moving, {name: lent[name] for name in cuts[-1].borrowed}, seen
 
-    def mean_loss(ids, labels, figures=None):
+    def mean_loss(ids, labels, positions, figures=None):
         """The loss, and of each microbatch the figures of each part; `figures` are {} or None."""
         lent = lend()  # once a step: a tied weight goes to its users, and its gradient comes back
         count = (labels != IGNORED).sum()
         losses, seen = [], []
-        for some, known in cg.microbatches((ids, labels), args.microbatches):
-            moving, own, parts = run(some, lent, figures)
+        batch = (ids, labels, positions)
+        for some, known, places in cg.microbatches(batch, args.microbatches):
+            moving, own, parts = run(some, places, lent, figures)
             before = parts[-1] if parts else figures
-            loss, last = stages[-1].loss(moving, some, known, count, own, before)
+            loss, last = stages[-1].loss(moving, some, known, places, count, own, before)
             losses.append(loss)
             seen.append([*parts, last])
         return sum(losses), seen
 
     @cg.trace
-    def train(ids, labels):
-        loss, seen = mean_loss(ids, labels, {})
+    def train(ids, labels, positions=None):
+        loss, seen = mean_loss(ids, labels, positions, {})
         cg.backward(loss)
         norm = cg.clip_grad_norm(stages, args.clip)
         figures = [mixtures.add_up(of_stage) for of_stage in zip(*seen, strict=True)]
@@ -227,12 +249,12 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
         return loss, norm, figures
 
     @cg.trace
-    def evaluate(ids, labels):
-        return mean_loss(ids, labels)[0]
+    def evaluate(ids, labels, positions=None):
+        return mean_loss(ids, labels, positions)[0]
 
     @cg.trace
     def predict(ids, at):
-        moving, own, _ = run(ids, lend())
+        moving, own, _ = run(ids, None, lend())
         return stages[-1].logits(moving, ids, at, own)
 
     return train, evaluate, predict
@@ -299,15 +321,15 @@ class Run:
             self.save(dry_run=True)  # if it cannot be saved, this fails before the first step
         bar = progress(range(began_at, args.steps), self.talks)
         for step in bar:
-            ids = self.texts.batch(step, args.batch, args.seed)
+            drawn = draw(self.texts, step, args)
             began = time.perf_counter()
-            loss, norm, figures = self.train(ids, successors(ids))
+            loss, norm, figures = self.train(*drawn)
             self.record.losses.append(float(loss))
             self.record.norms.append(float(norm))
             self.record.experts.add(figures)
             seconds += time.perf_counter() - began
             self.record.done = done = step + 1
-            self.tokens_per_second = (done - began_at) * ids.numel() / seconds
+            self.tokens_per_second = (done - began_at) * drawn[0].numel() / seconds
             if self.talks:
                 words = f"loss {self.record.losses[-1]:.3f}, {self.tokens_per_second:.0f} tokens/s"
                 bar.set_postfix_str(words + self.record.experts.words())
@@ -319,10 +341,11 @@ class Run:
     def validate(self) -> float:
         """The mean loss of the labels of all batches that are judged, nats."""
         total, count = 0.0, 0
-        batches = self.texts.validation_batches(self.args.batch, self.args.evaluate_batches)
-        for ids, labels in batches:
+        args = self.args
+        batches = self.texts.validation_batches(args.batch, args.evaluate_batches, args.pack)
+        for ids, labels, positions in batches:
             labelled = int((labels != IGNORED).sum())
-            total += float(self.evaluate(ids, labels)) * labelled
+            total += float(self.evaluate(ids, labels, positions)) * labelled
             count += labelled
         return total / count
 
@@ -357,6 +380,15 @@ class Run:
             print(f"goes on from {newest}, step {self.record.done}")
 
 
+def draw(texts: Texts, step: int, args: argparse.Namespace) -> tuple[Tensor, ...]:
+    """What a training step takes: windows, labels, and with --pack positions."""
+    if args.pack:
+        ids, positions = texts.packed(step, args.batch, args.seed)
+        return ids, successors(ids, positions), positions
+    ids = texts.batch(step, args.batch, args.seed)
+    return ids, successors(ids)
+
+
 def progress(steps: range, shown: bool) -> Iterator[int]:
     """A progress bar on rank 0, a bare loop elsewhere."""
     from tqdm import tqdm
@@ -386,8 +418,7 @@ def main() -> None:
         print(cuts)
     train, evaluate, predict = make_steps(cuts, stages, args)
     schedule = cg.schedules.by_name(args.schedule)
-    ids = texts.batch(0, args.batch, args.seed)
-    lowered = train.lower(ids, successors(ids))
+    lowered = train.lower(*draw(texts, 0, args))
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp)
     compiled = lowered.compile(
         schedule=schedule,
@@ -401,6 +432,12 @@ def main() -> None:
     run = Run(args, model, stages, texts, compiled, evaluate, Record())
     if goes_on:
         run.resume()
+    if args.pack:
+        words = model.whole.get_input_embeddings().num_embeddings
+        try:
+            borders.check(evaluate, args.batch, args.length, words)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
     before = sample(predict, tokenizer, args) if args.sample else ""
     with cg.profile(args.trace) if args.trace else contextlib.nullcontext():
         run.go()

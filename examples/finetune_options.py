@@ -24,11 +24,12 @@ def parse(description: str) -> argparse.Namespace:
     add("--pp", type=int, default=cg.world_size(), help="groups of ranks in the pipeline")
     add("--dp", type=int, default=1, help="ranks of a group that share the batch")
     add("--ep", type=int, default=1, help="ranks of a group that share experts, and the batch too")
+    add("--cp", type=int, default=1, help="ranks of a group that share the tokens of a window")
     add("--tp", type=int, default=1, help="ranks of a group that share weights")
     add(
         "--fsdp",
         choices=("auto", "step", "task"),
-        help="keep weights in pieces along --dp and --ep; gathered ones stay for a step or a task",
+        help="weights in pieces along --dp, --ep and --cp; gathered ones stay for a step or a task",
     )
     add("--stages", type=int, nargs="*", help="layers of each stage, to cut by hand")
     add("--schedule", default="1f1b", choices=cg.schedules.names())
@@ -58,6 +59,7 @@ def parse(description: str) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="windows of text a step")
     add("--microbatches", type=int, default=4, help="parts of it, whose gradients are added up")
     add("--length", type=int, default=256, help="tokens of a window")
+    add("--pack", action="store_true", help="documents of a window do not see each other")
     add("--windows", type=int, default=20_000, help="windows to be read at most")
     add("--rate", type=float, default=2e-5, help="peak learning rate")
     add("--decay", type=float, default=0.0, help="weight decay")
@@ -71,7 +73,7 @@ def parse(description: str) -> argparse.Namespace:
     add("--sample", type=int, default=24, help="tokens to continue it by; 0: none")
     add("--trace", type=Path, help="write a profile of all ranks, for Perfetto, to this file")
     args = parser.parse_args()
-    sizes = ("pp", "dp", "ep", "tp")
+    sizes = ("pp", "dp", "ep", "cp", "tp")
     for name in (*sizes, "steps", "batch", "microbatches", "length", "save_every", "keep"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -85,10 +87,14 @@ def parse(description: str) -> argparse.Namespace:
             f"--batch {args.batch} does not divide into {args.microbatches} microbatches of a "
             f"window or more for each of {copies} ranks"
         )
-    if args.fsdp and copies == 1:
+    if args.fsdp and copies * args.cp == 1:
         parser.error(
-            "--fsdp keeps weights in pieces on the ranks of --dp and --ep: give one above 1"
+            "--fsdp keeps weights in pieces on the ranks of --dp, --ep and --cp: give one above 1"
         )
+    if args.length < 2 * args.cp:
+        parser.error(f"--length {args.length}: give each rank of --cp {args.cp} two tokens or more")
+    if args.cp > 1 and args.attention == "eager":
+        parser.error("--cp with --attention eager: sdpa alone works on tokens that ranks share")
     if args.lora and args.tp > 1:
         parser.error(
             "--lora with --tp: the plans of models do not say how adapters are cut; use --dp, --ep "

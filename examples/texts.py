@@ -65,10 +65,13 @@ class Texts:
 
     Attributes:
         train, validation: the windows to learn from, and the last windows, to be judged on.
+        positions: of the tokens of all windows, in this order: each token's place in its document,
+            or in the part of the document that is in the window. So a 0 begins a document.
     """
 
     train: Tensor
     validation: Tensor
+    positions: Tensor
 
     @staticmethod
     def of(texts: Iterable[str | list[Any]], tokenizer: Any, length: int, most: int) -> Texts:
@@ -81,7 +84,9 @@ class Texts:
             ValueError: there are too few tokens.
         """
         stream: list[int] = []
+        begins: list[int] = []
         for text in texts:
+            begins.append(len(stream))
             stream += _encode(text, tokenizer)
             if tokenizer.eos_token_id is not None and stream[-1:] != [tokenizer.eos_token_id]:
                 stream.append(tokenizer.eos_token_id)
@@ -95,7 +100,9 @@ class Texts:
                 "one to learn from and one to be judged on; give more texts, or a smaller --length"
             )
         windows = torch.tensor(stream[: count * length]).view(count, length)
-        return Texts(windows[:-held_out], windows[-held_out:])
+        borders = [*begins, *range(0, count * length, length)]
+        positions = _positions(borders, count * length).view(count, length)
+        return Texts(windows[:-held_out], windows[-held_out:], positions)
 
     @property
     def ids(self) -> list[int]:
@@ -104,7 +111,16 @@ class Texts:
         return [int(token) for token in both.unique()]
 
     def batch(self, step: int, size: int, seed: int) -> Tensor:
-        """The windows of a step, [size, length].
+        """The windows of a step, [size, length]."""
+        return self.train[self._rows(step, size, seed)]
+
+    def packed(self, step: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The windows of a step and the positions of their tokens, both [size, length]."""
+        rows = self._rows(step, size, seed)
+        return self.train[rows], self.positions[rows]
+
+    def _rows(self, step: int, size: int, seed: int) -> list[int]:
+        """The numbers of the windows of a step.
 
         They follow from the arguments alone: all ranks have the same ones, and a resumed run goes
         on in its data where it was. Each pass over the windows has an order of its own.
@@ -114,28 +130,45 @@ class Texts:
         for position in range(step * size, (step + 1) * size):
             generator = torch.Generator().manual_seed(seed + position // count)
             chosen.append(int(torch.randperm(count, generator=generator)[position % count]))
-        return self.train[chosen]
+        return chosen
 
-    def validation_batches(self, size: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches to be judged on: their windows and labels, both [size, length].
+    def validation_batches(
+        self, size: int, most: int, packed: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Batches to be judged on: their windows, labels and positions, all [size, length].
 
-        The first windows fill the last batch. Their labels are ignored there, so that no window
-        counts twice.
+        There are positions if documents are `packed` with borders, and else None. The first windows
+        fill the last batch. Their labels are ignored there, so that no window counts twice.
         """
         count = len(self.validation)
         for start in range(0, min(count, most * size), size):
-            ids = self.validation[[(start + i) % count for i in range(size)]]
-            labels = successors(ids)
+            rows = [(start + i) % count for i in range(size)]
+            ids = self.validation[rows]
+            positions = self.positions[len(self.train) :][rows] if packed else None
+            labels = successors(ids, positions)
             labels[count - start :] = IGNORED
-            yield ids, labels
+            yield ids, labels, positions
 
 
-def successors(ids: Tensor) -> Tensor:
+def successors(ids: Tensor, positions: Tensor | None = None) -> Tensor:
     """The labels of windows, int64 [windows, length]: each token's is the token behind it.
 
-    The last token's is ignored. A caller may have more ignored, such as those of prompts.
+    The last token's is ignored, and with `positions` the last one of each document. A caller may
+    have more ignored, such as those of prompts.
     """
-    return functional.pad(ids[:, 1:], (0, 1), value=IGNORED)  # smaller than to cut logits
+    labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORED)  # smaller than to cut logits
+    if positions is not None:
+        labels[:, :-1].masked_fill_(positions[:, 1:] == 0, IGNORED)
+    return labels
+
+
+def _positions(begins: Sequence[int], count: int) -> Tensor:
+    """The place of each of so many tokens in its document, by where documents begin."""
+    at = torch.arange(count)
+    starts = torch.zeros(count, dtype=torch.int64)
+    known = torch.tensor([begin for begin in begins if begin < count], dtype=torch.int64)
+    starts[known] = known
+    return at - starts.cummax(0).values
 
 
 IGNORED = -100

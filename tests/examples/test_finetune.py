@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import json
 import re
 import shutil
@@ -32,7 +34,8 @@ from . import tiny_model  # noqa: E402 (it needs transformers)
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-import finetune  # noqa: E402 (found by the line above)
+import borders  # noqa: E402 (found by the line above)
+import finetune  # noqa: E402
 import folders  # noqa: E402
 import weight_files  # noqa: E402
 from texts import IGNORED, Texts, documents, successors  # noqa: E402
@@ -136,7 +139,7 @@ def test_losses_are_those_of_plain_transformers(model: Path, whole: Path) -> Non
         check_opens(each)
 
 
-def few(ids: Tensor) -> Tensor:
+def few(ids: Tensor, _: Tensor | None = None) -> Tensor:
     """Labels of which row r of a batch keeps r: the first microbatches of four have 1 and 5."""
     labels = successors(ids)
     kept = torch.arange(len(ids))[:, None] > torch.arange(ids.shape[1])
@@ -158,6 +161,53 @@ def test_each_label_counts_once(
     monkeypatch.setattr(finetune, "successors", few)
     tune(model, tmp_path, f"{shape} --steps 2 --evaluate-every 0", ranks)
     assert losses(tmp_path) == pytest.approx(plain(model, 2, few)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        pytest.param(1, "--pp 1", marks=SLOW),
+        pytest.param(3, "--pp 1 --cp 3", marks=SLOW),
+        pytest.param(2, "--pp 1 --cp 2 --fsdp step", marks=SLOW),
+        pytest.param(4, "--pp 1 --cp 2 --tp 2", marks=SLOW),
+        (4, "--pp 2 --cp 2 --schedule zb-h1"),
+    ],
+)
+def test_documents_are_packed_with_borders(
+    ranks: int, shape: str, model: Path, tmp_path: Path
+) -> None:
+    """The loss is that of each document by itself, of all their labels alike."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    lines = [json.dumps({"text": letters[n : n + 1 + n * 7 % 11]}) for n in range(26)] * 10
+    file = tmp_path / "short.jsonl"
+    file.write_text("\n".join(lines))
+    tune(model, tmp_path / "run", f"--pack --data {file} --steps 1 {shape}", ranks)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(model)
+    texts = Texts.of(documents([file]), transformers.AutoTokenizer.from_pretrained(model), 16, 60)
+    ids, positions = texts.packed(0, 8, seed=0)
+    total, count = 0.0, 0
+    for row, places in zip(ids, positions, strict=True):
+        begins = torch.nonzero(places == 0).flatten().tolist()
+        for start, end in itertools.pairwise([*begins, 16]):
+            document = row[None, start:end]
+            logits = trained(document).logits[0, :-1]
+            total += float(cross_entropy(logits, document[0, 1:], reduction="sum").detach())
+            count += end - start - 1
+    assert len(torch.nonzero(positions == 0)) > 20, "there are borders"
+    assert losses(tmp_path / "run") == pytest.approx([total / count], rel=1e-5)
+
+
+def test_a_model_whose_documents_see_each_other_is_refused(model: Path) -> None:
+    trained = transformers.AutoModelForCausalLM.from_pretrained(model)
+
+    def evaluate(use_cache: bool, ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """With a cache, transformers masks by no positions."""
+        logits = trained(ids, position_ids=positions, use_cache=use_cache).logits
+        return cross_entropy(logits.flatten(0, 1), labels.flatten()).detach()
+
+    borders.check(functools.partial(evaluate, False), 4, 16, 257)
+    with pytest.raises(ValueError, match="does not mask by positions that begin anew; leave out"):
+        borders.check(functools.partial(evaluate, True), 4, 16, 257)
 
 
 def test_a_table_that_the_model_makes_as_it_runs(tmp_path: Path) -> None:
@@ -576,12 +626,12 @@ def test_more_tokens_than_positions_that_are_computed(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--pp 2", "--pp 2 x --dp 1 x --ep 1 x --tp 1 are 2 ranks, and there are 1"),
+        ("--pp 2", "--pp 2 x --dp 1 x --ep 1 x --cp 1 x --tp 1 are 2 ranks, and there are 1"),
         ("--batch 6", "--batch 6 does not divide into 4 microbatches"),
         ("--attention flex_attention", "invalid choice: 'flex_attention'"),
         ("--data no.txt", "--data: there is no file no.txt"),
         ("--steps 0", "--steps must be at least 1"),
-        ("--pp 1 --fsdp step", "ranks of --dp and --ep: give one above 1"),
+        ("--pp 1 --fsdp step", "ranks of --dp, --ep and --cp: give one above 1"),
         ("--lora 2 --correction 0.1", "--correction moves biases of the model, which folders of"),
         ("--capacity 0", "--capacity 0.0 must be above 0"),
     ],

@@ -21,6 +21,7 @@ from tests.tracer.groups.training import (
     Attention,
     Block,
     Language,
+    LongAttention,
     Mlp,
     Model,
     Residual,
@@ -133,6 +134,20 @@ def cases() -> dict[str, Case]:
         "adagrad": (Model([(Block, (0, "adagrad"))]), grid, 14, None, "reals"),
         "buckets": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),
+        "rows": (
+            Model([(LongAttention, (0, "adam"))]),
+            (cg.mesh(dp=3, tp=1),),
+            4,
+            None,
+            "reals",
+        ),
+        "heads": (
+            Model([(LongAttention, (i, "adam")) for i in range(2)]),
+            cg.mesh(pp=2, dp=2, tp=1).unbind("pp"),
+            4,
+            "zb-h1",
+            "reals",
+        ),
         "language": (Model([(Language, (0,))]), grid, 14, None, "words"),
         "overlap": (
             Model([(Block, (0, "sgd")), (Block, (1, "sgd"))]),

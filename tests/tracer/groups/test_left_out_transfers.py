@@ -21,7 +21,18 @@ from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
 
-from .training import Attention, Block, Language, Mlp, Model, Written, batch, meshes, step_of
+from .training import (
+    Attention,
+    Block,
+    Language,
+    LongAttention,
+    Mlp,
+    Model,
+    Written,
+    batch,
+    meshes,
+    step_of,
+)
 
 WANTED = 200
 """Mutants of all models together."""
@@ -31,6 +42,8 @@ CASES: list[tuple[type[Any], str, bool]] = [
     (Block, "dp-tp", True),
     (Block, "overlap", False),
     (Attention, "tp-dp", False),
+    (LongAttention, "dp", False),  # gathers keys and values
+    (LongAttention, "dp-tp", True),  # exchanges rows for heads
     (Written, "dp-tp", False),
     (Written, "pp-dp-tp", True),
     (Language, "dp-tp", False),

@@ -189,6 +189,11 @@ class Attention(RecordingStage):
 
 
 @cg.actor
+class LongAttention(Attention):
+    """Self-attention whose plan cuts the sequence, and no rows."""
+
+
+@cg.actor
 class Written(Attention):
     """A layer of a transformer, whose attention is written out."""
 
@@ -238,6 +243,11 @@ PLANS: Mapping[type[RecordingStage], Mapping[str, Sharding]] = {
     Tower: TOWER_PLAN,
     Block: MLP_PLAN,
     Attention: {**ROWS, "[qkv].weight": cg.cut(0, "tp"), "o.weight": cg.cut(1, "tp")},
+    LongAttention: {
+        "forward(x)|loss(h)|loss(y)": cg.cut(1, "dp"),
+        "[qkv].weight": cg.cut(0, "tp"),
+        "o.weight": cg.cut(1, "tp"),
+    },
     Written: {
         **MLP_PLAN,
         "[qkv].weight": cg.cut(0, "tp"),

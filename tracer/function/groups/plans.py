@@ -80,6 +80,9 @@ _HEADS = frozenset({"q_proj", "o_proj", "attn.c_attn", "attn.c_proj"})
 _ROWS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", "labels", "pixel_values")
 """Arguments of a model's `forward` with a row for each example."""
 
+_TOKENS = ("input_ids", "inputs_embeds")
+"""Those that have a column for each token, of which a rank needs its own alone."""
+
 _EXPERTS = ("has_gate", "has_bias", "is_transposed")
 """What transformers sets on a module that has the weights of all experts, stacked."""
 
@@ -89,6 +92,7 @@ def hf(
     axis: str | tuple[str, str] = "tp",
     batch: str | None = "dp",
     experts: str | None = None,
+    sequence: str | None = None,
 ) -> ShardingPlan:
     """Make a plan for a model of transformers from the tensor parallel plan that it brings.
 
@@ -111,6 +115,9 @@ def hf(
         experts: the axis over whose ranks experts are spread, with adapters that peft has given to
             their weights (`target_parameters`). It cuts the rows of arguments, too, behind `batch`.
             None: each rank has all experts.
+        sequence: the axis that cuts the tokens of `input_ids` and `inputs_embeds`, and with them
+            all that the model computes of them. Masks, positions and labels stay whole along it:
+            each rank has them, and needs what is beyond its own tokens. None: no axis.
 
     Returns:
         The plan.
@@ -133,7 +140,8 @@ def hf(
             path = f"{_within_base(model, key)}.{parameter}".removesuffix(".")
             shardings[path] = _sharding(model, key, style, dims, axes)
     notes = [f"{_within_base(model, key)}: each rank has all experts" for key in modules]
-    return _plan(model, shardings, batch, experts, tuple(notes) if experts is None else ())
+    stay = tuple(notes) if experts is None else ()
+    return _plan(model, shardings, _Arguments(batch, experts, sequence), stay)
 
 
 def derived(
@@ -141,6 +149,7 @@ def derived(
     axis: str | tuple[str, str] = "tp",
     batch: str | None = "dp",
     experts: str | None = None,
+    sequence: str | None = None,
     *,
     example: Mapping[str, Any] | None = None,
 ) -> ShardingPlan:
@@ -160,7 +169,7 @@ def derived(
     Args:
         model: a model of transformers, or another one with an `example`; it may be on the meta
             device. Its equal layers are cut alike, so one with few layers is as good, and faster.
-        axis, batch, experts: as `hf` takes them.
+        axis, batch, experts, sequence: as `hf` takes them.
         example: inputs by name, on which the model is traced; None: a text.
 
     Returns:
@@ -177,23 +186,43 @@ def derived(
         raise ValueError(f"nothing of {type(model).__name__} can be cut along {axes[0]}: {why}")
     own = {_within_base(model, path): sharding for path, sharding in shardings.items()}
     notes = tuple(f"whole: {reason}" for reason in reasons)
-    return _plan(model, own, batch, experts, notes)
+    return _plan(model, own, _Arguments(batch, experts, sequence), notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """The axes that cut arguments of a model's `forward`; None: no axis does.
+
+    Attributes:
+        batch, experts: those that cut rows.
+        sequence: the one that cuts tokens.
+    """
+
+    batch: str | None
+    experts: str | None
+    sequence: str | None
+
+    def of(self, name: str) -> Sharding:
+        """The cuts of an argument."""
+        rows = [axis for axis in (self.batch, self.experts) if axis is not None]
+        sharding = cut(0, *rows) if rows else whole
+        if self.sequence is not None and name in _TOKENS:
+            sharding = sharding & cut(1, self.sequence)
+        return sharding
 
 
 def _plan(
     model: nn.Module,
     shardings: Mapping[str, Sharding],
-    batch: str | None,
-    experts: str | None,
+    arguments: _Arguments,
     notes: tuple[str, ...],
 ) -> ShardingPlan:
-    """The plan of parameters, wherever an actor keeps the model, and of the batch."""
-    if experts is not None:
-        shardings = {**shardings, **_of_experts(model, experts)}
+    """The plan of parameters, wherever an actor keeps the model, and of its arguments."""
+    if arguments.experts is not None:
+        shardings = {**shardings, **_of_experts(model, arguments.experts)}
     patterns = {f"*{path}": sharding for path, sharding in shardings.items()}
-    rows = [axis for axis in (batch, experts) if axis is not None]
-    if rows:
-        patterns |= {f"forward({name})": cut(0, *rows) for name in _ROWS}
+    cuts = {f"forward({name})": arguments.of(name) for name in _ROWS}
+    patterns |= {key: sharding for key, sharding in cuts.items() if sharding != whole}
     return ShardingPlan.of(patterns, optional=type(model).__name__, notes=notes)
 
 

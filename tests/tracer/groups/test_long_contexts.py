@@ -1,0 +1,53 @@
+"""Layers of attention train on meshes that cut the sequence as they do in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.ir.types import Mesh
+from cg.launch.world.world import use_world
+
+from .training import Attention, Model, Written, train
+
+PLAN = {
+    "forward(x)|loss(h)|loss(y)": cg.cut(0, "dp") & cg.cut(1, "cp"),
+    "[qkv].weight": cg.cut(0, "tp"),
+    "o.weight": cg.cut(1, "tp"),
+}
+MESHES: dict[str, Callable[[], tuple[Mesh, ...]]] = {
+    "cp2": lambda: (cg.mesh(dp=1, cp=2, tp=1),),
+    "cp3": lambda: (cg.mesh(dp=1, cp=3, tp=1),),
+    "cp4": lambda: (cg.mesh(dp=1, cp=4, tp=1),),  # with an empty piece, of three tokens
+    "cp2-tp2": lambda: (cg.mesh(dp=1, cp=2, tp=2),),
+    "dp2-cp2": lambda: (cg.mesh(dp=2, cp=2, tp=1),),
+    "pp2-cp2": lambda: cg.mesh(pp=2, dp=1, cp=2, tp=1).unbind("pp"),
+    "pp2-dp2-cp2": lambda: cg.mesh(pp=2, dp=2, cp=2, tp=1).unbind("pp"),
+    "3-and-1": lambda: (cg.mesh(dp=1, cp=3, tp=1), cg.mesh([3], dp=1, cp=1, tp=1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with use_world(VirtualWorld(8)):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("name", MESHES)
+def test_training(name: str, is_stored: bool) -> None:
+    """Parameters may rest in pieces along the axis of the sequence, as along that of rows."""
+    places = MESHES[name]()
+    model = Model([(Attention, (seed,)) for seed in range(len(places))])
+    store = cg.cut(0, "dp", "cp") if is_stored else cg.whole
+    stages = model.on(places, plans=[PLAN] * len(places), store=store)
+    schedule = "zb-h1" if len(places) > 1 else None
+    train(model, stages, 4, 2, schedule, "reals", steps=2)
