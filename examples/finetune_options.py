@@ -91,8 +91,8 @@ def parse(description: str) -> argparse.Namespace:
         parser.error(
             "--fsdp keeps weights in pieces on the ranks of --dp, --ep and --cp: give one above 1"
         )
-    if args.length < 2 * args.cp:
-        parser.error(f"--length {args.length}: give each rank of --cp {args.cp} two tokens or more")
+    if args.length < args.cp:
+        parser.error(f"--length {args.length}: give each rank of --cp {args.cp} a token or more")
     if args.cp > 1 and args.attention == "eager":
         parser.error("--cp with --attention eager: sdpa alone works on tokens that ranks share")
     if args.lora and args.tp > 1:

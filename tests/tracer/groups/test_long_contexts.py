@@ -12,7 +12,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
 
-from .training import Attention, Model, Written, train
+from .training import Attention, Model, train
 
 PLAN = {
     "forward(x)|loss(h)|loss(y)": cg.cut(0, "dp") & cg.cut(1, "cp"),

@@ -1,4 +1,4 @@
-"""What a rank computes of attention if it has some rows of the queries, and all keys.
+"""Attention of a rank that has some rows of the queries, and all keys.
 
 A row of causal attention sees the keys up to its own. So a run of rows sees all keys in front of it
 without a mask, and its own ones with a causal mask: two calls of the kernel, and no mask in memory.
@@ -131,9 +131,11 @@ def _operands(op: LocalOp, block: _Block) -> dict[str, Any]:
 
 
 def _known(op: LocalOp, block: _Block) -> dict[str, Any]:
-    """What a backward takes of the forward of a block's rows."""
+    """The arguments of a backward that belong to a block's rows, but for its operands."""
     names = ("grad_out", "grad_out_", "out", "logsumexp")
-    changed = {n: _part(op, op.arguments[n], block.rows) for n in names if n in op.arguments}
+    changed: dict[str, Any] = {
+        name: _part(op, op.arguments[name], block.rows) for name in names if name in op.arguments
+    }
     if op.target in PADDED and block.length % PADDING:
         amount = -block.length % PADDING
         changed["logsumexp"] = op.emit(

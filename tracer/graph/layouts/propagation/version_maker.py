@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from .....ir.layout import Cut, Layout
+from .....ir.layout import WHOLE, Cut, Layout
 from .....ir.location import Location
 from .....ir.types import Place
+from ....values.operators import is_random
 from ..cases import (
     Answer,
     Case,
@@ -29,6 +30,7 @@ from ..cuts import without_axes
 from ..expansions import copied
 from ..expert_rows import experts_of, kept, moves_rows, summed_rows
 from ..functional import without_writes
+from ..rules.pointwise import is_pointwise
 from ..rules.table import LINEAR, VIEWS, rule_of
 from ..versions import End, LayoutTransfer, RowTransfer, Version
 from .refusals import refusal
@@ -38,7 +40,8 @@ Locations: TypeAlias = Mapping[str, Location]
 _EVERYTHING = frozenset(Change)
 
 _TO_COPY = torch.ops.aten._to_copy.default
-_CHEAP = LINEAR | {_TO_COPY}
+_EXPAND = torch.ops.aten.expand.default
+_CHEAP = LINEAR | {_TO_COPY, torch.ops.aten.clone.default}
 """Ops that may be computed again, rather than that their results travel."""
 
 _TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
@@ -182,7 +185,7 @@ class VersionMaker:
                 return self.made[target]
         instead = None
         if change is Change.SLICE:
-            instead = self._remade(before, layout)
+            instead = self._remade(before, layout) or self._sliced_before(before, layout)
         elif change is Change.REDUCE:
             instead = self._reduced_before(before, layout)
         elif change is Change.GATHER:
@@ -238,6 +241,49 @@ class VersionMaker:
         if before.layout != answer.results[0] or not changed <= answer.free:
             return None
         return self._again(node, self.reads[node], layout, layout.cuts)
+
+    def _sliced_before(self, before: Version, layout: Layout) -> Version | None:
+        """The value computed in pieces of what is broadcast to it, such as a mask of positions.
+
+        So no rank makes a whole mask, of which it needs the rows of its queries.
+        """
+        node = before.node
+        if before.layout.summands or not self._is_broadcast(node):
+            return None
+        shape = tuple(node.meta["val"].shape)
+        reads = []
+        for read in self.reads[node]:
+            own = tuple(read.node.meta["val"].shape)
+            cuts = layout.cuts[len(shape) - len(own) :]
+            sizes = shape[len(shape) - len(own) :]
+            pairs = zip(own, sizes, cuts, strict=True)
+            reads.append(
+                replace(read, layout=Layout(tuple(c if n == m else WHOLE for n, m, c in pairs)))
+            )
+        again = self._again(node, tuple(reads), layout, None)
+        if again is not None:
+            self.reads[again.node] = tuple(
+                self._version(read.node, read.layout, node, "") for read in reads
+            )
+        return again
+
+    def _is_broadcast(self, node: fx.Node) -> bool:
+        """True if a value is made, entry by entry, of values that are smaller."""
+        reads = self.reads.get(node, ())
+        if not reads or any(read.layout.summands for read in reads):
+            return False
+        target = node.target
+        if target is not _EXPAND and (
+            is_random(target, node.args, node.kwargs)
+            or not isinstance(target, torch._ops.OpOverload)
+            or not is_pointwise(target)
+        ):
+            return False
+        length = node.meta["val"].numel()
+        return all(
+            read.node.meta["val"].numel() < length or self._is_broadcast(read.node)
+            for read in reads
+        )
 
     def _reduced_before(self, before: Version, layout: Layout) -> Version | None:
         """The value by a copy of its op that takes the reduced sum, if the op is cheap and linear.

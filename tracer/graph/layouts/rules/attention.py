@@ -3,8 +3,9 @@
 If there are fewer heads of keys than of queries, each head of keys serves a group of query heads,
 and the groups may be cut.
 
-Where the sequence is cut, there are two forms, and the one with fewer bytes is taken; of equal ones
-the second, whose ranks have equal work if attention is causal:
+Where the sequence is cut, there are two forms. The one with fewer bytes is taken; of equal ones the
+second, whose ranks have equal work if attention is causal. A mask that has rows decides for the
+first, in which a rank needs its own rows of it:
 
 - by rows: a rank has the rows of its queries, and gathers all keys and values. Its summands of
   their gradients are reduced to pieces.
@@ -105,10 +106,12 @@ def _has_cut_sequence(case: Case, rows: Answer) -> bool:
         case: the op.
         rows: its layout by rows, which other operands may have contradicted.
     """
-    query, *others = (case[name].cuts[_ROWS] for name in ("query", "key", "value"))
+    cuts: list[Cut] = [case[name].cuts[_ROWS] for name in ("query", "key", "value")]
+    query, *others = cuts
     layout = rows.results[0]
     assert layout is not None
-    return query and layout.cuts[_ROWS] == query and all(cut in (query, WHOLE) for cut in others)
+    is_kept = bool(query) and layout.cuts[_ROWS] == query
+    return is_kept and all(cut in (query, WHOLE) for cut in others)
 
 
 def _check_padding(case: Case) -> None:
@@ -137,15 +140,15 @@ def _cut_of_heads(case: Case, rows: Answer) -> tuple[Cut, ...] | None:
     if not all(case[name].cuts[_ROWS] for name in ("key", "value")):
         return None
     heads = Cut((*factors[0].axes, *rows_cut.axes))
-    if not groups or groups % count(heads, case.sizes) or _has_cut_rows(case):
+    if not groups or groups % count(heads, case.sizes) or _has_large_mask(case):
         return None
     return (layout.cuts[0], heads, WHOLE, WHOLE)
 
 
-def _has_cut_rows(case: Case) -> bool:
-    """True if a mask has cut rows: their whole would have to be gathered."""
+def _has_large_mask(case: Case) -> bool:
+    """True if a mask has rows, and the same for all heads: by heads, ranks would have all of it."""
     return any(
-        len(bias.shape) > 1 and bool(bias.cuts[-2])
+        len(bias.shape) > 1 and bias.shape[-2] > 1 and (len(bias.shape) < 3 or bias.shape[-3] == 1)
         for bias in (case.arguments.get(name) for name in _BIASES)
         if isinstance(bias, Operand)
     )
