@@ -1,7 +1,7 @@
 """A command that asks for more ranks than there are GPUs, brought down to so many.
 
-The axes of a group (`--pp`, `--dp`, `--ep`, `--tp`) are brought down with it. Where they ask for
-more than there is, one command becomes several, each with as many of its axes as fit.
+The axes of a group (`--pp`, `--dp`, `--ep`, `--cp`, `--tp`) are brought down with it. Where they
+ask for more than there is, one command becomes several, each with as many of its axes as fit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from .documented import Command
 
-AXES = ("--pp", "--dp", "--ep", "--tp")
+AXES = ("--pp", "--dp", "--ep", "--cp", "--tp")
 
 WHOLE = ("finetune",)
 """Programs whose axes make up all ranks; those of the others make up a group of a pipeline."""
@@ -45,14 +45,15 @@ def _with(command: Command, sizes: dict[str, int]) -> Command:
     for axis, size in sizes.items():
         words[words.index(axis) + 1] = str(size)
     command = replace(command, arguments=tuple(words))
-    for axis in ("--dp", "--ep", "--tp"):
+    for axis in ("--dp", "--ep", "--cp", "--tp"):
         command = command.without(axis) if sizes.get(axis) == 1 else command
     return command
 
 
 def _is_refused(command: Command) -> bool:
     """Whether the program does not take what is left of its axes."""
-    return "--fsdp" in command.arguments and (command.option("--dp") or "1") == "1"
+    copies = [command.option(axis) or "1" for axis in ("--dp", "--cp")]
+    return "--fsdp" in command.arguments and copies == ["1", "1"]
 
 
 def means(command: Command) -> str:

@@ -52,7 +52,7 @@ NEEDS = {
 TOLERANCE, TOLERANCE_BF16 = 1e-3, 2e-2
 """How far losses may be from those of the host, as a share: sums are rounded in another order."""
 
-WITHOUT_EFFECT = ("--schedule", "--backend", "--fuse", "--pp", "--dp", "--ep", "--tp")
+WITHOUT_EFFECT = ("--schedule", "--backend", "--fuse", "--pp", "--dp", "--ep", "--cp", "--tp")
 """Options of trainings that do not change what is computed."""
 
 

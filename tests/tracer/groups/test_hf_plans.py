@@ -192,6 +192,14 @@ def test_experts_are_spread_over_an_axis_that_cuts_the_batch_too() -> None:
         hf(Model(), experts="ep")
 
 
+def test_a_sequence_is_cut_where_a_token_is_enough() -> None:
+    """What is beyond a rank's tokens is needed of masks, positions and labels."""
+    plan = hf(Model(), sequence="cp")
+    assert plan.of_argument("forward", "input_ids") == cut(0, "dp") & cut(1, "cp")
+    assert plan.of_argument("forward", "labels") == cut(0, "dp")
+    assert hf(Model(), batch=None, sequence="cp").of_argument("forward", "labels") in (None, whole)
+
+
 def test_a_plan_is_printed_as_python() -> None:
     plan = hf(Model(), batch=None)
     text = str(plan)

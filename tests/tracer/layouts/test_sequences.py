@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+import cg
 from cg.ir.layout import overlap, volume
-from cg.tracer.graph.layouts.versions import LayoutTransfer, Propagation
+from cg.tracer.graph.layouts.change import DEFAULT
+from cg.tracer.graph.layouts.propagation.partition import partition
+from cg.tracer.graph.layouts.propagation.propagate import propagate
+from cg.tracer.graph.layouts.versions import End, LayoutTransfer, Propagation
 
 from .joint_tools import compare
 from .op_cases import ints
@@ -131,3 +139,78 @@ def test_lengths_of_queries_and_keys_may_differ(queries: int, keys: int) -> None
     _, found = simulate(function, tensors, layouts, mesh(cp=3))
     for mine, theirs in zip(found, function(*tensors), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_makes_its_own_rows_of_a_mask() -> None:
+    actor = SelfAttention(4, 2, "documents")
+    x = torch.randn(1, 9, 6, generator=torch.Generator().manual_seed(0)).double()
+    run = compare(actor, "forward", {}, mesh(cp=3), [x], ["-,cp,-"], tolerance=1e-10)
+    sizes = [
+        node.meta["val"].shape[-2:]
+        for part in run.cut.parts
+        for node in part.bodies.at(0).nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    ]
+    assert (3, 9) in sizes
+    assert (9, 9) not in sizes
+
+
+ATEN = torch.ops.aten
+
+
+def efficient(*operands: Tensor) -> Any:
+    gradient, q, k, v, *mask = operands
+    bias = mask[0] if mask else None
+    out, *seen = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, not mask)
+    backward = ATEN._scaled_dot_product_efficient_attention_backward
+    mine = backward(
+        *(gradient, q, k, v, bias, out, *seen, 0.0), [True, True, True, False], not mask
+    )
+    return out, mine[:3]
+
+
+def flash(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    out, *seen, seed, offset, _ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    backward = ATEN._scaled_dot_product_flash_attention_backward
+    return out, backward(gradient, q, k, v, out, *seen, 0.0, True, seed, offset)
+
+
+def cudnn(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    forward = ATEN._scaled_dot_product_cudnn_attention
+    out, statistics, *seen, seed, offset, _ = forward(q, k, v, None, True, 0.0, True)
+    backward = ATEN._scaled_dot_product_cudnn_attention_backward
+    known = (out, statistics, seed, offset, None)
+    return out, backward(gradient, q, k, v, *known, *seen, 0.0, True)
+
+
+def laid_out(kernel: Any, rows: int, ranks: int, masked: bool = False) -> list[str]:
+    """What travels for a kernel of GPUs, whose pieces have fakes on them."""
+    with FakeTensorMode():
+        tensors = [torch.empty(2, 4, rows, 16, device="cuda").bfloat16() for _ in range(4)]
+        if masked:
+            tensors.append(torch.empty(2, 1, rows, rows, device="cuda").bfloat16())
+        graph = make_fx(kernel)(*tensors).graph
+    given = dict.fromkeys([*graph.find_nodes(op="placeholder")][:4], layout("-,-,cp,-"))
+    ends = [End(None, True)] * 4
+    propagation = propagate(graph, mesh(cp=ranks), given, ends=ends)
+    partition(propagation)  # a piece that has not the shape of its layout is an error
+    changes = (transfer.change for transfer in propagation.transfers)
+    return [change.value for change in changes if change.communicates]
+
+
+@pytest.mark.parametrize("kernel", [efficient, flash, cudnn])
+def test_kernels_of_gpus(kernel: Any) -> None:
+    assert laid_out(kernel, 64, 3) == ["gather", "gather", "reduce", "reduce"]
+    assert laid_out(kernel, 64, 2) == ["reshard"] * 8
+
+
+def test_statistics_that_a_kernel_pads() -> None:
+    assert laid_out(efficient, 64, 2, masked=True) == ["gather", "gather", "reduce", "reduce"]
+    with pytest.raises(cg.LayoutError, match="70 rows are cut, and the kernel pads") as caught:
+        laid_out(efficient, 70, 2, masked=True)
+    assert caught.value.remedy.startswith("pad sequences to a multiple of 32 tokens")
+
+
+def test_a_shift_of_a_cut_sequence_is_refused() -> None:
+    with pytest.raises(cg.LayoutError, match="is sliced to 8 of 9"):
+        simulate(lambda x: x[:, :-1], [ints(2, 9)], [layout("-,cp")], mesh(cp=3), allowed=DEFAULT)

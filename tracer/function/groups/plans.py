@@ -141,7 +141,7 @@ def hf(
             shardings[path] = _sharding(model, key, style, dims, axes)
     notes = [f"{_within_base(model, key)}: each rank has all experts" for key in modules]
     stay = tuple(notes) if experts is None else ()
-    return _plan(model, shardings, _Arguments(batch, experts, sequence), stay)
+    return _plan(model, shardings, _ArgumentCuts(batch, experts, sequence), stay)
 
 
 def derived(
@@ -186,11 +186,11 @@ def derived(
         raise ValueError(f"nothing of {type(model).__name__} can be cut along {axes[0]}: {why}")
     own = {_within_base(model, path): sharding for path, sharding in shardings.items()}
     notes = tuple(f"whole: {reason}" for reason in reasons)
-    return _plan(model, own, _Arguments(batch, experts, sequence), notes)
+    return _plan(model, own, _ArgumentCuts(batch, experts, sequence), notes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Arguments:
+class _ArgumentCuts:
     """The axes that cut arguments of a model's `forward`; None: no axis does.
 
     Attributes:
@@ -214,7 +214,7 @@ class _Arguments:
 def _plan(
     model: nn.Module,
     shardings: Mapping[str, Sharding],
-    arguments: _Arguments,
+    arguments: _ArgumentCuts,
     notes: tuple[str, ...],
 ) -> ShardingPlan:
     """The plan of parameters, wherever an actor keeps the model, and of its arguments."""

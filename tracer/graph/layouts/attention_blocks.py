@@ -37,7 +37,7 @@ PADDING = 32
 
 
 @dataclass(frozen=True)
-class _Block:
+class _RowBlock:
     """Some rows of the queries, and some keys that they see.
 
     Attributes:
@@ -96,19 +96,19 @@ def backward_of_rows(op: LocalOp) -> Any:
     return (_together(op, queries), *totals.values())
 
 
-def _groups(op: LocalOp) -> Iterator[list[_Block]]:
+def _groups(op: LocalOp) -> Iterator[list[_RowBlock]]:
     """For each run of the rank's rows, the blocks that its result is joined of."""
     count, at = _key_count(op), 0
     runs = op.operands[0][_ROWS]
     if not op.arguments["is_causal"]:
-        yield [_Block((0, shape_of(op.operands[0])[_ROWS]), (0, count), False)]
+        yield [_RowBlock((0, shape_of(op.operands[0])[_ROWS]), (0, count), False)]
         return
     for start, stop in runs:
         rows = (at, at + stop - start)
         at = rows[1]
-        blocks = [_Block(rows, (0, min(start, count)), False)] if start else []
+        blocks = [_RowBlock(rows, (0, min(start, count)), False)] if start else []
         if start < count:
-            blocks.append(_Block(rows, (start, min(stop, count)), True))
+            blocks.append(_RowBlock(rows, (start, min(stop, count)), True))
         yield blocks
 
 
@@ -117,7 +117,7 @@ def _key_count(op: LocalOp) -> int:
     return count
 
 
-def _operands(op: LocalOp, block: _Block) -> dict[str, Any]:
+def _operands(op: LocalOp, block: _RowBlock) -> dict[str, Any]:
     """The arguments that name a block."""
     changed = {
         "query": _part(op, op.arguments["query"], block.rows),
@@ -130,7 +130,7 @@ def _operands(op: LocalOp, block: _Block) -> dict[str, Any]:
     return changed
 
 
-def _known(op: LocalOp, block: _Block) -> dict[str, Any]:
+def _known(op: LocalOp, block: _RowBlock) -> dict[str, Any]:
     """The arguments of a backward that belong to a block's rows, but for its operands."""
     names = ("grad_out", "grad_out_", "out", "logsumexp")
     changed: dict[str, Any] = {

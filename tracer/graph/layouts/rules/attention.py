@@ -155,12 +155,12 @@ def _has_large_mask(case: Case) -> bool:
 
 
 def _heads_move_less(case: Case) -> bool:
-    query, key, value, out = (
-        math.prod(shape)
-        for shape in (*(case[n].shape for n in ("query", "key", "value")), case.shape())
-    )
-    ranks = count(case["query"].cuts[_ROWS], case.sizes)
-    return query + key + value + out <= ranks * (key + value)
+    """True if rows exchanged for heads are at most as many bytes as gathered keys and values."""
+    operands: list[Operand] = [case[name] for name in ("query", "key", "value")]
+    query, *others = operands
+    keys = sum(math.prod(operand.shape) for operand in others)
+    exchanged = keys + math.prod(query.shape) + math.prod(case.shape())
+    return exchanged <= keys * count(query.cuts[_ROWS], case.sizes)
 
 
 def _exchanged(case: Case, asked: tuple[Cut, ...], cuts: Sequence[tuple[Cut, ...]]) -> Expansion:
