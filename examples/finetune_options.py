@@ -93,6 +93,8 @@ def parse(description: str) -> argparse.Namespace:
         )
     if args.length < args.cp:
         parser.error(f"--length {args.length}: give each rank of --cp {args.cp} a token or more")
+    if args.cp > 1 and args.ep > 1:
+        parser.error("--cp with --ep: experts take windows whole; use --dp, --tp or --pp with --cp")
     if args.cp > 1 and args.attention == "eager":
         parser.error("--cp with --attention eager: sdpa alone works on tokens that ranks share")
     if args.lora and args.tp > 1:

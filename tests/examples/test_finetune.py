@@ -647,6 +647,26 @@ def test_options_that_do_not_fit(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--cp 2 --ep 2", "--cp with --ep: experts take windows whole"),
+        ("--cp 4 --attention eager", "--cp with --attention eager: sdpa alone works on tokens"),
+        ("--cp 4 --length 3", "--length 3: give each rank of --cp 4 a token or more"),
+    ],
+)
+def test_options_that_do_not_fit_shared_tokens(
+    given: str,
+    message: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with use_world(VirtualWorld(4)):
+        refused(monkeypatch, "--model", model, "--pp", "1", *given.split())
+    assert message in capsys.readouterr().err
+
+
 def test_more_stages_than_layers(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

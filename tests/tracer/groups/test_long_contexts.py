@@ -25,6 +25,7 @@ MESHES: dict[str, Callable[[], tuple[Mesh, ...]]] = {
     "cp4": lambda: (cg.mesh(dp=1, cp=4, tp=1),),  # with an empty piece, of three tokens
     "cp2-tp2": lambda: (cg.mesh(dp=1, cp=2, tp=2),),
     "dp2-cp2": lambda: (cg.mesh(dp=2, cp=2, tp=1),),
+    "dp2-cp3": lambda: (cg.mesh(dp=2, cp=3, tp=1),),
     "pp2-cp2": lambda: cg.mesh(pp=2, dp=1, cp=2, tp=1).unbind("pp"),
     "pp2-dp2-cp2": lambda: cg.mesh(pp=2, dp=2, cp=2, tp=1).unbind("pp"),
     "3-and-1": lambda: (cg.mesh(dp=1, cp=3, tp=1), cg.mesh([3], dp=1, cp=1, tp=1)),
