@@ -9,7 +9,8 @@ of deadlocks and races; tracing is not part of it.
 
 verifies the module after each pass besides, and says how long all took together. With `--experts
 128` each block is a mixture of so many experts, spread along the third number of a size, whose rows
-are exchanged; `--dispatch gather` lets all rows travel.
+are exchanged; `--dispatch gather` lets all rows travel, and `--tasks-in-flight 2` lets them travel
+while other tasks compute.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def measure(size: str, args: argparse.Namespace) -> GroupRow:
     steps = GroupSteps(groups, microbatches=microbatches, experts=args.experts, **sizes)
     module = group_module(steps)
     dispatch = args.dispatch if args.experts else "auto"
-    pipeline = default_pipeline(schedules.by_name(args.schedule), dispatch=dispatch)
+    pipeline = default_pipeline(
+        schedules.by_name(args.schedule), dispatch=dispatch, tasks_in_flight=args.tasks_in_flight
+    )
     start = time.perf_counter()
     reports = PassManager(pipeline, verify=args.verify).run(module)
     wall = time.perf_counter() - start
@@ -66,6 +69,7 @@ def main() -> None:
         "--experts", type=int, default=0, help="of each block, along tp (default: 0)"
     )
     parser.add_argument("--dispatch", default="exchange", choices=DISPATCHES, help="of their rows")
+    parser.add_argument("--tasks-in-flight", type=int, default=1, help="of a rank (default: 1)")
     parser.add_argument("--verify", action="store_true", help="verify after each pass, too")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     args = parser.parse_args()

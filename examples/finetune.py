@@ -426,6 +426,7 @@ def main() -> None:
         fsdp=fsdp,
         dispatch=args.dispatch,
         memory=args.memory,
+        tasks_in_flight=args.tasks_in_flight,
     )
     if cg.rank() == 0 and args.memory is not None:
         print(compiled.memory_report)

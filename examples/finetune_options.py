@@ -44,6 +44,7 @@ def parse(description: str) -> argparse.Namespace:
         default="auto",
         help="with --ep: all tokens go to all ranks of experts, or rows to those that need them",
     )
+    add("--tasks-in-flight", type=int, default=1, help="2: rows travel while other tasks compute")
     add("--experts", help="how a mixture computes its experts, such as batched_mm; cg if left out")
     add(
         "--capacity",

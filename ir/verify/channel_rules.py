@@ -180,7 +180,21 @@ def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnosti
             program,
             notes=(Diagnostic("sent here", sent[1], sent[0]),),
         )
+    elif sent[1].mb != received[1].mb:
+        program, op = received
+        yield Diagnostic(
+            f"recv {_seq(op)} of channel {op.chan} is {_of_microbatch(op)}, "
+            f"but what is sent is {_of_microbatch(sent[1])}",
+            op,
+            program,
+            help="a message is of one microbatch: put the messages of both ranks in one order",
+            notes=(Diagnostic("sent here", sent[1], sent[0]),),
+        )
     yield from unlike_batches(sent, received)
+
+
+def _of_microbatch(op: Communication) -> str:
+    return "of no microbatch" if op.mb is None else f"of microbatch {op.mb}"
 
 
 def _unlike_slot(received: _End, channel: Channel | None) -> Iterator[Diagnostic]:
@@ -274,12 +288,12 @@ def _disagreement(one: _End, other: _End) -> Diagnostic:
     )
 
 
-_LOCAL = frozenset({"mb", "task", "stream", "graph"})
+_LOCAL = frozenset({"task", "stream", "graph"})
 _SHARED = {
     cls: tuple(name for name in attribute_names(cls) if name not in _LOCAL)
     for cls in OP_CLASSES.values()
 }
-"""The attributes that are equal at all ranks of a collective."""
+"""The attributes that are equal at all ranks of a collective; microbatches tell like ones apart."""
 
 
 def _mean_the_same(one: Communication, other: Communication) -> bool:

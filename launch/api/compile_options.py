@@ -34,8 +34,8 @@ class CompileOptions:
 
     Raises:
         TypeError: an option is of another type.
-        ValueError: `timeout` is no time, `check_inputs` is less than 1, `memory` is no number of
-            bytes, or there is no such `fuse` or `dispatch`.
+        ValueError: `timeout` is no time, `check_inputs` or `tasks_in_flight` is less than 1,
+            `memory` is no number of bytes, or there is no such `fuse` or `dispatch`.
     """
 
     schedule: Schedule | None = None
@@ -50,6 +50,7 @@ class CompileOptions:
     dispatch: Dispatch = "auto"
     plan: PlanFile | None = None
     memory: str | int | Sequence[str | int] | None = None
+    tasks_in_flight: int = 1
     settings: Config = field(default_factory=config)
 
     def __post_init__(self) -> None:
@@ -74,6 +75,11 @@ class CompileOptions:
             MemoryLimit.of(self.memory)
         if self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}: it is {', '.join(DISPATCHES)}")
+        tasks = self.tasks_in_flight
+        if isinstance(tasks, bool) or not isinstance(tasks, int):
+            raise TypeError(f"tasks_in_flight={tasks!r}: how many tasks of a rank, an int")
+        if tasks < 1:
+            raise ValueError(f"tasks_in_flight={tasks}: at least 1, one task after the other")
 
     @property
     def switches(self) -> Switches:

@@ -139,6 +139,7 @@ class Lowered:
         check_inputs: bool | int | None = None,
         dispatch: Dispatch = "auto",
         memory: str | int | Sequence[str | int] | None = None,
+        tasks_in_flight: int = 1,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
 
@@ -173,6 +174,10 @@ class Lowered:
                 `40GiB`; or a list of one for each rank. Where it is short, backwards compute some
                 values of their forwards again, on each rank as many as it needs, with the same
                 bits. `compiled.memory_report` says what is saved. None: any number.
+            tasks_in_flight: how many tasks a rank may have begun that have not ended. With 2 it
+                computes for the next task of its schedule while an exchange of a task travels, for
+                instance that of experts' rows. Results are the same bits; a rank may hold the
+                activations of one more microbatch.
 
             All but `dump` and `timeout` must be equal on all ranks.
 
@@ -186,7 +191,8 @@ class Lowered:
             TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
                 or `passes` no string.
             ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
-                `memory` is no number of bytes, or there is no such `fuse` or `dispatch`.
+                `tasks_in_flight` is less than 1, `memory` is no number of bytes, or there is no
+                such `fuse` or `dispatch`.
         """
         if not isinstance(max_inflight, int) or isinstance(max_inflight, bool):
             raise TypeError(
@@ -205,6 +211,7 @@ class Lowered:
             check_inputs=check_inputs,
             dispatch=dispatch,
             memory=memory,
+            tasks_in_flight=tasks_in_flight,
         )
         if memory is not None:
             refuse_two_limits(schedule)
@@ -232,6 +239,7 @@ class Lowered:
         fsdp: Residency | None = None,
         check_inputs: bool | int | None = None,
         dispatch: Dispatch = "auto",
+        tasks_in_flight: int = 1,
     ) -> Optimistic:
         """As `compile`, for a step that clips gradients and goes on; collective.
 
@@ -241,7 +249,8 @@ class Lowered:
         traces the step once more, and keeps a copy of all that the actors hold.
 
         Args:
-            schedule, passes, seed, timeout, fsdp, check_inputs, dispatch: as in `compile`.
+            schedule, passes, seed, timeout, fsdp, check_inputs, dispatch, tasks_in_flight: as in
+                `compile`.
 
         Raises:
             TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
@@ -262,6 +271,7 @@ class Lowered:
             fsdp=fsdp,
             check_inputs=check_inputs,
             dispatch=dispatch,
+            tasks_in_flight=tasks_in_flight,
         )
         with lock_of(self._world).held(self._step.name):
             bold = Lowered(self._step, [self._again[0](optimistic=True)], self._world)
@@ -285,6 +295,7 @@ class Lowered:
             seed=options.seed,
             timeout=options.timeout,
             dispatch=options.dispatch,
+            tasks_in_flight=options.tasks_in_flight,
         )
         with compiled:
             undo.remember()
@@ -362,6 +373,7 @@ class Lowered:
             fuse=options.fuse,
             prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
             dispatch=options.dispatch,
+            tasks_in_flight=options.tasks_in_flight,
         )
 
     def _compile(

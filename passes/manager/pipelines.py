@@ -42,6 +42,7 @@ def default_pipeline(
     fsdp: Fsdp | None = None,
     prefetch: int = 1,
     dispatch: str = "auto",
+    tasks_in_flight: int = 1,
 ) -> Pipeline:
     """The pipeline from a traced module to a checked program for each rank.
 
@@ -55,10 +56,11 @@ def default_pipeline(
         fsdp: the pass that gathers stored parameters; None: it gathers them for each task.
         prefetch: as in `SchedulePrograms`.
         dispatch: as in `ChooseDispatch`.
+        tasks_in_flight: as in `SchedulePrograms`.
 
     Raises:
         TypeError: `schedule` is not a `Schedule`.
-        ValueError: there is no such `dispatch`.
+        ValueError: there is no such `dispatch`, or `tasks_in_flight` is below 1.
     """
     schedule = schedule if schedule is not None else one_f_one_b()
     if not isinstance(schedule, Schedule):
@@ -95,7 +97,7 @@ def default_pipeline(
         # A schedule can put other work between the start of a transfer and its end.
         SplitTransfers(),
         # Needs all communication as ops, to keep it in one order on all ranks.
-        SchedulePrograms(schedule, prefetch),
+        SchedulePrograms(schedule, prefetch, tasks_in_flight),
         # One rank at a time from here on: hosts post receives early, and waits sink to first uses.
         Overlap(),
         # Receives stand where they are posted, and waits where their results are needed; between

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from heapq import heapify, heappop, heappush
 
 from ...ir.attributes import Action, Task
 from ...ir.ops import Call, Op, Recv, Return, Send, Value
+from ...ir.ops.module import Module
 from ...ir.pipeline.order import splits_backward
 from ...ir.text.diagnostics import Diagnostic, IRError, error
 from ...ir.types import format_ranks
 from ..schedules import Order, Pipeline, Schedule, names
 from .prefetch import prefetch
+from .sums import sum_as_terms_come
+from .tasks_in_flight import TASK, overlapped_starts
 from .work import ProgramWork
 
 _LEAD = 2
 """The units of time between an early send and the first use of its value."""
 
 
-def global_order(work: ProgramWork, schedule: Schedule, window: int) -> list[int]:
+def global_order(
+    module: Module, work: ProgramWork, schedule: Schedule, window: int, in_flight: int
+) -> list[int]:
     """The indices of nodes and early ops in an order that every rank can follow.
 
     In each round, every rank runs its tasks in the order of `schedule`. The ranks of a group run a
@@ -27,35 +32,59 @@ def global_order(work: ProgramWork, schedule: Schedule, window: int) -> list[int
     counted in units: a task takes one, and so does an actor's call outside of tasks.
 
     Args:
-        work: the work of the program.
+        module: the module of the work.
+        work: the work of the program; the operands of its additions are changed.
         schedule: the order of tasks.
         window: as in `prefetch`.
+        in_flight: how many tasks a rank may have begun that have not ended.
 
     Raises:
         IRError: the schedule contradicts the step; the message shows the tasks of a cycle.
         ValueError: the schedule is not for these stages and microbatches.
     """
-    chained = _chain(work, schedule)
+    rows = [tasks for order in _orders(work, schedule) for tasks in order.values()]
+    chained = _chain(work, rows)
     times = _list_schedule(work, chained)
     if len(times) < len(work.nodes):
         raise _circle(work, chained, times, schedule)
-    order = _put_off(work, times) if work.late else list(times)
+    order = _placed(work, times, work.late, window, _LEAD)
+    if in_flight == 1:
+        return sum_as_terms_come(work, order, order)
+    starts = overlapped_starts(module, work, rows, in_flight)
+    elsewhere = {node for node in work.late if work.program.ops[node].task not in work.anchors}
+    lead = _LEAD * TASK
+    # Sums have the terms in the order of the schedule, so results are the same to the last bit.
+    return sum_as_terms_come(work, _placed(work, starts, elsewhere, window, lead), order)
+
+
+def _placed(
+    work: ProgramWork, times: dict[int, int], late: Set[int], window: int, lead: int
+) -> list[int]:
+    """The order of starts, with nodes that wait, or are waited for, where that costs least.
+
+    Args:
+        work: the work of the program.
+        times: the start of each node, in the order of starts.
+        late: the collectives that are put off to their first use.
+        window: as in `prefetch`.
+        lead: the time between an early send and the first use of its value.
+    """
+    order = _put_off(work, times, late) if late else list(times)
     if work.ahead or work.behind:
         order = prefetch(work, order, window)
-    return _insert_early(work, order, times) if work.early else order
+    return _insert_early(work, order, times, lead) if work.early else order
 
 
-def _chain(work: ProgramWork, schedule: Schedule) -> dict[int, int]:
+def _chain(work: ProgramWork, rows: Iterable[Sequence[Task]]) -> dict[int, int]:
     """For each anchor, the anchor that its rank runs just before it."""
     chained: dict[int, int] = {}
-    for order in _orders(work, schedule):
-        for tasks in order.values():
-            last: int | None = None
-            for task in tasks:
-                for anchor in work.anchors.get(task, ()):
-                    if last is not None:
-                        chained[anchor] = last
-                    last = anchor
+    for tasks in rows:
+        last: int | None = None
+        for task in tasks:
+            for anchor in work.anchors.get(task, ()):
+                if last is not None:
+                    chained[anchor] = last
+                last = anchor
     return chained
 
 
@@ -131,10 +160,10 @@ def _list_schedule(work: ProgramWork, chained: dict[int, int]) -> dict[int, int]
     return times
 
 
-def _put_off(work: ProgramWork, times: Iterable[int]) -> list[int]:
-    """Put each late collective just before the first node that follows it, if there is one."""
+def _put_off(work: ProgramWork, times: Iterable[int], late: Set[int]) -> list[int]:
+    """Put each of some collectives just before the first node that follows it, if there is one."""
     used = {followed for node in work.nodes for followed in work.follows[node]}
-    waiting = work.late & used
+    waiting = set(late & used)
     order: list[int] = []
 
     def issue(node: int) -> None:
@@ -150,10 +179,12 @@ def _put_off(work: ProgramWork, times: Iterable[int]) -> list[int]:
     return order
 
 
-def _insert_early(work: ProgramWork, order: list[int], times: dict[int, int]) -> list[int]:
+def _insert_early(
+    work: ProgramWork, order: list[int], times: dict[int, int], lead: int
+) -> list[int]:
     """Put each early op a little before its first use; an op without a use is dropped."""
     needed = _needed(work, times)
-    early = sorted((needed[i] - _LEAD, i) for i in work.early if i in needed)
+    early = sorted((needed[i] - lead, i) for i in work.early if i in needed)
     merged: list[int] = []
     at = 0
     for node in order:

@@ -12,7 +12,6 @@ from .. import schedules
 from ..base import OptionError, Pass
 from .merge import global_order
 from .project import project
-from .sums import sum_as_terms_come
 from .work import sort_work
 
 
@@ -57,10 +56,14 @@ class SchedulePrograms(Pass):
         schedule: the schedule; in the text of a pipeline, its name.
         prefetch: how many calls before its use a stored parameter is gathered, and how many calls
             behind its reduction a gradient is taken in.
+        tasks_in_flight: how many tasks a rank may have begun that have not ended. With 2, the calls
+            of the next task run while exchanges of a task travel: those of experts' rows, for
+            instance. A rank then holds the activations of one more microbatch at most.
     """
 
     schedule: schedules.Schedule = field(default_factory=schedules.one_f_one_b)
     prefetch: int = 1
+    tasks_in_flight: int = 1
 
     name: ClassVar[str] = "schedule"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.ASYNC,)
@@ -69,11 +72,13 @@ class SchedulePrograms(Pass):
     def __post_init__(self) -> None:
         if self.prefetch < 0:
             raise ValueError(f"prefetch is at least 0, not {self.prefetch}")
+        if self.tasks_in_flight < 1:
+            raise ValueError(f"tasks_in_flight is at least 1, not {self.tasks_in_flight}")
 
     def run(self, module: Module) -> bool:
         work = sort_work(module)
-        order = global_order(work, self.schedule, self.prefetch)
-        project(module, work, sum_as_terms_come(work, order))
+        order = global_order(module, work, self.schedule, self.prefetch, self.tasks_in_flight)
+        project(module, work, order)
         return True
 
     @classmethod

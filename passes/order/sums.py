@@ -10,7 +10,7 @@ from ...ir.ops import Call, Value, builtins
 from .work import ProgramWork
 
 
-def sum_as_terms_come(work: ProgramWork, order: Sequence[int]) -> list[int]:
+def sum_as_terms_come(work: ProgramWork, order: Sequence[int], turns: Sequence[int]) -> list[int]:
     """Add each term of a sum over microbatches as soon as it is there, so that it can be freed.
 
     Backwards are derived from the last microbatch to the first, and sums follow them. Schedules run
@@ -20,12 +20,13 @@ def sum_as_terms_come(work: ProgramWork, order: Sequence[int]) -> list[int]:
 
     Args:
         work: the work of the program; the operands of its additions are changed.
-        order: the indices of nodes and early ops, in the order of `global_order`.
+        order: the indices of nodes and early ops, in the order in which they run.
+        turns: the same indices in the order in which terms are added.
 
     Returns:
         The indices with the additions in other positions.
     """
-    sums = list(_SumFinder(work, order).all())
+    sums = list(_SumFinder(work, order, turns).all())
     if not sums:
         return list(order)
     moved = {index for each in sums for index in each.additions}
@@ -49,12 +50,14 @@ class _Term:
     Attributes:
         maker: the index of the op that makes it.
         arrival: the position in the order at which it is there.
+        turn: the same where terms are added in the order in which they come.
         is_received: whether its rank has to wait for it.
     """
 
     value: Value
     maker: int
     arrival: int
+    turn: int
     is_received: bool
 
 
@@ -64,7 +67,7 @@ class _Sum:
 
     Attributes:
         additions: the indices of its calls, ascending; the last one makes the sum.
-        terms: one more than additions, in the order in which they are computed.
+        terms: one more than additions, in the order in which they are added.
     """
 
     additions: list[int]
@@ -73,8 +76,10 @@ class _Sum:
     def positions(self) -> Iterator[int]:
         """For each addition the position in the order behind which it comes."""
         following = [*self.terms[2:], self.terms[-1]]
+        latest = self.terms[0].arrival
         for term, next_term in zip(self.terms[1:], following, strict=True):
-            yield (next_term if term.is_received else term).arrival
+            latest = max(latest, term.arrival)
+            yield max(latest, next_term.arrival) if term.is_received else latest
 
     def chain(self, work: ProgramWork) -> None:
         """Make each addition add its term to the sum of those before it."""
@@ -93,10 +98,11 @@ class _Sum:
 class _SumFinder:
     """Finds the sums of a program."""
 
-    def __init__(self, work: ProgramWork, order: Sequence[int]) -> None:
+    def __init__(self, work: ProgramWork, order: Sequence[int], turns: Sequence[int]) -> None:
         self._work = work
         self._ops = work.program.ops
         self._positions = {index: position for position, index in enumerate(order)}
+        self._turns = {index: position for position, index in enumerate(turns)}
         self._additions = {index for index in order if self._is_addition(index)}
 
     def all(self) -> Iterator[_Sum]:
@@ -117,7 +123,7 @@ class _SumFinder:
                 continue
             microbatches = {self._ops[self._makers[value]].mb for value in values}
             if len(microbatches) > 2 and None not in microbatches:
-                terms = sorted(map(self._term, values), key=lambda t: (t.arrival, t.maker))
+                terms = sorted(map(self._term, values), key=lambda t: (t.turn, t.maker))
                 yield _Sum(sorted(additions), terms)
 
     def _parts(self, root: int) -> tuple[list[int], list[Value]]:
@@ -149,6 +155,8 @@ class _SumFinder:
     def _term(self, value: Value) -> _Term:
         maker = self._makers[value]
         if maker in self._positions:
-            return _Term(value, maker, self._positions[maker], False)
-        follows = [self._positions[node] for node in self._work.follows[maker]]
-        return _Term(value, maker, max(follows, default=0), True)
+            return _Term(value, maker, self._positions[maker], self._turns[maker], False)
+        follows = self._work.follows[maker]
+        arrival = max([self._positions[node] for node in follows], default=0)
+        turn = max([self._turns[node] for node in follows], default=0)
+        return _Term(value, maker, arrival, turn, True)

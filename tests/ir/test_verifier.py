@@ -307,6 +307,10 @@ BARRIER = "%n = barrier() {chan = 1, group = {0..1}, seq = 1, stream = collectiv
         ("seq = 0, stream = send", "seq = 2, stream = send", "send has seq 2, the next of channel"),
         (RECV1, RECV1.replace("f32[4]", "f32[5]"),
          "recv 1 of channel 0 is f32[5], but what is sent is f32[4]"),
+        (RECV1, RECV1.replace("peer", "mb = 3, peer"),
+         "recv 1 of channel 0 is of microbatch 3, but what is sent is of no microbatch"),
+        (BARRIER, BARRIER.replace("seq", "mb = 3, seq"),
+         "the ranks of channel 1 do not agree on collective 1"),
         (f"    {BARRIER}\n", "", "rank 0 does not take part in barrier 1 of channel 1"),
         (BARRIER, BARRIER.replace("barrier()", "all_reduce(%x)")
          .replace("{0..1}", "{0..1}, op = sum").replace("<unit>", "<f32[4]>"),

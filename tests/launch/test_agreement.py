@@ -91,6 +91,12 @@ def test_no_such_dispatch() -> None:
         doubled.lower(torch.ones(2)).compile(dispatch=cast("Any", "all_to_all"))
 
 
+@pytest.mark.parametrize(("tasks", "kind"), [(0, ValueError), (True, TypeError), (1.5, TypeError)])
+def test_no_such_number_of_tasks_in_flight(tasks: object, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"tasks_in_flight={tasks}: "):
+        doubled.lower(torch.ones(2)).compile(tasks_in_flight=cast("Any", tasks))
+
+
 def test_options_that_must_be_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CG_PASSES", "-overlap")
     monkeypatch.setenv("CG_SEED", "3")
@@ -104,6 +110,7 @@ def test_options_that_must_be_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch
         "fsdp": None,
         "check_inputs": 1,
         "dispatch": "auto",
+        "tasks_in_flight": 1,
     }
 
 

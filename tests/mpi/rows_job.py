@@ -68,14 +68,17 @@ def main() -> None:
 
     x = torch.randint(-3, 4, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(3)).double()
     plain = Mixture()
-    compiled = step.lower(x, routings()[0]).compile(dispatch="exchange")
-    used = {type(op) for program in compiled.module.programs for op in program.ops}
-    assert used >= {AllGatherRows, ReduceScatterRows}, used
+    lowered = step.lower(x, routings()[0])
+    programs = [lowered.compile(dispatch="exchange", tasks_in_flight=tasks) for tasks in (1, 2)]
+    for compiled in programs:
+        used = {type(op) for program in compiled.module.programs for op in program.ops}
+        assert used >= {AllGatherRows, ReduceScatterRows}, used
     for ids in routings():
-        loss = plain.loss(x, ids)
-        loss.backward()
-        plain.update()
-        assert torch.equal(compiled(x, ids), loss.detach()), "another loss"
+        for compiled in programs:
+            loss = plain.loss(x, ids)
+            loss.backward()
+            plain.update()
+            assert torch.equal(compiled(x, ids), loss.detach()), "another loss"
     print(f"rank {cg.rank()}: exactly as in one process", flush=True)
 
 

@@ -66,18 +66,21 @@ def pipelines(draw: st.DrawFn) -> GroupSteps:
     steps=pipelines(),
     schedule=st.sampled_from(schedules.names()),
     shuffle=st.integers(0, 99),
+    tasks=st.integers(1, 3),
 )
 @examples(60)
 def test_a_random_pipeline_of_groups_learns_as_one_process_does(
-    steps: GroupSteps, schedule: str, shuffle: int
+    steps: GroupSteps, schedule: str, shuffle: int, tasks: int
 ) -> None:
-    learns(laid(steps, schedule), schedule, shuffle, count=1)
+    """Up to three tasks of a rank are in flight, so summands travel beside other tasks."""
+    learns(laid(steps, schedule), schedule, shuffle, count=1, tasks=tasks)
 
 
-def learns(steps: GroupSteps, schedule: str, shuffle: int, count: int = 2) -> None:
+def learns(steps: GroupSteps, schedule: str, shuffle: int, count: int = 2, tasks: int = 1) -> None:
     """Take steps under a schedule, and compare losses and weights with one process."""
     module = group_module(steps)
-    PassManager(default_pipeline(schedules.by_name(schedule)), check=True).run(module)
+    pipeline = default_pipeline(schedules.by_name(schedule), tasks_in_flight=tasks)
+    PassManager(pipeline, check=True).run(module)
     whole = initial(steps)
     ranks = [Bodies(steps, rank, whole) for rank in range(module.world)]
     bodies = {rank: each.of(module) for rank, each in enumerate(ranks)}

@@ -103,6 +103,10 @@ def test_print_between_shows_each_module_that_changed(
     [
         ("schedule{schedule=zb-v}", "schedule 'zb-v' wants 2 stages on each of 2 ranks"),
         ("schedule{prefetch=-1}", "pass 'schedule': prefetch is at least 0, not -1"),
+        (
+            "schedule{tasks_in_flight=0}",
+            "pass 'schedule': tasks_in_flight is at least 1, not 0",
+        ),
         ("overlap{lookahead=0}", "pass 'overlap': lookahead is at least 1, not 0"),
     ],
 )
