@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 from ..attributes import ReduceOp
-from ..layout import Region, is_region, overlap, volume
+from ..layout import Region, is_region, volume
 from ..phases import Phase
 from ..types import TensorType, promised
 from .base import Op, Value
@@ -62,14 +63,16 @@ def check_rows(
                 "there is a row for each row of the ids, or for each id",
                 value,
             )
-    for index, region in enumerate(experts):
+    intervals: list[tuple[int, int]] = []
+    for region in set(experts):
         if len(region) != 1 or not is_region(region):
             raise Problem(
                 f"experts are regions of one dimension, here one has {len(region)}",
                 "write {[0:4], [4:8]}: the experts of each rank",
             )
-        if any(r != region and volume(overlap(r, region)) for r in experts[:index]):
-            raise Problem("two ranks have some experts in common, and not all")
+        intervals += region[0]
+    if any(start < stop for (_, stop), (start, _) in pairwise(sorted(intervals))):
+        raise Problem("two ranks have some experts in common, and not all")
 
 
 @dataclass(eq=False, slots=True)

@@ -26,6 +26,9 @@ Dispatch: TypeAlias = Literal["auto", "gather", "exchange"]
 
 DISPATCHES: tuple[str, ...] = get_args(Dispatch)
 
+_Kind: TypeAlias = tuple[object, ...]
+"""The types of a transfer's operands and of its result, its experts, and its `lead`."""
+
 LEAST_SAVED = 256 * 1024
 """Bytes that a rank need not receive, for which it is worth to pick rows out of a tensor."""
 
@@ -79,13 +82,17 @@ class ChooseDispatch(Pass):
                 help="cut experts and the batch along one axis, the batch last along this one, as "
                 "by cg.cut(0, 'dp', 'ep'); or leave out dispatch='exchange'",
             )
+        # Layers and microbatches have transfers of the same types.
+        known: dict[_Kind, tuple[tuple[str, str], tuple[int, int]]] = {}
         for op in routed:
-            problem, remedy = self._problem(op)
+            kind = (*(value.type for value in (*op.operands, op.result)), op.experts, op.lead)
+            if kind not in known:
+                known[kind] = self._problem(op), _received(op)
+            (problem, remedy), (whole, some) = known[kind]
             if problem and self.dispatch == "exchange":
                 raise error(
                     f"rows are to be exchanged, but {problem}", op=op, program=program, help=remedy
                 )
-            whole, some = _received(op)
             asked = "asked for" if self.dispatch != "auto" else ""
             if not problem and (self.dispatch == "exchange" or self._pays(whole - some)):
                 why = asked or "saves enough"

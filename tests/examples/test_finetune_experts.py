@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..models.test_experts import FAMILIES, SIZES
+from ..models.test_experts import FAMILIES, SIZES, correct_choices
 from . import tiny_model
 from .test_finetune import (
     SLOW,
@@ -58,7 +58,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
                 **sizes | {"max_position_embeddings": 64}, initializer_range=0.3
             )
             torch.manual_seed(0)
-            getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+            model = getattr(transformers, f"{family}ForCausalLM")(config)
+            correct_choices(model)
+            model.save_pretrained(folder)
         return written[family]
 
     return write
@@ -235,10 +237,12 @@ def test_options_for_experts_that_a_model_lacks(
 # -- shapes of ranks ----------------------------------------------------------------------------
 
 
-def test_experts_over_ranks(mixture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Mixtral", pytest.param("DeepseekV3", marks=SLOW)])
+def test_experts_over_ranks(family: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Losses are those of plain transformers; other `--ep` go on, with experts in their order."""
-    first = tmp_path / "first"
+    mixture, first = folder_of(family), tmp_path / "first"
     more = "--pp 1 --dp 2 --ep 2 --dispatch exchange --steps 3 --save-every 1 --keep 9"
+    more += " --tasks-in-flight 2"
     tune(mixture, first, more, ranks=4)
     expected, judged = plain(mixture, 3)
     assert losses(first) == pytest.approx(expected, rel=1e-5)

@@ -62,7 +62,15 @@ def model_of(family: str) -> nn.Module:
     sizes = SIZES | FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(**sizes, initializer_range=0.3)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
+    correct_choices(model)
     return model.double()  # type: ignore[no-any-return]
+
+
+def correct_choices(model: nn.Module) -> None:
+    """Give routers that have correction biases some that change their choices."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.5, 0.5)
 
 
 ROWS = "forward(moving)|forward(ids)|loss(moving)|loss(ids)"
