@@ -83,8 +83,8 @@ def overlapped_starts(
     would be rounded differently.
 
     Times are not known here. All forwards are taken to last as long, and so are the halves of a
-    backward; the calls of a task share its time. An exchange within a task is taken to last as long
-    as a call of the task that has most of them.
+    backward; the calls of a task share its time. An exchange of a microbatch is taken to last as
+    long as a call of the task that has most of them.
 
     Source: list scheduling, Graham 1966.
 
@@ -172,7 +172,7 @@ class _Run:
         if node in self._work.costs:
             halves = 2 if op.task is not None and op.task.action is self._doubled else 1
             return halves * TASK // max(len(anchors), 1)
-        is_exchange = isinstance(op, Collective) and bool(anchors) and not self._is_stored(node)
+        is_exchange = isinstance(op, Collective) and op.mb is not None and not self._is_stored(node)
         return self._exchange if is_exchange else 0
 
     def _is_stored(self, node: int) -> bool:
