@@ -14,6 +14,7 @@ from ...passes.simulate.residency import AUTO, KEEPS, Residency
 from ...tracer.record.actors.factory import ActorFactory
 from ...tracer.source import caller_location
 from ..runtime.plans_on_disk import check_same_step, read_plan
+from ..runtime.step_lock import lock_of
 from ..world.devices import torch_device
 from ..world.world import world
 from .compile_options import CompileOptions
@@ -21,7 +22,6 @@ from .compiled import Compiled
 from .compiled_programs import PlanFacts
 from .lowered import Lowered
 from .step_function import Step
-from .step_lock import lock_of
 
 T = TypeVar("T")
 
