@@ -24,14 +24,22 @@ from ..tracer.groups.training import cut_out, region_of
 from .decoder_serving import generated, serve
 from .decoders import LENGTH, VOCABULARY, class_of, decoder
 
-STEPS, ROWS, RATE = 3, 4, 0.05
+STEPS, ROWS = 3, 4
 TOLERANCE = 1e-5
+STEEP = ("gemma4", "gemma4_unified")
+"""Tiny models that learn slowly. At the usual rate they are soon so steep that plain transformers
+itself gives other gradients than within the tolerance, if it takes the rows in another order."""
 EXAMPLE = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64), "use_cache": False}
 
 
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return list(torch.randint(3, VOCABULARY, (STEPS, ROWS, LENGTH), generator=generator))
+
+
+def rate_of(model: Any) -> float:
+    """The rate at which a model learns."""
+    return 0.005 if model.config.model_type.removesuffix("_text") in STEEP else 0.05
 
 
 def loss_of(output: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -52,7 +60,7 @@ def train_plainly(model: Any) -> Plain:
     model = copy.deepcopy(model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate_of(model))
     record = Plain()
     for ids in batches():
         loss = loss_of(model(input_ids=ids, use_cache=False), ids)
@@ -75,7 +83,7 @@ class DecoderStage(nn.Module):
     def __init__(self, cuts: Any, index: int) -> None:
         super().__init__()
         self.part = cuts.part(index)
-        self.optimizer = torch.optim.SGD(self.part.parameters(), lr=RATE)
+        self.optimizer = torch.optim.SGD(self.part.parameters(), lr=rate_of(self.part.model))
         self.last: dict[str, torch.Tensor] = {}
 
     def lend(self) -> dict[str, torch.Tensor]:

@@ -49,6 +49,7 @@ _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split
 
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _ALL_HEADS = {"num_key_value_heads": 4}
+_GLOBAL_HEADS = {"global_head_dim": 8}
 _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(
         [
@@ -68,10 +69,13 @@ _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
         _ALL_HEADS,
     ),
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], **_ROTARY},
+    "cpmant": {"init_std": 0.02},
     "deepseek_v2": {**_ALL_HEADS, "num_experts_per_tok": 2},
     "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 2},
     "falcon_h1": {"mamba_d_head": 8},
+    **{kind: {"text_config": _GLOBAL_HEADS} for kind in ("gemma4", "gemma4_unified")},
+    **dict.fromkeys(["gemma4_text", "gemma4_unified_text"], _GLOBAL_HEADS),
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},

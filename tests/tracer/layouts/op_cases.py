@@ -70,6 +70,11 @@ def ctc_backward(g: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
     return CG.ctc_loss_backward(g, x, t + 1, n, m, *kept, 0, False)  # type: ignore[no-any-return]
 
 
+def regular(a: torch.Tensor) -> torch.Tensor:
+    """Matrices with inverses."""
+    return a + 9 * torch.eye(a.shape[-1], dtype=a.dtype)
+
+
 ROWS_OF_CTC = (indices(4, 4, 3), torch.tensor([6, 5, 6, 4]), torch.tensor([3, 2, 0, 1]))
 
 
@@ -174,6 +179,50 @@ CASES: dict[str, OpCase] = {
     "baddbmm": case(torch.baddbmm, ints(3, 4, 5), ints(3, 4, 2), ints(3, 2, 5)),
     "linear": case(torch.nn.functional.linear, ints(3, 2, 4), ints(6, 4), ints(6)),
     "einsum": case(lambda x, y: torch.einsum("bsd,bde->bse", x, y), ints(2, 3, 4), ints(2, 4, 3)),
+    # linear algebra
+    "triangular": case(
+        lambda a, b: torch.linalg.solve_triangular(regular(a), b, upper=True, unitriangular=True),
+        *(ints(2, 3, 4, 4), ints(3, 4, 5)),
+    ),
+    "triangular right": case(
+        lambda a, b: torch.linalg.solve_triangular(regular(a), b, upper=False, left=False),
+        *(ints(4, 4), ints(2, 3, 4)),
+        tolerance=1e-12,
+    ),
+    "solve": case(
+        lambda a, b: torch.linalg.solve(regular(a), b),
+        *(ints(2, 3, 4, 4), ints(3, 4, 5)),
+        tolerance=1e-12,
+    ),
+    "solve vectors": case(
+        lambda a, b: torch.linalg.solve(regular(a), b),
+        *(ints(3, 4, 4), ints(3, 4)),
+        tolerance=1e-12,
+    ),
+    "inverse": case(lambda a: regular(a).inverse(), ints(3, 2, 2), tolerance=1e-12),
+    "determinant": case(lambda a: torch.linalg.det(a), ints(2, 3, 3, 3), tolerance=1e-12),
+    "log determinant": case(lambda a: regular(a).slogdet(), ints(4, 3, 3), tolerance=1e-12),
+    "cholesky": case(
+        lambda a: torch.linalg.cholesky(regular(a) @ regular(a).mT), ints(4, 3, 3), tolerance=1e-12
+    ),
+    "qr": case(lambda a: torch.linalg.qr(a), ints(3, 5, 2), tolerance=1e-12),
+    "singular values of a constant": case(
+        lambda a: a * torch.linalg.svdvals(torch.ones(4, 3, dtype=torch.float64)),
+        ints(2, 3),
+        tolerance=1e-12,
+    ),
+    "solve by lu": case(
+        lambda a, b: ATEN.linalg_lu_solve(*torch.linalg.lu_factor(regular(a)), b, left=False),
+        *(ints(3, 4, 4), ints(2, 1, 5, 4)),
+        tolerance=1e-12,
+    ),
+    "solve by cholesky": case(
+        lambda a, b: torch.cholesky_solve(b, regular(a).tril()),
+        *(ints(3, 4, 4), ints(2, 3, 4, 5)),
+        tolerance=1e-12,
+    ),
+    "svd": case(lambda a: torch.linalg.svd(a, full_matrices=False), ints(3, 4, 2), tolerance=1e-12),
+    "eigenvectors": case(lambda a: torch.linalg.eigh(a + a.mT), ints(3, 3, 3), tolerance=1e-12),
     # reductions
     "sum": case(torch.sum, ints(4, 6)),
     "sum dim": case(lambda x: x.sum(1), ints(4, 6)),

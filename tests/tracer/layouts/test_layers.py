@@ -68,6 +68,28 @@ def test_a_convolutional_model_of_a_cut_batch(rows: int) -> None:
     assert [change.value for change in run.changes].count("reduce") == 5
 
 
+class OfMatrices(nn.Module):
+    """Solves with a matrix for each row and head, as layers with a delta rule do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(ints(2, 4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lower = torch.linalg.solve_triangular(
+            x, self.columns, upper=False, left=True, unitriangular=True
+        )
+        full = x + 9 * torch.eye(4, dtype=x.dtype)
+        solved = torch.linalg.solve(full, lower) + full.inverse() @ lower
+        return solved.square().sum() + full.logdet().sum()
+
+
+@pytest.mark.parametrize("matrices", ["dp,-,-,-", "-,tp,-,-", "dp,tp,-,-"])
+def test_stacks_of_matrices_are_solved_in_pieces(matrices: str) -> None:
+    plan = {"columns": "tp,-,-"} if "tp" in matrices else {}
+    compare(OfMatrices(), "forward", plan, GRID, [ints(3, 2, 4, 4)], [matrices], tolerance=1e-9)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.Module], batch_first: bool, **options: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rules in einsum's letters, for matrix products and for operators of users.
+"""Rules in einsum's letters, for matrix products, linear algebra and operators of users.
 
 Where a contracted dimension of a product is cut, the result is left as summands.
 """
@@ -17,10 +17,11 @@ from .....ir.layout import Intervals, shape_of, volume, whole
 from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
 from ..cuts import is_interval
-from ..factors import Dims, Factors, each, jointly, letters, sizes_of
+from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly, letters, sizes_of
 from ..solution import solve
 from ..values.ids import CHECKED_IDS
 from .creation import zeros
+from .decomposed import rule as rule_of_others
 from .pointwise import broadcast
 from .rows import first_entry
 
@@ -38,6 +39,22 @@ _SUMS_WITH_PRODUCTS = {
     _ATEN.baddbmm.default: ("bmk,bkn->bmn", _ATEN.bmm.default, ("batch1", "batch2")),
     _ATEN.addmv.default: ("mk,k->m", _ATEN.mv.default, ("mat", "vec")),
 }
+
+_OF_MATRICES: Mapping[object, str] = {
+    _ATEN.linalg_inv_ex.default: "ij->ij,",
+    _ATEN.linalg_cholesky_ex.default: "ij->ij,",
+    _ATEN.cholesky_inverse.default: "ij->ij",
+    _ATEN._linalg_det.default: "ij->,ij,i",
+    _ATEN._linalg_slogdet.default: "ij->,,ij,i",
+    _ATEN.linalg_lu_factor_ex.default: "ij->ij,k,",
+    _ATEN.lu_unpack.default: "ij,k->il,im,nj",
+    _ATEN.linalg_qr.default: "ij->ik,lj",
+    _ATEN._linalg_svd.default: "ij->ik,l,mj",
+    _ATEN._linalg_eigh.default: "ij->i,ij",
+    _ATEN.linalg_householder_product.default: "ij,k->ij",
+    _ATEN.linalg_matrix_exp.default: "ij->ij",
+}
+"""The last dimensions of ops on stacks of matrices. Those in front of them are of the stack."""
 
 _DECLARED: dict[torch._ops.OpOverload, tuple[str, str]] = {}
 """Letters of each op, and those that may be cut. One for a process, like torch's operators."""
@@ -87,6 +104,57 @@ def _apart(
     result: torch.Tensor = product(factors[names[0]], factors[names[1]])
     scaled = result if alpha == 1 else result * alpha
     return scaled + (self if beta == 1 else self * beta)
+
+
+def _triangular(case: Case) -> Answer | Expansion:
+    """Each column is solved by itself; rows instead, if the unknown is the left factor."""
+    return _stacked("ij,ic->jc" if case["left"] else "ij,cj->ci", "c", each(1), case)
+
+
+def _by_lu(case: Case) -> Answer | Expansion:
+    return _stacked("ij,k,ic->jc" if case["left"] else "ij,k,cj->ci", "c", each(2), case)
+
+
+def _by_cholesky(case: Case) -> Answer | Expansion:
+    return _stacked("ic,ij->jc", "c", each(0), case)
+
+
+def _solved(case: Case) -> Answer | Expansion:
+    """A right side of one dimension less has a vector for each matrix."""
+    left, right = (case[name].shape for name in ("A", "B"))
+    sides = "ik,jk" if case["left"] else "ki,kj"
+    if len(right) == 1 or (len(right) == len(left) - 1 and right == left[:-1]):
+        sides = "i,j"
+    side, result = sides.split(",")
+    return _stacked(f"ij,{side}->{result},ij,i,", "", NOT_LINEAR, case)
+
+
+def _checked_errors(case: Case) -> Answer:
+    """Each rank checks its own matrices; an error counts them in the rank's piece."""
+    (codes,) = case.operands
+    factors = broadcast([codes.shape], codes.shape)[0]
+    sizes = sizes_of(factors, [codes.shape])
+    return solve(case, Factors(factors, (None,), sizes))
+
+
+def _stacked(text: str, free: str, linear: Linear, case: Case) -> Answer | Expansion:
+    """Matrices stay whole but for the letters of `free`, and stacks of them are broadcast."""
+    operands, results = letters(text)
+    shapes = [operand.shape for operand in case.operands]
+    ranks = [len(core) for core in operands]
+    stack = case.shape()[: len(case.shape()) - len(results[0])]
+    if any(len(case.shape(i)) != len(stack) + len(core) for i, core in enumerate(results)):
+        return rule_of_others(case)  # such as an SVD without vectors: what it leaves out is [0]
+    leading, front = broadcast([s[: len(s) - r] for s, r in zip(shapes, ranks, strict=True)], stack)
+    dims = tuple((*lead, *core) for lead, core in zip(leading, operands, strict=True))
+    result_dims = tuple((*front, *core) for core in results)
+    sizes = {f"d{i}": size for i, size in enumerate(stack)} | sizes_of(
+        result_dims, [case.shape(i) for i in range(len(results))]
+    )
+    sizes |= sizes_of(operands, [s[len(s) - r :] for s, r in zip(shapes, ranks, strict=True)])
+    named = {dim[0] for core in (*operands, *results) for dim in core}
+    keep = dict.fromkeys(sorted(named - {*free}), "is of whole matrices")
+    return solve(case, Factors(dims, result_dims, sizes, linear, keep), local=_local)
 
 
 def _expert_linear(case: Case) -> Answer:
@@ -159,6 +227,12 @@ def _grouped_mm(case: Case) -> Answer:
 RULES: Mapping[object, Rule] = {
     **{op: partial(_product, text) for op, text in _PRODUCTS.items()},
     **{op: partial(_sum_with_product, *row) for op, row in _SUMS_WITH_PRODUCTS.items()},
+    **{op: partial(_stacked, text, "", NOT_LINEAR) for op, text in _OF_MATRICES.items()},
+    _ATEN.linalg_solve_triangular.default: _triangular,
+    _ATEN.linalg_lu_solve.default: _by_lu,
+    _ATEN.cholesky_solve.default: _by_cholesky,
+    _ATEN._linalg_solve_ex.default: _solved,
+    _ATEN._linalg_check_errors.default: _checked_errors,
     EXPERT_LINEAR: _expert_linear,
     EXPERT_OUTER: _expert_outer,
     GROUPED_MM: _grouped_mm,
