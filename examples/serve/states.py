@@ -63,6 +63,47 @@ class OtherState(ValueError):
         self.layer = layer
 
 
+class SlotLayer(LinearAttentionLayer):
+    """A layer of a cache whose states are new tensors in each call, and never written to.
+
+    Ranks that share a stage may write to nothing in place that they have computed in front of an
+    exchange, and a layer may have one between its convolution and its recurrence.
+    """
+
+    def fill(self, name: StateName, rows: Tensor) -> None:
+        """Give it a state, as if it had made it itself."""
+        self.has_previous_state[name.index] = True
+        states = self.recurrent_states if name.is_recurrent else self.conv_states
+        states[name.index] = rows
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        before = self.conv_states[state_idx]
+        if before is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            missing = max(width - conv_states.shape[-1], 0)
+            shown = torch.nn.functional.pad(conv_states, (missing, 0))
+        else:
+            width = before.shape[-1]
+            shown = torch.cat([before, conv_states], dim=-1)
+        self.has_previous_state[state_idx] = True
+        self.conv_states[state_idx] = shown[..., -width:]
+        return shown
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        before = self.recurrent_states[state_idx]
+        dtype = recurrent_states.dtype if before is None else before.dtype
+        self.recurrent_states[state_idx] = state = recurrent_states.to(dtype)
+        return state
+
+
 @dataclass(frozen=True)
 class Slots:
     """Where the states of a batch lie; the same for all layers of a stage.
@@ -79,15 +120,12 @@ class Slots:
     begins: Tensor | None
 
     @cached_property
-    def _layers(self) -> dict[int, LinearAttentionLayer]:
+    def _layers(self) -> dict[int, SlotLayer]:
         """The layers that have been asked for."""
         return {}
 
-    def layer(self, number: int) -> LinearAttentionLayer:
+    def layer(self, number: int) -> SlotLayer:
         """The layer of a cache with the states of the batch.
-
-        They are gathered when they are first asked for: ranks that share a stage may write to
-        nothing in place that they have computed in front of an exchange.
 
         Raises:
             OtherState: the layer keeps none.
@@ -96,12 +134,12 @@ class Slots:
             names = [name for name in self.pools if name.layer == number]
             if not names:
                 raise OtherState(number, OTHER)
-            layer = LinearAttentionLayer(1 + max(name.index for name in names))
+            layer = SlotLayer(1 + max(name.index for name in names))
             if self.begins is not None:
                 for name in names:
                     rows = self.pools[name].index_select(0, self.numbers)
                     fresh = self.begins.view(-1, *[1] * (rows.dim() - 1))
-                    _fill(layer, name, rows.masked_fill(fresh, 0))
+                    layer.fill(name, rows.masked_fill(fresh, 0))
             self._layers[number] = layer
         return self._layers[number]
 
@@ -117,19 +155,6 @@ class Slots:
 
 NO_SLOTS = Slots({}, torch.empty(0, dtype=torch.int64), None)
 """Those of a batch where no layer keeps a state."""
-
-
-def _fill(layer: LinearAttentionLayer, name: StateName, rows: Tensor) -> None:
-    """Give a layer of a cache a state, as if it had made it itself."""
-    layer.has_previous_state[name.index] = True
-    layer.device = rows.device
-    if name.is_recurrent:
-        layer.recurrent_states[name.index] = rows
-        layer.is_recurrent_states_initialized[name.index] = True
-    else:
-        layer.dtype, layer.conv_states[name.index] = rows.dtype, rows
-        layer.conv_kernel_size[name.index] = rows.shape[-1]
-        layer.is_conv_states_initialized[name.index] = True
 
 
 class ObservedLayer(LinearAttentionLayer):
@@ -153,8 +178,8 @@ class ObservedLayer(LinearAttentionLayer):
         raise OtherState(self.layer, OTHER)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
-        fresh = LinearAttentionLayer(state_idx + 1)
-        shown: Tensor = fresh.update_conv_state(conv_states, state_idx, **options)
+        fresh = SlotLayer(state_idx + 1)
+        shown = fresh.update_conv_state(conv_states, state_idx, **options)
         state = fresh.conv_states[state_idx]
         assert state is not None, "it was given just now"
         self._note(False, state_idx, state)

@@ -137,7 +137,7 @@ class Analysis:
         roots = self._observation.output
         for mask in uses:
             roots |= mask
-        moving = self._needs(roots, index).given
+        moving = self._moving(self._needs(roots, index).given)
         place = {
             id(leaf): i for i, leaf in reversed(list(enumerate(self._observation.taken[index])))
         }
@@ -146,6 +146,22 @@ class Analysis:
             tuple(place.get(id(tensor.tensor)) for tensor in moving),
             self._refusal(index, moving),
         )
+
+    def _moving(self, given: tuple[GivenTensor, ...]) -> tuple[GivenTensor, ...]:
+        """Those of the tensors given before that are not computed again.
+
+        A module computes again what depends on inputs alone, such as positions, unless something
+        stands for it as another tensor that it gives goes on.
+        """
+        paths = {*self._observation.chain.paths}
+        while True:
+            moving = tuple(
+                t for t in given if t.depends or any(slot.path in paths for slot in t.slots)
+            )
+            reached = paths.union(slot.path for tensor in moving for slot in tensor.slots)
+            if reached == paths:
+                return moving
+            paths = reached
 
     def _refusal(self, index: int, moving: tuple[GivenTensor, ...]) -> str | None:
         """Why the model cannot be cut in front of a layer."""

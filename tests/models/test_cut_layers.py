@@ -187,6 +187,20 @@ def test_gradients_flow_through_checkpointed_layers() -> None:
     check_gradients(model, parts)
 
 
+class Marks(nn.Module):
+    """Gives what it computes by its weights, and places, which depend on inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.read(x), x.cumsum(0)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sin()
+
+
 class Tower(nn.Module):
     """Layers, a module, a parameter and a dropout, and a forward that runs them as a test says."""
 
@@ -195,6 +209,7 @@ class Tower(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.embed, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.marks = Marks()
         self.table = nn.Parameter(torch.randn(4))
         self.way, self.stash = way, torch.zeros(1)
 
@@ -204,6 +219,10 @@ class Tower(nn.Module):
             row = self.dropout(x * self.table)
         if self.way == "draws":
             row = nn.functional.dropout(x * self.table)
+        if self.way in ("places", "marks"):
+            marks, places = self.marks(x)
+            x = x + marks + self.marks.read(places) if self.way == "places" else x
+            row = places if self.way == "places" else marks + places
         first = x
         for index, layer in enumerate(self.layers):
             x = layer(x)
@@ -220,7 +239,7 @@ class Tower(nn.Module):
                 return x + first
             case "table":
                 return x * self.table
-            case "row" | "draws" | "module draws":
+            case "row" | "draws" | "module draws" | "places" | "marks":
                 return x + row[:1]
             case "writes":
                 return x.mul_(2)
@@ -312,7 +331,10 @@ class Reader(Tower):
 
 @pytest.mark.parametrize(
     ("way", "crossing"),
-    [("chain", 1), ("doubles", 1), ("skips", 2), ("table", 1), ("row", 2), ("module draws", 2)],
+    [
+        *(("chain", 1), ("doubles", 1), ("skips", 2), ("table", 1), ("row", 2)),
+        *(("module draws", 2), ("places", 1), ("marks", 3)),
+    ],
 )
 def test_what_is_around_the_layers(way: str, crossing: int) -> None:
     """What later stages need of earlier ones goes to them, and the rest is computed again."""

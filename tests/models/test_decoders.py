@@ -54,6 +54,8 @@ def test_a_decoder_does_as_in_one_process(kind: str, shape: str, tmp_path: Path)
     ("kind", "ranks", "tp"),
     [
         ("mixtral", 2, 2),
+        ("falcon_h1", 2, 2),
+        *(pytest.param(k, 2, 2, marks=pytest.mark.slow) for k in ("qwen3_next", "nemotron_h")),
         *(
             pytest.param(kind, 2, tp, marks=pytest.mark.slow)
             for kind in ("llama", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe")
