@@ -47,7 +47,7 @@ _SIZES: Mapping[int, str] = {
 }
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
 
-_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _ALL_HEADS = {"num_key_value_heads": 4}
 _GLOBAL_HEADS = {"global_head_dim": 8}
 _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -68,15 +68,20 @@ _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
         ],
         _ALL_HEADS,
     ),
-    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], **_ROTARY},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROTARY),
+    },
     "cpmant": {"init_std": 0.02},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_v2": {**_ALL_HEADS, "num_experts_per_tok": 2},
     "bamba": {"attn_layer_indices": [1]},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_head": 8},
     **{kind: {"text_config": _GLOBAL_HEADS} for kind in ("gemma4", "gemma4_unified")},
     **dict.fromkeys(["gemma4_text", "gemma4_unified_text"], _GLOBAL_HEADS),
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 32},
+    "got_ocr2": {"vision_config": {"output_channels": 8, "mlp_dim": 32}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 4},
@@ -85,10 +90,19 @@ _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 4},
     "nemotron": {"num_key_value_heads": 2},
+    "phi4_multimodal": {
+        "audio_config": dict.fromkeys(
+            ("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"), 16
+        )
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }

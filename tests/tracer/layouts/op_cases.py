@@ -82,6 +82,11 @@ OF_BORDERS = torch.tensor([[0, 3], [3, 5], [0, 0], [6, 3]])
 """Indices below 7, among them the first and the last of what two ranks hold."""
 
 
+def _with_zeros(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    x[:, mask] = 0
+    return x
+
+
 def _with_ones(x: torch.Tensor) -> torch.Tensor:
     x[1] = 1
     return x
@@ -143,6 +148,8 @@ CASES: dict[str, OpCase] = {
     "expand back": case(lambda x: x.expand(-1, 4, -1).reshape(3, 8) * 1, ints(3, 1, 2)),
     "repeat": case(lambda x: x.repeat(2, 1, 2), ints(3, 4)),
     "select": case(lambda x: x.select(1, -1), ints(3, 4)),
+    "select of a packed one": case(lambda x, y: torch.cat([x, y], 1)[:, 5], ints(2, 4), ints(2, 4)),
+    "select of ints": case(lambda x: x.long()[2] + x.long()[:, 3], ints(4, 4)),
     "select backward": case(lambda g: ATEN.select_backward(g, [3, 5, 4], 1, 2), ints(3, 4)),
     "slice": case(lambda x: x[:, 1:5:2], ints(3, 6)),
     "slice all": case(lambda x: x[:, :6], ints(3, 6)),
@@ -393,6 +400,15 @@ CASES: dict[str, OpCase] = {
     "index put rows": case(
         lambda g, i: ATEN.index_put(g.new_zeros(4, 5, 2), [torch.arange(4), i], g, True),
         *(ints(4, 2), indices(5, 4)),
+    ),
+    "put by a mask": case(
+        lambda x, m, v: ATEN.index_put(x, [m > 0], v), ints(4, 5, 2), ints(4, 5), ints(1, 2)
+    ),
+    "put by a mask of columns": case(
+        lambda x, m: _with_zeros(x.clone(), m > 0), ints(4, 5, 2), ints(5)
+    ),
+    "add by a mask": case(
+        lambda x, m, v: ATEN.index_put(x, [m > 0], v, True), ints(4, 3), ints(4), ints(3)
     ),
     "gather": case(lambda x, i: x.gather(1, i), ints(4, 5), indices(5, 4, 2)),
     "gather of int32": case(lambda x, i: x.int().gather(1, i), ints(4, 5), indices(5, 4, 2)),

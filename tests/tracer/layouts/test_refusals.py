@@ -20,7 +20,13 @@ GRID = mesh(dp=2, tp=2)
 X = ints(4, 6)
 
 CASES: dict[str, tuple[Callable[..., Any], list[str], str]] = {
-    "no rule": (torch.linalg.inv, ["dp,-"], r"aten.linalg_inv_ex has no rule"),
+    "no rule": (torch.geqrf, ["dp,-"], r"aten.geqrf has no rule"),
+    "whole matrices": (torch.linalg.inv, ["dp,-"], r"dimension 0 of %arg0_1 is of whole matrices"),
+    "a write to one row": (
+        lambda x: x[1].add_(x[2]),
+        ["dp,-"],
+        r"dimension 0 of %x_1 has one index selected",
+    ),
     "strides": (
         lambda x: x.as_strided((3, 6), (3, 1)),
         ["dp,-"],
@@ -61,7 +67,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     function, given, message = CASES[name]
-    tensors = [ints(4, 4) if name == "no rule" else X.clone() for _ in given]
+    tensors = [ints(4, 4) if name == "whole matrices" else X.clone() for _ in given]
     with pytest.raises(LayoutError, match=message) as caught:
         check(function, tensors, [layout(text) for text in given], GRID, allowed=DEFAULT)
     assert caught.value.remedy

@@ -80,6 +80,7 @@ EXPECTED = [
     ("view merge", "-,-,tp,-", "-,tp", NOTHING),
     ("view merge", "-,dp,-,-", "3*dp,-", NOTHING),
     ("permute", "dp,-,tp", "tp,dp,-", NOTHING),
+    ("select", "dp,tp", "dp|tp", NOTHING),
     ("split", "-,3*tp", "-,tp", NOTHING),
     ("cat", "-,tp", "-,tp", "-,2*tp", NOTHING),
     ("mm", "dp,-", "-,tp", "dp,tp", NOTHING),

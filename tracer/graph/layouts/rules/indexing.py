@@ -56,7 +56,7 @@ class _Indexed:
 
 def _indexed(case: Case) -> _Indexed:
     shape = case["self"].shape
-    index_tensors = [(k, index) for k, index in enumerate(case["indices"]) if index is not None]
+    index_tensors = _numbered(case["indices"])
     common = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
         *(index.shape for _, index in index_tensors)
     )
@@ -158,6 +158,8 @@ def _as_numbers(op: torch._ops.OpOverload, *, self: torch.Tensor, **arguments: A
 
 
 def _index_put(case: Case) -> Answer | Expansion:
+    if _fills_by_mask(case):
+        return Expansion(_filled)
     indexed = _indexed(case)
     values = case["values"].shape
     result = [indexed.sizes[dim[0]] for dim in indexed.result]
@@ -177,6 +179,31 @@ def _index_put(case: Case) -> Answer | Expansion:
     )
     local = partial(_local_index, indexed, case["self"].shape)
     return _placed(case, _Placing(factors, [dim[0] for dim in dims], case["accumulate"]), local)
+
+
+def _fills_by_mask(case: Case) -> bool:
+    """True if a mask says where the same values are written, as in `x[mask] = 0`."""
+    (ahead, mask), *others = _numbered(case["indices"])
+    if others or mask.dtype is not torch.bool:
+        return False
+    values = case["values"].shape
+    behind = len(case["self"].shape) - ahead - len(mask.shape)
+    return all(size == 1 for size in values[: max(len(values) - behind, 0)])
+
+
+def _numbered(indices: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The index tensors, with their places among the indices."""
+    return [(k, index) for k, index in enumerate(indices) if index is not None]
+
+
+def _filled(
+    *, self: torch.Tensor, indices: list[Any], values: torch.Tensor, accumulate: bool, **_: Any
+) -> torch.Tensor:
+    ((ahead, mask),) = _numbered(indices)
+    behind = self.dim() - ahead - mask.dim()
+    mask = mask.view(*[1] * ahead, *mask.shape, *[1] * behind)
+    values = values.view(values.shape[max(values.dim() - behind, 0) :])
+    return torch.where(mask, self + values if accumulate else values, self)
 
 
 def _local_index(indexed: _Indexed, shape: Shape, op: LocalOp) -> Any:
