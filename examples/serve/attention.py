@@ -218,16 +218,23 @@ class _InPart(Protocol):
     current: CurrentCache
 
 
+class MaskOfOthers:
+    """Stands for a mask of other keys than those of a paged cache.
+
+    Decoders of models with encoders make one for what an encoder gives, also where there is none.
+    Then no module takes it.
+    """
+
+
+_OF_OTHERS = MaskOfOthers()
+
+
 def paged_mask(
     *, kv_length: int, mask_function: Callable[..., Tensor], dtype: torch.dtype, **_: Any
-) -> Tensor:
-    """A mask as transformers asks for one, of what a model's own function says that tokens see.
-
-    Raises:
-        ValueError: the model asks for a mask of other keys than those of a paged cache.
-    """
+) -> Tensor | MaskOfOthers:
+    """A mask as transformers asks for one, of what a model's own function says that tokens see."""
     if not isinstance(kv_length, _Seen):
-        raise ValueError("it makes a mask for keys that are not in its cache")
+        return _OF_OTHERS
     return kv_length.cache.mask(mask_function, dtype)
 
 
@@ -236,7 +243,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | MaskOfOthers | None,
     scaling: float | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
@@ -257,8 +264,15 @@ def attention(
         [rows, tokens, heads, width of a value].
 
     Raises:
-        ValueError: the module attends without a mask, so to whatever is in the pages.
+        ValueError: the module attends without a mask, so to whatever is in the pages; or to other
+            keys than those of the cache, as to tokens that follow.
     """
+    if isinstance(attention_mask, MaskOfOthers):
+        raise ValueError(
+            f"{type(module).__name__} attends to keys that are not in its cache, as a layer does "
+            "that sees tokens ahead; if the model may be a decoder, its configuration says so by "
+            "is_decoder"
+        )
     if attention_mask is None:
         raise ValueError(f"{type(module).__name__} attends without a mask of causes")
     if any(features.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):

@@ -159,7 +159,7 @@ def test_positions_that_depend_on_the_length() -> None:
 
 REFUSED = {
     "openai-gpt": r"its forward takes no input_ids, or no past_key_values",
-    "bert": r"it makes a mask for keys that are not in its cache",
+    "roberta": r"RobertaSelfAttention attends to keys that are not in its cache, as a layer",
     "hrm_text": r"HrmTextForCausalLM runs model\.L_module\.layers\.0 out of order",
     # A window of its own, that it counts from the length of the cache.
     "gpt_neo": r"transformer\.h\.1\.attn\.attention\.\w+ \(\w+\) gives other values over pages",

@@ -49,6 +49,7 @@ _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split
 
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _ALL_HEADS = {"num_key_value_heads": 4}
+_CAUSAL = {"is_decoder": True}
 _GLOBAL_HEADS = {"global_head_dim": 8}
 _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(
@@ -75,6 +76,13 @@ _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "cpmant": {"init_std": 0.02},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_v2": {**_ALL_HEADS, "num_experts_per_tok": 2},
+    **dict.fromkeys(
+        [
+            *("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert"),
+            *("rembert", "roc_bert", "roformer"),
+        ],
+        _CAUSAL,
+    ),
     "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_head": 8},

@@ -17,13 +17,16 @@ import torch
 from torch import fx
 
 from .....ir.layout import Region, shape_of, whole
-from ..cases import Answer, Case, LocalOp, Rule
+from ....values.operators import written_values
+from ...autodiff.subgraphs import is_view
+from ..cases import Answer, Case, LocalOp, Rule, dim_of
 from ..cuts import is_interval
 from ..factors import Factors, each
 from ..solution import solve
 from ..values.ids import CHECKED_IDS
+from .creation import zeros
 from .pointwise import pointwise
-from .views import named
+from .views import moved, named
 
 _ATEN = torch.ops.aten
 
@@ -226,8 +229,43 @@ def _local_embedding_backward(op: LocalOp) -> Any:
     return op.run(grad_output=own, indices=safe, num_weights=count, padding_idx=-1)
 
 
+def _select(case: Case) -> Answer:
+    """The rank that has the index gives its entry, and all others zeros, of which it is the sum.
+
+    Such a sum is no view, so nobody may write to it.
+    """
+    (operand,) = case.operands
+    dims = named(operand.shape)
+    dim = dim_of(case["dim"], len(dims))
+    selected = [user for user in operand.node.users if user.target is case.target]
+    is_sum = operand.dtype is not torch.bool and not any(map(_is_written, selected))
+    keep = {} if is_sum else {dims[dim][0]: "has one index selected"}
+    index = case["index"] % operand.shape[dim]
+    local = partial(_own_index, dim, index) if operand.cuts[dim] else None
+    return moved(case, dims, (*dims[:dim], *dims[dim + 1 :]), keep, local=local)
+
+
+def _is_written(view: fx.Node) -> bool:
+    """True if an op writes to a view in place, or to a view of it."""
+    return any(
+        view in written_values(user.target, user.args, user.kwargs)
+        or (is_view(user) and _is_written(user))
+        for user in view.users
+    )
+
+
+def _own_index(dim: int, index: int, op: LocalOp) -> Any:
+    before = 0
+    for first, last in op.operands[0][dim]:
+        if first <= index < last:
+            return op.run(index=before + index - first)
+        before += last - first
+    return zeros(op, op.arguments["self"])
+
+
 RULES: Mapping[object, Rule] = {
     CHECKED_IDS: _checked_ids,
+    _ATEN.select.int: _select,
     _ATEN.embedding.default: _embedding,
     _ATEN.embedding_dense_backward.default: _embedding_backward,
 }

@@ -9,16 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
 
 from .....ir.layout import shape_of
-from ....values.operators import written_values
-from ...autodiff.subgraphs import is_view
 from ..cases import Answer, Case, Expansion, LocalOp, Rule, Shape, dim_of, dims_of
 from ..cuts import is_interval
 from ..factors import Dim, Dims, Factors, each
 from ..solution import solve
-from .creation import zeros
 
 _ATEN = torch.ops.aten
 _SIZE = {"size": 0}
@@ -195,40 +191,6 @@ def _repeat(case: Case) -> Answer:
     )
     counts = {f"r{i}": times for i, times in enumerate(case["repeats"])}
     return moved(case, operand, result, more=counts)
-
-
-def _select(case: Case) -> Answer:
-    """The rank that has the index gives its entry, and all others zeros, of which it is the sum.
-
-    Such a sum is no view, so nobody may write to it.
-    """
-    (operand,) = case.operands
-    dims = named(operand.shape)
-    dim = dim_of(case["dim"], len(dims))
-    selected = [user for user in operand.node.users if user.target is case.target]
-    is_sum = operand.dtype is not torch.bool and not any(map(_is_written, selected))
-    keep = {} if is_sum else {dims[dim][0]: "has one index selected"}
-    index = case["index"] % operand.shape[dim]
-    local = partial(_own_index, dim, index) if operand.cuts[dim] else None
-    return moved(case, dims, (*dims[:dim], *dims[dim + 1 :]), keep, local=local)
-
-
-def _is_written(view: fx.Node) -> bool:
-    """True if an op writes to a view in place, or to a view of it."""
-    return any(
-        view in written_values(user.target, user.args, user.kwargs)
-        or (is_view(user) and _is_written(user))
-        for user in view.users
-    )
-
-
-def _own_index(dim: int, index: int, op: LocalOp) -> Any:
-    before = 0
-    for first, last in op.operands[0][dim]:
-        if first <= index < last:
-            return op.run(index=before + index - first)
-        before += last - first
-    return zeros(op, op.arguments["self"])
 
 
 def _select_backward(case: Case) -> Answer:
@@ -427,7 +389,6 @@ RULES: Mapping[object, Rule] = {
     **dict.fromkeys((_ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims), _squeeze),
     _ATEN.expand.default: _expand,
     _ATEN.repeat.default: _repeat,
-    _ATEN.select.int: _select,
     _ATEN.select_backward.default: _select_backward,
     _ATEN.slice.Tensor: _slice,
     _ATEN.slice_backward.default: _slice_backward,
@@ -444,10 +405,9 @@ RULES: Mapping[object, Rule] = {
 
 SELECTING: frozenset[object] = frozenset(
     {
-        *(_ATEN.select.int, _ATEN.select_backward.default, _ATEN.slice.Tensor),
-        *(_ATEN.slice_backward.default, _ATEN.constant_pad_nd.default, _ATEN.tril.default),
-        *(_ATEN.triu.default, _ATEN.repeat.default, _ATEN.diagonal.default),
-        _ATEN.diagonal_backward.default,
+        *(_ATEN.select_backward.default, _ATEN.slice.Tensor, _ATEN.slice_backward.default),
+        *(_ATEN.constant_pad_nd.default, _ATEN.tril.default, _ATEN.triu.default),
+        *(_ATEN.repeat.default, _ATEN.diagonal.default, _ATEN.diagonal_backward.default),
     }
 )
 """The views that leave entries out, or add some."""
