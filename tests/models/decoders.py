@@ -76,13 +76,7 @@ _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "cpmant": {"init_std": 0.02},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_v2": {**_ALL_HEADS, "num_experts_per_tok": 2},
-    **dict.fromkeys(
-        [
-            *("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert"),
-            *("rembert", "roc_bert", "roformer"),
-        ],
-        _CAUSAL,
-    ),
+    **dict.fromkeys(("bert", "electra", "ernie", "rembert", "roc_bert", "roformer"), _CAUSAL),
     "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_head": 8},
