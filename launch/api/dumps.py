@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -9,13 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...backends.base import World
+from ...backends.failures.fallbacks import Fallbacks
+from ...backends.failures.participants import is_device_only
 from ...backends.per_world import PerWorld
 from ...ir.ops.module import Module
+from ...passes.lower.capture import describe
 from ...passes.manager.manager import PassReport, format_reports
 from ...passes.simulate.program_grid import format_grid
 from ..pictures.program_timeline import picture_in_units
 from ..pictures.timeline_html import timeline_html
 from ..pictures.timeline_svg import timeline_svg
+from ..world.devices import fabrics_of
 from .compile_options import CompileOptions
 
 
@@ -86,6 +91,23 @@ def make_dump(options: CompileOptions, name: str, world: World) -> Dump | None:
     prefix = prefix if rank == 0 else f"{prefix}.rank{rank}"
     is_wanted = settings.dump_ranks is None or rank in settings.dump_ranks
     return Dump(directory, prefix, settings.dump_passes, is_wanted)
+
+
+def dump_graphs(module: Module, world: World, sink: Dump, is_driven: bool) -> None:
+    """Write which device graphs the programs have, if any rank has a device."""
+    fabrics = fabrics_of(world)
+    if fabrics is not None:
+        whole = not is_driven or is_device_only(module)
+        sink.add("graphs.txt", describe(module, fabrics, whole))
+
+
+def fallbacks_of(module: Module, world: World, dumped: Dump | None) -> Fallbacks:
+    """Make the list of this rank's graphs that are not replayed; with a dump it is written, too."""
+    if dumped is None:
+        return Fallbacks(module, world.rank)
+    if not dumped.is_wanted:
+        dumped.remove("graphs.txt")
+    return Fallbacks(module, world.rank, functools.partial(dumped.append, "graphs.txt"))
 
 
 _compilations: PerWorld[Counter[tuple[Path, str]]] = PerWorld()

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...backends.base import World
-from ...backends.failures.fallbacks import Fallbacks
-from ...backends.failures.participants import is_device_only
 from ...ir.ops.clone import clone
 from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from ...ir.pipeline.costs import Costs
 from ...ir.text.printer import format_module
 from ...passes.base import Pipeline
-from ...passes.lower.capture import describe
 from ...passes.lower.fuse import Fuse
 from ...passes.manager.manager import PassManager
 from ...passes.manager.pipelines import default_pipeline
@@ -38,7 +35,7 @@ from ..world.world import check_late_settings
 from .compile_options import CompileOptions
 from .compiled import Compiled
 from .compiled_programs import PlanFacts, Variant
-from .dumps import Dump, make_dump
+from .dumps import dump_graphs, fallbacks_of, make_dump
 from .fit_trace import Again, FittedTrace, fit_trace
 from .fusing import Fusing
 from .optimistic import Optimistic
@@ -429,8 +426,8 @@ class Lowered:
             costs = costs_of(options.schedule)
             if costs is not None:
                 sink.add("costs.json", replace(costs, remat=()).to_json())
-            self._dump_graphs(module, sink, is_driven)
-        fallbacks = _fallbacks(module, self._world, dumped)
+            dump_graphs(module, self._world, sink, is_driven)
+        fallbacks = fallbacks_of(module, self._world, dumped)
         make_bodies = fusing.plain if options.fuse is None else fusing.apply
         fused = make_bodies(module, self._world)
         if sink is not None and options.fuse is not None:
@@ -438,13 +435,6 @@ class Lowered:
         loc = definition(self._step.fn)
         facts = PlanFacts(options.fuse, options.max_inflight, tuple(sorted(self._remat)))
         return Variant(trace, scheduled, fused, fallbacks, loc, facts)
-
-    def _dump_graphs(self, module: Module, sink: Dump, is_driven: bool) -> None:
-        """Write which device graphs the programs have, if any rank has a device."""
-        fabrics = fabrics_of(self._world)
-        if fabrics is not None:
-            whole = not is_driven or is_device_only(module)
-            sink.add("graphs.txt", describe(module, fabrics, whole))
 
     def _module_at(self, phase: Phase, trace: Trace) -> Module:
         module = clone(trace.module)
@@ -454,12 +444,3 @@ class Lowered:
         reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
         PassManager(pipeline[: reached[0] + 1]).run(module)
         return module
-
-
-def _fallbacks(module: Module, world: World, dumped: Dump | None) -> Fallbacks:
-    """Make the list of this rank's graphs that are not replayed; with a dump it is written, too."""
-    if dumped is None:
-        return Fallbacks(module, world.rank)
-    if not dumped.is_wanted:
-        dumped.remove("graphs.txt")
-    return Fallbacks(module, world.rank, functools.partial(dumped.append, "graphs.txt"))
