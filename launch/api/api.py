@@ -185,9 +185,7 @@ def load_plan(
         plan=plan,
     )
     with lock_of(lowered._world).held(lowered._step.name):
-        retraced = lowered._for_fusing(options)
-        if facts.remat:
-            retraced = retraced._recomputing(frozenset(facts.remat))
+        retraced = lowered._for_fusing(options)._for_plan(facts)
         check_same_step(plan, retraced.trace.module, file)
         return retraced._compile(options, lowered._step.number())
 

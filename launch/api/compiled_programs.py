@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,13 @@ class PlanFacts:
         fuse: as `compile` takes it.
         max_inflight: likewise; None if all ranks run the step together.
         remat: the actors that recompute since a search has chosen them.
+        limits: the most bytes that forwards save, by derivative, where memory is limited.
     """
 
     fuse: str | None
     max_inflight: int | None
     remat: tuple[str, ...]
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

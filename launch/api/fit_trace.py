@@ -43,12 +43,14 @@ class FittedTrace:
         schedule: the schedule of its programs; None: 1F1B.
         fusing: makes its bodies.
         report: what its forwards save, in words; empty without a limit.
+        limits: the most bytes that forwards save, by derivative; empty if they save all.
     """
 
     trace: Trace
     schedule: Schedule | None
     fusing: Fusing
     report: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 def fit_trace(
@@ -101,6 +103,8 @@ def fit_trace(
             continue
         chosen = traced(fitted.limits)
         schedule = with_early_weights(schedule, fitted.early)
-        return FittedTrace(chosen, schedule, Fusing(chosen.bodies), fitted.report)
+        return FittedTrace(
+            chosen, schedule, Fusing(chosen.bodies), fitted.report, dict(fitted.limits)
+        )
     last = errors[-1]
     raise TraceError(last.reason, loc=loc, remedy=last.remedy)

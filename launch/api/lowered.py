@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...backends.base import World
-from ...ir.ops.clone import clone
-from ...ir.ops.module import Module
 from ...ir.phases import Phase
 from ...ir.pipeline.costs import Costs
 from ...ir.text.printer import format_module
 from ...passes.base import Pipeline
 from ...passes.lower.fuse import Fuse
-from ...passes.manager.manager import PassManager
-from ...passes.manager.pipelines import default_pipeline
+from ...passes.manager.pipelines import default_pipeline, run_to
 from ...passes.placement.choose_dispatch import Dispatch
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ...passes.simulate.stage_memory import recomputable
+from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.method.binding import definition
 from ...tracer.record.actors.undo import Undo
 from ...tracer.record.trace import Trace
@@ -77,13 +76,14 @@ class Lowered:
         again: Sequence[Again] = (),
         example: Example | None = None,
         remat: frozenset[str] = frozenset(),
+        limits: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.traces = tuple(traces)
         self._step = step
         self._world = world
         self._again = tuple(again)
         self._example = example
-        self._remat = remat
+        self._remat, self._limits = remat, limits
         self._fused: Lowered | None = None
         self._fusing = [Fusing(trace.bodies) for trace in traces]
 
@@ -119,7 +119,7 @@ class Lowered:
         phases = [member.value for member in Phase]
         if phase not in phases:
             raise ValueError(f"as_text({phase!r}): the phases are {', '.join(phases)}")
-        module = self._module_at(Phase(phase), self.traces[variant])
+        module = run_to(Phase(phase), self.traces[variant].module)
         return format_module(module, locations=locations)
 
     def compile(
@@ -339,6 +339,16 @@ class Lowered:
         (again,) = self._again
         return Lowered(self._step, [again(remat=actors)], self._world, remat=actors)
 
+    def _for_plan(self, facts: PlanFacts) -> Lowered:
+        """The step as the trace of a plan has it."""
+        if facts.remat:
+            return self._recomputing(frozenset(facts.remat))
+        if not facts.limits:
+            return self
+        (again,) = self._again
+        trace = again(limits=SavingLimits(facts.limits))
+        return Lowered(self._step, [trace], self._world, limits=facts.limits)
+
     def _within_memory(self, options: CompileOptions) -> list[FittedTrace]:
         """The traces whose forwards save as little as the memory needs; collective."""
         check_memory(self._world, self._step.name, options.agreed()["memory"])
@@ -354,7 +364,8 @@ class Lowered:
     def _as_traced(self, options: CompileOptions) -> list[FittedTrace]:
         """The traces without a limit of memory."""
         pairs = zip(self.traces, self._fusing, strict=True)
-        return [FittedTrace(trace, options.schedule, fusing) for trace, fusing in pairs]
+        schedule, limits = options.schedule, self._limits
+        return [FittedTrace(trace, schedule, fusing, limits=limits) for trace, fusing in pairs]
 
     def _driver(self, options: CompileOptions) -> int | None:
         """The rank that starts executions; None if all ranks run them together."""
@@ -394,19 +405,18 @@ class Lowered:
         variants = []
         for fit in fitted:
             chosen = replace(options, schedule=fit.schedule)
-            variant = self._variant(fit.trace, fit.fusing, chosen, pipeline_of, driver is not None)
-            variants.append(replace(variant, memory_report=fit.report))
+            variants.append(self._variant(fit, chosen, pipeline_of, driver is not None))
         return Compiled(variants, self._world, options, driver, numbering)
 
     def _variant(
         self,
-        trace: Trace,
-        fusing: Fusing,
+        fit: FittedTrace,
         options: CompileOptions,
         pipeline_of: Callable[..., Pipeline],
         is_driven: bool,
     ) -> Variant:
         """Compile one of the traces."""
+        trace = fit.trace
         dumped = make_dump(options, self._step.name, self._world)
         sink = dumped if dumped is not None and dumped.is_wanted else None
         chosen = choose_residency(options.fsdp, options.schedule, trace.module, pipeline_of)
@@ -428,19 +438,11 @@ class Lowered:
                 sink.add("costs.json", replace(costs, remat=()).to_json())
             dump_graphs(module, self._world, sink, is_driven)
         fallbacks = fallbacks_of(module, self._world, dumped)
-        make_bodies = fusing.plain if options.fuse is None else fusing.apply
+        make_bodies = fit.fusing.plain if options.fuse is None else fit.fusing.apply
         fused = make_bodies(module, self._world)
         if sink is not None and options.fuse is not None:
             sink.add("fused.txt", fused.describe())
         loc = definition(self._step.fn)
-        facts = PlanFacts(options.fuse, options.max_inflight, tuple(sorted(self._remat)))
-        return Variant(trace, scheduled, fused, fallbacks, loc, facts)
-
-    def _module_at(self, phase: Phase, trace: Trace) -> Module:
-        module = clone(trace.module)
-        if module.phase is phase:
-            return module
-        pipeline = default_pipeline()
-        reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
-        PassManager(pipeline[: reached[0] + 1]).run(module)
-        return module
+        remat = tuple(sorted(self._remat))
+        facts = PlanFacts(options.fuse, options.max_inflight, remat, dict(fit.limits))
+        return Variant(trace, scheduled, fused, fallbacks, loc, facts, fit.report)

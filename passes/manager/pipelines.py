@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ...ir.ops.clone import clone
+from ...ir.ops.module import Module
+from ...ir.phases import Phase
 from ..base import Pass, Pipeline
 from ..check.check_deadlock import CheckDeadlock
 from ..check.check_races import CheckRaces
@@ -30,6 +33,7 @@ from ..placement.lower_transfers import LowerTransfers
 from ..placement.place import PlaceReplicated
 from ..placement.split_transfers import SplitTransfers
 from ..schedules import Schedule, one_f_one_b
+from .manager import PassManager
 from .registry import Switches
 
 
@@ -145,3 +149,14 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, in_flight: int) -> list[Pa
         # A tail runs beside the next execution, and only a program that is one graph has a tail.
         passes.append(SplitTails())
     return passes
+
+
+def run_to(phase: Phase, module: Module) -> Module:
+    """Make what a traced module becomes at a phase, with the defaults."""
+    copy = clone(module)
+    if copy.phase is phase:
+        return copy
+    pipeline = default_pipeline()
+    reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
+    PassManager(pipeline[: reached[0] + 1]).run(copy)
+    return copy

@@ -204,3 +204,24 @@ def test_stages_that_a_search_lets_recompute_do_so_again(tmp_path: Path) -> None
         assert torch.equal(loaded(WIDE), loss)
         assert all(map(torch.equal, gradients(layers), expected))
         assert max(plan.values for plan in loaded.memory_analysis()) <= 1.03 * room
+
+
+def test_forwards_that_save_less_do_so_again(tmp_path: Path) -> None:
+    """And what is loaded can be saved."""
+    with use_world(VirtualWorld(2)):
+        layers, step = wide()
+        lowered = step.lower(WIDE)
+        most = max(plan.peak for plan in lowered.compile().memory_analysis())
+        compiled = lowered.compile(memory=int(0.8 * most))
+        recomputed = re.findall(r"computes (\S+) % of the forward again", compiled.memory_report)
+        assert set(recomputed) > {"0.0"}
+        compiled.save(tmp_path / "limited.plan")
+        loss, expected = compiled(WIDE), gradients(layers)
+        for layer in layers:
+            layer.local.zero_grad()
+        loaded = cg.load_plan(lowered, tmp_path / "limited.plan")
+        assert torch.equal(loaded(WIDE), loss)
+        assert all(map(torch.equal, gradients(layers), expected))
+        assert max(plan.peak for plan in loaded.memory_analysis()) <= 0.8 * most
+        loaded.save(tmp_path / "again.plan")
+        assert (tmp_path / "again.plan").read_text() == (tmp_path / "limited.plan").read_text()
