@@ -35,8 +35,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "layer_replication": (None,),
+    # Others subtract the first factors from the weights of the model.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
-"""Settings of peft that change the formula, and their values that do not."""
+"""Settings of peft that change the formula or the model, and their values that do not."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ def read_adapter(folder: Path) -> Adapter:
     for name, neutral in NEUTRAL.items():
         value = settings.get(name, neutral[0])
         if value not in neutral:
-            raise ValueError(f"{folder} has {name}={value!r}, and only {neutral[0]!r} is served")
+            served = " or ".join(map(repr, neutral))
+            raise ValueError(f"{folder} has {name}={value!r}, and {served} is served")
     tensors = load_file(folder / "adapter_model.safetensors")
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -123,10 +123,11 @@ def test_an_adapter_that_is_not_there_is_refused(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"use_dora": True}, "use_dora=True, and only False is served"),
-        ({"bias": "all"}, "bias='all', and only 'none' is served"),
+        ({"use_dora": True}, "use_dora=True, and False or None is served"),
+        ({"bias": "all"}, "bias='all', and 'none' is served"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', and True or"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]"),
-        ({"peft_type": "LOHA"}, "peft_type='LOHA', and only 'LORA' is served"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA', and 'LORA' is served"),
     ],
 )
 def test_other_adapters_are_refused(
