@@ -106,6 +106,7 @@ def test_options_that_must_be_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch
         "passes": "-overlap,-cse",
         "seed": 3,
         "max_inflight": None,
+        "memory": None,
         "fuse": None,
         "fsdp": None,
         "check_inputs": 1,
