@@ -45,7 +45,8 @@ module @pair phase=scheduled world=2 {
   program @0(%x: f32[256]) {
     %h = call(%x) {fn = @a.twice, mb = 0, stream = compute, task = 0F0} : f32[256]
     %v = wait(%h) {stream = send} : f32[256]
-    %s = send(%v) {chan = 0, mb = 0, peer = 1, seq = 0, stream = send} : future<unit> loc("m.py":9 in f)
+    %s = send(%v) {chan = 0, mb = 0, peer = 1, seq = 0, stream = send} : future<unit>
+      loc("m.py":9 in f)
     wait(%s)
     return()
   }

@@ -354,7 +354,7 @@ def test_a_random_model_writes_valid_texts(engine: CgEngine, folder: Path, count
     ("on_devices", "ways"),
     [
         pytest.param(False, 1, marks=pytest.mark.slow),
-        (True, 1),
+        pytest.param(True, 1, marks=pytest.mark.slow),
         pytest.param(True, 2, marks=pytest.mark.slow),
     ],
 )

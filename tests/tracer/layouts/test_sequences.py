@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +20,7 @@ from cg.tracer.graph.layouts.propagation.partition import partition
 from cg.tracer.graph.layouts.propagation.propagate import propagate
 from cg.tracer.graph.layouts.versions import End, LayoutTransfer, Propagation
 
+from ...sampling import examples
 from .joint_tools import compare
 from .op_cases import ints
 from .simulation import layout, mesh, simulate
@@ -96,7 +97,7 @@ def bound(rows: int, length: int, heads: int, groups: int, ranks: int, mask: str
     return min(by_rows, by_heads) if can_choose else by_rows
 
 
-@settings(max_examples=48)
+@examples(48)
 @given(
     st.sampled_from([(4, 4), (4, 2), (6, 3), (6, 6), (4, 1), (8, 4)]),
     st.integers(2, 4),
