@@ -17,7 +17,7 @@ from transformers import (
 
 from examples.serve.requests import Adjustments, Sampling
 from examples.serve.sampling.adjust import unpack
-from examples.serve.sampling.draw import draw, greedy, gumbel
+from examples.serve.sampling.draw import _threshold, _threshold_on_host, draw, greedy, gumbel
 from examples.serve.sampling.records import Records, pack, write
 from examples.serve.work import Chunk, Record
 
@@ -84,6 +84,26 @@ def test_a_row_depends_on_no_other_row() -> None:
         one = slice(row, row + 1)
         alone = drawn(logits[one], seeds=seeds[one], positions=positions[one], top_k=20, top_p=0.9)
         assert alone == together[row]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
+def test_hosts_leave_out_what_devices_do(spread: float) -> None:
+    """With equal logits, and tokens that nothing draws, in rows of all kinds."""
+    generator = torch.Generator().manual_seed(0)
+    scaled = spread * torch.randn(48, 3000, generator=generator)
+    scaled[:, ::7] = -torch.inf
+    top_k = torch.tensor([0, 1, 20, 2571, 3000, 9999]).repeat(8)
+    top_p = torch.tensor([0.0, 0.05, 0.5, 0.9, 0.999, 0.2, 1.0, 1.0]).repeat_interleave(6)
+    right = _threshold(scaled, top_k, top_p)
+    threshold = _threshold_on_host(scaled, top_k, top_p)
+    kept, wanted = (scaled >= each[:, None] for each in (threshold, right))
+    kept &= scaled > -torch.inf
+    takes_all = (top_p == 1) & ((top_k == 0) | (top_k >= 3000))
+    assert torch.equal(kept[takes_all], (scaled > -torch.inf)[takes_all])
+    # Sums of other orders may differ in a last bit, and by a token.
+    assert ((kept != wanted).sum(-1)[~takes_all] <= (1 if spread else 3000)).all()
+    if spread:
+        assert (kept == wanted)[~takes_all].all(-1).float().mean() > 0.9
 
 
 def test_noise_is_finite_and_differs_in_all_that_it_is_made_of() -> None:

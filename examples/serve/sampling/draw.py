@@ -20,8 +20,12 @@ _LIBRARY.define("running_sums(Tensor shares) -> Tensor")
 # TorchInductor 2.11 fails at sums along so long rows, and then fuses nothing around them.
 _LIBRARY.impl("running_sums", lambda shares: shares.cumsum(-1), "CompositeExplicitAutograd")
 cg.layout_rule(torch.ops.cg_sampling.running_sums.default, "rv->rv", cut="r")
+_LIBRARY.define("threshold(Tensor scaled, Tensor top_k, Tensor top_p) -> Tensor")
+cg.layout_rule(torch.ops.cg_sampling.threshold.default, "rv,r,r->r", cut="r")
 
 _LOW = 0xFFFFFFFF
+FEW = 1024
+"""The likeliest tokens that hosts look at first for top-p."""
 LEAST = -9999.0
 """The log-probability of a token that cannot be drawn: JSON has no infinity."""
 
@@ -74,7 +78,9 @@ def draw(
         least = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
         scaled = scaled.masked_fill(scaled < least, -torch.inf)
     scores = scaled + gumbel(seeds, positions, logits.shape[-1])
-    scores = scores.masked_fill(scaled < _threshold(scaled, top_k, top_p)[:, None], -torch.inf)
+    on_host = scaled.device.type == "cpu"
+    threshold = torch.ops.cg_sampling.threshold if on_host else _threshold
+    scores = scores.masked_fill(scaled < threshold(scaled, top_k, top_p)[:, None], -torch.inf)
     return torch.where(warm[:, None], scores, logits).argmax(-1)
 
 
@@ -102,15 +108,52 @@ def rank(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The smallest logit of each row that may be drawn: top-k first, top-p of what is left."""
-    ordered = scaled.sort(-1, descending=True).values
-    rank = torch.arange(ordered.shape[-1], device=scaled.device)
+    ordered = _first(scaled.sort(-1, descending=True).values, top_k)
+    return _least(ordered, ordered.softmax(-1), top_p)
+
+
+def _first(ordered: Tensor, top_k: Tensor) -> Tensor:
+    """Logits in descending order, of which those behind the first `top_k` are minus infinity."""
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
     count = torch.where(top_k > 0, top_k, ordered.shape[-1])
-    ordered = ordered.masked_fill(rank >= count[:, None], -torch.inf)
-    shares = ordered.softmax(-1)
+    return ordered.masked_fill(rank >= count[:, None], -torch.inf)
+
+
+def _least(ordered: Tensor, shares: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest of logits in descending order that top-p takes, by their probabilities."""
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
     # A token is kept if those before it do not reach top_p, so the first one always is.
     sums = torch.ops.cg_sampling.running_sums(shares)
     left_out = (sums - shares >= top_p[:, None]) & (rank > 0)
     return ordered.masked_fill(left_out | (ordered == -torch.inf), torch.inf).amin(-1)
+
+
+def _threshold_on_host(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The same, for rows that leave something out; few tokens are sorted where few are drawn."""
+    vocabulary = scaled.shape[-1]
+    threshold = scaled.new_full((len(scaled),), -torch.inf)
+    is_short = (top_k > 0) & (top_k < vocabulary)
+    if is_short.any():
+        ordered = scaled[is_short].topk(int(top_k[is_short].max())).values
+        ordered = _first(ordered, top_k[is_short])
+        threshold[is_short] = _least(ordered, ordered.softmax(-1), top_p[is_short])
+    rows = ~is_short & (top_p < 1)
+    if not rows.any():
+        return threshold
+    total = scaled.logsumexp(-1, keepdim=True)
+    for most in sorted({min(FEW, vocabulary), vocabulary}):
+        ordered = scaled[rows].topk(most).values
+        shares = (ordered - total[rows]).exp()
+        threshold[rows] = _least(ordered, shares, top_p[rows])
+        # Where the first ones do not reach top_p, all are looked at.
+        rows[rows.clone()] = shares.sum(-1) < top_p[rows]
+        if not rows.any():
+            break
+    return threshold
+
+
+_LIBRARY.impl("threshold", _threshold_on_host, "CPU")
+_LIBRARY.impl("threshold", lambda scaled, *_: scaled.new_empty(len(scaled)), "Meta")
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
