@@ -18,7 +18,14 @@ def parse(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of the model, its weights and tokenizer")
-    add("--data", type=Path, nargs="*", default=[], help="text files, or JSON lines (.jsonl)")
+    add(
+        "--data",
+        type=Path,
+        nargs="*",
+        action="extend",
+        default=[],
+        help="text files, or JSON lines (.jsonl)",
+    )
     add("--out", type=Path, default=Path("runs/finetune"))
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
     add("--pp", type=int, default=cg.world_size(), help="groups of ranks in the pipeline")
@@ -100,8 +107,8 @@ def parse(description: str) -> argparse.Namespace:
         parser.error("--cp with --attention eager: sdpa alone works on tokens that ranks share")
     if args.lora and args.tp > 1:
         parser.error(
-            "--lora with --tp: the plans of models do not say how adapters are cut; use --dp, --ep "
-            "or --pp"
+            "--lora with --tp: the plans of models do not say how adapters are cut; use --dp, "
+            "--ep, --cp or --pp"
         )
     if args.lora and args.correction:
         parser.error("--correction moves biases of the model, which folders of --lora do not have")

@@ -109,6 +109,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         *("--name", "--served-model-name"),
         nargs="+",
+        action="extend",
         help="the model's names for clients; by default that of its folder",
     )
     add(

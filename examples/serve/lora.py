@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
@@ -24,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 import cg
 
 from .attention import CurrentCache
+from .options import ADAPTER_SETTINGS, ADAPTER_WEIGHTS
 
 PREFIX = "base_model.model."
 """Of the names in peft's files."""
@@ -74,19 +76,19 @@ def read_adapter(folder: Path) -> Adapter:
 
     Raises:
         FileNotFoundError: one of these files is missing.
-        ValueError: it is no plain LoRA of linear layers.
+        ValueError: a file is damaged, or it is no plain LoRA of linear layers.
     """
-    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings = _settings(folder / ADAPTER_SETTINGS)
     for name, neutral in NEUTRAL.items():
         value = settings.get(name, neutral[0])
         if value not in neutral:
             served = " or ".join(map(repr, neutral))
             raise ValueError(f"{folder} has {name}={value!r}, and {served} is served")
-    tensors = load_file(folder / "adapter_model.safetensors")
     pairs: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _tensors(folder / ADAPTER_WEIGHTS).items():
         factor = FACTOR.fullmatch(name.removeprefix(PREFIX))
-        if factor is None or tensor.dim() != 2 or ".experts." in name:
+        is_factor = factor is not None and tensor.dim() == 2 and tensor.is_floating_point()
+        if factor is None or not is_factor or ".experts." in name:
             raise ValueError(f"{folder} has {name}, and only factors of linear layers are served")
         pairs.setdefault(factor["path"].removesuffix(".base_layer"), {})[factor["factor"]] = tensor
     halves = sorted(path for path, pair in pairs.items() if len(pair) < 2)
@@ -94,23 +96,57 @@ def read_adapter(folder: Path) -> Adapter:
         raise ValueError(
             f"{folder} has one factor of {', '.join(halves) or 'no layer'}, and not two"
         )
-    return Adapter(
-        folder,
-        {
-            path: Factors(pair["A"], pair["B"] * _scaling(settings, path, len(pair["A"])))
-            for path, pair in pairs.items()
-        },
-    )
+    layers: dict[str, Factors] = {}
+    for path, pair in pairs.items():
+        a, b = pair["A"].float(), pair["B"].float()  # of less precision, scaling would round them
+        if a.shape[0] != b.shape[1]:
+            raise ValueError(
+                f"{folder} has factors of rank {a.shape[0]} and {b.shape[1]} for {path}"
+            )
+        try:
+            layers[path] = Factors(a, b * _scaling(settings, path, len(a)))
+        except ValueError as error:
+            raise ValueError(f"{folder / ADAPTER_SETTINGS}: {error}") from error
+    return Adapter(folder, layers)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} is damaged: it has no settings by name")
+    return settings
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def _scaling(settings: Mapping[str, Any], path: str, rank: int) -> float:
-    """The factor of a layer, as peft computes it."""
-    alpha = settings["lora_alpha"]
-    for pattern, own in (settings.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
+    """The factor of a layer, as peft computes it.
+
+    Raises:
+        ValueError: settings do not give it.
+    """
+    alpha, patterns = settings.get("lora_alpha"), settings.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"alpha_pattern={patterns!r} has no numbers by name")
+    for pattern, own in patterns.items():
+        try:
+            is_own = re.match(rf"(.*\.)?({pattern})$", path)
+        except re.error as error:
+            raise ValueError(f"alpha_pattern has {pattern!r}, no pattern: {error}") from error
+        if is_own:
             alpha = own
             break
-    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    if not isinstance(alpha, int | float):
+        raise ValueError(f"lora_alpha={alpha!r} for {path}, which is no number")
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 class Lora(nn.Module):

@@ -9,6 +9,8 @@ NGRAM = "ngram"
 """The draft that is the text itself."""
 DRAFT_TOKENS = 4
 """Tokens that are proposed for each row of a batch, unless a number is given."""
+ADAPTER_SETTINGS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter, as peft names them."""
 
 
 def share(text: str) -> float:
@@ -51,8 +53,9 @@ def adapters(given: argparse.Namespace) -> dict[str, Path]:
         name, _, folder = entry.partition("=")
         if not name or not folder or name in folders:
             raise ValueError(f"--lora takes NAME=DIR, each name once, and not {entry}")
-        if not (Path(folder) / "adapter_config.json").exists():
-            raise FileNotFoundError(f"{folder} holds no adapter of peft: adapter_config.json")
+        for file in (ADAPTER_SETTINGS, ADAPTER_WEIGHTS):
+            if not (Path(folder) / file).is_file():
+                raise FileNotFoundError(f"{folder} holds no adapter of peft: it has no {file}")
         folders[name] = Path(folder)
     return folders
 
@@ -87,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         *("--lora", "--lora-modules"),
         nargs="+",
+        action="extend",
         metavar="NAME=DIR",
         help="adapters that peft has written; clients ask for one by its name as their model",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from examples.serve.engine import limits_of
 from examples.serve.gpt import GptConfig
 from examples.serve.lora import read_adapter
 from examples.serve.opening import open_model
+from examples.serve.options import adapters as adapters_of
+from examples.serve.options import add_arguments
 from examples.serve.requests import Request
 from examples.serve.scheduler import Scheduler
 
@@ -138,6 +141,50 @@ def test_other_adapters_are_refused(
         read_adapter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("adapter_model.safetensors", b"\xff" * 9, "safetensors is damaged: "),
+        ("adapter_model.safetensors", b"", "safetensors is damaged: "),
+        ("adapter_config.json", b'{"peft_type": "LORA"', "json is damaged: Expecting"),
+        ("adapter_config.json", b"\xff\xfe", "json is damaged: 'utf-8'"),
+        ("adapter_config.json", b"[]", "json is damaged: it has no settings"),
+        ("adapter_config.json", b"{}", r"json: lora_alpha=None for model\.layers"),
+        ("adapter_config.json", b'{"lora_alpha": "8"}', "json: lora_alpha='8' for"),
+        ("adapter_config.json", b'{"alpha_pattern": [1]}', r"alpha_pattern=\[1\] has no numbers"),
+        ("adapter_config.json", b'{"alpha_pattern": {"(": 1}}', r"alpha_pattern has '\(', no"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    name: str, content: bytes, reason: str, model: Path, tmp_path: Path
+) -> None:
+    write(tmp_path, model, layers(MLP), 2)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        read_adapter(tmp_path)
+
+
+def test_factors_of_bfloat16_are_scaled_in_float32(model: Path, tmp_path: Path) -> None:
+    write(tmp_path, model, layers(MLP), 2, lora_alpha=2.2)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    for path, factors in read_adapter(tmp_path).layers.items():
+        b = tensors[f"base_model.model.{path}.lora_B.weight"].float()
+        assert torch.equal(factors.b, b * 1.1)
+
+
+def test_files_of_adapters_are_looked_for_before_ranks_start(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = parser.parse_args(["--lora", f"one={tmp_path}", "--lora", f"two={tmp_path}"])
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        with pytest.raises(FileNotFoundError, match=f"holds no adapter of peft: it has no {file}"):
+            adapters_of(given)
+        (tmp_path / file).touch()
+    assert list(adapters_of(given)) == ["one", "two"]
+
+
 def test_factors_that_are_no_pairs_of_linear_layers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "lora_alpha": 1})
@@ -150,6 +197,11 @@ def test_factors_that_are_no_pairs_of_linear_layers_are_refused(tmp_path: Path) 
         ),
         (a, "has one factor of x, and not two"),
         ({}, "has one factor of no layer"),
+        (a | {"base_model.model.x.lora_B.weight": torch.ones(3, 2)}, "of rank 1 and 2 for x"),
+        (
+            a | {"base_model.model.x.lora_B.weight": torch.ones(3, 1, dtype=torch.int8)},
+            "only factors of linear layers",
+        ),
     ):
         save_file(tensors, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=reason):

@@ -147,6 +147,18 @@ def test_a_sequence_has_one_block_where_nothing_grows(tmp_path: Path) -> None:
         choose(Hardware("cpu", 40 * model.state, 2, False), model, torch.float32, Given())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "goes_on"), [("mamba", False), ("mamba2", True), ("lfm2", True)])
+def test_a_state_that_is_forgotten_is_seen_whatever_the_weights(
+    kind: str, goes_on: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """These weights are so small that states hardly matter, until an adapter makes them."""
+    decoder(kind).save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    part: Any = model.build(range(model.layers), dtype, Ways())
+    assert part.goes_on is goes_on
+
+
 def test_states_are_of_the_dtype_that_the_model_keeps(tmp_path: Path) -> None:
     """A recurrent state stays float32 where weights are shorter."""
     saved("qwen3_next", tmp_path)
