@@ -110,18 +110,12 @@ class DecoderPart(nn.Module):
         Returns:
             As `forward`, for all tokens.
         """
-        self._attend_by("eager")
+        _attend_by(self.part.model, "eager")
         try:
             out = self.part(None if self.is_first else x, input_ids=ids, use_cache=False)
         finally:
-            self._attend_by(NAME)
+            _attend_by(self.part.model, NAME)
         return out.logits if self.is_last else out
-
-    def _attend_by(self, name: str) -> None:
-        for module in self.part.model.modules():
-            config = vars(module).get("config")
-            if isinstance(config, PretrainedConfig):
-                config._attn_implementation = name
 
 
 class _Observer(PagedCache):
@@ -202,7 +196,9 @@ def decoder(
     shown = context if observer.is_asked else min(context, SHOWN)
 
     def plan(layers: range, experts: str | None) -> Any:
-        whole = cg.plans.hf(model, batch=None, experts=experts)
+        own = _empty(config, torch.float32).requires_grad_()
+        _attend_by(own, "eager")  # a plan may be derived from a run, and its backward
+        whole = cg.plans.hf(own, batch=None, experts=experts)
         if not adapters:
             return whole
         part = _part(_empty(config, torch.float32), layers, count, takes).part.model
@@ -298,11 +294,16 @@ def _empty(config: PretrainedConfig, dtype: torch.dtype) -> Any:
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager"
         )
     model.requires_grad_(False).eval()
-    for module in model.modules():
-        own = vars(module).get("config")
-        if isinstance(own, PretrainedConfig):
-            own._attn_implementation = NAME
+    _attend_by(model, NAME)
     return model
+
+
+def _attend_by(model: nn.Module, name: str) -> None:
+    """Have a model attend by an implementation that transformers knows by name."""
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = name
 
 
 def _refuse(model: Any, takes: frozenset[str]) -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GPT2Config
 
 from examples.serve.engine import limits_of
 from examples.serve.gpt import GptConfig
-from examples.serve.lora import read_adapter
+from examples.serve.lora import Adapter, Factors, read_adapter
 from examples.serve.opening import open_model
 from examples.serve.options import adapters as adapters_of
 from examples.serve.options import add_arguments
@@ -112,6 +113,25 @@ def test_rows_of_a_batch_have_their_own_adapters(
         greedy = logits[len(request.prompt) - 1 : -1].argmax(-1).tolist()
         assert tokens[request.id] == greedy, f"adapter {request.adapter}"
     assert len({tuple(tokens[number]) for number in (0, 6, 12)}) == 3
+
+
+def test_ranks_cut_adapters_by_a_plan_that_is_derived() -> None:
+    """Of GPT-2, whose class brings no plan; weights of its layers are [inputs, outputs]."""
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    names = {"attn.c_attn": (32, 96), "attn.c_proj": (32, 32)}
+    factors = {
+        f"transformer.h.{layer}.{name}": Factors(torch.ones(2, inputs), torch.ones(outputs, 2))
+        for layer in range(2)
+        for name, (inputs, outputs) in names.items()
+    }
+    model = open_model(config, adapters=[Adapter(Path("adapter"), factors)])
+    plan = model.plan(range(2), None)
+    attention = "part.model.transformer.h.1.attn"
+    assert plan.of_tensor(f"{attention}.c_attn.weight") is not None
+    (outputs,) = plan.of_tensor(f"{attention}.c_attn.lora.b").cuts
+    (inputs,) = plan.of_tensor(f"{attention}.c_proj.lora.a").cuts
+    assert (outputs[0], inputs[0]) == (0, 1)
+    assert outputs[1].blocks == 3  # of queries, keys and values
 
 
 def test_an_adapter_that_is_not_there_is_refused(
