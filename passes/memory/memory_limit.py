@@ -11,7 +11,7 @@ _UNITS = {"B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
-_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)")
+_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B)")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _bytes(memory: object) -> int:
         match = _TEXT.fullmatch(memory.strip())
         if match is None:
             raise ValueError(
-                f"memory={memory!r}: a number and a unit, such as '40GiB', '512MiB' or '24GB'"
+                f"memory={memory!r}: a number and a unit, such as '40GiB', '24GB' or '500000B'"
             )
         size = int(float(match[1]) * _UNITS[match[2]])
     elif isinstance(memory, int) and not isinstance(memory, bool):

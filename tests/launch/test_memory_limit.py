@@ -348,6 +348,7 @@ def test_bytes_are_numbers_or_text(memory: Any, size: int) -> None:
         (True, TypeError, "bytes as an int"),
         (1.5, TypeError, "bytes as an int"),
         ("40", ValueError, "a number and a unit"),
+        ("40iB", ValueError, "a number and a unit"),
         ("forty GiB", ValueError, "a number and a unit"),
         (0, ValueError, "more than 0"),
         ([], ValueError, "for each rank"),
