@@ -38,7 +38,7 @@ _HEADER = re.compile(
     r"// cg plan (?P<version>\d+)\n// facts (?P<facts>\{[^\n]*\})\n"
     r"// devices (?P<devices>\{[^\n]*\})\n"
     r"// digest (?P<digest>[0-9a-f]{64})\n"
-    r"(?P<module>.*?)\n// traced\n(?P<traced>(?:// .*\n)+)",
+    r"(?P<module>.*?)\n// traced\n(?P<traced>(?:// [^\n]*\n)+)",
     re.S,
 )
 

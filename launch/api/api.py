@@ -168,12 +168,17 @@ def load_plan(
         seed, timeout, check_inputs: as in `compile`.
 
     Raises:
+        TypeError: `lowered` is no lowered step, or another argument is of another type.
         OSError: rank 0 could not read the file.
         PlanFileError: it is no plan, or one of another step, of other ranks or devices; the message
             says what differs. Or it was changed since its programs were proven, or `lowered` has
             several signatures.
         IRError: its programs have an error.
     """
+    if not isinstance(lowered, Lowered):
+        raise TypeError(
+            f"cg.load_plan({lowered!r}, ...): give the step as it is lowered, step.lower(...)"
+        )
     plan = read_plan(file, lowered._world, len(lowered.traces))
     facts = PlanFacts(**plan.facts)
     options = CompileOptions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -37,16 +38,18 @@ def write_plan(
     Raises:
         OSError: rank 0 could not write.
     """
+    path = Path(file)  # on all ranks, so that a wrong type is an error on all
     plan = PlanFile(module, format_module(traced), facts, _devices(world))
     failure = ""
     if world.rank == 0:
-        path = Path(file)
         partial = path.with_name(f".{path.name}.partial")
         try:
             partial.write_text(str(plan), encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             failure = str(error)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
     failure = gather(world, "save a plan", failure)[0]
     if failure:
         raise OSError(f"rank 0 could not write {file}: {failure}")
@@ -66,10 +69,10 @@ def read_plan(file: Path | str, world: World, signatures: int) -> PlanFile:
             other devices, or for another number of signatures.
         IRError: its programs have an error.
     """
-    text, failure = "", ""
+    path, text, failure = Path(file), "", ""
     if world.rank == 0:
         try:
-            text = read_text(Path(file))
+            text = read_text(path)
         except (OSError, NotTextError) as error:
             failure = str(error)
     text, failure = gather(world, "load a plan", (text, failure))[0]

@@ -77,6 +77,14 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
         PlanFile.of(text, "step.plan")
 
 
+def test_a_long_file_without_its_end_is_refused() -> None:
+    """In one pass over its lines: not by all ways to group them."""
+    text = str(replace(PLAN, traced=TRACED * 30))
+    assert PlanFile.of(text, "step.plan").is_proven
+    with pytest.raises(PlanFileError, match="a part of it is missing"):
+        PlanFile.of(text.removesuffix("\n"), "step.plan")
+
+
 def test_an_error_names_the_line_of_the_file() -> None:
     text = str(PLAN).replace("return(%x)\n  }\n  program", "give_back(%x)\n  }\n  program")
     with pytest.raises(IRError, match=r"step.plan:7:5: error: 'give_back' is no op"):

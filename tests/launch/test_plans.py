@@ -144,6 +144,22 @@ def test_a_file_that_is_not_there(saved: Saved) -> None:
         saved.load(Path("/nowhere/x.plan"))
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing(saved: Saved, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with use_world(saved.world):
+        compiled = saved.training.lower().compile()
+        with pytest.raises(OSError, match="rank 0 could not write .*folder"):
+            compiled.save(tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_what_is_not_lowered_is_refused(saved: Saved) -> None:
+    with use_world(saved.world):
+        compiled = saved.training.lower().compile()
+        with pytest.raises(TypeError, match=r"give the step as it is lowered, step\.lower"):
+            cg.load_plan(compiled, saved.file)  # type: ignore[arg-type]
+
+
 @cg.actor
 class Doubler:
     """Doubles."""
