@@ -119,6 +119,7 @@ class MpiWorld:
             head[8:] = body[: HEAD - 8].ljust(HEAD - 8, b"\0")
         self._complete(self.comm.Ibcast([head, self._mpi.BYTE], root), call)
         length = int.from_bytes(head[:8], "little")
+        self._refuse_other_calls(call, [] if length else [root])
         if length > HEAD - 8:
             body = body or bytearray(length)
             self._complete(self.comm.Ibcast([body, self._mpi.BYTE], root), call)
@@ -136,6 +137,7 @@ class MpiWorld:
         counts = [
             int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)
         ]
+        self._refuse_other_calls("allgather", [r for r, count in enumerate(counts) if not count])
         everything = bytearray(sum(counts))
         request = self.comm.Iallgatherv([pickled, byte], [everything, counts, byte])
         self._complete(request, "allgather")
@@ -318,6 +320,18 @@ class MpiWorld:
         else:
             text = where_ranks_are((), self.look(ranks, seconds))
         return text and f"\n{text}"
+
+    def _refuse_other_calls(self, call: str, empty: Sequence[int]) -> None:
+        """Raise if ranks have given no bytes: a pickle has some.
+
+        To MPI, messages of the barrier that another rank is in may be those of this call.
+        """
+        if empty:
+            self._broken = (
+                f"rank {self.rank} is in {call} at {user_line()}, but {named(empty)} in a barrier. "
+                f"{SAME_CALLS}: look for an error that one rank alone has caught"
+            )
+            raise WorldError(self._broken)
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

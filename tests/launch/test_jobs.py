@@ -132,6 +132,16 @@ def test_ranks_in_different_calls_are_told_so(launch: Launch) -> None:
     assert "Every rank must make the same calls in the same order" in job.output
 
 
+@pytest.mark.parametrize("call", ["allgather", "broadcast from rank 0"])
+def test_messages_of_a_barrier_are_no_values(launch: Launch, call: str) -> None:
+    job = launch(2, "behave.py", "mix", call.split()[0], warm=True)
+    assert job.finish() == 1, job.output
+    assert re.search(
+        rf"refused=rank 1 (is|waits) in {call} at \S+behave.py:\d+, but rank 0 (is )?in a? ?barrier",
+        job.output,
+    )
+
+
 def test_a_rank_that_does_not_come_is_named(launch: Launch) -> None:
     job = launch(3, "behave.py", "late", options=["--timeout", "2"], warm=True)
     assert job.finish() == 1, job.output

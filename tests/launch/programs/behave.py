@@ -16,6 +16,7 @@ prepare()
 import torch  # noqa: E402  (it comes after the threads are capped)
 
 from cg.backends.devices import find  # noqa: E402
+from cg.launch.world.waiting import WorldError  # noqa: E402
 from cg.launch.world.world import world  # noqa: E402
 
 MODE = sys.argv[1]
@@ -200,6 +201,19 @@ def talk() -> None:
         if "/dev/shm/mpich" in line:
             say(f"segment={line.split()[5]}")
     say(f"threads={os.environ.get('OMP_NUM_THREADS')}")
+
+
+def mix() -> None:
+    """Rank 0 is in a barrier, whose messages are none, and the other gathers or receives values."""
+    ours = world()
+    if RANK == 0:
+        ours.barrier()
+        time.sleep(LONG)
+    try:
+        ours.broadcast(None, 0) if sys.argv[2] == "broadcast" else ours.allgather("mine")
+    except WorldError as error:
+        say(f"refused={error}")
+        raise
 
 
 def see_one() -> None:
