@@ -234,6 +234,19 @@ def test_what_is_drawn_is_not_recomputed_by_hand() -> None:
     assert "test_saved_tensors.py" in str(caught.value)
 
 
+class Opposed(Marked):
+    """Keeps a value, of which it computes a view again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = cg.keep(torch.tanh(self.up(x)))
+        return self.down(hidden * cg.recompute(hidden.view(2, -1, 64)).view(-1, 64))
+
+
+def test_a_value_is_not_kept_and_its_view_recomputed() -> None:
+    with pytest.raises(TraceError, match=r"cg.keep and cg.recompute are given what aten::tanh"):
+        recomputed(joint_of(Opposed(), rand(4, WIDTH)), (), Recompute.NOTHING)
+
+
 @pytest.mark.parametrize("value", [3, "x", None])
 def test_marks_are_for_tensors(value: Any) -> None:
     with pytest.raises(TypeError, match=r"cg.keep takes a tensor that a method"):

@@ -69,7 +69,8 @@ class Savings:
         free: operators that cost nothing to run again.
 
     Raises:
-        TraceError: a value is marked by `cg.recompute`, and must not be computed again.
+        TraceError: a value is marked by `cg.recompute`, and must not be computed again, or is
+            marked by `cg.keep`, too.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Savings:
         self._joint = joint
         self._cut = BackwardCut(joint, volatile)
         graph = joint.graph
-        fixed = unrepeatable(joint) | self._marked(KEEP)
+        kept = self._marked(KEEP)
+        fixed = unrepeatable(joint) | kept
         inner = [n for n in graph.nodes if n.name in joint.forward and n.op == "call_function"]
         self.operators = [n for n in inner if self._is_operator(n)]
         number = {node: index for index, node in enumerate(self.operators)}
@@ -93,7 +95,7 @@ class Savings:
             works=tuple(0 if n in free else work_of(n) for n in self.operators),
             operands=tuple(map(self._operands, self.operators)),
             needed=tuple(self._number[n] for n in (*self._cut.saved, *self._cut.looked_up)),
-            unsaved=self._unsaved(fixed),
+            unsaved=self._unsaved(fixed, kept),
         )
 
     def _is_operator(self, node: fx.Node) -> bool:
@@ -123,10 +125,17 @@ class Savings:
         makers = (self._maker(self._cut.origin(n)) for n in marked)
         return {maker for maker in makers if maker is not None}
 
-    def _unsaved(self, fixed: Collection[fx.Node]) -> frozenset[int]:
+    def _unsaved(self, fixed: Collection[fx.Node], kept: Collection[fx.Node]) -> frozenset[int]:
         """The values that the user wants to be computed again."""
         chosen = self._marked(RECOMPUTE)
         for node in self.operators:
+            if node in chosen and node in kept:
+                raise TraceError(
+                    f"cg.keep and cg.recompute are given what {_operator(node)} computes: the one "
+                    "a tensor, and the other a view of it or another result",
+                    loc=self._joint.recorder.locations.get(node.name),
+                    remedy="give it to one of them; a view is in the memory of its base",
+                )
             if node in chosen and node in fixed:
                 raise TraceError(
                     f"cg.recompute is given what {_operator(node)} computes, which a backward must "
