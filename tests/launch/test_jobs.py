@@ -137,7 +137,8 @@ def test_messages_of_a_barrier_are_no_values(launch: Launch, call: str) -> None:
     job = launch(2, "behave.py", "mix", call.split()[0], warm=True)
     assert job.finish() == 1, job.output
     assert re.search(
-        rf"refused=rank 1 (is|waits) in {call} at \S+behave.py:\d+, but rank 0 (is )?in a? ?barrier",
+        rf"refused=rank 1 (is|waits) in {call} at \S+behave.py:\d+, "
+        r"but rank 0 (is )?in (a )?barrier",
         job.output,
     )
 

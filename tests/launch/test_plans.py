@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(saved: Saved, tmp_path: Pa
     (tmp_path / "folder").mkdir()
     with use_world(saved.world):
         compiled = saved.training.lower().compile()
-        with pytest.raises(OSError, match="rank 0 could not write .*folder"):
+        with pytest.raises(OSError, match=r"rank 0 could not write .*folder"):
             compiled.save(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 

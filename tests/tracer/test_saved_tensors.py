@@ -208,6 +208,17 @@ def test_a_value_is_recomputed_by_hand() -> None:
     assert "addmm.default" in kept_names(Marked(recompute=True), Recompute.NOTHING)
 
 
+class MarkedAlias(Marked):
+    """Marks what does nothing, and is no part of the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(cg.recompute(torch.tanh(self.up(x))[...]))
+
+
+def test_a_mark_of_an_alias_is_one_of_its_value() -> None:
+    assert "tanh.default" not in kept_names(MarkedAlias(), Recompute.NOTHING)
+
+
 def test_a_value_is_kept_by_hand() -> None:
     assert "tanh.default" not in kept_names(Marked(), Recompute.ALL)
     assert "tanh.default" in kept_names(Marked(keep=True), Recompute.ALL)

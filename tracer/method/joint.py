@@ -45,6 +45,7 @@ from .purity.scene import Scene
 from .purity.simplify import simplify
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
+from .saving_marks import pass_marks
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ class _JointTrace(Scene):
 
     def _joint(self, owner: fx.GraphModule) -> Joint:
         assert self.results is not None
-        simplify(owner.graph)
+        pass_marks(simplify(owner.graph))
         nodes = {node.name: node for node in owner.graph.nodes}
         placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
         returned = iter(_returned(owner.graph))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -56,6 +58,14 @@ def mark_of(node: fx.Node) -> str | None:
     """The mark of a node: `KEEP`, `RECOMPUTE` or None."""
     mark: str | None = node.meta.get(_META)
     return mark
+
+
+def pass_marks(replaced: Mapping[fx.Node, fx.Node]) -> None:
+    """Give the mark of each node to its replacement, unless that has one of its own."""
+    for node, replacement in replaced.items():
+        mark = mark_of(node)
+        if mark is not None:
+            replacement.meta.setdefault(_META, mark)
 
 
 def _marked(value: torch.Tensor, mark: str) -> torch.Tensor:

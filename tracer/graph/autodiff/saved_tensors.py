@@ -80,7 +80,7 @@ class Savings:
         self._cut = BackwardCut(joint, volatile)
         graph = joint.graph
         kept = self._marked(KEEP)
-        fixed = unrepeatable(joint) | kept
+        fixed = unrepeatable(joint) | kept.keys()
         inner = [n for n in graph.nodes if n.name in joint.forward and n.op == "call_function"]
         self.operators = [n for n in inner if self._is_operator(n)]
         number = {node: index for index, node in enumerate(self.operators)}
@@ -119,29 +119,31 @@ class Savings:
         origins = map(self._cut.origin, node.all_input_nodes)
         return tuple(dict.fromkeys(self._number[n] for n in origins if n in self._number))
 
-    def _marked(self, mark: str) -> set[fx.Node]:
-        """The operators whose results the user has marked."""
+    def _marked(self, mark: str) -> dict[fx.Node, fx.Node]:
+        """The operators whose results the user has marked, each with one that is marked."""
         marked = (n for n in self._joint.graph.nodes if mark_of(n) == mark)
-        makers = (self._maker(self._cut.origin(n)) for n in marked)
-        return {maker for maker in makers if maker is not None}
+        makers = ((self._maker(self._cut.origin(n)), n) for n in marked)
+        return {maker: n for maker, n in makers if maker is not None}
 
     def _unsaved(self, fixed: Collection[fx.Node], kept: Collection[fx.Node]) -> frozenset[int]:
         """The values that the user wants to be computed again."""
         chosen = self._marked(RECOMPUTE)
-        for node in self.operators:
-            if node in chosen and node in kept:
+        locations = self._joint.recorder.locations
+        for node, marked in chosen.items():
+            loc = locations.get(node.name) or locations.get(marked.name)
+            if node in kept:
                 raise TraceError(
                     f"cg.keep and cg.recompute are given what {_operator(node)} computes: the one "
                     "a tensor, and the other a view of it or another result",
-                    loc=self._joint.recorder.locations.get(node.name),
+                    loc=loc,
                     remedy="give it to one of them; a view is in the memory of its base",
                 )
-            if node in chosen and node in fixed:
+            if node in fixed:
                 raise TraceError(
                     f"cg.recompute is given what {_operator(node)} computes, which a backward must "
                     "not compute again: it draws random numbers, writes in place, or reads what is "
                     "written later",
-                    loc=self._joint.recorder.locations.get(node.name),
+                    loc=loc,
                     remedy="mark a value that is computed from it, or nothing",
                 )
         return frozenset(i for i, n in enumerate(self.values) if self._maker(n) in chosen)

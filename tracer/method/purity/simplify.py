@@ -18,22 +18,28 @@ _RESHAPING_IN_PLACE = frozenset(
 )
 
 
-def simplify(graph: fx.Graph) -> None:
+def simplify(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Remove in place what does nothing at run time: `detach`, `alias`, and double transposes.
 
     They stay where the graph changes shape or strides of a tensor in place, since then the two
     sides of an alias differ.
+
+    Returns:
+        The replacement of each node that is removed.
     """
+    replaced: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if _name(node.target).endswith("batch_norm_backward"):
             _drop_running_statistics(node)
     if reshapes_in_place(graph):
-        return
+        return replaced
     for node in list(graph.nodes):
         same = node.args[0] if node.target in _SAME else _transposed_twice(node)
         if isinstance(same, fx.Node):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
+            replaced[node] = same
+    return replaced
 
 
 def _transposed_twice(node: fx.Node) -> object:
