@@ -54,6 +54,7 @@ class FittedTrace:
 
 
 def fit_trace(
+    plain: Trace,
     again: Again,
     options: CompileOptions,
     memory: Sequence[int],
@@ -66,6 +67,7 @@ def fit_trace(
     no bound on activations, and nothing fits, it searches with less and less of them.
 
     Args:
+        plain: of the step without limits, which is the result if it keeps to the memory.
         again: traces the step; takes `limits`.
         options: the options of the compilation.
         memory: the limit of each rank, in bytes.
@@ -77,8 +79,8 @@ def fit_trace(
         IRError, ValueError: as the passes do.
     """
     known = SavingLimits()
-    trace = again(limits=known)
-    traces = {(): trace}
+    tradeoffs = again(limits=known).tradeoffs
+    traces = {(): plain}
 
     def traced(limits: Mapping[str, int]) -> Trace:
         key = tuple(sorted(limits.items()))
@@ -97,7 +99,7 @@ def fit_trace(
         may_run_early = can_run_early(schedule)
         compile_trial = partial(compiled, schedule)
         try:
-            fitted = fit(trace.module.vjps, trace.tradeoffs, memory, compile_trial, may_run_early)
+            fitted = fit(plain.module.vjps, tradeoffs, memory, compile_trial, may_run_early)
         except MemoryLimitError as error:
             errors.append(error)
             continue

@@ -357,9 +357,11 @@ class Lowered:
             return self._as_traced(options)
         in_flight = options.in_flight if self._driver(options) is not None else 0
         memory = limit.of_ranks(self._world.size, in_flight)
-        pipeline_of = self._pipeline_of(options)
-        loc = definition(self._step.fn)
-        return [fit_trace(again, options, memory, loc, pipeline_of) for again in self._again]
+        more = options, memory, definition(self._step.fn), self._pipeline_of(options)
+        return [
+            fit_trace(trace, again, *more)
+            for trace, again in zip(self.traces, self._again, strict=True)
+        ]
 
     def _as_traced(self, options: CompileOptions) -> list[FittedTrace]:
         """The traces without a limit of memory."""

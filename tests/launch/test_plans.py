@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
@@ -241,3 +242,37 @@ def test_forwards_that_save_less_do_so_again(tmp_path: Path) -> None:
         assert max(plan.peak for plan in loaded.memory_analysis()) <= 0.8 * most
         loaded.save(tmp_path / "again.plan")
         assert (tmp_path / "again.plan").read_text() == (tmp_path / "limited.plan").read_text()
+
+
+@cg.actor
+class WritesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h = h * h.sigmoid()
+        h.mul_(0.5)
+        t = torch.tanh(h)
+        u = t.clone()
+        u[..., 0] += x[..., 1]
+        return x + u.add_(1.0) * t
+
+
+def test_a_limit_that_binds_nothing_leaves_the_trace(tmp_path: Path) -> None:
+    """So the plan is that of a compilation without it."""
+    with use_world(VirtualWorld(2)):
+        layer = WritesInPlace.on(cg.mesh(dp=2), plan={"forward(x)": cg.cut(0, "dp")})()
+
+        @cg.trace
+        def step(x: Tensor) -> Tensor:
+            loss = layer.forward(x).square().mean()
+            cg.backward(loss)
+            return loss
+
+        lowered = step.lower(torch.randn(8, 7, 8))
+        lowered.compile().save(tmp_path / "plain.plan")
+        lowered.compile(memory="1GiB").save(tmp_path / "roomy.plan")
+        cg.load_plan(lowered, tmp_path / "roomy.plan")
+    assert (tmp_path / "roomy.plan").read_text() == (tmp_path / "plain.plan").read_text()
