@@ -43,10 +43,15 @@ def test_answers_are_those_without_proposals(seed: int | None, proposing: Server
         assert body["choices"][0]["text"] == text("proposed", number, sampling)
         assert body["choices"][0]["finish_reason"] == "length"
         assert body["usage"]["completion_tokens"] == number
-    accepted = proposing.metric("spec_decode_num_accepted_tokens_total")
-    drafted = proposing.metric("spec_decode_num_draft_tokens_total")
-    assert before < accepted < drafted
-    assert 0 < proposing.metric("spec_decode_num_drafts_total") < drafted
+
+    def are_counted() -> bool:
+        names = ("accepted_tokens", "draft_tokens", "drafts")
+        accepted, drafted, drafts = (
+            proposing.metric(f"spec_decode_num_{name}_total") for name in names
+        )
+        return before < accepted < drafted and 0 < drafts < drafted
+
+    proposing.wait_for(are_counted, "counts of proposals, which come behind the answers")
 
 
 def test_stop_strings_and_ends_among_accepted_tokens(proposing: Server) -> None:
