@@ -21,7 +21,7 @@ import cg
 
 from ..weight_files import refuse_quantized
 from .attention import NAME, CurrentCache, PagedCache, Pages
-from .lora import Adapter, adapter_cuts, attach, check_adapters, linear_shapes
+from .lora import Adapter, adapter_cuts, attach, check_adapters, linear_shapes, must_run
 from .parts import Experts, KeyValues, Model, Ways
 from .products import Calls, join, project, replace_norms
 from .start_check import ASKED, SHOWN, Trial
@@ -220,7 +220,8 @@ def decoder(
             project(part)
         part.drop_tokens()  # whatever module the head is by now
         attach(part.part.model, adapters, part.current, dtype)
-        part.goes_on = trial.compare(name)
+        with must_run(part.part.model, adapters):
+            part.goes_on = trial.compare(name)
         return part
 
     return Model(

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,34 @@ def attach(
             lora = Lora(factors, current, dtype)
             module.register_forward_hook(lora.hook)
             module.lora = lora
+
+
+@contextmanager
+def must_run(part: nn.Module, adapters: Sequence[Adapter]) -> Iterator[None]:
+    """Inside the `with` block the part runs, and with it each layer that has an adapter.
+
+    Raises:
+        ValueError: the model takes the weight of such a layer and does not run it, so that an
+            adapter would change nothing.
+    """
+    paths = {path for adapter in adapters for path in adapter.layers}
+    idle = {path: module for path, module in part.named_modules() if path in paths}
+
+    def note(path: str, *_: object) -> None:
+        idle.pop(path, None)
+
+    hooks = [m.register_forward_hook(partial(note, path)) for path, m in idle.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path in idle:
+        folder = next(adapter.folder for adapter in adapters if path in adapter.layers)
+        raise ValueError(
+            f"{folder} adapts {path}, whose weight the model takes without running the layer: "
+            "merge this adapter into the model's weights, with peft"
+        )
 
 
 def adapter_cuts(

@@ -135,10 +135,10 @@ class _Peak:
         """The op in words."""
         if self.op is None:
             return ""
-        what = f"@{self.op.fn.name}" if isinstance(self.op, Call) else self.op.opcode
+        name = f"@{self.op.fn.name}" if isinstance(self.op, Call) else self.op.opcode
         task = "" if self.op.task is None else f" in {self.op.task}"
         loc = "" if self.op.loc is None else f" ({self.op.loc})"
-        return f"{what}{task}{loc}"
+        return f"{name}{task}{loc}"
 
 
 def _saved(program: Program, storage: SharedStorage) -> set[Value]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config
 
 from examples.serve.engine import limits_of
 from examples.serve.gpt import GptConfig
-from examples.serve.lora import Adapter, Factors, read_adapter
+from examples.serve.lora import Adapter, Factors, must_run, read_adapter
 from examples.serve.opening import open_model
 from examples.serve.options import adapters as adapters_of
 from examples.serve.options import add_arguments
@@ -241,6 +242,26 @@ def test_adapters_of_another_model_are_refused(model: Path, tmp_path: Path) -> N
         open_model(model, adapters=[replace(adapter, layers={path: wide})])
     with pytest.raises(ValueError, match="--lora is for models of transformers"):
         open_model(GptConfig(), adapters=[adapter])
+
+
+class TakesWeight(nn.Module):
+    """Multiplies by the weight of a layer that it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.idles = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.runs(x) @ self.idles.weight
+
+
+@pytest.mark.parametrize("path", ["runs", "idles"])
+def test_an_adapter_that_would_change_nothing_is_refused(path: str) -> None:
+    part, factors = TakesWeight(), Factors(torch.ones(1, 2), torch.ones(2, 1))
+    adapters = [Adapter(Path("here"), {path: factors})]
+    refuses = pytest.raises(ValueError, match="here adapts idles, whose weight the model takes")
+    with refuses if path == "idles" else nullcontext(), must_run(part, adapters):
+        part(torch.ones(1, 2))
 
 
 def test_an_alpha_of_some_layers(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +205,20 @@ def test_several_signatures_are_refused(saved: Saved, tmp_path: Path) -> None:
         assert torch.equal(loaded(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def loaded_alike(
+    lowered: cg.Lowered, compiled: cg.Compiled, layers: list[Any], file: Path
+) -> cg.Compiled:
+    """The plan of a step, saved and loaded, which gives the same loss and gradients."""
+    compiled.save(file)
+    loss, expected = compiled(WIDE), gradients(layers)
+    for layer in layers:
+        layer.local.zero_grad()
+    loaded = cg.load_plan(lowered, file)
+    assert torch.equal(loaded(WIDE), loss)
+    assert all(map(torch.equal, gradients(layers), expected))
+    return loaded
+
+
 @pytest.mark.slow  # the search takes most of it
 def test_stages_that_a_search_lets_recompute_do_so_again(tmp_path: Path) -> None:
     with use_world(VirtualWorld(2)):
@@ -213,13 +228,7 @@ def test_stages_that_a_search_lets_recompute_do_so_again(tmp_path: Path) -> None
         schedule = cg.schedules.auto(costs=COSTS, max_bytes=room, remat=True)
         compiled = lowered.compile(schedule=schedule)
         assert "recompute" in compiled.schedule_report
-        compiled.save(tmp_path / "remat.plan")
-        loss, expected = compiled(WIDE), gradients(layers)
-        for layer in layers:
-            layer.local.zero_grad()
-        loaded = cg.load_plan(lowered, tmp_path / "remat.plan")
-        assert torch.equal(loaded(WIDE), loss)
-        assert all(map(torch.equal, gradients(layers), expected))
+        loaded = loaded_alike(lowered, compiled, layers, tmp_path / "remat.plan")
         assert max(plan.values for plan in loaded.memory_analysis()) <= 1.03 * room
 
 
@@ -232,13 +241,7 @@ def test_forwards_that_save_less_do_so_again(tmp_path: Path) -> None:
         compiled = lowered.compile(memory=int(0.8 * most))
         recomputed = re.findall(r"computes (\S+) % of the forward again", compiled.memory_report)
         assert set(recomputed) > {"0.0"}
-        compiled.save(tmp_path / "limited.plan")
-        loss, expected = compiled(WIDE), gradients(layers)
-        for layer in layers:
-            layer.local.zero_grad()
-        loaded = cg.load_plan(lowered, tmp_path / "limited.plan")
-        assert torch.equal(loaded(WIDE), loss)
-        assert all(map(torch.equal, gradients(layers), expected))
+        loaded = loaded_alike(lowered, compiled, layers, tmp_path / "limited.plan")
         assert max(plan.peak for plan in loaded.memory_analysis()) <= 0.8 * most
         loaded.save(tmp_path / "again.plan")
         assert (tmp_path / "again.plan").read_text() == (tmp_path / "limited.plan").read_text()

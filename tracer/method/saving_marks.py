@@ -70,10 +70,10 @@ def pass_marks(replaced: Mapping[fx.Node, fx.Node]) -> None:
 
 def _marked(value: torch.Tensor, mark: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or isinstance(value, TracedTensor):
-        what = "a tensor of the step itself" if isinstance(value, TracedTensor) else repr(value)
+        shown = "a tensor of the step itself" if isinstance(value, TracedTensor) else repr(value)
         raise TypeError(
             f"cg.{mark} takes a tensor that a method of an actor has computed, inside of the "
-            f"method, and not {what}"
+            f"method, and not {shown}"
         )
     if get_proxy_mode() is None:
         return value

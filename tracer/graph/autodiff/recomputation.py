@@ -113,25 +113,27 @@ def refuse_twice(call: TracedCall, joint: Joint) -> None:
         )
 
 
-def recomputed(joint: Joint, volatile: Collection[int], what: Recomputation) -> frozenset[fx.Node]:
+def recomputed(
+    joint: Joint, volatile: Collection[int], recomputation: Recomputation
+) -> frozenset[fx.Node]:
     """The operators of the forward that the backward computes again.
 
     Args:
         joint: a joint graph that was traced with a derivative.
         volatile: as for `BackwardCut`.
-        what: how much to compute again, beside what the user has marked.
+        recomputation: how much to compute again, beside what the user has marked.
 
     Raises:
         TraceError: the user has marked what must not be computed again.
     """
     if not joint.cotangents:
         return frozenset()
-    if isinstance(what, Within):
-        if what.limit is not None:
-            return what.savings(joint, volatile).again(what.limit)
-        what = what.plain
+    if isinstance(recomputation, Within):
+        if recomputation.limit is not None:
+            return recomputation.savings(joint, volatile).again(recomputation.limit)
+        recomputation = recomputation.plain
     marks = {mark_of(node) for node in joint.graph.nodes}
-    chosen = _chosen(joint, volatile, what)
+    chosen = _chosen(joint, volatile, recomputation)
     if RECOMPUTE in marks:
         chosen |= Savings(joint, volatile).again(None)
     return chosen - _kept(joint) if KEEP in marks else chosen

@@ -258,11 +258,11 @@ def _differs(node: fx.Node, index: int, last: Mapping[int | None, int]) -> bool:
     if not is_plain or has_effect(node):
         return True
     read = {memory_of(source) for source in node.all_input_nodes}
-    given = {
+    outputs = {
         storage_key(value) for value in tree_leaves(node.meta.get("val")) if torch.is_tensor(value)
     }
     late = any(last.get(key, -1) > index for key in read)
-    return late or any(key in last for key in given - read)
+    return late or any(key in last for key in outputs - read)
 
 
 def _operator(node: fx.Node) -> str:

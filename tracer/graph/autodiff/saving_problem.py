@@ -83,9 +83,8 @@ class SavingProblem:
             elif maker not in run:
                 run.add(maker)
                 pending += self.operands[maker]
-        # A value that was saved before its maker was found to run again is given by it.
-        given = {value for value in saved if self.makers[value] in run}
-        if given:
+        # A value that was saved before its maker turned out to run again comes from that.
+        if any(self.makers[value] in run for value in saved):
             return self.choice(allowed | run)
         return SavingChoice(
             frozenset(run),

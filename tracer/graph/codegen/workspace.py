@@ -25,7 +25,7 @@ def workspace_of(piece: Subgraph) -> int:
     added = {node for product in find_products(piece).values() for node in product.nodes}
     values = results(graph)
     outer = {memory_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-    given = {memory_of(node) for node in values[: len(piece.gives) + len(piece.rebinds)]}
+    returned = {memory_of(node) for node in values[: len(piece.gives) + len(piece.rebinds)]}
     last = _last_uses(graph)
     held: dict[int | None, int] = {}
     live = peak = done = 0
@@ -36,10 +36,10 @@ def workspace_of(piece: Subgraph) -> int:
             if key not in outer and key not in held:
                 held[key] = size
                 live += size
-                done += size if key in given else 0
+                done += size if key in returned else 0
         peak = max(peak, live)
         for key in last.get(node, ()):
-            if key in held and key not in given:
+            if key in held and key not in returned:
                 live -= held[key]
     return max(0, peak - done)
 

@@ -38,8 +38,10 @@ def count_flops(graph: fx.Graph) -> Flops:
 
 def flops_of(node: fx.Node) -> tuple[DType, int] | None:
     """The operations of a node, and the element type in which it does them; None if none count."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if node.op != "call_function" or formula is None:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None:
         return None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
     result = node.meta.get("val")
