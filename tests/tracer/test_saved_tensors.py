@@ -258,6 +258,20 @@ def test_a_value_is_not_kept_and_its_view_recomputed() -> None:
         recomputed(joint_of(Opposed(), rand(4, WIDTH)), (), Recompute.NOTHING)
 
 
+class OpposedAlias(Marked):
+    """Keeps a value, and computes the same again, as one without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = cg.keep(torch.tanh(self.up(x)))
+        return self.down(hidden * cg.recompute(hidden.detach()))
+
+
+def test_a_value_is_not_kept_and_recomputed_as_an_alias() -> None:
+    with pytest.raises(TraceError, match="are given one value, once as a view") as caught:
+        joint_of(OpposedAlias(), rand(4, WIDTH))
+    assert "test_saved_tensors.py" in str(caught.value)
+
+
 @pytest.mark.parametrize("value", [3, "x", None])
 def test_marks_are_for_tensors(value: Any) -> None:
     with pytest.raises(TypeError, match=r"cg.keep takes a tensor that a method"):

@@ -356,7 +356,7 @@ class _JointTrace(Scene):
 
     def _joint(self, owner: fx.GraphModule) -> Joint:
         assert self.results is not None
-        pass_marks(simplify(owner.graph))
+        pass_marks(simplify(owner.graph), self.recorder.locations)
         nodes = {node.name: node for node in owner.graph.nodes}
         placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
         returned = iter(_returned(owner.graph))

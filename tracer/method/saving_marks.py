@@ -8,6 +8,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ...ir.location import Location
+from ..errors import TraceError
 from ..values.values import TracedTensor
 from .reuse.templates import node_of
 
@@ -60,12 +62,26 @@ def mark_of(node: fx.Node) -> str | None:
     return mark
 
 
-def pass_marks(replaced: Mapping[fx.Node, fx.Node]) -> None:
-    """Give the mark of each node to its replacement, unless that has one of its own."""
+def pass_marks(
+    replaced: Mapping[fx.Node, fx.Node], locations: Mapping[str, Location | None]
+) -> None:
+    """Give the mark of each node to its replacement.
+
+    Args:
+        replaced: the replacement of each node that was removed.
+        locations: the source lines of nodes, by name.
+
+    Raises:
+        TraceError: the two have different marks.
+    """
     for node, replacement in replaced.items():
         mark = mark_of(node)
-        if mark is not None:
-            replacement.meta.setdefault(_META, mark)
+        if mark is not None and replacement.meta.setdefault(_META, mark) != mark:
+            raise TraceError(
+                "cg.keep and cg.recompute are given one value, once as a view that changes nothing",
+                loc=locations.get(node.name) or locations.get(replacement.name),
+                remedy="give it to one of them",
+            )
 
 
 def _marked(value: torch.Tensor, mark: str) -> torch.Tensor:
