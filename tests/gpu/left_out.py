@@ -56,7 +56,10 @@ RULES = (
     Rule("a benchmark, which takes minutes", inside=r"\bbenchmarks[./]"),
     Rule("the package with its weights is not a part of tests", inside="smollm2"),
     Rule("a transport of hosts: tests/mpi/test_mailbox.py runs it", inside="mailbox_job"),
-    Rule("a part of python -m examples.serve, which starts it", inside="examples.serve.ranks"),
+    Rule(
+        "a part of python -m examples.serve, which starts it",
+        inside=r"examples\.serve\.(ranks|structure\.check)",
+    ),
 )
 """Each rule with its reason; the first that fits counts."""
 

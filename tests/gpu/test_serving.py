@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +43,40 @@ def on_the_host(case: Case) -> Any:
     return pytest.param(case, marks=pytest.mark.slow, id=case.id)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder without experts, and one with.
+@dataclass(frozen=True)
+class Models:
+    """Folders of models with the same tokens, each with a text of its own.
 
-    Their tokens have texts of their own, so that a text says which tokens it is of.
+    Attributes:
+        dense: without experts.
+        mixture: with experts.
+        draft: a smaller one, which proposes tokens for `dense`.
     """
+
+    dense: Path
+    mixture: Path
+    draft: Path
+
+    def served_by(self, command: Command) -> Path:
+        return self.dense if command.option("--ep") is None else self.mixture
+
+    def words(self, command: Command) -> list[str]:
+        """The words of a command, with folders for `DIR` and `SMALL`."""
+        folders = {"DIR": str(self.served_by(command)), "SMALL": str(self.draft)}
+        return [folders.get(word, word) for word in line(command)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     pytest.importorskip("transformers")
     from benchmarks.one_gpu import folder
     from benchmarks.one_gpu.qwen2 import SMALL
 
-    path, mixture = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("mixture")
-    for each in (path, mixture):
-        folder.write(each, replace(SMALL, layers=4), 64, torch.float32)
-    _write_mixture(mixture)
-    return path, mixture
+    written = Models(*map(tmp_path_factory.mktemp, ("model", "mixture", "draft")))
+    for path, layers in ((written.dense, 4), (written.mixture, 4), (written.draft, 2)):
+        folder.write(path, replace(SMALL, layers=layers), 64, torch.float32)
+    _write_mixture(written.mixture)
+    return written
 
 
 def _write_mixture(path: Path) -> None:
@@ -104,9 +123,8 @@ def generated(model: Path) -> list[str]:
 
 
 @contextmanager
-def serving(command: Command, model: Path, log: Path, device: str) -> Iterator[str]:
+def serving(words: list[str], log: Path, device: str) -> Iterator[str]:
     """The address of a server that is ready; afterwards it has ended by SIGTERM, with code 0."""
-    words = [str(model) if word == "DIR" else word for word in line(command)]
     with log.open("w") as file:
         process = subprocess.Popen(
             [*words, *FEW.split()],
@@ -154,23 +172,22 @@ def complete(url: str, prompt: tuple[int, ...]) -> str:
     return text
 
 
-def check(case: Case, models: tuple[Path, Path], folder: Path, device: str) -> None:
+def check(case: Case, models: Models, folder: Path, device: str) -> None:
     """Each prompt is asked often enough for graphs to be captured, and replayed."""
     skip_if_lacking(case)
-    model = models[case.command.option("--ep") is not None]
-    with serving(case.command, model, folder / "log", device) as url:
+    with serving(models.words(case.command), folder / "log", device) as url:
         answers = [complete(url, prompt) for prompt in PROMPTS * 2]
-    assert answers == generated(model) * 2
+    assert answers == generated(models.served_by(case.command)) * 2
 
 
 @pytest.mark.parametrize("case", [*map(on_gpus, SERVERS)])
-def test_on_gpus(case: Case, models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_on_gpus(case: Case, models: Models, tmp_path: Path) -> None:
     check(case, models, tmp_path, "cuda")
 
 
 @pytest.mark.parametrize("case", [*map(on_the_host, SERVERS)])
 def test_on_the_host(
-    case: Case, models: tuple[Path, Path], tmp_path: Path, pytestconfig: pytest.Config
+    case: Case, models: Models, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     check(case, models, tmp_path, pytestconfig.getoption("--device"))
 
