@@ -28,17 +28,6 @@ class Flops:
         """The operations in all element types."""
         return sum(count for _, count in self.counts)
 
-    def maximum(self, other: Flops) -> Flops:
-        """The larger count of each element type."""
-        own_counts, other_counts = dict(self.counts), dict(other.counts)
-        return Flops.of(
-            {dtype: max(own_counts.get(dtype, 0), other_counts.get(dtype, 0)) for dtype in DType}
-        )
-
-    def scaled(self, numerator: int, denominator: int) -> Flops:
-        """Each count times a fraction, rounded down."""
-        return Flops.of({dtype: n * numerator // denominator for dtype, n in self.counts})
-
     def __bool__(self) -> bool:
         """True if there are any operations."""
         return bool(self.counts)

@@ -42,10 +42,6 @@ def share_channels(modules: Sequence[Module]) -> list[Channel]:
 
 
 def _larger(one: Channel, other: Channel) -> Channel:
-    if one.background is None:
-        one = replace(one, background=other.background)
-    elif other.background is not None:
-        one = replace(one, background=one.background.maximum(other.background))
     if one.slots is None or other.slots is None:
         return one
     slot_bytes = max(one.slot_bytes or 0, other.slot_bytes or 0)

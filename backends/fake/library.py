@@ -160,7 +160,7 @@ class FakeLibrary:
     def unique_id(self) -> bytes:
         return uuid.uuid4().bytes * 8
 
-    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> FakeComm:
+    def connect(self, size: int, unique: bytes, rank: int) -> FakeComm:
         self.device.before_work()
         while self._aborted:  # those of all members are, so nobody waits at another end
             self._aborted.pop().close()

@@ -77,7 +77,7 @@ class HcclLibrary:
             self._fail("HcclGetRootInfo", code, "to begin a communicator")
         return bytes(info)
 
-    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
+    def connect(self, size: int, unique: bytes, rank: int) -> Any:
         """Join a new communicator; blocks until all come, or HCCL_CONNECT_TIMEOUT passes."""
         if len(unique) != ROOT_INFO_BYTES:
             raise CommunicationError(

@@ -50,7 +50,6 @@ class HcclPool(Pool):
     needs: ClassVar[str] = (
         "Two ranks that send to each other take one, and so does each group of a collective"
     )
-    ways_out: ClassVar[str] = "have collectives over fewer groups"
     connect_seconds: ClassVar[float | None] = None  # HCCL_CONNECT_TIMEOUT is
     logs: ClassVar[str] = "HCCL's own log"
 

@@ -51,13 +51,11 @@ class Nccl:
         """Make the key that the members of a new communicator share; one of them calls this."""
         return bytes(self._checked("making of a key", self._calls.get_unique_id))
 
-    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
+    def connect(self, size: int, unique: bytes, rank: int) -> Any:
         """Begin to join a new communicator; all its members do."""
         low = self._calls
         config = low.Config()
         config.blocking = int(not self._nonblocking)
-        if width is not None:
-            config.min_ctas, config.max_ctas = 1, width
         key = low.UniqueId.from_buffer(unique)
         description = f"joining of {size} ranks, as member {rank},"
         return self._checked(description, low.comm_init_rank_config, size, key, rank, config)

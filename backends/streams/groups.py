@@ -23,14 +23,11 @@ class CommunicatorGroup:
     A rank's place in `ranks` is its number as a member.
 
     Attributes:
-        width: the number of the device's multiprocessors that its operations may occupy; None
-            leaves the choice to the library.
         traffic: what its collectives are for, where groups of the same ranks differ in that.
     """
 
     ranks: tuple[int, ...]
     collective: bool
-    width: int | None = None
     traffic: Traffic | None = None
 
     def __str__(self) -> str:

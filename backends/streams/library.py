@@ -63,14 +63,8 @@ class Library(Messenger, Protocol):
     def unique_id(self) -> bytes:
         """Make the key that the members of a new communicator share; one of them calls this."""
 
-    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
-        """Begin to join a new communicator; all its members do.
-
-        Args:
-            rank: this member's number in it.
-            width: the number of the device's multiprocessors that its operations may occupy, if
-                the library has such a setting.
-        """
+    def connect(self, size: int, unique: bytes, rank: int) -> Any:
+        """Begin to join a new communicator, as member `rank`; all its members do."""
 
     def is_ready(self, comm: Any) -> bool:
         """True once a communicator has been joined."""

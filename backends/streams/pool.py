@@ -58,7 +58,6 @@ class Pool(ABC):
         device_name: of the devices that it joins, in messages.
         limit: communicators that a rank may be a member of.
         needs: which messages take a communicator, in words.
-        ways_out: how a plan needs fewer, in words.
         connect_seconds: the time for the members of a communicator to join it; None if the
             library has a limit of its own.
         logs: the name of the log that says more about ranks that are not joined.
@@ -68,7 +67,6 @@ class Pool(ABC):
     device_name: ClassVar[str]
     limit: ClassVar[int]
     needs: ClassVar[str]
-    ways_out: ClassVar[str]
     connect_seconds: ClassVar[float | None]
     logs: ClassVar[str]
 
@@ -274,7 +272,7 @@ class Pool(ABC):
             f"rank {rank} would be a member of {count} {self.library_name} communicators, and "
             f"{self.limit} is the most: this step needs {own_count}{held_text}. {self.needs}. "
             f"{close} values that are rarely sent take another way, by cg.via(x, 'cpu'); "
-            f"{self.ways_out}"
+            "have collectives over fewer groups"
         )
 
     def _give_up(self, groups: Sequence[CommunicatorGroup]) -> None:
@@ -320,7 +318,7 @@ class Pool(ABC):
         library, seconds = self.library, self.connect_seconds
         with self._ending_job_unless(f"joined {group}"):
             try:
-                comm = library.connect(len(group.ranks), key, member, group.width)
+                comm = library.connect(len(group.ranks), key, member)
             except CommunicationError as error:
                 raise CommunicationError(f"{group}: {error}") from error
         deadline = None if seconds is None else monotonic() + seconds

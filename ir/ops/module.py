@@ -187,8 +187,6 @@ class Channel:
         slots: the number of buffers that the receiver keeps, once planned.
         slot_bytes: the bytes of each slot, once planned. Without slots, the bytes of the largest
             message that is received into a buffer of the program; 0 if there is none.
-        background: the floating-point operations that a rank does while a receive of the channel
-            waits, on average over its messages; None if it computes nothing meanwhile.
     """
 
     id: int
@@ -198,7 +196,6 @@ class Channel:
     slots: int | None = None
     slot_bytes: int | None = None
     why: str | None = None
-    background: Flops | None = None
     traffic: Traffic | None = None
 
     @property

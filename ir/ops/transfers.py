@@ -183,6 +183,7 @@ class Recv(PointToPoint):
     """
 
     opcode: ClassVar[str] = "recv"
+    streams: ClassVar[frozenset[Stream]] = COMMUNICATION_STREAMS | {Stream.COMPUTE}
     takes: ClassVar[str] = "none, or a buffer of the type that is promised"
     gives: ClassVar[str] = "`future<T>`"
     shares_operand: ClassVar[bool] = True

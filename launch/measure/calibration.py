@@ -149,13 +149,12 @@ def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
     edges: dict[tuple[int, int], Link] = {}
     channel_links: dict[int, Link] = {}
     sizes = _largest_messages(module)
-    channels = tuple(module.channels.values())
-    for channel in channels:
+    for channel in module.channels.values():
         links = []
         for rank, peer in pairwise(channel.ranks):
             edge = (min(rank, peer), max(rank, peer))
             if edge not in edges:
-                edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead, channels)
+                edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead)
             links.append(edges[edge])
         link = _slowest(links)
         if link is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -17,7 +16,7 @@ from ...backends.base import Body, World
 from ...backends.program.linked import LinkedModule
 from ...ir.attributes import Symbol
 from ...ir.ops import Call, Op, Return, Value
-from ...ir.ops.module import Channel, Function, Module, Program
+from ...ir.ops.module import Function, Module, Program
 from ...ir.phases import Phase
 from ...ir.pipeline.costs import Link
 from ...ir.types import DType, Place, TensorType, relocate
@@ -44,7 +43,6 @@ def try_edge(
     edge: tuple[int, int],
     largest: int,
     overhead: float,
-    channels: Sequence[Channel],
 ) -> Link:
     """Measure latency and bandwidth between two ranks; collective, though others send nothing.
 
@@ -53,26 +51,22 @@ def try_edge(
         edge: the two ranks.
         largest: bytes of the largest message that will matter.
         overhead: milliseconds to leave out, which a sender spends before a message leaves.
-        channels: of the step. Messages that a device sends in the background are as slow here.
     """
     large = max(largest, _LARGE)
-    time = _one_way(world, edge, _SMALL, channels)
-    longer = _one_way(world, edge, large, channels) - time
+    time = _one_way(world, edge, _SMALL)
+    longer = _one_way(world, edge, large) - time
     # GB/s are 1e6 bytes a millisecond.
     bandwidth = (large - _SMALL) / longer / 1e6 if longer > 0 else math.inf
     return Link(max(0.0, time - overhead), bandwidth)
 
 
-def _one_way(
-    world: World, edge: tuple[int, int], nbytes: int, channels: Sequence[Channel]
-) -> float:
+def _one_way(world: World, edge: tuple[int, int], nbytes: int) -> float:
     """Milliseconds from the end of a call to the start of the call that gets its tensor.
 
     Clocks of ranks need not agree: a round trip is the time between two calls of one rank, less the
     duration of the call on the other rank in between. Half of it is one way.
     """
     module = _ping_pong(world, edge, nbytes)
-    _set_background(module, channels)
     device = torch_device(world)
     message = torch.empty(nbytes, dtype=torch.uint8, device=device)
     think = partial(sleep, _PAUSE) if device is None else _product(device)
@@ -103,26 +97,6 @@ def _product(device: torch.device) -> Callable[[], object]:
     """A product that keeps a device busy until its host has put the next message on a stream."""
     matrix = torch.zeros(SIDE, SIDE, device=device)
     return partial(torch.mm, matrix, matrix)
-
-
-def _set_background(module: Module, channels: Sequence[Channel]) -> None:
-    """Give channels the background of the step's channels between the same ranks.
-
-    So messages use as many multiprocessors, and the same communicators. Where messages are larger
-    than those of the step, the background is scaled by their bytes.
-    """
-    for id_, channel in module.channels.items():
-        for step_channel in channels:
-            if (
-                step_channel.background is not None
-                and step_channel.slot_bytes
-                and step_channel.ranks == channel.ranks
-            ):
-                slot_bytes = max(step_channel.slot_bytes, channel.slot_bytes or 0)
-                background = step_channel.background.scaled(slot_bytes, step_channel.slot_bytes)
-                module.channels[id_] = replace(
-                    channel, background=background, slot_bytes=slot_bytes
-                )
 
 
 def _ping_pong(world: World, edge: tuple[int, int], nbytes: int) -> Module:

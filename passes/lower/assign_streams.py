@@ -8,16 +8,21 @@ from typing import ClassVar
 
 from ...ir.attributes import Stream
 from ...ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
-from ...ir.ops.module import Module, Program
+from ...ir.ops.module import Channel, Module, Program
 from ...ir.ops.names import Names
 from ...ir.phases import Phase
 from ..base import Pass
-from ..placement.fabrics import one_by_one
+from ..placement.fabrics import is_by_stream, one_by_one
 
 
 @dataclass(frozen=True)
 class AssignStreams(Pass):
     """Put sends, receives, collectives of each traffic and all other work on a stream each.
+
+    A receive between devices is on the compute stream. It is a kernel that occupies multiprocessors
+    until its message has come, and work beside it is slowed down by far more than their share. On
+    the compute stream it begins when its rank has nothing else to do. Meanwhile its sender, whose
+    sends are on a stream of their own, puts the message into buffers of the library.
 
     The result of a wait for a future is on the compute stream. If a value is used on another stream
     than the one that makes it, a wait brings it to that stream just before its first use there.
@@ -46,37 +51,49 @@ class AssignStreams(Pass):
 
     def run(self, module: Module) -> bool:
         single = one_by_one(module, self.rendezvous)
-        traffic = {
-            id_: channel.traffic.stream
-            for id_, channel in module.channels.items()
-            if channel.traffic is not None
-        }
-        changed = [_assign(program, single, traffic) for program in module.programs]
+        channels = [_streams_of(channel, single) for channel in module.channels.values()]
+        streams = dict(zip(module.channels, channels, strict=True))
+        changed = [_assign(program, streams) for program in module.programs]
         return any(changed)
 
 
-def _stream_of(op: Op, single: Collection[int], traffic: Mapping[int, Stream]) -> Stream | None:
+@dataclass(frozen=True)
+class _ChannelStreams:
+    """The streams of the ops of a channel."""
+
+    send: Stream
+    recv: Stream
+    collective: Stream
+
+
+def _streams_of(channel: Channel, single: Collection[int]) -> _ChannelStreams:
+    collective = Stream.COLLECTIVE if channel.traffic is None else channel.traffic.stream
+    if channel.id in single:
+        return _ChannelStreams(Stream.MESSAGE, Stream.MESSAGE, collective)
+    recv = Stream.COMPUTE if is_by_stream(channel) else Stream.RECV
+    return _ChannelStreams(Stream.SEND, recv, collective)
+
+
+def _stream_of(op: Op, streams: Mapping[int, _ChannelStreams]) -> Stream | None:
     if op.stream is not None or isinstance(op, (Return, Free)):
         return op.stream
-    if isinstance(op, (Send, Recv)) and op.chan in single:
-        return Stream.MESSAGE
     if isinstance(op, Send):
-        return Stream.SEND
+        return streams[op.chan].send
     if isinstance(op, Recv):
-        return Stream.RECV
+        return streams[op.chan].recv
     if isinstance(op, Collective):
-        return traffic.get(op.chan or 0, Stream.COLLECTIVE)
+        return Stream.COLLECTIVE if op.chan is None else streams[op.chan].collective
     return Stream.COMPUTE
 
 
-def _assign(program: Program, single: Collection[int], traffic: Mapping[int, Stream]) -> bool:
+def _assign(program: Program, streams: Mapping[int, _ChannelStreams]) -> bool:
     names = Names.of(program)
     made_on: dict[Value, Stream] = {}
     waited: dict[tuple[Value, Stream], Value] = {}
     ops: list[Op] = []
     changed = False
     for op in program.ops:
-        stream = _stream_of(op, single, traffic)
+        stream = _stream_of(op, streams)
         changed = changed or stream is not op.stream
         op.stream = stream
         if stream is not None and type(op) is not Wait:

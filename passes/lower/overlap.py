@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.flops import Flops
 from ...ir.ops import Call, Collective, Communication, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import error
-from ...ir.types import DType, FutureType, TensorType, UnitType, tensor_bytes
+from ...ir.types import FutureType, TensorType, UnitType, tensor_bytes
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
@@ -33,9 +31,9 @@ class Overlap(Pass):
     A receive between devices stays where it is, in the one order that the messages of all ranks
     have. It is a kernel that waits, and calls of the host may wait for the device, for instance to
     make a graph, allocate memory or load a module. If the receive were posted early, its message
-    could depend on work that the host has yet to put on the device. Staying costs no time: the host
-    runs ahead of the device, so the receive is on its stream long before the work ahead of it is
-    done. `check-deadlock` proves each program free of deadlocks.
+    could depend on work that the host has yet to put on the device. And while it waits it occupies
+    multiprocessors, which slows down what its rank computes beside it. `check-deadlock` proves each
+    program free of deadlocks.
 
     Moving receives and waits causes no deadlock. The receives of a rank keep their order, over all
     channels; so do its sends, and so do its collectives. Suppose that the programs come from one
@@ -71,10 +69,6 @@ class Overlap(Pass):
     device, and these end once all that they have begun has ended. So waits for messages on their
     way to a device do not move past such a call.
 
-    While a receive waits on a device, it occupies multiprocessors. If the rank computes meanwhile,
-    this pass sets the channel's `background` to the amount of that computation, and the transport
-    takes fewer multiprocessors where that pays.
-
     Attributes:
         lookahead: the most messages of a channel that this pass leaves in flight at each end.
     """
@@ -98,50 +92,7 @@ class Overlap(Pass):
             ops = _post_early(late, module, self.lookahead)
             changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
             program.ops[:] = ops
-        return _mark_background(module) or changed
-
-
-def _mark_background(module: Module) -> bool:
-    """Mark the channels of devices on which receives wait while their rank computes."""
-    receives: Counter[int] = Counter()
-    beside: defaultdict[int, Counter[DType]] = defaultdict(Counter)
-    busy: set[int] = set()
-    for program in module.programs:
-        for chan, calls, flops in _beside_receives(program, module):
-            receives[chan] += 1
-            beside[chan].update(flops)
-            if calls:
-                busy.add(chan)
-    changed = False
-    for id_, channel in module.channels.items():
-        background = Flops.of(beside[id_]).scaled(1, receives[id_]) if id_ in busy else None
-        changed = changed or background != channel.background
-        module.channels[id_] = replace(channel, background=background)
-    return changed
-
-
-def _beside_receives(
-    program: Program, module: Module
-) -> Iterator[tuple[int, int, Mapping[DType, int]]]:
-    """For each receive of a device its channel, and the calls and operations during its wait.
-
-    Receives are on one stream, and the host runs ahead of the device. So a receive begins when the
-    one before it is over, at the latest at the wait for that one. All computation between that wait
-    and its own wait runs beside it.
-    """
-    calls = 0
-    flops: Counter[DType] = Counter()
-    channels: dict[Value, int] = {}
-    for op in program.ops:
-        if isinstance(op, Recv) and is_by_stream(module.channels[op.chan]):
-            channels[op.result] = op.chan
-        elif isinstance(op, Wait) and op.operands[0] in channels:
-            yield channels.pop(op.operands[0]), calls, flops
-            calls, flops = 0, Counter()
-        elif isinstance(op, Call) and _computes(op, module):
-            calls += 1
-            for dtype, count in module.functions[op.fn.name].flops.counts:
-                flops[dtype] += count
+        return changed
 
 
 def _computes(op: Call, module: Module) -> bool:

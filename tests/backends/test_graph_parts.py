@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -27,11 +26,9 @@ from cg.backends.poison import Poison
 from cg.backends.program.ticket_locks import TicketLocks, Tickets
 from cg.backends.timing.statistics import Statistics
 from cg.backends.timing.tallies import count
-from cg.ir.flops import Flops
 from cg.ir.ops import Recv, Send
 from cg.ir.ops.module import Module
 from cg.ir.text.parser import parse_module
-from cg.ir.types import DType
 from cg.ir.verify.verifier import verify
 
 FORKED = """
@@ -136,17 +133,6 @@ def test_modules_share_channels() -> None:
     for module in (one, other):
         used = {op.chan for p in module.programs for op in p.ops if isinstance(op, (Send, Recv))}
         assert used == set(module.channels)
-
-
-def test_shared_channels_are_as_much_in_the_background_as_those_of_any_module() -> None:
-    one, other, third = forked(), forked(), forked()
-    bf16, f32 = Flops.of({DType.BF16: 40}), Flops.of({DType.BF16: 7, DType.F32: 30})
-    for module, background in ((one, bf16), (other, f32), (third, None)):
-        for id_, channel in module.channels.items():
-            module.channels[id_] = replace(channel, background=background)
-    for modules in ((one, other, third), (third, other, one)):
-        for channel in share_channels(modules):
-            assert channel.background == Flops.of({DType.BF16: 40, DType.F32: 30})
 
 
 def test_statistics_add_up() -> None:

@@ -21,7 +21,7 @@ of a tensor is meant, and which message of whom. All others say where and when i
 stream, the slot, the batch and the graph, the microbatch and the task that it is for, the place in
 the arena, and whether an operand is donated."""
 
-LABELS = frozenset({"mb", "task", "why", "background"})
+LABELS = frozenset({"mb", "task", "why"})
 """Attributes of which one other value is enough: programs run the same with any."""
 
 DISTANCES = (1, 2, 3, 5, 8, 13)

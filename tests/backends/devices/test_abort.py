@@ -24,7 +24,7 @@ class Connecting:
     def unique_id(self) -> bytes:
         return b""
 
-    def connect(self, size: int, unique: bytes, rank: int, width: int | None) -> object:
+    def connect(self, size: int, unique: bytes, rank: int) -> object:
         return object()
 
     def is_ready(self, comm: object) -> bool:

@@ -219,7 +219,7 @@ def test_a_call_has_a_deadline(low: Low, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_how_a_communicator_is_joined(low: Low, nonblocking: bool) -> None:
     low.states = [IN_PROGRESS, SUCCESS]
     library = load(nonblocking)
-    comm = library.connect(2, b"key", 0, 4)
+    comm = library.connect(2, b"key", 0)
     assert low.calls == [f"init, blocking={int(not nonblocking)}"]
     assert [library.is_ready(comm) for _ in range(2)] == [False, True]
 

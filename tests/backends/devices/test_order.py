@@ -13,16 +13,14 @@ from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.errors import BindError, TransportError
 from cg.backends.fake.library import FakeLibrary
 from cg.backends.nccl.library import load
-from cg.backends.nccl.pool import LIMIT, NcclPool, width_of
+from cg.backends.nccl.pool import LIMIT, NcclPool
 from cg.ir.attributes import Stream
-from cg.ir.flops import Flops
 from cg.ir.ops.module import (
     Channel,
 )
 from cg.ir.text.parser import (
     parse_module,
 )
-from cg.ir.types import DType
 from cg.passes.lower.capture import Capture
 from cg.passes.manager.manager import PassManager
 from tests.backends.devices.patience import loose_device
@@ -167,44 +165,3 @@ def test_a_binding_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(TransportError, match=r"cannot be loaded(.|\n)*pip install 'cg\[cuda\]'"):
         load()
-
-
-MIB = 1 << 20
-PRODUCT = 2 * 1024**3
-"""Operations of a product of two matrices of 1024 by 1024 elements."""
-
-
-def bf16(count: int) -> Flops:
-    return Flops.of({DType.BF16: count})
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "flops", "width"),
-    [
-        (16 * MIB, bf16(10**13), 2),  # some layers of a Llama
-        (16 * MIB, bf16(10**12), 4),
-        (16 * MIB, bf16(10**11), None),
-        (4 * MIB, bf16(100 * PRODUCT), 4),
-        (4 * MIB, bf16(30 * PRODUCT), 8),
-        (4 * MIB, bf16(3 * PRODUCT), None),
-        (4 * MIB, Flops.of({DType.F32: 3 * PRODUCT}), 8),  # that takes ten times as long
-        (4 * MIB, Flops.of({DType.F32: 3 * PRODUCT, DType.BF16: 300 * PRODUCT}), 2),
-        (64, bf16(10**13), 2),  # it takes no time, however many there are
-        (64, Flops(), None),  # nothing that it would hold up
-        (64 * MIB + 1, bf16(10**13), None),  # more than 8 would be 16, of which NCCL decides
-        (40 * MIB, bf16(10**15), 8),
-        (200 * MIB, bf16(10**13), None),
-        (64, None, None),  # in front of what waits for it
-        (0, bf16(10**13), None),  # nothing travels by NCCL
-    ],
-)
-def test_widths_of_messages(nbytes: int, flops: Flops | None, width: int | None) -> None:
-    edge = Channel(0, (0, 1), via="nccl", slots=2, slot_bytes=nbytes, background=flops)
-    assert width_of(edge) == width
-
-
-def test_widths_depend_on_whether_torch_may_round_to_tf32() -> None:
-    background = Flops.of({DType.F32: 3 * PRODUCT})
-    edge = Channel(0, (0, 1), via="nccl", slots=2, slot_bytes=4 * MIB, background=background)
-    assert width_of(edge, tf32=False) == 8
-    assert width_of(edge, tf32=True) is None

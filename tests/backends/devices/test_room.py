@@ -5,27 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 from cg.backends.device import Device
 from cg.backends.errors import BindError
 from cg.backends.fake.device import FakeDevice
 from cg.backends.fake.library import FakeComm, FakeLibrary
 from cg.backends.nccl.communicator import NcclCommunicator
-from cg.backends.nccl.pool import NcclPool, may_round_to_tf32
-from cg.ir.flops import Flops
+from cg.backends.nccl.pool import NcclPool
+from cg.ir.attributes import Traffic
 from cg.ir.ops.module import Channel
-from cg.ir.types import DType
 from tests.backends.devices.patience import loose_device
 
 from .ranks import ThreadWorld, on_ranks
 
 THERE, BACK = Channel(0, (0, 1)), Channel(1, (1, 0))
 ALL = Channel(2, (0, 1), collective=True)
-NARROW = Channel(3, (0, 1), slots=1, slot_bytes=1 << 20, background=Flops.of({DType.BF16: 10**13}))
+REDUCED = Channel(3, (0, 1), collective=True, traffic=Traffic.REDUCE)
 
 
 class Small(NcclPool):
@@ -40,12 +37,10 @@ class Noting(FakeLibrary):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__(device)
         self.made: list[FakeComm] = []
-        self.widths: list[int | None] = []
         self.gone: list[int] = []
 
-    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> FakeComm:
-        self.widths.append(width)
-        self.made.append(super().connect(size, unique, rank, width))
+    def connect(self, size: int, unique: bytes, rank: int) -> FakeComm:
+        self.made.append(super().connect(size, unique, rank))
         return self.made[-1]
 
     def destroy(self, comm: FakeComm) -> None:
@@ -86,32 +81,6 @@ def test_a_closed_plan_leaves_its_communicators_to_the_next() -> None:
         return len(rank.library.made), rank.library.gone
 
     assert both(play) == [(2, [])] * 2
-
-
-def test_both_ends_find_one_width_though_torch_is_set_up_otherwise_on_each() -> None:
-    work = Flops.of({DType.F32: 3 * 2 * 1024**3})
-    edge = Channel(0, (0, 1), slots=1, slot_bytes=4 << 20, background=work)
-
-    def play(rank: Rank) -> list[int | None]:
-        rank.open("step", edge)
-        return rank.library.widths
-
-    for settings, width in (([False, False], 8), ([True, False], None)):
-        with mock.patch("cg.backends.nccl.pool.may_round_to_tf32", side_effect=settings):
-            assert both(play) == [[width]] * 2
-
-
-def test_what_torch_is_set_to_is_seen_however_it_was_set() -> None:
-    assert not may_round_to_tf32()
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        assert may_round_to_tf32()
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.set_float32_matmul_precision("high")
-        assert may_round_to_tf32()
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert not may_round_to_tf32()
 
 
 def test_what_no_open_plan_uses_makes_room() -> None:
@@ -163,17 +132,17 @@ def test_what_one_rank_still_uses_stays_on_all() -> None:
     assert gone == [0, 1]
     assert mine == (
         "rank 0 would be a member of 3 NCCL communicators, and 2 is the most: this step needs 1, "
-        "and open ones hold 2 more ('late': 2). Each direction between two ranks takes one, each "
-        "further width of messages there another one, and so does each group of a collective. "
-        "Close steps that are not needed any more; let values that are rarely sent take another "
-        "way, by cg.via(x, 'cpu'); with passes='-overlap' there is one width only"
+        "and open ones hold 2 more ('late': 2). Each direction between two ranks takes one, and so "
+        "does each group of a collective. Close steps that are not needed any more; let values "
+        "that are rarely sent take another way, by cg.via(x, 'cpu'); have collectives over fewer "
+        "groups"
     )
 
 
 def test_a_step_that_needs_too_many_by_itself_closes_nothing() -> None:
     def play(rank: Rank) -> tuple[str, Sequence[int]]:
         rank.open("before", THERE).close()
-        return rank.refused(THERE, NARROW, BACK), rank.library.gone
+        return rank.refused(THERE, REDUCED, BACK), rank.library.gone
 
     for said, gone in both(play):
         assert not gone
