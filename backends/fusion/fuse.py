@@ -9,6 +9,7 @@ which is private to torch; dynamo and compiled autograd use it as well.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,9 @@ OPTIONS = {
     "compile_threads": 1,  # no processes beside those of MPI
 }
 """The options of TorchInductor."""
+
+WORKERS = 8
+"""The most processes of a rank that compile kernels of its GPU by Triton, one at a time each."""
 
 
 class FuseError(RuntimeError):
@@ -65,6 +69,8 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
         shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         exceptions = importlib.import_module("torch._inductor.exc")
         importlib.import_module("torch._inductor.compile_fx")
+        workers: Any = importlib.import_module("torch._inductor.async_compile").AsyncCompile
+        config: Any = importlib.import_module("torch._inductor.config")
         wrapper: Any = importlib.import_module("torch._dynamo.utils").GmWrapper
         compile_: Any = inductor.compile
     except (ImportError, AttributeError) as error:
@@ -85,9 +91,12 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
             ]
         loop_over_few(module.graph)
         module.recompile()
+        options = OPTIONS | {"compile_threads": _compile_threads(examples)}
+        with config.patch(options):
+            workers.wakeup()  # they import torch while graphs are made ready for them
 
         def whole(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Compute:
-            return _as_compiled(compile_(wrapper(graph, _as_given), inputs, OPTIONS), inputs)
+            return _as_compiled(compile_(wrapper(graph, _as_given), inputs, options), inputs)
 
         try:
             with torch.no_grad(), _random_kept(examples):
@@ -104,6 +113,16 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
 
 
 FUSERS = {"inductor": _inductor}
+
+
+def _compile_threads(examples: Sequence[Tensor]) -> int:
+    """The processes that compile: on GPUs one for each core of the rank.
+
+    On hosts the compiler is g++, a process of its own already. With one, nothing is started.
+    """
+    if not any(example.is_cuda for example in examples):
+        return 1
+    return min(WORKERS, len(os.sched_getaffinity(0)))
 
 
 def _as_given(values: list[Tensor]) -> list[Tensor]:

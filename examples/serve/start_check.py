@@ -146,6 +146,8 @@ class Trial:
         With small weights a state that is forgotten would hardly change values, and adapters may
         make it matter, so states are made large.
         """
+        if not self.part.states:
+            return True
         has_tables, spans = self.steps[1]
 
         def run(kind: tuple[bool, int] | None) -> Tensor:
