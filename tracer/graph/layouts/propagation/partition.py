@@ -133,12 +133,12 @@ class _Partitioner:
         self.given = frozenset(given)
         self.ranks = ranks
         self.state = frozenset(state)
-        chosen = propagation.graph.nodes if nodes is None else nodes
+        chosen = frozenset(propagation.graph.nodes if nodes is None else nodes)
         self.nodes = [
             n for n in propagation.graph.nodes if n in propagation.layouts and n in chosen
         ]
         self.outputs = tuple(propagation.outputs if outputs is None else outputs)
-        self.transfers = {t.after: t for t in propagation.transfers if t.after not in given}
+        self.transfers = {t.after: t for t in propagation.transfers if t.after not in self.given}
         self.ops = self._live()
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
@@ -303,9 +303,12 @@ class _Partitioner:
             gathers.setdefault(self.available(transfer.after), []).append(transfer)
         last = max([*self.level.values(), *self.needed, *after, *gathers], default=0)
         graphs: dict[str, Graphs] = {}
+        nodes_of: dict[int, list[fx.Node]] = {}
+        for node in self.ops:
+            nodes_of.setdefault(self.level[node], []).append(node)
         steps = []
         for level in range(last + 1):
-            part = self._part(level, graphs)
+            part = self._part(level, nodes_of.get(level, []), graphs)
             follow = [t for t, at in zip(exchanges, after, strict=True) if at == level]
             steps.append((part, tuple(follow)))
         inputs = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
@@ -362,8 +365,7 @@ class _Partitioner:
         if (is_computed or is_const) and (level is None or (level != at and is_computed)):
             self.needed.setdefault(at, {})[version] = None
 
-    def _part(self, level: int, graphs: dict[str, Graphs]) -> Part:
-        nodes = [node for node in self.ops if self.level[node] == level]
+    def _part(self, level: int, nodes: Sequence[fx.Node], graphs: dict[str, Graphs]) -> Part:
         outputs = tuple(self.needed.get(level, {}))
         inputs = tuple(self._inputs(level, nodes, outputs))
         names = _names(inputs, nodes)
