@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ...ir.attributes import Stream
+from ..device import DeviceQueue
 from ..poison import Poison
 
 
@@ -55,3 +56,11 @@ class StreamPort(Protocol):
 
     def release(self) -> None:
         """Drop the value."""
+
+
+@runtime_checkable
+class ReceivingPort(Protocol):
+    """The port of a receive, which may be on the compute stream."""
+
+    def put_on(self, queue: DeviceQueue) -> None:
+        """Receive on a stream: in the tail of a program, the tail's is its compute stream."""

@@ -87,10 +87,21 @@ class FakeQueue:
             return
         self.log.append(label)
         in_turn = work if comm is None else comm.in_turn(work)
-        if self.inline:
+        if not self.inline:
+            self._work.put(in_turn)
+        elif comm is None:
             in_turn()
         else:
-            self._work.put(in_turn)
+            self._communicate(in_turn)
+
+    def _communicate(self, in_turn: Callable[[], None]) -> None:
+        """Do an operation of a communicator here; one that is broken off ends as on a thread."""
+        try:
+            in_turn()
+        except TimeoutError:  # of `patience`
+            raise
+        except (EOFError, OSError) as error:
+            self.error = error.with_traceback(None)  # frames would hold the graph
 
     def wait_event(self, event: FakeEvent) -> None:
         """Let work that is put on the stream later wait for the event."""

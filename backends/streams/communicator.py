@@ -63,8 +63,8 @@ class StreamCommunicator:
         library, line = self._messenger(op, tensor), self._lines[channel.id]
         into = bool(op.operands)
         slot = None if op.slot is None or into else self._slot(op.slot, channel, tensor)
-        device = self._pool.device.torch_device
-        return StreamRecvPort(handle, library, line, tensor, stream, slot, into, device)
+        device, handle_of = self._pool.device.torch_device, self._pool.handle
+        return StreamRecvPort(handle, library, line, tensor, stream, slot, into, device, handle_of)
 
     def collective_port(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...ir.attributes import Stream
 from ...ir.types import TensorType
+from ..device import DeviceQueue
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
 from ..poison import Poison
@@ -95,6 +96,7 @@ class StreamRecvPort(_LibraryPort):
     Args:
         slot: the slot's tensor; None where the op has no slot.
         takes_buffer: whether the op's operand is the memory to receive into.
+        handle_of: a stream as the library takes it.
     """
 
     def __init__(
@@ -107,14 +109,20 @@ class StreamRecvPort(_LibraryPort):
         slot: Tensor | None,
         takes_buffer: bool,
         device: torch.device,
+        handle_of: Callable[[DeviceQueue], Any],
     ) -> None:
         super().__init__(stream, handle, library, line)
+        self._handle_of = handle_of
         self._nbytes = type_.nbytes
         self._slot = slot
         self._takes_buffer = takes_buffer
         self._make = maker(type_, device)
         self._value: Tensor | None = None
         self.needs_release = slot is not None
+
+    def put_on(self, queue: DeviceQueue) -> None:
+        """Receive on a stream: in the tail of a program, the tail's is its compute stream."""
+        self._handle = self._handle_of(queue)
 
     def must_prepare(self, value: Tensor | None) -> bool:
         """True without a slot, since `prepare` then takes memory."""

@@ -188,9 +188,9 @@ def _choose_slots(
 ) -> None:
     """Choose a slot for each receive of a program: of the free slots, the one freed first.
 
-    A receive of a device on a stream of its own waits there until its slot is free, and the host
-    runs ahead. So its channel has at least two slots: one message comes while the one before it is
-    used.
+    A receive of a device waits on its stream until its slot is free, and the host runs ahead. So
+    its channel has at least two slots: one message comes while the one before it is used. The tail
+    of a program, too, should not share a slot with the next execution.
 
     Args:
         program: the program.
@@ -205,8 +205,7 @@ def _choose_slots(
         if isinstance(op, Recv) and op in slotted:
             assert isinstance(promised(op.result.type), TensorType), "objects have no slot"
             count, size = sizes.get(op.chan, (0, 0))
-            comes_beside = op.stream is not Stream.COMPUTE
-            least = 2 if comes_beside and is_by_stream(module.channels[op.chan]) else 1
+            least = 2 if is_by_stream(module.channels[op.chan]) else 1
             if free[op.chan] and count >= least:
                 op.slot = free[op.chan].popleft()
             else:

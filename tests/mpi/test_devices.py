@@ -243,9 +243,9 @@ def test_what_cannot_be_put_on_a_device_ends_the_job_where_nothing_is_announced(
 @pytest.mark.parametrize(
     ("how", "step", "at"),
     [
-        ([], "step", r"stream recv: `%forward.recv = .*, message 0 of channel 0 from rank 1"),
+        ([], "step", r"stream compute: `%forward.recv = .*, message 0 of channel 0 from rank 1"),
         (["behind"], "step", r"a part of it that is not known, since .* of execution 4 behind it"),
-        (["driven"], "driven", r"stream recv: `%forward.recv = .*, message 0 of channel 1 from"),
+        (["driven"], "driven", r"stream compute: `%forward.recv = .*, message 0 of channel 1 from"),
     ],
 )
 def test_an_execution_that_a_device_does_not_end(how: list[str], step: str, at: str) -> None:

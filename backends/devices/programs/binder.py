@@ -47,7 +47,7 @@ from ...program.linked import LinkedProgram
 from ...program.random import seeded_on
 from ...program.ticket_locks import Tickets
 from ...program.type_checks import checked
-from ..ports import StreamPort
+from ..ports import ReceivingPort, StreamPort
 from ..staging import Copies, StagedPort
 from ..stream_order import StreamEvent, StreamOrder
 from . import instructions
@@ -191,6 +191,8 @@ class DeviceBinder(Binder):
     def _on_stream(self, op: Op, port: StreamPort) -> Instruction:
         """The instruction that puts a communication op on its stream."""
         order, queue = self.order, self.order.use(port.stream)
+        if isinstance(port, ReceivingPort):
+            port.put_on(queue)
         future = op.result
         self._ports[future] = port
         self._indices[future] = self._at

@@ -151,7 +151,7 @@ def test_ports_say_whom_it_concerns(bound: Bound) -> None:
         bound.library.all_gather(source, target, 16, group.comm, 0)
 
     send = StreamSendPort(0, bound.library, edge, type_, Stream.SEND)
-    recv = StreamRecvPort(0, bound.library, edge, type_, Stream.RECV, None, False, device)
+    recv = StreamRecvPort(0, bound.library, edge, type_, Stream.RECV, None, False, device, id)
     parts: Any = (lambda: x, lambda value, _: value, gather, lambda value: value)
     collective = CollectivePort(0, bound.library, group, Stream.COLLECTIVE, *parts)
     collective.prepare(x)
