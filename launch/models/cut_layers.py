@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ...tracer.values.heap.gradient_hooks import has_gradient_hooks
+from ...tracer.values.heap.gradient_hooks import has_refused_hooks, post_accumulate_hooks
 from .analysis import Analysis, analyse
 from .balance import balance
 from .chain import Chain, find_lists
@@ -86,11 +86,11 @@ def cut_layers(
 def _refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks of parameters: the modules of stages have copies, which have no hooks."""
     for name, parameter in model.named_parameters():
-        if has_gradient_hooks(parameter):
+        if has_refused_hooks(parameter) or post_accumulate_hooks(parameter):
             raise ValueError(
-                f"'{name}' of {type(model).__name__} has a gradient hook, which a step does not "
-                "call; remove it, and do its work in a method that the step calls behind "
-                "cg.backward, such as the one of the optimizer"
+                f"'{name}' of {type(model).__name__} has a gradient hook, and the stages have "
+                "copies of its parameters, without hooks; remove it, and let the actor of the "
+                "stage register it by register_post_accumulate_grad_hook in its constructor"
             )
 
 

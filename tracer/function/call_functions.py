@@ -27,6 +27,7 @@ from ..method.joint import Joint
 from ..method.operator_text import operator_text
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import GradientLayout
+from ..values.heap.gradient_hooks import post_accumulate_hooks
 from ..values.interface import (
     MethodTarget,
     Target,
@@ -154,9 +155,13 @@ class CallFunctions(ABC, Generic[AnySection]):
                 halves = early, late
                 vjp = replace(vjp, input=early.declaration.name, weight=late.declaration.name)
         gradients = self.gradients(sections.backward)
+        graded = sections.backward.graded
+        hooked = tuple(state.path for state in graded if post_accumulate_hooks(state.tensor))
         operators = partial(operator_text, joint)
         tradeoff = what.tradeoff(joint, volatile) if isinstance(what, Within) else None
-        derivative = TracedVjp(vjp, forward, backward, halves, gradients, operators, tradeoff)
+        derivative = TracedVjp(
+            vjp, forward, backward, halves, gradients, hooked, operators, tradeoff
+        )
         unknown = self.effects.unknown(between)
         if unknown and sections.backward.reads:
             return self.noticing(derivative, sections.backward, unknown)

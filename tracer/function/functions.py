@@ -27,7 +27,7 @@ from ..method.purity.watch import UsesGradients
 from ..method.twice import settled
 from ..values.actor_state import ActorState, collect
 from ..values.gradient_buckets import Buckets
-from ..values.heap.gradient_hooks import has_gradient_hooks
+from ..values.heap.gradient_hooks import has_refused_hooks, post_accumulate_hooks, trainers_of
 from ..values.interface import (
     MethodTarget,
     RankBodies,
@@ -129,7 +129,7 @@ class Functions:
 
         Raises:
             TraceError: as in `trace`; or the function is opaque, its backward would draw random
-                numbers again, a parameter has gradient hooks, the backward cannot compute a
+                numbers again, a parameter has hooks that a step does not run, the backward cannot compute a
                 call with `remat` again, or a traced call in between writes to state that the
                 backward needs.
         """
@@ -244,13 +244,29 @@ def _no_derivative(call: TracedCall) -> TraceError:
 
 
 def _refuse_hooks(call: TracedCall) -> None:
-    """Refuse parameters with gradient hooks."""
+    """Refuse hooks of gradients, but for those behind the sum, which the actor has to know all of.
+
+    What the actor does not hold is in no checkpoint of it, and is not undone with it.
+    """
+    held = {id(trainer) for trainer in call.state.trainers}
     for state in call.state.tensors:
-        if state.is_trained and has_gradient_hooks(state.tensor):
+        if not state.is_trained:
+            continue
+        if has_refused_hooks(state.tensor):
             raise TraceError(
                 f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
                 "would see the gradient of each call instead of their sum",
                 loc=call.error_loc,
-                remedy="do the hook's work in a method that the step calls behind cg.backward, "
-                "such as the one of the optimizer",
+                remedy="register it by register_post_accumulate_grad_hook, and let it work on "
+                ".grad; or do its work in a method that the step calls behind cg.backward",
             )
+        for trainer in trainers_of(post_accumulate_hooks(state.tensor)):
+            if id(trainer) not in held:
+                raise TraceError(
+                    f"{call.what} cannot be differentiated: a hook of '{state.path}' uses "
+                    f"{type(trainer).__name__}, which the actor does not hold, so checkpoints "
+                    "would lack its state",
+                    loc=call.error_loc,
+                    remedy="keep it in an attribute of the actor: self.optimizers = [...], and "
+                    "let the hook use what is there",
+                )

@@ -64,6 +64,9 @@ class _Guard:
         builder = GuardBuilder(state.objects[0][0], reads, used)
         self._who = who
         self._used = {builder.number(t.tensor): t for t in used}
+        self._hooked = {
+            number for number, t in self._used.items() if t.tensor._post_accumulate_grad_hooks
+        }
         roots = [*state.objects[:1], *call.given]
         self._roots = [(obj, path, builder.node(obj)) for obj, path in roots]
         if any(isinstance(obj, torch.nn.Module) for obj, _ in state.objects):
@@ -83,7 +86,9 @@ class _Guard:
         for value, _, node in self._roots:
             node.flatten(value, flat)
         self._flat = flat
-        self._tensors = [_expected(t, flat.tensors.get(n)) for n, t in self._used.items()]
+        self._tensors = [
+            _expected(t, flat.tensors.get(n), n in self._hooked) for n, t in self._used.items()
+        ]
         self._places = [(expected.holder, expected.key) for expected in self._tensors]
         self._learned = [i for i, expected in enumerate(self._tensors) if expected.kind[2]]
         self._alike = never
@@ -102,7 +107,8 @@ class _Guard:
                 return change
             for index in self._learned:
                 tensor = tensors[index]
-                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                is_hooked = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+                if is_hooked and self._tensors[index].is_hooked_anew(tensor):
                     return self._explain_tensors()
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
             return self._look_closer()
@@ -150,9 +156,7 @@ class _Guard:
     def _explain_tensors(self) -> str | None:
         for expected in self._tensors:
             tensor = expected.holder[expected.key]
-            if tensor.requires_grad and (
-                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-            ):
+            if tensor.requires_grad and expected.is_hooked_anew(tensor):
                 return (
                     f"{self._who}: '{expected.path}' has a gradient hook now, which a traced step "
                     f"does not call; {_AGAIN}"
@@ -167,12 +171,26 @@ class _Guard:
 
 
 class _Expected(NamedTuple):
-    """A tensor that a trace has used, `holder[key]`, and how messages name it."""
+    """A tensor that a trace has used, `holder[key]`, and how messages name it.
+
+    `is_hooked` says whether it had hooks of `register_post_accumulate_grad_hook` then.
+    """
 
     holder: Any
     key: Any
     kind: tuple[torch.Size, torch.dtype, bool, bool]
     path: str
+    is_hooked: bool
+
+    def is_hooked_anew(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor has hooks that the trace does not call.
+
+        Where the trace has met a hook behind the sum, a step calls those that are there when it
+        runs.
+        """
+        if tensor._backward_hooks:
+            return True
+        return bool(tensor._post_accumulate_grad_hooks) and not self.is_hooked
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool, bool]:
@@ -180,9 +198,11 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool, bool]:
     return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_contiguous()
 
 
-def _expected(tensor: StateTensor, places: list[tuple[Any, Any]] | None) -> _Expected:
+def _expected(
+    tensor: StateTensor, places: list[tuple[Any, Any]] | None, is_hooked: bool
+) -> _Expected:
     holder, key = places[0] if places else _innermost(tensor)
-    return _Expected(holder, key, _kind(tensor.tensor), tensor.path)
+    return _Expected(holder, key, _kind(tensor.tensor), tensor.path, is_hooked)
 
 
 def _innermost(tensor: StateTensor) -> tuple[Any, Any]:

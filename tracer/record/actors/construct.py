@@ -19,6 +19,7 @@ from ...function.groups.meta import Init, TensorSource, fill, fill_from
 from ...function.groups.pieces_only import refuse_optimizers
 from ...values.actor_state import collect
 from ...values.group import GroupActor
+from ...values.heap.gradient_hooks import copy_hooks
 from ...values.interface import Peers
 from ...values.optimizer_state import move
 from ...values.pieces import LogicalTensor, keep_pieces, lay_out
@@ -153,7 +154,7 @@ class Constructor:
 
 
 def _copied(instance: Any) -> Any:
-    """A deep copy with gradients and all attributes of optimizers, which torch leaves out.
+    """A deep copy with gradients, their hooks and all attributes of optimizers, which torch omits.
 
     Functions are left out, such as the `step` that a scheduler puts into its optimizer: they are
     bound to the original.
@@ -164,6 +165,7 @@ def _copied(instance: Any) -> Any:
     for original, duplicate in pairs:
         if original.tensor.grad is not None:
             duplicate.tensor.grad = original.tensor.grad.clone()
+        copy_hooks(original.tensor, duplicate.tensor, memo)
     for trainer in collect(instance).trainers:
         twin = memo.get(id(trainer), trainer)
         for name, value in vars(trainer).items():

@@ -24,11 +24,13 @@ from ..groups.gradient_sums import note_gradients
 from ..session.calls import PublicPart, agree, enter, public_part, text_of_parts, tracing
 from ..session.session import Session, recording
 from ..session.tape import ReachedCall, TapeEntry
+from .hook_calls import record_hooks
 
 
 def backward(*losses: torch.Tensor) -> None:
     """Add the gradients of the sum of `losses` to `.grad` of the actors' parameters.
 
+    Behind it run the hooks that `register_post_accumulate_grad_hook` has put on these parameters.
     Outside of a step this is `torch.autograd.backward(losses)`.
 
     Args:
@@ -60,6 +62,7 @@ def backward(*losses: torch.Tensor) -> None:
     for call, callee in session.tape.opaque_sources(values):
         call.fn = _strict(session, callee)
     session.emit(op)
+    record_hooks(session, calls, loc)
 
 
 def _strict(session: Session, callee: Callee) -> Symbol:
@@ -216,7 +219,9 @@ def _trace(
         return error
 
 
-_PublicVjp: TypeAlias = tuple[Vjp, list[PublicPart], Mapping[str, GradientLayout], Tradeoff | None]
+_PublicVjp: TypeAlias = tuple[
+    Vjp, list[PublicPart], Mapping[str, GradientLayout], tuple[str, ...], Tradeoff | None
+]
 """What all ranks know of a derivative."""
 
 
@@ -238,9 +243,9 @@ def _tell(
         if isinstance(traced, TraceError):
             raise traced
         parts = list(map(public_part, traced.parts))
-        return traced, (traced.vjp, parts, traced.gradients, traced.tradeoff)
+        return traced, (traced.vjp, parts, traced.gradients, traced.hooked, traced.tradeoff)
 
-    own_vjp, (vjp, parts, gradients, tradeoff) = agree(
+    own_vjp, (vjp, parts, gradients, hooked, tradeoff) = agree(
         session.peers,
         callee.owner,
         made,
@@ -250,6 +255,7 @@ def _tell(
     )
     session.module.vjps[vjp.name] = vjp
     session.gradients[vjp.name] = gradients
+    session.hooked[vjp.name] = hooked
     if tradeoff is not None:
         session.tradeoffs[vjp.name] = tradeoff
     enter(session, parts, () if own_vjp is None else own_vjp.parts)
@@ -257,4 +263,5 @@ def _tell(
 
 
 def _vjp_text(own: TracedVjp | None, public: tuple[Any, ...]) -> str:
-    return text_of_parts(public[1]) + ("" if own is None else own.operators())
+    hooks = f"hooks: {', '.join(public[3])}\n" if public[3] else ""
+    return text_of_parts(public[1]) + hooks + ("" if own is None else own.operators())

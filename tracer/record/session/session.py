@@ -70,7 +70,7 @@ class Session:
         results: the pytree of specs of the step's results; set at the end of the trace.
         groups: the actors on meshes that the step has called, by name.
         gradients: the gradients that each derivative adds to an actor on a mesh, by path.
-        tradeoffs: of derivatives, by name, as in `TracedVjp`.
+        hooked, tradeoffs: of derivatives, by name, as in `TracedVjp`.
         unreduced: the gradients of each actor that backwards have added since its last reduction.
         reduced: the gradients of each actor that have been reduced.
         reductions: the names of the functions that reduce gradients, by kind and gradients.
@@ -99,6 +99,7 @@ class Session:
     results: Tree = field(init=False)
     groups: dict[str, GroupActor] = field(default_factory=dict)
     gradients: dict[str, Mapping[str, GradientLayout]] = field(default_factory=dict)
+    hooked: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tradeoffs: dict[str, Tradeoff] = field(default_factory=dict)
     unreduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
     reduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
@@ -133,6 +134,7 @@ class Session:
             bodies=self.bodies,
             callees=self.callees,
             gradients=self.gradients,
+            hooked=self.hooked,
             tradeoffs=self.tradeoffs,
             reductions=self.reductions,
             sharing=self.sharing,

@@ -291,10 +291,11 @@ def reaches_tensor(value: Any, known: set[int]) -> bool:
     if isinstance(value, SCALARS) or id(value) in known:
         return False
     known.add(id(value))
-    return any(reaches_tensor(part, known) for part in _parts(value))
+    return any(reaches_tensor(part, known) for part in parts_of(value))
 
 
-def _parts(value: Any) -> list[Any]:
+def parts_of(value: Any) -> list[Any]:
+    """What a value holds: items, attributes, and what a function closes over or has as defaults."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
