@@ -1,4 +1,4 @@
-"""Opaque methods of an actor on two ranks that begin late to clip, and that draw.
+"""Opaque methods of an actor on two ranks that begin late to clip, and that draw; and hooks.
 
     mpiexec -n 2 python -m tests.mpi.opaque_job, or by CG_RANKS=2 with one process for both ranks
 
@@ -42,6 +42,36 @@ class Net(nn.Module):
         self.optimizer.zero_grad()
 
 
+@cg.actor
+class HookedNet(Net):
+    """The same layers; a hook of each parameter does the work, and updates it."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.optimizers = {p: torch.optim.Adam([p], lr=0.1) for p in self.parameters()}
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.step)
+
+    def step(self, parameter: nn.Parameter) -> None:
+        self.calls += 1
+        self.work(self)
+        self.optimizers[parameter].step()
+        self.optimizers[parameter].zero_grad()
+
+    @cg.opaque
+    def update(self) -> None:
+        """Nothing is left to do behind the hooks."""
+
+
+def nothing(net: Net) -> None:
+    pass
+
+
+def norm_late(net: Net) -> None:
+    if net.calls > 4 * 5:  # there are four parameters
+        net.up.weight.norm()
+
+
 def clip_late(net: Net) -> None:
     if net.calls > 5:
         nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -61,11 +91,17 @@ def draw(net: Net) -> None:
 
 COPIES: dict[str, Any] = {"loss(x)|loss(y)": cg.cut(0, "dp")}
 CUT: dict[str, Any] = {"up.*": cg.cut(0, "tp"), "down.weight": cg.cut(1, "tp")}
+STORED: dict[str, Any] = {"store": cg.cut(0, "dp")}
 CASES: dict[str, tuple[Work, Any, dict[str, Any]]] = {
     "clips late": (clip_late, cg.mesh(tp=2), CUT),
     "draws": (draw_from_process, cg.mesh(dp=2), COPIES),
     "draws alike": (draw, cg.mesh(dp=2), COPIES),
     "draws for pieces": (draw, cg.mesh(tp=2), CUT),
+}
+HOOKED: dict[str, tuple[Work, Any, dict[str, Any]]] = {
+    "hooks": (nothing, cg.mesh(dp=2), {"plan": COPIES}),
+    "hooks of stored pieces": (nothing, cg.mesh(dp=2), {"plan": COPIES, **STORED}),
+    "hooks that look at pieces": (norm_late, cg.mesh(tp=2), {"plan": CUT}),
 }
 
 
@@ -74,6 +110,9 @@ def main() -> None:
     torch.manual_seed(cg.rank())
     for case, (work, place, plan) in CASES.items():
         ended = run(Net.on(place, plan=plan)(work), Net(work))  # type: ignore[attr-defined]
+        print(f"rank {cg.rank()} {case}: {ended}\n", end="", flush=True)
+    for case, (work, place, options) in HOOKED.items():
+        ended = run(HookedNet.on(place, **options)(work), HookedNet(work))  # type: ignore[attr-defined]
         print(f"rank {cg.rank()} {case}: {ended}\n", end="", flush=True)
 
 

@@ -15,6 +15,9 @@ WORDS = {
     "clips late": ("call 9: ", "takes _foreach_norm of a piece", LATE),
     "draws": ("call 1: ", "draws numbers by randn_like from its process's own generator"),
     "draws alike": ("as one process",),
+    "hooks": ("as one process",),
+    "hooks of stored pieces": ("as one process",),
+    "hooks that look at pieces": ("call 9: ", "linalg_vector_norm of a piece", LATE),
     "draws for pieces": ("call 1: ", "takes add_ of a piece", "with numbers that it draws"),
 }
 

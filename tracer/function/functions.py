@@ -9,8 +9,9 @@ backward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -128,15 +129,15 @@ class Functions:
         If an opaque call in between changes state that the backward needs, the backward raises.
 
         Raises:
-            TraceError: as in `trace`; or the function is opaque, its backward would draw random
-                numbers again, a parameter has hooks that a step does not run, the backward cannot compute a
-                call with `remat` again, or a traced call in between writes to state that the
-                backward needs.
+            TraceError: as in `trace`; or the function is opaque; its backward would draw random
+                numbers again; a parameter has gradient hooks that a step does not run, or whose
+                optimizers no actor holds; the backward cannot compute a call with `remat` again; or
+                a traced call in between writes to state that the backward needs.
         """
         call = self._with_state(target, _call_of(target, signature, loc))
         if opaque_mark(call.function) is not None:
             raise _no_derivative(call)
-        _refuse_hooks(call)
+        _refuse_hooks(target, call)
         call, joint = self._joint(target, call, Wanted(grad_outputs, grad_inputs))
         if target.remat:
             refuse_twice(call, joint)
@@ -243,12 +244,13 @@ def _no_derivative(call: TracedCall) -> TraceError:
     )
 
 
-def _refuse_hooks(call: TracedCall) -> None:
-    """Refuse hooks of gradients, but for those behind the sum, which the actor has to know all of.
+def _refuse_hooks(target: Target, call: TracedCall) -> None:
+    """Refuse hooks of gradients, but for those behind the sum whose optimizers an actor holds.
 
-    What the actor does not hold is in no checkpoint of it, and is not undone with it.
+    No checkpoint has other optimizers, and they are not undone with the actor. A parameter that
+    actors share may have the hook of any of them.
     """
-    held = {id(trainer) for trainer in call.state.trainers}
+    hooks: list[tuple[str, Callable[..., Any]]] = []
     for state in call.state.tensors:
         if not state.is_trained:
             continue
@@ -260,13 +262,16 @@ def _refuse_hooks(call: TracedCall) -> None:
                 remedy="register it by register_post_accumulate_grad_hook, and let it work on "
                 ".grad; or do its work in a method that the step calls behind cg.backward",
             )
-        for trainer in trainers_of(post_accumulate_hooks(state.tensor)):
-            if id(trainer) not in held:
-                raise TraceError(
-                    f"{call.what} cannot be differentiated: a hook of '{state.path}' uses "
-                    f"{type(trainer).__name__}, which the actor does not hold, so checkpoints "
-                    "would lack its state",
-                    loc=call.error_loc,
-                    remedy="keep it in an attribute of the actor: self.optimizers = [...], and "
-                    "let the hook use what is there",
-                )
+        hooks += ((state.path, hook) for hook in post_accumulate_hooks(state.tensor))
+    held = {id(trainer) for trainer in call.state.trainers}
+    for trainer in trainers_of(hook for _, hook in hooks):
+        if id(trainer) not in held and not any(share.has(trainer) for share in target.shared):
+            path = next(path for path, hook in hooks if trainer in trainers_of([hook]))
+            raise TraceError(
+                f"{call.what} cannot be differentiated: a hook of '{path}' uses "
+                f"{type(trainer).__name__}, which the actor does not hold, so checkpoints "
+                "would lack its state",
+                loc=call.error_loc,
+                remedy="keep it in an attribute of the actor: self.optimizers = [...], and "
+                "let the hook use what is there",
+            )

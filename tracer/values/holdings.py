@@ -208,10 +208,16 @@ class Shared:
     Attributes:
         other: the other actor.
         memory: the storages of the tensors that share memory with the other's.
+        objects: the keys of all objects that the other holds, as in `Holding`.
     """
 
     other: str
     memory: frozenset[int | None]
+    objects: frozenset[Hashable] = frozenset()
+
+    def has(self, value: Any) -> bool:
+        """True if the other actor holds an object."""
+        return ("object", id(value)) in self.objects
 
 
 class Actors:

@@ -210,8 +210,8 @@ class TracedVjp:
         halves: the halves of the backward.
         gradients: for an actor on a mesh, what the backward adds to `.grad` of its tensors, by
             path.
-        hooked: of the tensors to whose `.grad` the backward adds, the paths of those that have hooks
-            of `register_post_accumulate_grad_hook`.
+        hooked: of the tensors to whose `.grad` the backward adds, the paths of those that have
+            hooks of `register_post_accumulate_grad_hook`.
         operators: as in `TracedFunction`, of the forward and the backward together.
         tradeoff: the choices of what the forward saves, where limits may be set; None elsewhere.
     """

@@ -90,7 +90,8 @@ def _together(
                     known.update(map(storage_key, tensors))
     return {
         name: tuple(
-            Shared(other_name, frozenset(keys)) for other_name, keys in sorted(others.items())
+            Shared(other_name, frozenset(keys), frozenset(sharing.holdings[other_name].objects))
+            for other_name, keys in sorted(others.items())
         )
         for name, others in memory.items()
     }

@@ -17,6 +17,7 @@ import torch
 
 from ....ir.location import Location
 from ....ir.types import Place
+from ...errors import TraceError
 from ...values.actor_state import StateAttribute, collect
 from ...values.heap.gradient_hooks import post_accumulate_hooks
 from ...values.interface import Callee, MethodTarget, Target
@@ -35,6 +36,9 @@ def record_hooks(session: Session, calls: Iterable[ReachedCall], loc: Location |
         session: the trace.
         calls: the calls that the backward goes through, with their derivatives.
         loc: the line of the backward.
+
+    Raises:
+        TraceError: the backward is that of one microbatch.
     """
     actors: dict[str, _HookedActor] = {}
     for reached in calls:
@@ -44,11 +48,24 @@ def record_hooks(session: Session, calls: Iterable[ReachedCall], loc: Location |
         if name is not None and paths:
             actor = actors.setdefault(name, _HookedActor(reached.callee, {}))
             actor.paths.update(dict.fromkeys(paths))
+            _refuse_microbatches(session, name, paths[0], loc)
     before: list[_HookedActor] = []
     for name, actor in actors.items():
         reduce_gradients(session, name, loc)
         _record(session, name, actor, before, loc)
         before.append(actor)
+
+
+def _refuse_microbatches(session: Session, actor: str, path: str, loc: Location | None) -> None:
+    if session.mb is not None:
+        raise TraceError(
+            f"cg.backward in a loop over microbatches reaches '{path}' of {actor}, and its hook of "
+            "register_post_accumulate_grad_hook would run with the gradient of each microbatch, as "
+            "an update between microbatches",
+            loc=loc,
+            remedy="collect the losses in the loop, and call cg.backward(cg.mean(losses)) behind "
+            "it: the hook then runs once, with the gradient of the whole batch",
+        )
 
 
 @dataclass(frozen=True)
@@ -129,8 +146,9 @@ def _call_hooks(tensor: torch.Tensor) -> None:
         result = hook(tensor)
         if result is not None and not isinstance(result, torch.Tensor):
             raise TypeError(
-                f"a hook of register_post_accumulate_grad_hook returned a {type(result).__name__}; "
-                "it returns None, and changes the parameter or its .grad in place"
+                "a hook of register_post_accumulate_grad_hook returned a value of type "
+                f"{type(result).__name__}; it returns None, and changes the parameter or its .grad "
+                "in place"
             )
 
 

@@ -92,7 +92,8 @@ def copy_hooks(original: torch.Tensor, duplicate: torch.Tensor, memo: dict[int, 
         memo: the memo of `deepcopy`, which knows the copies of all that the leaf's actor holds.
     """
     for hook in post_accumulate_hooks(original):
-        duplicate.register_post_accumulate_grad_hook(_rebound(hook, memo))
+        copied_hook = _rebound(hook, memo)
+        duplicate.register_post_accumulate_grad_hook(copied_hook)  # type: ignore[no-untyped-call]
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
@@ -121,7 +122,9 @@ def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> FunctionT
         if content is not MISSING:
             cell.cell_contents = _rebound(content, memo)
     defaults, named = function.__defaults__, function.__kwdefaults__
-    duplicate.__defaults__ = None if defaults is None else tuple(_rebound(d, memo) for d in defaults)
+    duplicate.__defaults__ = (
+        None if defaults is None else tuple(_rebound(d, memo) for d in defaults)
+    )
     duplicate.__kwdefaults__ = (
         None if named is None else {key: _rebound(d, memo) for key, d in named.items()}
     )
