@@ -56,6 +56,22 @@ def choose_experts(model: nn.Module, name: str | None) -> None:
     adapt_by_products(model, _takes_adapters)
 
 
+def has_other_experts(model: nn.Module) -> bool:
+    """True if a model has mixtures of experts that it computes in another way than it could."""
+    return any(
+        module.config._experts_implementation != IMPLEMENTATION for module in _mixtures(model)
+    )
+
+
+def _mixtures(model: nn.Module) -> list[_ChoosesExperts]:
+    """The modules of a model that can be told how to compute experts."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _ChoosesExperts) and module._can_set_experts_implementation()
+    ]
+
+
 def _takes_adapters(module: nn.Module) -> bool:
     """True for a module of experts that `_forward` computes."""
     return (
@@ -65,11 +81,7 @@ def _takes_adapters(module: nn.Module) -> bool:
 
 
 def _choose(model: nn.Module, name: str | None) -> None:
-    mixtures = [
-        module
-        for module in model.modules()
-        if isinstance(module, _ChoosesExperts) and module._can_set_experts_implementation()
-    ]
+    mixtures = _mixtures(model)
     if not mixtures:
         if name is None:
             return

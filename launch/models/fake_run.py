@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
+from ...tracer.source import traceback_location
+from ...tracer.values.actor_state import reach
+from ...tracer.values.heap.snapshot import Snapshot
 from .chain import Chain, LayerList
 from .dependence import Dependence
+from .experts import has_other_experts
 
 
 class FakeRun:
@@ -40,7 +45,7 @@ class FakeRun:
         watcher: Dependence,
         note: Callable[[str, torch.Tensor], None] = lambda name, fake: None,
     ) -> Any:
-        """Run the model, without gradients.
+        """Run the model, without gradients, and undo what it has changed of itself.
 
         Args:
             watcher: the mode in which the model runs.
@@ -61,6 +66,7 @@ class FakeRun:
         inputs = {k: tree_map_only(torch.Tensor, self.fake, v) for k, v in self.example.items()}
         try:
             with (
+                _undone(self.model),
                 _replaced(self.model, parameter, self.fake),
                 torch.no_grad(),
                 self.mode,
@@ -70,18 +76,36 @@ class FakeRun:
         except ValueError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
-                f"{type(self.model).__name__} cannot be traced: what {error.func} gives has a "
-                "shape, or is a number, that depends on the data. Take a form without it, such as "
-                "experts='cg' for a mixture of experts of transformers, and layerdrop=0.0 for "
-                "layers that are left out at random"
-            ) from error
+            raise _data_dependent(self.model, error) from error
         except Exception as error:
             raise ValueError(
                 f"{type(self.model).__name__} does not run on the example inputs "
                 f"{', '.join(self.example) or '(none)'}: {type(error).__name__}: {error}; give "
                 "cg.cut_layers inputs as the model takes them, example={name: tensor}"
             ) from error
+
+
+def _data_dependent(
+    model: nn.Module, error: DataDependentOutputException | DynamicOutputShapeException
+) -> ValueError:
+    """The error for a model of which a shape, or a number in Python, depends on the data."""
+    location = traceback_location(error.__traceback__)
+    line = "" if location is None else linecache.getline(location.file, location.line).strip()
+    if line.startswith("assert "):
+        remedy = "It is in an assertion: python -O leaves assertions out (PYTHONOPTIMIZE=1)"
+    elif has_other_experts(model):
+        remedy = "Take the form of its experts without it, experts='cg'"
+    else:
+        remedy = (
+            "Take a form without it: in the place of a mixture of experts that loops over those "
+            "that the data chooses, a module that multiplies by cg.expert_linear, and "
+            "layerdrop=0.0 for layers that are left out at random"
+        )
+    at = "" if location is None else f", at {location}"
+    return ValueError(
+        f"{type(model).__name__} cannot be traced: what {error.func} gives has a shape, or is a "
+        f"number, that depends on the data{at}. {remedy}"
+    )
 
 
 def order_layers(
@@ -146,6 +170,17 @@ def _entered(
         for hook in hooks:
             hook.remove()
     return entered, nested
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    """Undo what the `with` block changes of a model: states of layers would stay fake tensors."""
+    state = reach(model)
+    snapshot = Snapshot((*state.containers, *state.others))
+    try:
+        yield
+    finally:
+        snapshot.restore()
 
 
 @contextmanager

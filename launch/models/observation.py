@@ -183,7 +183,8 @@ class _ObservedRun:
             raise ValueError(
                 f"{type(self.model).__name__} runs {self.chain.paths[number]} out of order, or "
                 "more than once; cg.cut_layers cuts a model that runs its layers once, one after "
-                "the other"
+                "the other. Let one actor hold the whole model, on a mesh that cuts the batch or "
+                "tensors"
             )
         self.running = number
         self.entered += 1

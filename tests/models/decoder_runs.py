@@ -182,6 +182,45 @@ def fully_sharded(model: nn.Module, plain: Plain) -> None:
         train([actor], cuts, 1, plain)
 
 
+@cg.actor
+class WholeDecoder(nn.Module):
+    """A model that is not cut; it has the attributes of a stage."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.part = nn.Module()
+        self.part.model = copy.deepcopy(model)
+        self.optimizer = torch.optim.SGD(self.part.parameters(), lr=rate_of(model))
+        self.last: dict[str, torch.Tensor] = {}
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.part.model(input_ids=ids, use_cache=False), ids)
+
+    def update(self) -> None:
+        self.last = _gradients(self.part.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def whole_and_sharded(model: nn.Module, plain: Plain) -> None:
+    """Without a cut, the batch and the parameters over two ranks."""
+    plan = {"loss(ids)": cg.cut(0, "dp")}
+    with use_world(VirtualWorld(2)):
+        on = WholeDecoder.on  # type: ignore[attr-defined]
+        actor = on(cg.mesh(dp=2), plan=plan, store=cg.cut(0, "dp"))(model)
+
+        @cg.trace
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            loss = cg.mean([actor.loss(mine) for mine in cg.microbatches(ids, 2)])
+            cg.backward(loss)
+            actor.update()
+            return loss
+
+        for ids, loss, gradients in zip(batches(), plain.losses, plain.gradients, strict=True):
+            torch.testing.assert_close(float(step(ids)), loss, rtol=TOLERANCE, atol=TOLERANCE)
+            _compare([actor], gradients)
+
+
 def saved_and_reopened(kind: str, model: nn.Module, folder: Path) -> None:
     """Two stages are filled from a folder, trained, saved, and opened by transformers."""
     model.save_pretrained(folder / "first")

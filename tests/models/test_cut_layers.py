@@ -306,7 +306,12 @@ def test_any_module_with_a_chain(model: nn.Module) -> None:
         (lambda: cut_tower("again"), "Tower runs layers.0 out of order, or more than once"),
         (
             lambda: cg.cut_layers(Reader(), 2, example={"x": torch.zeros(1, 4)}),
-            "Reader cannot be traced: what aten.* gives has a shape, or is a number, that depends",
+            "Reader cannot be traced: what aten.* depends on the data, at .*test_cut_layers.py:.*, "
+            "in forward. Take a form without it: .*cg.expert_linear",
+        ),
+        (
+            lambda: cg.cut_layers(Asserting(), 2, example={"x": torch.zeros(1, 4)}),
+            "It is in an assertion: python -O leaves assertions out",
         ),
     ],
 )
@@ -327,6 +332,34 @@ def hoarders() -> nn.Module:
 class Reader(Tower):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() < 1 else x
+
+
+class Asserting(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.max().item() < 9
+        return super().forward(x)
+
+
+class Stateful(nn.Linear):
+    """A layer that keeps what it has given."""
+
+    state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = super().forward(x)
+        self.sizes.append(len(x))
+        return self.state
+
+
+def test_a_cut_leaves_the_states_of_layers() -> None:
+    layers = [Stateful(4, 4) for _ in range(2)]
+    for layer in layers:
+        layer.sizes = []
+    model = nn.Sequential(*layers)
+    cuts = cg.cut_layers(model, 2, example={"input": torch.zeros(1, 4)})
+    for layer in (*layers, *(cuts.part(i).model[i] for i in range(2))):
+        assert layer.state is None
+        assert layer.sizes == []
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,18 @@ What comes of each type is recorded in `decoders.json`. A default run tries a fe
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from ..sampling import scale
 from .decoder_outcomes import COLUMNS, record
-from .decoder_runs import outcome_of
+from .decoder_runs import DecoderStage, outcome_of, train_plainly, two_stages, whole_and_sharded
 from .decoder_serving import generated, serve
 from .decoders import decoder
 
@@ -66,6 +71,43 @@ def test_a_decoder_does_as_in_one_process(kind: str, shape: str, tmp_path: Path)
 def test_a_decoder_is_served_on_ranks(kind: str, ranks: int, tp: int, tmp_path: Path) -> None:
     model = decoder(kind)
     serve(model, generated(model), tmp_path, ranks, tp)
+
+
+@pytest.mark.slow
+def test_layers_that_run_again_are_trained_without_a_cut() -> None:
+    model = decoder("hrm_text")
+    whole_and_sharded(model, train_plainly(model))
+
+
+@pytest.mark.slow
+def test_assertions_on_data_are_left_out_by_an_option_of_python() -> None:
+    program = """
+from tests.models.decoder_runs import train_plainly, two_stages
+from tests.models.decoders import decoder
+model = decoder("xlm")
+two_stages(model, train_plainly(model))
+"""
+    subprocess.run([sys.executable, "-O", "-c", program], check=True, timeout=250)
+
+
+@pytest.mark.slow
+def test_states_of_layers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of recurrent_gemma keep their last states, which training does not read."""
+
+    def put_back(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, moving: Any, ids: Any, lent: Any) -> Any:
+            result = method(self, moving, ids, lent)
+            for module in self.part.modules():
+                if isinstance(module, RecurrentGemmaRglru):
+                    module.recurrent_states = None
+            return result
+
+        return wrapped
+
+    for name in ("forward", "loss"):
+        monkeypatch.setattr(DecoderStage, name, put_back(getattr(DecoderStage, name)))
+    model = decoder("recurrent_gemma")
+    two_stages(model, train_plainly(model))
 
 
 def test_outcomes_have_reasons() -> None:

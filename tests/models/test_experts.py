@@ -15,8 +15,8 @@ from cg.ir.ops import AllGatherRows, ReduceScatterRows
 from cg.launch.world.world import use_world
 from cg.passes.placement.choose_dispatch import Dispatch
 
-from .decoder_runs import EXAMPLE, DecoderStage, train, train_plainly
-from .decoders import VOCABULARY
+from .decoder_runs import EXAMPLE, DecoderStage, train, train_plainly, two_stages
+from .decoders import VOCABULARY, decoder
 from .families import transformers
 
 pytestmark = pytest.mark.timeout(300)
@@ -144,6 +144,35 @@ def check_training(
     assert (used >= {AllGatherRows, ReduceScatterRows}) == (dispatch == "exchange")
 
 
+class JoinedExperts(nn.Module):
+    """In the place of the experts of DBRX, which loops over those that the data chooses."""
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__()
+        self.mlp, self.experts = loop.mlp, loop.num_experts
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        w1, v1, w2 = (
+            weight.view(self.experts, -1, x.shape[-1])
+            for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
+        )
+        rows = x.flatten(0, -2)
+        gate = self.mlp.activation_fn(cg.expert_linear(rows, w1, ids))
+        h = cg.expert_linear(gate * cg.expert_linear(rows, v1, ids), w2.transpose(1, 2), ids)
+        return (h * shares.unsqueeze(-1)).sum(1).view(x.shape)
+
+
+def test_a_module_of_products_takes_the_place_of_a_loop() -> None:
+    """It is what the error says for models whose experts transformers computes in one way."""
+    model = decoder("dbrx")
+    plain = train_plainly(model)
+    with pytest.raises(ValueError, match=r"modeling_dbrx.py:.*multiplies by cg.expert_linear"):
+        two_stages(model, plain)
+    for block in model.transformer.blocks:
+        block.ffn.experts = JoinedExperts(block.ffn.experts)
+    two_stages(model, plain)
+
+
 def test_a_default_is_left_if_it_is_asked_for() -> None:
     """It is of as many operations, and `cg.cut_layers` takes it in every type."""
     tables = [str(cg.cut_layers(model_of("Mixtral"), 2, experts=e)) for e in ("cg", "grouped_mm")]
@@ -164,7 +193,7 @@ def test_a_choice_of_before_is_left() -> None:
     ("model", "experts", "message"),
     [
         (model_of("Mixtral"), "other", "no experts='other'; there are batched_mm, cg, .*eager, "),
-        (model_of("Mixtral"), "eager", r"aten.nonzero.* depends on the data.* experts='cg' for a"),
+        (model_of("Mixtral"), "eager", r"aten.nonzero.* depends on the data.* experts='cg'"),
         (nn.Linear(2, 2), "cg", "'cg' is asked for, and Linear has no experts of transformers"),
     ],
 )

@@ -268,6 +268,30 @@ def test_a_tensor_that_is_kept_asks_for_an_eager_call() -> None:
     check_equal(actor, "keeps", X)
 
 
+def test_a_tensor_that_is_put_back_is_no_change() -> None:
+    """As the remedy says, where later calls do not need what was kept."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.state: torch.Tensor | None = None
+
+        def holds(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = self.linear(x)
+            return self.state + 1
+
+        def drops(self, x: torch.Tensor) -> torch.Tensor:
+            result = self.holds(x)
+            self.state = None
+            return result
+
+    with pytest.raises(TraceError) as caught:
+        trace(Dropping(), "holds", X)
+    assert "put back what was there, before the method returns" in caught.value.remedy
+    check_equal(Dropping(), "drops", X.clone().requires_grad_())
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, RuntimeError])
 def test_weights_come_back_whatever_happens(kind: type[BaseException]) -> None:
     class Interrupted(nn.Module):

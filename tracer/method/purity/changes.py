@@ -192,7 +192,10 @@ class _Judge:
     def _refusal(self, change: StateChange) -> Callable[[], TraceError]:
         remedy = _ATTRIBUTE_REMEDY
         if has_fake(change.after):
-            remedy = f"return the value, for the step to hand on; {remedy}{_WARM_UP}"
+            remedy = (
+                f"return the value, for the step to hand on; {remedy}; or put back what was there, "
+                f"before the method returns, if later calls do not need it{_WARM_UP}"
+            )
             reason = (
                 f"it stores a traced value in the attribute '{change.path}', which holds "
                 f"{show(change.before)} now"
