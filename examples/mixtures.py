@@ -147,7 +147,7 @@ def corrections(model: nn.Module) -> Iterator[Tensor]:
 def add_up(figures: Sequence[Figures]) -> Figures:
     """Counts of a stage in a step, from its figures in all microbatches."""
     names = [name for name in ("counts", "dropped") if name in figures[0]]
-    return {name: sum(each[name] for each in figures) for name in names}
+    return {name: sum(microbatch[name] for microbatch in figures) for name in names}
 
 
 @dataclass

@@ -122,10 +122,10 @@ def current_location() -> tuple[Location | None, str]:
     return best_location(_live(sys._getframe(1)))
 
 
-def refusal_here(what: str, reason: str, remedy: str) -> TraceError:
-    """The error for something that a traced call, named `what`, is doing."""
+def refusal_here(shown: str, reason: str, remedy: str) -> TraceError:
+    """The error for something that a traced call, named `shown`, is doing."""
     loc, note = current_location()
-    return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy)
+    return TraceError(f"{shown} cannot be traced: {reason}{note}", loc=loc, remedy=remedy)
 
 
 def _live(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
@@ -146,11 +146,11 @@ def _raised(tb: TracebackType | None) -> list[tuple[CodeType, int]]:
     return frames[::-1]
 
 
-def translate(error: Exception, what: str, error_loc: Location | None) -> TraceError:
+def translate(error: Exception, shown: str, error_loc: Location | None) -> TraceError:
     """The `TraceError` for an exception that a traced call has raised.
 
     Args:
-        what: the call in words, such as `Stage.forward`.
+        shown: the call in words, such as `Stage.forward`.
         error_loc: the line to name for an exception without a line of the method's body.
     """
     if isinstance(error, TraceError):
@@ -160,7 +160,7 @@ def translate(error: Exception, what: str, error_loc: Location | None) -> TraceE
     loc, note = best_location(_raised(error.__traceback__))
     reason, remedy = _explain(error)
     return TraceError(
-        f"{what} cannot be traced: {reason}{note}", loc=loc or error_loc, remedy=remedy
+        f"{shown} cannot be traced: {reason}{note}", loc=loc or error_loc, remedy=remedy
     )
 
 

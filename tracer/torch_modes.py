@@ -66,22 +66,22 @@ class Ambient:
             torch.set_default_dtype(self.dtype)
             yield
 
-    def check(self, what: str, loc: Location | None) -> None:
-        """Check that a call of `what`, at line `loc`, is made under the modes of the step's trace.
+    def check(self, shown: str, loc: Location | None) -> None:
+        """Check that a call of `shown`, at line `loc`, is made under the modes of the step's trace.
 
         Raises:
             TraceError: autocast is on, or another default dtype or device is set.
         """
         if is_autocast_on():
             raise TraceError(
-                f"{what} is called under torch.autocast, {AUTOCAST}",
+                f"{shown} is called under torch.autocast, {AUTOCAST}",
                 loc=loc,
                 remedy=AUTOCAST_REMEDY,
             )
         if default_dtype() is not self.dtype:
-            raise _changed(what, "dtype", self.dtype, default_dtype(), loc)
+            raise _changed(shown, "dtype", self.dtype, default_dtype(), loc)
         if default_device() != self.device:
-            raise _changed(what, "device", self.device, default_device(), loc)
+            raise _changed(shown, "device", self.device, default_device(), loc)
 
 
 def _changed(

@@ -180,7 +180,7 @@ class StagedPort:
         self._copies = copies
         self._landing = landing
         self._queue = copies.compute if changes else copies.queue
-        self._made = [(copies.device.event(), producer) for producer in producers]
+        self._produced = [(copies.device.event(), producer) for producer in producers]
         self._copied = copies.device.event()
         self._value: Any = None
         self._has_begun = True
@@ -196,7 +196,7 @@ class StagedPort:
         if self._buffer is None:
             self._inner.start(value)
             return
-        for event, producer in self._made:
+        for event, producer in self._produced:
             event.record(producer)
             self._queue.wait_event(event)
         self._copies.device.copy(value, self._buffer, self._queue)

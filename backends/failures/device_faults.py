@@ -98,19 +98,19 @@ class IndexUse:
     """A place of a method that takes indices.
 
     Attributes:
-        what: the op, in words.
+        words: the op, in words.
         sizes: the sizes of the dimensions that are indexed, as far as they are known.
         location: the user's line.
     """
 
-    what: str
+    words: str
     sizes: tuple[int, ...]
     location: Location | None
 
     def __str__(self) -> str:
         at = "" if self.location is None else f" at {self.location}"
         within = " and ".join(f"0 to {size - 1}" for size in self.sizes)
-        return f"{self.what}{at}" + (f": it takes {within}" if within else "")
+        return f"{self.words}{at}" + (f": it takes {within}" if within else "")
 
 
 _Sizes = Callable[[fx.Node], tuple[int, ...]]

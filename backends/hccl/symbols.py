@@ -30,7 +30,7 @@ class Symbols:
 
     def __init__(self, path: str, libraries: Sequence[CDLL]) -> None:
         self.path = path
-        self._found: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
         for name, takes in PROTOTYPES.items():
             function = next(
                 (f for library in libraries if (f := getattr(library, name, None))), None
@@ -38,19 +38,19 @@ class Symbols:
             if function is not None:
                 function.argtypes = takes
                 function.restype = RETURNS.get(name, c_int32)
-                self._found[name] = function
+                self._functions[name] = function
 
     def has(self, name: str) -> bool:
         """True if this version of HCCL has a function."""
-        return name in self._found
+        return name in self._functions
 
     def missing(self) -> list[str]:
         """The functions that this version lacks."""
-        return [name for name in PROTOTYPES if name not in self._found]
+        return [name for name in PROTOTYPES if name not in self._functions]
 
     def get(self, name: str) -> Callable[..., Any]:
         """A function of HCCL; if this version lacks it, one that raises an error with its name."""
-        function = self._found.get(name)
+        function = self._functions.get(name)
         return function if function is not None else self._lacking(name)
 
     def _lacking(self, name: str) -> Callable[..., Any]:

@@ -185,9 +185,9 @@ class Nccl:
             raise failed(description, error) from error
 
 
-def failed(what: str, error: Exception) -> CommunicationError:
-    """The run time's error for one of nccl4py; `what` is the call, in words."""
-    return CommunicationError(f"NCCL's {what} has failed: {error}; NCCL_DEBUG=INFO says more")
+def failed(words: str, error: Exception) -> CommunicationError:
+    """The run time's error for one of nccl4py; `words` is the call, in words."""
+    return CommunicationError(f"NCCL's {words} has failed: {error}; NCCL_DEBUG=INFO says more")
 
 
 def load(nonblocking: bool = False) -> Nccl:

@@ -86,7 +86,7 @@ class Binder:
         self._execution = lambda: code.execution
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
-        self._found: dict[str, Body | None] = {}
+        self._known_bodies: dict[str, Body | None] = {}
         self._boxed: dict[str, Boxed] = {}
         self._releasing: dict[type[Port], bool] = {}
         self._copies: dict[int, int] = {}
@@ -258,12 +258,12 @@ class Binder:
 
     def _bind_call(self, op: Call) -> None:
         function = self._module.functions[op.fn.name]
-        if function.name not in self._found:
-            self._found[function.name] = self._body(function)
+        if function.name not in self._known_bodies:
+            self._known_bodies[function.name] = self._body(function)
             of_graph = self._bodies.get(function.body_name)
             if function.kind is FunctionKind.GRAPH and isinstance(of_graph, BoxedBody):
                 self._boxed[function.name] = of_graph.run_boxed
-        body = self._found[function.name]
+        body = self._known_bodies[function.name]
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
             self._fail(op, f"there is no body for @{function.body_name}{owner}")
@@ -395,7 +395,7 @@ class Binder:
         are copies anyway.
         """
         source = self._register(value)
-        if self._tickets is None or value not in self._layout.made:
+        if self._tickets is None or value not in self._layout.from_opaque:
             return source
         if source in self._copies:
             return self._copies[source]  # made at once, before anybody could change the value

@@ -213,9 +213,9 @@ def call_boxed(
     registers: Registers,
     inputs: Sequence[int],
     outputs: Sequence[int],
-    given: Sequence[int],
+    emptied: Sequence[int],
 ) -> Instruction:
-    """Call `body` with its inputs in a list; the registers of `given` are emptied before."""
+    """Call `body` with its inputs in a list; the registers of `emptied` are emptied before."""
     get = getter(inputs)
     count = len(outputs)
     first = outputs[0] if outputs else 0
@@ -223,7 +223,7 @@ def call_boxed(
 
     def run() -> bool:
         values = [*get(registers)]
-        for register in given:
+        for register in emptied:
             registers[register] = None
         results = body(values)
         if len(results) != count:

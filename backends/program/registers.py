@@ -28,7 +28,7 @@ class RegisterLayout:
         releases: futures whose port is released at a `free`, by the index of that op.
         escaping: values that may outlive the execution, or be changed, in a user's hands.
         handled: values that an opaque method has taken or made, and that its actor may change.
-        made: the values of `handled` that such a method has made.
+        from_opaque: the values of `handled` that such a method has made.
     """
 
     registers: dict[Value, int]
@@ -39,7 +39,7 @@ class RegisterLayout:
     releases: dict[int, tuple[Value, ...]]
     escaping: frozenset[Value]
     handled: frozenset[Value]
-    made: frozenset[Value]
+    from_opaque: frozenset[Value]
 
 
 def lay_out(program: Program, module: Module) -> RegisterLayout:
@@ -70,7 +70,7 @@ def lay_out(program: Program, module: Module) -> RegisterLayout:
             if builder.is_opaque(op)
             for value in (*op.operands, *op.results)
         ),
-        made=builder.sharing_with(
+        from_opaque=builder.sharing_with(
             value for op in program.ops if builder.is_opaque(op) for value in op.results
         ),
     )

@@ -127,10 +127,10 @@ class ByHand:
 
 def how_captured(compiled: Any) -> str:
     """The work that the graphs of a compiled step, or of a driven graph's contexts, have done."""
-    if compiled._made is None:
+    if compiled._open_graph is None:
         executables = compiled._runtimes[0].bound[cg.rank()]
     else:
-        contexts = compiled._made.graph.contexts[cg.rank()]
+        contexts = compiled._open_graph.graph.contexts[cg.rank()]
         executables = [each for context in contexts for each in context.instances]
     parts = [part for each in executables for part in getattr(each, "segments", ())]
     counts = f"{sum(p.captures for p in parts)} captures, {sum(p.replays for p in parts)} replays"

@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return runner.run(serve())
 
 
-def job(given: argparse.Namespace, model: str, features: switches.Features) -> list[str]:
+def job(parsed: argparse.Namespace, model: str, features: switches.Features) -> list[str]:
     """The command of the engine's job; the address of the socket is appended."""
-    line = [sys.executable, "-m", "cg.launch", "-n", str(given.ranks)]
+    line = [sys.executable, "-m", "cg.launch", "-n", str(parsed.ranks)]
     line += [] if features.thr_cap else ["--no-thread-cap"]
     line += [] if features.affinity else ["--no-affinity"]
     line += ["-m", "examples.serve.ranks", "--model", model]
@@ -81,20 +81,20 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
         *("blocks", "layers", "block_size", "context", "dtype", "fuse", "profile"),
         *("draft", "draft_tokens", "lora"),
     ):
-        value = getattr(given, name)
+        value = getattr(parsed, name)
         if value is not None:
             several = value if isinstance(value, list) else [value]
             line += [f"--{name.replace('_', '-')}", *map(str, several)]
-    line += ["--ahead"] if given.ahead else []
-    return [*line, f"--features={given.features}"]
+    line += ["--ahead"] if parsed.ahead else []
+    return [*line, f"--features={parsed.features}"]
 
 
-def in_process(given: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:
+def in_process(parsed: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:
     """The engine in this process, for an ablation; one process plays all ranks."""
     from .ranks import serve_here  # which imports torch, unlike the front
 
-    given.model = model
-    return lambda path: serve_here(given, path)
+    parsed.model = model
+    return lambda path: serve_here(parsed, path)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -58,7 +58,7 @@ class Blocks:
         self._free = list(range(count - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used is first
         self._entries: dict[int, Entry] = {}
-        self._found: dict[bytes, int] = {}
+        self._by_digest: dict[bytes, int] = {}
         self.queries = self.hits = 0  # in tokens, as vLLM counts them
 
     @property
@@ -99,7 +99,7 @@ class Blocks:
         before = chain(salt)
         for start in range(0, (len(tokens) - 1) // self.size * self.size, self.size):
             part = _packed(tokens[start : start + self.size])
-            block = self._found.get(digest(before, part))
+            block = self._by_digest.get(digest(before, part))
             if block is None:
                 break
             entry = self._entries[block]
@@ -112,10 +112,10 @@ class Blocks:
             self.references[block] += 1
         return matched, before
 
-    def count_match(self, tokens: int, found: int) -> None:
+    def count_match(self, tokens: int, matched: int) -> None:
         """Count the tokens that were looked up for an admission, and those in the blocks found."""
         self.queries += tokens
-        self.hits += found * self.size
+        self.hits += matched * self.size
 
     def publish(self, block: int, before: bytes, tokens: Tokens) -> bytes:
         """Let others share a block that is full and written; return its digest.
@@ -124,9 +124,9 @@ class Blocks:
         """
         part = _packed(tokens)
         name = digest(before, part)
-        if name not in self._found and block not in self._entries:
+        if name not in self._by_digest and block not in self._entries:
             self._entries[block] = Entry(name, before, part)
-            self._found[name] = block
+            self._by_digest[name] = block
         return name
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -150,7 +150,7 @@ class Blocks:
         return block in self._entries
 
     def _forget(self, block: int) -> None:
-        del self._found[self._entries.pop(block).digest]
+        del self._by_digest[self._entries.pop(block).digest]
 
 
 def chain(salt: bytes) -> bytes:

@@ -89,7 +89,7 @@ class Hardware:
         Raises:
             ValueError: their devices are not of one kind.
         """
-        kinds = sorted({each.kind for each in measured})
+        kinds = sorted({rank_hardware.kind for rank_hardware in measured})
         if len(kinds) > 1:
             raise ValueError(
                 f"ranks have devices of the kinds {' and '.join(kinds)}: give --dtype, --blocks "
@@ -97,9 +97,9 @@ class Hardware:
             )
         return Hardware(
             kinds[0],
-            min(each.free for each in measured),
-            min(each.cores for each in measured),
-            all(each.has_triton for each in measured),
+            min(rank_hardware.free for rank_hardware in measured),
+            min(rank_hardware.cores for rank_hardware in measured),
+            all(rank_hardware.has_triton for rank_hardware in measured),
         )
 
 
@@ -169,61 +169,62 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def choose(hardware: Hardware, model: Model, stored: torch.dtype, given: Given) -> Choice:
+def choose(hardware: Hardware, model: Model, stored: torch.dtype, by_hand: Given) -> Choice:
     """Choose what is not given.
 
     Args:
         hardware: what each rank has, before there are weights.
         model: to serve.
         stored: the dtype that its configuration names.
-        given: what is given by hand.
+        by_hand: what is given by hand.
 
     Raises:
         ValueError: there is no room for the model, or for a sequence; or as `check_ranks`.
     """
-    check_ranks(model, given.ranks, given.ways)
+    check_ranks(model, by_hand.ranks, by_hand.ways)
     place = hardware.place
-    stages = given.stages
-    context = min(model.context, given.context or (model.context if model.entry else BEYOND))
+    stages = by_hand.stages
+    context = min(model.context, by_hand.context or (model.context if model.entry else BEYOND))
     # Without keys there is nothing to share out, so a sequence has one block.
-    block_size = given.block_size or (BLOCK[place] if model.entry else context)
-    dtype, why_dtype = _dtype(place, stored, given)
-    fuse, why_fuse = _fuse(hardware, given)
-    chunk = given.chunk or min(CHUNKS[place][-1], model.context)
+    block_size = by_hand.block_size or (BLOCK[place] if model.entry else context)
+    dtype, why_dtype = _dtype(place, stored, by_hand)
+    fuse, why_fuse = _fuse(hardware, by_hand)
+    chunk = by_hand.chunk or min(CHUNKS[place][-1], model.context)
     options = Options(
-        groups=given.groups,
-        tp=given.tp,
-        ep=given.ep,
-        layers=given.layers,
+        groups=by_hand.groups,
+        tp=by_hand.tp,
+        ep=by_hand.ep,
+        layers=by_hand.layers,
         dtype=dtype,
         fuse=fuse,
         block_size=block_size,
         batches=sizes(
-            BATCHES[place] if given.batches is None else given.batches, _rows(hardware, given)
+            BATCHES[place] if by_hand.batches is None else by_hand.batches, _rows(hardware, by_hand)
         ),
-        chunks=sizes(CHUNKS[place] if given.chunks is None else given.chunks, chunk),
+        chunks=sizes(CHUNKS[place] if by_hand.chunks is None else by_hand.chunks, chunk),
         first_chunk=FIRST_CHUNK if place == "cpu" else None,
         context=context,
-        in_flight=max(2, given.groups or stages),
+        in_flight=max(2, by_hand.groups or stages),
         late=True,
-        draft_tokens=given.draft_tokens,
-        draft=given.draft,
+        draft_tokens=by_hand.draft_tokens,
+        draft=by_hand.draft,
     )
-    options = replace(options, prompt_tokens=_prompt_tokens(hardware, model, options, given))
-    options, why_blocks = _with_blocks(hardware, model, options, given)
-    options = _within_pools(options, given)
-    groups = given.groups or stages
+    options = replace(options, prompt_tokens=_prompt_tokens(hardware, model, options, by_hand))
+    options, why_blocks = _with_blocks(hardware, model, options, by_hand)
+    options = _within_pools(options, by_hand)
+    groups = by_hand.groups or stages
     many = (options.prompt_tokens or chunk) // options.chunks[-1]
     return Choice(
         options,
         (
             f"{_name(dtype)}, {why_dtype}; {why_fuse}",
             why_blocks,
-            f"{groups * options.batches[-1]} requests at a time, {_why_rows(hardware, given)}: "
-            f"batches of {_listed(options.batches)}, groups: {groups}, ranks: {given.ranks}",
+            f"{groups * options.batches[-1]} requests at a time, {_why_rows(hardware, by_hand)}: "
+            f"batches of {_listed(options.batches)}, groups: {groups}, ranks: {by_hand.ranks}",
             f"prompts in chunks of {_listed(options.chunks)} tokens, at most {many} at once",
-            f"sequences of at most {options.context} tokens, {_why_context(model, options, given)}",
-            *_draft(given),
+            f"sequences of at most {options.context} tokens, "
+            f"{_why_context(model, options, by_hand)}",
+            *_draft(by_hand),
         ),
     )
 
@@ -279,7 +280,11 @@ def check_states(model: Model, draft: Model | None, draft_tokens: int) -> None:
     Raises:
         ValueError: they cannot.
     """
-    keeping = [name for name, each in (("model", model), ("draft", draft)) if each and each.states]
+    keeping = [
+        name
+        for name, candidate in (("model", model), ("draft", draft))
+        if candidate and candidate.states
+    ]
     if draft_tokens and keeping:
         raise ValueError(
             f"layers of the {keeping[0]} keep states, which proposals that are refused would "
@@ -306,9 +311,9 @@ def balanced(model: Model, stages: int, dtype: torch.dtype, on_host: bool) -> tu
 # -- one choice each -------------------------------------------------------------------------------
 
 
-def _dtype(place: str, stored: torch.dtype, given: Given) -> tuple[torch.dtype, str]:
-    if given.dtype is not None:
-        return getattr(torch, given.dtype), "as is given"
+def _dtype(place: str, stored: torch.dtype, by_hand: Given) -> tuple[torch.dtype, str]:
+    if by_hand.dtype is not None:
+        return getattr(torch, by_hand.dtype), "as is given"
     if place == "cpu":
         return torch.float32, "which hosts compute fastest"
     if stored in (torch.bfloat16, torch.float16):
@@ -316,35 +321,37 @@ def _dtype(place: str, stored: torch.dtype, given: Given) -> tuple[torch.dtype, 
     return torch.float32, "as the checkpoint has no shorter one"
 
 
-def _fuse(hardware: Hardware, given: Given) -> tuple[str | None, str]:
-    if given.fuse is not None:
-        fuse = None if given.fuse == "none" else given.fuse
+def _fuse(hardware: Hardware, by_hand: Given) -> tuple[str | None, str]:
+    if by_hand.fuse is not None:
+        fuse = None if by_hand.fuse == "none" else by_hand.fuse
         return fuse, f"fused by {fuse}, as is given" if fuse else "not fused, as is given"
     if hardware.has_triton:
         return "inductor", "fused by inductor, for Triton is there"
     return None, "not fused, for there is no Triton"
 
 
-def _rows(hardware: Hardware, given: Given) -> int:
+def _rows(hardware: Hardware, by_hand: Given) -> int:
     """The largest decode batch of a group, if memory suffices."""
-    if given.batch is not None:
-        return given.batch
+    if by_hand.batch is not None:
+        return by_hand.batch
     if hardware.place == "cpu":
         return min(MOST_ROWS, max(FEWEST_ROWS, ROWS_OF_A_CORE * hardware.cores))
     return BATCHES["accelerator"][-1]
 
 
-def _why_rows(hardware: Hardware, given: Given) -> str:
-    if given.batch is not None:
+def _why_rows(hardware: Hardware, by_hand: Given) -> str:
+    if by_hand.batch is not None:
         return "as is given"
     if hardware.place == "cpu":
         return f"by cores, of which each rank has {hardware.cores}"
     return f"as a {hardware.kind} device takes them"
 
 
-def _prompt_tokens(hardware: Hardware, model: Model, options: Options, given: Given) -> int | None:
-    if given.prompt_tokens is not None or hardware.place == "cpu":
-        return given.prompt_tokens
+def _prompt_tokens(
+    hardware: Hardware, model: Model, options: Options, by_hand: Given
+) -> int | None:
+    if by_hand.prompt_tokens is not None or hardware.place == "cpu":
+        return by_hand.prompt_tokens
     room = hardware.free * BESIDE
     chunk = options.chunks[-1]
     fitting = (n for n in PROMPTS if n * chunk * _activations(model, options) <= room)
@@ -375,33 +382,33 @@ def _records(model: Model, options: Options, stages: int) -> int:
 
 
 def _with_blocks(
-    hardware: Hardware, model: Model, options: Options, given: Given
+    hardware: Hardware, model: Model, options: Options, by_hand: Given
 ) -> tuple[Options, str]:
     """The options with as many blocks as each stage has room for, and why."""
     place, size = hardware.place, options.block_size
-    stages = given.stages
-    if given.blocks is not None:
-        why = f"{given.blocks} blocks of {size} tokens, as is given"
-        return replace(options, blocks=given.blocks), why
-    layers = given.layers or balanced(model, stages, options.dtype, place == "cpu")
-    share = SHARES[place] if given.memory is None else given.memory
+    stages = by_hand.stages
+    if by_hand.blocks is not None:
+        why = f"{by_hand.blocks} blocks of {size} tokens, as is given"
+        return replace(options, blocks=by_hand.blocks), why
+    layers = by_hand.layers or balanced(model, stages, options.dtype, place == "cpu")
+    share = SHARES[place] if by_hand.memory is None else by_hand.memory
     scratch = _scratch(model, options, stages) if place != "cpu" else 0
-    requests = (given.groups or stages) * options.batches[-1]
+    requests = (by_hand.groups or stages) * options.batches[-1]
     used = requests * -(-(options.context or 0) // size)
     fits = []
     for stage, count in enumerate(layers):
         weights = _weights(model, count, stage == 0, stage == stages - 1, options)
         entries = count * _entry(model, options)
-        if stage == 0 and given.draft is not None:
+        if stage == 0 and by_hand.draft is not None:
             # It lies on one rank, whole, however many share a stage.
-            own, draft = replace(options, tp=1, ep=1), given.draft
+            own, draft = replace(options, tp=1, ep=1), by_hand.draft
             weights += _weights(draft, draft.layers, True, True, own)
             entries += draft.layers * _entry(draft, own)
         states = count * model.state * (1 + requests)
         room = int((hardware.free - weights) * share) - scratch - states
         fits.append((room // (entries * size) if entries else min(room, 1 + used), weights, room))
     blocks, weights, room = min(fits)
-    widest = max(model.entry // given.tp, given.draft.entry if given.draft is not None else 0)
+    widest = max(model.entry // by_hand.tp, by_hand.draft.entry if by_hand.draft is not None else 0)
     most = INDEXED // (size * max(1, widest))
     blocks = min(blocks, most, 1 + used) if place == "cpu" else min(blocks, most)
     if blocks < 2:
@@ -430,7 +437,7 @@ def _weights(model: Model, layers: int, is_first: bool, is_last: bool, options: 
     return (cut // options.tp + experts // options.ep) * options.dtype.itemsize
 
 
-def _within_pools(options: Options, given: Given) -> Options:
+def _within_pools(options: Options, by_hand: Given) -> Options:
     """The options with a context that the pools hold, requests that have room, and tables.
 
     Raises:
@@ -438,14 +445,14 @@ def _within_pools(options: Options, given: Given) -> Options:
     """
     capacity = (options.blocks - 1) * options.block_size  # the first is trash
     context = min(options.context or capacity, capacity)
-    if given.context is not None and given.context > capacity:
+    if by_hand.context is not None and by_hand.context > capacity:
         raise ValueError(
             f"{options.blocks - 1} blocks of {options.block_size} tokens hold no sequence of "
-            f"{given.context}: give more --blocks, or a shorter --context"
+            f"{by_hand.context}: give more --blocks, or a shorter --context"
         )
     batches = options.batches
-    if given.batch is None:
-        groups = given.groups or given.stages
+    if by_hand.batch is None:
+        groups = by_hand.groups or by_hand.stages
         most = max(1, capacity // (min(TOKENS_OF_A_REQUEST, context) * groups))
         batches = sizes(batches, min(batches[-1], most))
     return replace(options, context=context, batches=batches, widths=_tables(options, context))
@@ -461,17 +468,17 @@ def _tables(options: Options, context: int) -> tuple[int, ...]:
     return tuple(sorted({*(max(1, n // options.block_size) for n in lengths), whole}))
 
 
-def _why_context(model: Model, options: Options, given: Given) -> str:
-    if options.context == given.context:
+def _why_context(model: Model, options: Options, by_hand: Given) -> str:
+    if options.context == by_hand.context:
         return "as is given"
     return "as the model takes" if options.context == model.context else "as the pools hold"
 
 
-def _draft(given: Given) -> tuple[str, ...]:
-    if not given.draft_tokens:
+def _draft(by_hand: Given) -> tuple[str, ...]:
+    if not by_hand.draft_tokens:
         return ()
-    by = "the text itself" if given.draft is None else "a draft on the first rank"
-    return (f"{given.draft_tokens} tokens at a time are proposed by {by}",)
+    by = "the text itself" if by_hand.draft is None else "a draft on the first rank"
+    return (f"{by_hand.draft_tokens} tokens at a time are proposed by {by}",)
 
 
 def _name(dtype: torch.dtype) -> str:

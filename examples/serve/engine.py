@@ -305,7 +305,7 @@ class CgEngine:
         if size is None and ideal.rows > 1:
             # What one of several asks for counts, and each of them is served alone.
             self.asked[ideal] += 1
-            return Parts([self._prefill(replace(work, chunks=(each,))) for each in work.chunks])
+            return Parts([self._prefill(replace(work, chunks=(chunk,))) for chunk in work.chunks])
         size = self._needed(ideal)
         numbers = size.padding(limits)
         # Chunks that draw a token come first, since the result has the tokens of the first rows.

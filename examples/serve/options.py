@@ -28,20 +28,20 @@ def count(text: str) -> int:
     return int(text)
 
 
-def draft_tokens(given: argparse.Namespace) -> int:
+def draft_tokens(parsed: argparse.Namespace) -> int:
     """The number of tokens that are proposed for each row of a batch; 0 without a draft.
 
     Raises:
         ValueError: there is a number, and nothing to propose them.
     """
-    if given.draft is None and given.draft_tokens is not None:
+    if parsed.draft is None and parsed.draft_tokens is not None:
         raise ValueError("--draft-tokens needs --draft: give ngram, or a folder")
-    if given.draft is None:
+    if parsed.draft is None:
         return 0
-    return DRAFT_TOKENS if given.draft_tokens is None else int(given.draft_tokens)
+    return DRAFT_TOKENS if parsed.draft_tokens is None else int(parsed.draft_tokens)
 
 
-def adapters(given: argparse.Namespace) -> dict[str, Path]:
+def adapters(parsed: argparse.Namespace) -> dict[str, Path]:
     """The folders of the adapters that requests may ask for, by name.
 
     Raises:
@@ -49,7 +49,7 @@ def adapters(given: argparse.Namespace) -> dict[str, Path]:
         ValueError: an adapter has no name, or the name of another.
     """
     folders: dict[str, Path] = {}
-    for entry in given.lora or ():
+    for entry in parsed.lora or ():
         name, _, folder = entry.partition("=")
         if not name or not folder or name in folders:
             raise ValueError(f"--lora takes NAME=DIR, each name once, and not {entry}")

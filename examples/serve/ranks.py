@@ -64,49 +64,49 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def given_sizes(given: argparse.Namespace, features: switches.Features) -> Given:
+def given_sizes(parsed: argparse.Namespace, features: switches.Features) -> Given:
     """The sizes that the options of the job and the switches give.
 
     Raises:
         FileNotFoundError, ValueError: the options contradict one another; or as `open_model`, of
             the draft.
     """
-    if not features.chunk and given.context is None:
+    if not features.chunk and parsed.context is None:
         raise ValueError("-chunk needs --context, for a chunk is as long as that")
-    block_size, blocks = given.block_size, given.blocks
+    block_size, blocks = parsed.block_size, parsed.blocks
     if features.kv256:
         if blocks is not None:
             blocks = -(-blocks * (block_size or BLOCK["cpu"]) // KV256)
         block_size = KV256
     return Given(
         ranks=cg.world_size(),
-        tp=given.tp,
-        ep=given.ep,
-        groups=given.groups if features.groups else 1,
-        layers=tuple(given.layers) if given.layers else None,
-        dtype=given.dtype,
-        fuse=given.fuse,
-        memory=given.memory,
+        tp=parsed.tp,
+        ep=parsed.ep,
+        groups=parsed.groups if features.groups else 1,
+        layers=tuple(parsed.layers) if parsed.layers else None,
+        dtype=parsed.dtype,
+        fuse=parsed.fuse,
+        memory=parsed.memory,
         blocks=blocks,
         block_size=block_size,
-        context=given.context,
-        batch=given.batch,
-        batches=None if given.batches is None else tuple(given.batches),
-        chunk=given.chunk if features.chunk else given.context,
-        chunks=None if given.chunks is None else tuple(given.chunks),
-        prompt_tokens=given.prompt_tokens,
-        draft_tokens=draft_tokens(given),
-        draft=None if given.draft in (None, NGRAM) else open_model(source(given.draft)),
+        context=parsed.context,
+        batch=parsed.batch,
+        batches=None if parsed.batches is None else tuple(parsed.batches),
+        chunk=parsed.chunk if features.chunk else parsed.context,
+        chunks=None if parsed.chunks is None else tuple(parsed.chunks),
+        prompt_tokens=parsed.prompt_tokens,
+        draft_tokens=draft_tokens(parsed),
+        draft=None if parsed.draft in (None, NGRAM) else open_model(source(parsed.draft)),
     )
 
 
-def options(chosen: Options, given: argparse.Namespace, features: switches.Features) -> Options:
+def options(chosen: Options, parsed: argparse.Namespace, features: switches.Features) -> Options:
     """The options of the engine, from those that are chosen and the switches."""
     passes = [f"-{name}" for name in ("overlap", "capture") if not getattr(features, name)]
     chosen = replace(
         chosen,
         warm=features.warm,
-        late=not given.ahead,
+        late=not parsed.ahead,
         clamp=features.clamp,
         debug_bounds=features.debug_bounds,
         passes=",".join(passes),
@@ -118,21 +118,21 @@ def options(chosen: Options, given: argparse.Namespace, features: switches.Featu
 
 
 def chosen(
-    given: argparse.Namespace, features: switches.Features
+    parsed: argparse.Namespace, features: switches.Features
 ) -> tuple[Model, Choice, Hardware]:
     """The model, and the options for it that suit what all ranks have; collective.
 
     Raises:
         FileNotFoundError, ValueError: as `open_model` and `choose`.
     """
-    model_source = source(given.model)
-    folders = adapters(given).values()
+    model_source = source(parsed.model)
+    folders = adapters(parsed).values()
     model = open_model(model_source, adapters=[read_adapter(folder) for folder in folders])
     device = own_device()
     machines = cg.allgather(socket.gethostname())
     own = measure(None if device.type == "cpu" else device, machines.count(machines[cg.rank()]))
     hardware = Hardware.least(cg.allgather(own))
-    sizes = given_sizes(given, features)
+    sizes = given_sizes(parsed, features)
     return model, choose(hardware, model, stored_dtype(model_source), sizes), hardware
 
 
@@ -146,26 +146,26 @@ def stored_dtype(model_source: Any) -> torch.dtype:
 
 
 def prepare(
-    given: argparse.Namespace, features: switches.Features
+    parsed: argparse.Namespace, features: switches.Features
 ) -> tuple[CgEngine | None, Usual]:
     """Start the engine with the options of a job; collective."""
-    model, choice, hardware = chosen(given, features)
+    model, choice, hardware = chosen(parsed, features)
     if cg.rank() == 0:
         for line in choice.reasons:
             log.info("%s", line)
     usual = Usual(
-        given.chunk or CHUNKS[hardware.place][-1], given.block_size or BLOCK[hardware.place]
+        parsed.chunk or CHUNKS[hardware.place][-1], parsed.block_size or BLOCK[hardware.place]
     )
-    return start(model, options(choice.options, given, features)), usual
+    return start(model, options(choice.options, parsed, features)), usual
 
 
 def count(
-    features: switches.Features, limits: Limits, given: argparse.Namespace, usual: Usual
+    features: switches.Features, limits: Limits, parsed: argparse.Namespace, usual: Usual
 ) -> None:
     """Count the changes of switches that act on ranks.
 
     Args:
-        given: the options of the job.
+        parsed: the options of the job.
     """
     changes = features.changes
     cores = os.cpu_count() or 1
@@ -174,7 +174,7 @@ def count(
     if not features.affinity:
         changes["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
     if not features.groups:
-        changes["groups"] = cg.world_size() // (given.tp * given.ep) - limits.groups
+        changes["groups"] = cg.world_size() // (parsed.tp * parsed.ep) - limits.groups
     if features.kv256:
         changes["kv256"] = limits.block_size - usual.block_size
     for name in ("overlap", "capture", "warm"):
@@ -206,17 +206,17 @@ def leave() -> NoReturn:
 async def serve(
     engine: CgEngine,
     features: switches.Features,
-    given: argparse.Namespace,
+    parsed: argparse.Namespace,
     usual: Usual,
     path: Path,
 ) -> None:
     """Serve the front that listens at a path, until it goes."""
-    count(features, engine.limits, given, usual)
+    count(features, engine.limits, parsed, usual)
 
     def tokens() -> LLTokenizer:
         from .structure.vocabulary import stored, vocabulary  # llguidance is for grammars alone
 
-        tokenizer, limits = stored(tokenizer_folder(given.model)), engine.limits
+        tokenizer, limits = stored(tokenizer_folder(parsed.model)), engine.limits
         return vocabulary(tokenizer, limits.vocabulary, limits.eos)
 
     try:
@@ -226,12 +226,12 @@ async def serve(
         engine.close()
 
 
-async def serve_here(given: argparse.Namespace, path: Path) -> None:
+async def serve_here(parsed: argparse.Namespace, path: Path) -> None:
     """Serve in the front's process, which plays all ranks."""
-    features = switches.parse(given.features)
-    engine, usual = prepare(given, features)
+    features = switches.parse(parsed.features)
+    engine, usual = prepare(parsed, features)
     assert engine is not None
-    await serve(engine, features, given, usual, path)
+    await serve(engine, features, parsed, usual, path)
 
 
 if __name__ == "__main__":

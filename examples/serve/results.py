@@ -139,8 +139,8 @@ class Verified(Tokens):
         if How.SCORED not in self._how:
             return []
         ids, _, *ranked = self._parts()
-        rows = (each.cpu().unflatten(0, ids.shape)[: self._count] for each in ranked)
-        values, tokens = (each[self._taken] for each in rows)
+        rows = (part.cpu().unflatten(0, ids.shape)[: self._count] for part in ranked)
+        values, tokens = (part[self._taken] for part in rows)
         return _scores(values, tokens)
 
     @cached_property

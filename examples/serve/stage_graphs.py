@@ -74,8 +74,10 @@ class StageGraphs:
             step = self._prefill if isinstance(size, PrefillSize) else self._verify
             lowered = step.lower_many([size.example(limits)])
         self.compiled[size] = tuple(
-            each.compile(max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes)
-            for each in lowered.apart()
+            lowered_part.compile(
+                max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes
+            )
+            for lowered_part in lowered.apart()
         )
 
     def open(self) -> None:

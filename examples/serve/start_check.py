@@ -209,10 +209,10 @@ class Trial:
             self.run_plainly()
         pools, states = self._pools(), self._states()
         for has_tables, spans in self.steps:
-            with _outputs(self.part) as found:
+            with _outputs(self.part) as outputs:
                 self._run(pools, states, has_tables, spans)
             _, start, stop = spans[0]
-            for path, (module, tensor) in found.items():
+            for path, (module, tensor) in outputs.items():
                 right = wanted.get(path, (module, tensor[:0]))[1][:, start:stop]
                 mine = tensor[:1, : stop - start]
                 if mine.shape == right.shape and _differ(mine, right):

@@ -52,8 +52,8 @@ class Feeder:
         self._thread = threading.Thread(target=self._feed, daemon=True)
         self._thread.start()
 
-    def put(self, what: object) -> None:
-        self._queue.put(what)
+    def put(self, message: object) -> None:
+        self._queue.put(message)
 
     def close(self) -> None:
         """Send what is left."""

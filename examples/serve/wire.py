@@ -253,7 +253,7 @@ def _rare(events: Events) -> list[list[Any]]:
     return [
         [[end.id, end.reason, end.count, end.message, end.token] for end in events.ends],
         [[id_, scores.drawn, scores.likeliest] for id_, scores in events.scores],
-        [[id_, each.drawn, each.likeliest, each.rank] for id_, each in events.prompts],
+        [[id_, scores.drawn, scores.likeliest, scores.rank] for id_, scores in events.prompts],
     ]
 
 

@@ -71,16 +71,16 @@ def resized(type_: TensorType, dim: int, size: int) -> TensorType:
     return TensorType(type_.dtype, (*type_.shape[:dim], size, *type_.shape[dim + 1 :]))
 
 
-def expect_operands(op: Op, count: int, what: str) -> None:
-    """Raise unless an op has `count` operands; `what` says the same in words."""
+def expect_operands(op: Op, count: int, words: str) -> None:
+    """Raise unless an op has `count` operands; `words` says the same in words."""
     if len(op.operands) != count:
-        raise Problem(f"{op.opcode} takes {what}, here it has {len(op.operands)}")
+        raise Problem(f"{op.opcode} takes {words}, here it has {len(op.operands)}")
 
 
-def expect_results(op: Op, count: int, what: str) -> None:
-    """Raise unless an op has `count` results; `what` says the same in words."""
+def expect_results(op: Op, count: int, words: str) -> None:
+    """Raise unless an op has `count` results; `words` says the same in words."""
     if len(op.results) != count:
-        raise Problem(f"{op.opcode} makes {what}, here it has {len(op.results)}")
+        raise Problem(f"{op.opcode} makes {words}, here it has {len(op.results)}")
 
 
 def expect_type(value: Value, expected: Type, why: str) -> None:
@@ -96,13 +96,13 @@ def expect_type(value: Value, expected: Type, why: str) -> None:
         raise Problem(message, help_, value)
 
 
-def expect_signature(values: Sequence[Value], types: Sequence[Type], what: str, noun: str) -> None:
+def expect_signature(values: Sequence[Value], types: Sequence[Type], words: str, noun: str) -> None:
     """Raise unless the values of a call have the types of a function's signature."""
     if len(values) != len(types):
-        raise Problem(f"{what} {len(types)} {noun}s, this call has {len(values)}")
+        raise Problem(f"{words} {len(types)} {noun}s, this call has {len(values)}")
     for index, (value, type_) in enumerate(zip(values, types, strict=True)):
         if not same_but_place(value.type, type_):
-            expect_type(value, type_, f"{what} as {noun} {index}")
+            expect_type(value, type_, f"{words} as {noun} {index}")
 
 
 def expect_tensor(value: Value, op: Op) -> TensorType:
@@ -124,12 +124,12 @@ def expect_future(value: Value, op: Op) -> Type:
     return value.type.value
 
 
-def check_ranks(place: Place, module: Module, what: str, value: Value | None = None) -> None:
-    """Raise unless all ranks of a place are in the world; `what` is at the place."""
+def check_ranks(place: Place, module: Module, subject: str, value: Value | None = None) -> None:
+    """Raise unless all ranks of a place are in the world; `subject` is at the place."""
     for rank in place.ranks:
         if not 0 <= rank < module.world:
             raise Problem(
-                f"{what} is at rank {rank}, the world has {module.world}",
+                f"{subject} is at rank {rank}, the world has {module.world}",
                 f"ranks are 0..{module.world - 1}",
                 value,
             )

@@ -118,8 +118,8 @@ class _Parser:
             self.fail(f"expected '{token}' after {after}, found {actual}")
         self.next()
 
-    def read(self, reader: Reader, what: str) -> Any:
-        """The value of the next token; `what` names it in errors."""
+    def read(self, reader: Reader, name: str) -> Any:
+        """The value of the next token; `name` names it in errors."""
         token = self.token
         if token == "{" and self._tokens[self._position + 1] == "}":
             self.next()
@@ -129,7 +129,7 @@ class _Parser:
             try:
                 self._literals[key] = reader(token)
             except ValueError as problem:
-                self.fail(f"{what}: {problem}" if token else f"the text ends before {what}")
+                self.fail(f"{name}: {problem}" if token else f"the text ends before {name}")
         self.next()
         return self._literals[key]
 
@@ -342,7 +342,7 @@ class _Parser:
             )
         return values
 
-    def attribute(self, known: _Attributes, owner: str, found: dict[str, Any]) -> None:
+    def attribute(self, known: _Attributes, owner: str, values: dict[str, Any]) -> None:
         name = self.token
         reader = known.readers.get(name)
         if reader is None:
@@ -350,11 +350,11 @@ class _Parser:
                 f"'{name}' is no attribute of {owner}" if name else "the attributes do not end"
             )
             self.fail(message, _suggest(name, known.readers))
-        if name in found:
+        if name in values:
             self.fail(f"{name} is given twice")
         self.next()
         self.expect("=", name)
-        found[name] = self.read(reader, name)
+        values[name] = self.read(reader, name)
 
     def type(self) -> Type:
         token = self.token

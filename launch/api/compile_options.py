@@ -122,8 +122,8 @@ class CompileOptions:
 
     def agreed(self) -> dict[str, object]:
         """The options that must be equal on all ranks, by name."""
-        given = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
-        return given | {
+        options = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
+        return options | {
             "passes": ",".join(filter(None, (self.settings.passes, self.passes))),
             "seed": self.chosen_seed,
             "fsdp": None if self.fsdp is None else self.fsdp.text,

@@ -64,14 +64,14 @@ class Compiled(Programs):
         self._returns = any(world.plays(rank) for rank in place.ranks)
         self._closed = False
         self._watched: list[ProfiledPrograms] = []
-        self._made: graphs.OpenGraph | None = None
+        self._open_graph: graphs.OpenGraph | None = None
         self._launch: graphs.Launch | None = None
         if driver is None:
             for index in range(len(variants)):
                 self._runtime(index)
         else:
-            self._made = self._make_graph(driver)
-            self._launch = self._made.launch
+            self._open_graph = self._make_graph(driver)
+            self._launch = self._open_graph.launch
             self._picks = [variant.pick(driver) for variant in variants]
             guarded = any(variant.trace.guards for variant in variants)
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
@@ -86,8 +86,8 @@ class Compiled(Programs):
             that rank, for others know of them when they have served. All are ints.
         """
         state = {"seed": self._options.chosen_seed, "calls": self._numbering.next}
-        if self._made is not None:
-            state["executions"] = self._made.started
+        if self._open_graph is not None:
+            state["executions"] = self._open_graph.started
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,12 +104,12 @@ class Compiled(Programs):
             TypeError: the state holds something else than numbers.
             ValueError: it is of a run with another seed, or of another kind of step.
         """
-        counts = ("calls",) if self._made is None else ("calls", "executions")
+        counts = ("calls",) if self._open_graph is None else ("calls", "executions")
         check_state(self._world, self._name, state, self._options.chosen_seed, counts)
         graphs.check_idle(self._world, self._name)
         self._numbering.next = state["calls"]
-        if self._made is not None:
-            self._made.go_on_from(state["executions"])
+        if self._open_graph is not None:
+            self._open_graph.go_on_from(state["executions"])
 
     # -- on all ranks together --------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Compiled(Programs):
             RuntimeError: this rank is the driver, or the step has none.
             TransportError: a rank has ended without closing the graph.
         """
-        open_graph = self._made
+        open_graph = self._open_graph
         if open_graph is None:
             raise _no_driver(self._name, "serve()")
         if self._world.is_virtual:
@@ -225,7 +225,7 @@ class Compiled(Programs):
         """
         if self._closed:
             return
-        open_graph = self._made
+        open_graph = self._open_graph
         if open_graph is not None and open_graph.graph.driver in open_graph.executions.schedulers:
             open_graph.executions.close(open_graph.graph)
         elif open_graph is not None:
@@ -241,7 +241,7 @@ class Compiled(Programs):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        open_graph = self._made
+        open_graph = self._open_graph
         drives = open_graph is None or open_graph.graph.driver in open_graph.executions.schedulers
         if drives or kind is None:
             self.close()
@@ -259,13 +259,13 @@ class Compiled(Programs):
         chosen = self._world.rank if rank is None else rank
         runtimes = [runtime for runtime in self._runtimes if runtime is not None]
         statistics = Statistics()
-        if self._made is not None:
-            if chosen not in self._made.statistics:
+        if self._open_graph is not None:
+            if chosen not in self._open_graph.statistics:
                 raise ValueError(
                     f"this is rank {self._world.rank}, and it has no statistics of rank {chosen}; "
                     "cg.allgather() exchanges them"
                 )
-            statistics += self._made.statistics[chosen]
+            statistics += self._open_graph.statistics[chosen]
         for runtime in runtimes:
             statistics = runtime.statistics(chosen) + statistics
         return statistics
@@ -405,7 +405,7 @@ class Compiled(Programs):
                 runtime.close()
 
     def _cannot_execute(self) -> RuntimeError:
-        open_graph = self._made
+        open_graph = self._open_graph
         if open_graph is None:
             return _no_driver(self._name, "execute()")
         if open_graph.graph.driver not in open_graph.executions.schedulers:

@@ -10,11 +10,11 @@ from ..world.world import world
 T = TypeVar("T")
 
 
-def together(work: Callable[[], T], what: str = "write") -> T:
+def together(work: Callable[[], T], action: str = "write") -> T:
     """Do something on each rank; if it fails on one, it fails on all. Collective.
 
     Args:
-        what: names the work in messages.
+        action: names the work in messages.
 
     Returns:
         The result of `work` on this rank.
@@ -35,7 +35,7 @@ def together(work: Callable[[], T], what: str = "write") -> T:
     for rank, rank_words in enumerate(gathered):
         if rank_words is not None:
             kind = {"KeyError": KeyError, "ValueError": ValueError}.get(rank_words[0], OSError)
-            raise kind(f"rank {rank} could not {what}: {rank_words[1]}")
+            raise kind(f"rank {rank} could not {action}: {rank_words[1]}")
     return result
 
 

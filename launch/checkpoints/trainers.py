@@ -34,16 +34,16 @@ class TrainerState:
         return {"optimizers": self.groups, "schedulers": self.schedulers}
 
     @staticmethod
-    def of_json(found: Any) -> TrainerState:
+    def of_json(content: Any) -> TrainerState:
         """The state that was written.
 
         Raises:
             KeyError, TypeError: it is no such state.
         """
         groups = tuple(
-            tuple(map(dict, optimizer_groups)) for optimizer_groups in found["optimizers"]
+            tuple(map(dict, optimizer_groups)) for optimizer_groups in content["optimizers"]
         )
-        return TrainerState(groups, tuple(map(dict, found["schedulers"])))
+        return TrainerState(groups, tuple(map(dict, content["schedulers"])))
 
 
 def trainers_of(actors: Sequence[ActorHandle]) -> TrainerState:

@@ -76,13 +76,13 @@ class Config:
     """Those of `THREAD_VARIABLES` that are set already."""
     preset_malloc: bool = False
     """True if one of `MALLOC_VARIABLES` is set, which then decides about the heap."""
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    set_fields: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields whose variables are set."""
 
     @property
     def given_timeout(self) -> float | None:
         """The timeout if the environment sets one; None if it is only the default."""
-        return self.timeout if "timeout" in self.given else None
+        return self.timeout if "timeout" in self.set_fields else None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -98,7 +98,7 @@ class Config:
                 fields[variable.field] = variable.value(text)
         return cls(
             **fields,
-            given=frozenset(fields),
+            set_fields=frozenset(fields),
             launch=_launch(environ),
             foreign=foreign.detect(environ),
             preset_threads=frozenset(name for name in THREAD_VARIABLES if environ.get(name)),

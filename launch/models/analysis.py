@@ -46,13 +46,13 @@ class _Needs:
     """The sources of the values of a part of a forward.
 
     Attributes:
-        given: tensors that are given before it.
+        tensors: those that are given before it.
         parameters: by name.
         inside: layers before it that compute something that it takes, and do not give it.
         is_random: whether it takes random numbers that are drawn before it.
     """
 
-    given: tuple[GivenTensor, ...]
+    tensors: tuple[GivenTensor, ...]
     parameters: frozenset[str]
     inside: tuple[int, ...]
     is_random: bool
@@ -113,20 +113,20 @@ class Analysis:
     def _needs(self, roots: int, start: int) -> _Needs:
         """The sources of values, in a part whose first layer has the number `start`."""
         pending = seen = roots
-        given: list[GivenTensor] = []
+        tensors: list[GivenTensor] = []
         while pending:
             further = 0
             for source in self._sources(pending):
                 if isinstance(source, GivenTensor):
                     if source.is_ready(start):
-                        given.append(source)
+                        tensors.append(source)
                     else:
                         further |= source.depends
             pending = further & ~seen
             seen |= pending
         sources = list(self._sources(seen))
         return _Needs(
-            tuple(given),
+            tuple(tensors),
             frozenset(source.name for source in sources if isinstance(source, ParameterSource)),
             tuple(s.layer for s in sources if isinstance(s, InsideSource) and s.layer < start),
             any(isinstance(source, RandomSource) and source.drawn < start for source in sources),
@@ -137,7 +137,7 @@ class Analysis:
         roots = self._observation.output
         for mask in uses:
             roots |= mask
-        moving = self._moving(self._needs(roots, index).given)
+        moving = self._moving(self._needs(roots, index).tensors)
         place = {
             id(leaf): i for i, leaf in reversed(list(enumerate(self._observation.taken[index])))
         }
@@ -147,7 +147,7 @@ class Analysis:
             self._refusal(index, moving),
         )
 
-    def _moving(self, given: tuple[GivenTensor, ...]) -> tuple[GivenTensor, ...]:
+    def _moving(self, tensors: tuple[GivenTensor, ...]) -> tuple[GivenTensor, ...]:
         """Those of the tensors given before that are not computed again.
 
         A module computes again what depends on inputs alone, such as positions, unless something
@@ -156,7 +156,7 @@ class Analysis:
         paths = {*self._observation.chain.paths}
         while True:
             moving = tuple(
-                t for t in given if t.depends or any(slot.path in paths for slot in t.slots)
+                t for t in tensors if t.depends or any(slot.path in paths for slot in t.slots)
             )
             reached = paths.union(slot.path for tensor in moving for slot in tensor.slots)
             if reached == paths:

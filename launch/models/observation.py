@@ -146,7 +146,7 @@ class _ObservedRun:
         self.observation = Observation(chain)
         self.number = {id(layer): i for i, layer in enumerate(chain.layers)}
         self.path: dict[int, str] = {}
-        self.given: dict[int, int] = {}  # the bits of tensors that modules have given
+        self.output_bits: dict[int, int] = {}  # the bits of tensors that modules have given
         self.running: int | None = None
         self.entered = self.last = 0
         self.flops = [0]
@@ -233,11 +233,11 @@ class _ObservedRun:
 
     def _note_given(self, slot: OutputSlot, leaf: torch.Tensor, passed: bool) -> None:
         """Record that a module gives a tensor; `passed` if it was given that tensor itself."""
-        bit = self.given.get(id(leaf))
+        bit = self.output_bits.get(id(leaf))
         if bit is None:
             depends = self.dependence.sources_of(leaf)
             bit = self._bit(GivenTensor(leaf, leaf._version, depends, [slot]))
-            self.given[id(leaf)] = bit
+            self.output_bits[id(leaf)] = bit
             self.dependence.set_sources(leaf, bit | (depends if passed else 0))
         else:
             known = self.observation.sources[bit.bit_length() - 1]

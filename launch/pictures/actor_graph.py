@@ -187,16 +187,16 @@ class _GraphMaker:
         box = self._boxes[rank].of(op)
         actor = self._module.functions[op.fn.name].actor
         title = _title(self._module.functions[op.fn.name].body_name, actor)
-        laid_out = [type_ for type_ in self._types(op, given=True) if type_ is not None]
+        laid_out = [type_ for type_ in self._types(op, of_results=True) if type_ is not None]
         layout = ", ".join(map(str, dict.fromkeys(laid_out)))
         return GraphNode(rank, title, actor or "", box.kind, box.source, layout=layout)
 
-    def _types(self, op: Op, given: bool) -> Sequence[TensorType | None]:
+    def _types(self, op: Op, of_results: bool) -> Sequence[TensorType | None]:
         """The types that a call gives, or else takes, with their layouts; None without a layout."""
         if not isinstance(op, Call):
             return ()
         function = self._traced.get(self._module.functions[op.fn.name].body_name)
-        types = () if function is None else function.outputs if given else function.inputs
+        types = () if function is None else function.outputs if of_results else function.inputs
         return [t if isinstance(t, TensorType) and t.layout is not None else None for t in types]
 
     # -- edges ------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class _GraphMaker:
             key = self._keys.get(id(op))
             if key is None:
                 continue
-            input_types = self._types(op, given=False)
+            input_types = self._types(op, of_results=False)
             for index, value in enumerate(op.operands):
                 type_ = input_types[index] if len(input_types) == len(op.operands) else None
                 for origin in self._origins(rank, value):
@@ -222,7 +222,7 @@ class _GraphMaker:
                 yield _NodeOrigin(self._input(rank, value), channel)
                 return
             if id(op) in self._keys:
-                output_types = self._types(op, given=True)
+                output_types = self._types(op, of_results=True)
                 type_ = (
                     output_types[op.results.index(value)]
                     if len(output_types) == len(op.results)

@@ -20,15 +20,15 @@ class OpBoxes:
         self._module = module
         stages = sorted({op.task.stage for op in program.ops if op.task is not None})
         self._chunks = {stage: chunk for chunk, stage in enumerate(stages)}
-        self._made: dict[int, TimeSlice] = {}
+        self._boxes: dict[int, TimeSlice] = {}
         self._ops = program.ops
         self._makers: dict[Value, Op] = {value: op for op in program.ops for value in op.results}
 
     def of(self, op: Op) -> TimeSlice:
         """The box of `op`."""
-        box = self._made.get(id(op))
+        box = self._boxes.get(id(op))
         if box is None:
-            box = self._made[id(op)] = self._make(op)
+            box = self._boxes[id(op)] = self._make(op)
         return box
 
     def instruction(self, index: int, role: Role, awaited: int | None) -> TimeSlice:

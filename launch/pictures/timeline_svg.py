@@ -38,14 +38,17 @@ def timeline_svg(picture: Picture) -> str:
     return _TimelineDrawing(picture).draw()
 
 
-def tooltip(each: TimeSlice) -> str:
+def tooltip(time_slice: TimeSlice) -> str:
     """The tooltip of a slice: its name, times, size, source and op, a line each."""
-    lines = [each.name, f"{time_text(each.end - each.start)}, from {time_text(each.start)}"]
-    if each.execution is not None:
-        lines.append(f"execution {each.execution}")
-    if each.nbytes is not None:
-        lines.append(bytes_text(each.nbytes))
-    lines += [text for text in (each.source, each.op) if text]
+    lines = [
+        time_slice.name,
+        f"{time_text(time_slice.end - time_slice.start)}, from {time_text(time_slice.start)}",
+    ]
+    if time_slice.execution is not None:
+        lines.append(f"execution {time_slice.execution}")
+    if time_slice.nbytes is not None:
+        lines.append(bytes_text(time_slice.nbytes))
+    lines += [text for text in (time_slice.source, time_slice.op) if text]
     return "\n".join(lines)
 
 

@@ -235,7 +235,7 @@ def _argument(leaf: Leaf) -> str:
 def _beside(trace: Trace, number: int) -> dict[str, ComparedText]:
     """The facts that all ranks must share and that the text of a trace does not say."""
     parts = {}
-    for call in trace.given:
+    for call in trace.plain_arguments:
         words = f"{call.function}, called at {call.loc}, is given"
         parts[f"{number} {call.function}"] = ComparedText(words, ", ".join(call.values))
     for op in trace.module.program.ops:

@@ -330,7 +330,7 @@ def check_late_settings(settings: Config) -> None:
         return
     before = _began[1]
     for name in ("device", "bind_devices"):
-        if name in settings.given and getattr(settings, name) != getattr(before, name):
+        if name in settings.set_fields and getattr(settings, name) != getattr(before, name):
             raise WorldError(
                 f"CG_{name.upper()} has been changed after the world had begun, when ranks took "
                 "their devices, and does not count any more. Set it before cg is imported, best "

@@ -131,7 +131,7 @@ class HappensBefore:
         self._index: dict[Op, Node] = {}
         self._before: dict[Node, tuple[int, ...]] = {}
         self._host: dict[Node, tuple[int, ...]] = {}
-        self._made: dict[Value, Node] = {}
+        self._makers: dict[Value, Node] = {}
         self._frees: dict[Message, Node] = {}
         for rank, program in self._programs.items():
             self._read(rank, program)
@@ -176,7 +176,7 @@ class HappensBefore:
                 elif op.results:
                     origins[op.result] = message
             latest[line] = (*last, index) if together else (index,)
-            self._made.update(dict.fromkeys(op.results, node))
+            self._makers.update(dict.fromkeys(op.results, node))
 
     def _follows(self, node: Node) -> Iterator[Node]:
         """The ops that an op directly follows."""
@@ -186,8 +186,8 @@ class HappensBefore:
         if isinstance(op, Communication):
             yield from self._on_others(rank, op)
         for value in awaited(op):
-            if value in self._made:
-                yield self._made[value]
+            if value in self._makers:
+                yield self._makers[value]
 
     def _on_others(self, rank: int, op: Communication) -> Iterator[Node]:
         """The ops of other ranks that an end of a message follows.

@@ -49,7 +49,7 @@ class Storages:
         self._makers: dict[Value, Op] = {}
         # Futures of communications that read a value and have not been waited for.
         self._reading: dict[Value, tuple[Value, ...]] = {}
-        self._given = set(program.params)
+        self._from_outside = set(program.params)
         for value in program.params:
             self._make(value, -1, owner=False)
         for index, op in enumerate(program.ops):
@@ -80,14 +80,14 @@ class Storages:
         else:
             is_given = self._is_given(op)
             if is_given:
-                self._given.update(op.results)
+                self._from_outside.update(op.results)
             for value in op.results:
                 self._make(value, index, owner=not is_given and not isinstance(op, View))
 
     def _is_given(self, op: Op) -> bool:
         """True if the results of an op are storage that the program is given, or parts of it."""
         if isinstance(op, _PARTS):
-            return self._given.issuperset(op.operands)
+            return self._from_outside.issuperset(op.operands)
         return isinstance(op, Constant) and op.ref is not None
 
     def _visit_wait(self, op: Wait, index: int) -> None:

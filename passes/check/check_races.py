@@ -132,7 +132,7 @@ class _RaceChecker:
         self._allocs: list[Alloc] = []
         self._makers: dict[Value, int] = {}
         # The values that the program is given, and views of them: it must not free them.
-        self._given = set(program.params)
+        self._from_outside = set(program.params)
         # The storages of such values; results of calls may be in them as well.
         self._lent = {self._storages.of(value) for value in program.params} - {None}
         # The results of `alloc`: storage without a value.
@@ -171,15 +171,15 @@ class _RaceChecker:
                     uses.values.append(value)
 
     def _pass_on(self, op: Op) -> None:
-        if self._given.issuperset(op.operands):
-            self._given.update(op.results)
+        if self._from_outside.issuperset(op.operands):
+            self._from_outside.update(op.results)
             self._lent |= {self._storages.of(value) for value in op.results} - {None}
         if not self._empty.isdisjoint(op.operands):
             self._empty.update(op.results)
 
     def _of(self, value: Value) -> _StorageUses | None:
         storage = self._storages.of(value)
-        if storage is None or value in self._given:
+        if storage is None or value in self._from_outside:
             return None
         uses = self._uses.get(storage)
         if uses is None:
@@ -312,7 +312,7 @@ class _RaceChecker:
     def _free(self, index: int, op: Free) -> Iterator[Diagnostic]:
         value = op.operands[0]
         uses = self._of(value)
-        if value in self._given:
+        if value in self._from_outside:
             yield self._problem(
                 index,
                 value,

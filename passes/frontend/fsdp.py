@@ -86,15 +86,15 @@ class Fsdp(Pass):
             return not self.separate and bool(transfers)
         return _Rewriter(self, module).run()
 
-    def keeps(self, actor: str, bucket: str, what: str) -> bool:
+    def keeps(self, actor: str, bucket: str, purpose: str) -> bool:
         """True if a bucket's gather or reduction spans a whole step.
 
         Args:
             actor: the actor of the bucket.
             bucket: the bucket.
-            what: `regather` for its gather, or `reduce` for its reduction.
+            purpose: `regather` for its gather, or `reduce` for its reduction.
         """
-        listed = self.regather if what == "regather" else self.reduce
+        listed = self.regather if purpose == "regather" else self.reduce
         return self.keep == STEP and f"{actor}/{bucket}" not in listed.split("+")
 
 

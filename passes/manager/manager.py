@@ -64,8 +64,8 @@ class PassManager:
     Attributes:
         pipeline: the passes.
         verify: whether to verify the module.
-        each: whether to verify before the first pass and after each pass that changed the module,
-            so that an error names the pass. False: only where a phase ends, and at the end.
+        verify_each: whether to verify before the first pass and after each pass that changed the
+            module, so that an error names the pass. False: only where a phase ends, and at the end.
         check: whether to compare the text before and after each pass with the pass's report.
         dump: takes the texts, if given.
         on_pass: called after each pass and its verification.
@@ -73,7 +73,7 @@ class PassManager:
 
     pipeline: Pipeline
     verify: bool = True
-    each: bool = True
+    verify_each: bool = True
     check: bool = False
     dump: DumpSink | None = None
     on_pass: OnPass | None = None
@@ -92,7 +92,7 @@ class PassManager:
             return self._run(module)
 
     def _run(self, module: Module) -> list[PassReport]:
-        if self.verify and self.each:
+        if self.verify and self.verify_each:
             verify(module)
         if self.dump is not None:
             self.dump.write(0, str(module.phase), format_module(module))
@@ -108,7 +108,7 @@ class PassManager:
                 self._after_change(step, pass_, module)
             is_stale = not isinstance(pass_, CheckTypes) and (is_stale or report.changed)
             if pass_.ensures is not None or (is_stale and step == len(self.pipeline)):
-                if self.verify and not self.each:
+                if self.verify and not self.verify_each:
                     verify(module)
                 is_stale = False
             if self.on_pass is not None:
@@ -119,7 +119,7 @@ class PassManager:
         # The dump comes first, so that an invalid module can be read.
         if self.dump is not None:
             self.dump.write(step, f"after-{pass_.name}", format_module(module))
-        if not (self.verify and self.each):
+        if not (self.verify and self.verify_each):
             return
         try:
             verify(module)
@@ -145,7 +145,7 @@ def run_on_copy(
     if dump is None:
         copy = clone(module)
         with suppress(Exception):
-            return copy, PassManager(pipeline, each=False).run(copy)
+            return copy, PassManager(pipeline, verify_each=False).run(copy)
     copy = clone(module)
     return copy, PassManager(pipeline, dump=dump).run(copy)
 

@@ -25,7 +25,7 @@ class LocalFunctions:
             for name, function in module.functions.items()
             if any(map(_is_laid_out, (*function.inputs, *function.outputs)))
         }
-        self._found: dict[str, dict[tuple[tuple[ValueType, ...], ...], Function]] = {}
+        self._declarations: dict[str, dict[tuple[tuple[ValueType, ...], ...], Function]] = {}
         self._symbols: dict[tuple[str, Place], dict[int, Symbol]] = {}
         self._placed: dict[tuple[ValueType, Place], ValueType] = {}
         self._latest: tuple[Call | None, dict[int, Symbol]] = None, {}
@@ -70,7 +70,7 @@ class LocalFunctions:
         self._module.functions.clear()
         for name, function in functions.items():
             if name in self._laid_out:
-                declarations = self._found.get(name, {}).values()
+                declarations = self._declarations.get(name, {}).values()
                 self._module.functions.update(
                     (declaration.name, declaration) for declaration in declarations
                 )
@@ -83,7 +83,7 @@ class LocalFunctions:
     def _declared(self, function: Function, place: Place, rank: int) -> Symbol:
         inputs = tuple([self._local(type_, place, rank) for type_ in function.inputs])
         outputs = tuple([self._local(type_, place, rank) for type_ in function.outputs])
-        known = self._found.setdefault(function.name, {})
+        known = self._declarations.setdefault(function.name, {})
         if (inputs, outputs) not in known:
             ranks = self._ranks.get(function.name, ())
             declaration = replace(function, inputs=inputs, outputs=outputs, ranks=ranks)

@@ -29,12 +29,12 @@ def sum_as_terms_come(work: ProgramWork, order: Sequence[int], turns: Sequence[i
     sums = list(_SumFinder(work, order, turns).all())
     if not sums:
         return list(order)
-    moved = {index for each in sums for index in each.additions}
+    moved = {index for sum_ in sums for index in sum_.additions}
     behind: dict[int, list[int]] = {}
-    for each in sums:
-        for index, position in zip(each.additions, each.positions(), strict=True):
+    for sum_ in sums:
+        for index, position in zip(sum_.additions, sum_.positions(), strict=True):
             behind.setdefault(position, []).append(index)
-        each.chain(work)
+        sum_.chain(work)
     sorted_: list[int] = []
     for position, index in enumerate(order):
         if index not in moved:

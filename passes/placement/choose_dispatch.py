@@ -138,11 +138,11 @@ class ChooseDispatch(Pass):
 
 def _fits(op: Transfer) -> bool:
     """True if collectives can move the rows of a transfer."""
-    routed, have, made = RoutedFibres.of(op), op.operands[0].type, op.result.type
+    routed, have, target = RoutedFibres.of(op), op.operands[0].type, op.result.type
     assert routed is not None, "the caller has looked"
     assert isinstance(have, TensorType), "only tensors have rows"
-    assert isinstance(made, TensorType), "only tensors have rows"
-    rounds = plan(have, made).rounds
+    assert isinstance(target, TensorType), "only tensors have rows"
+    rounds = plan(have, target).rounds
     collectives = [step for step in rounds if isinstance(step, GatherRound | ReduceRound)]
     moved = any(step.received() for step in rounds if step not in collectives)
     return not moved and len(collectives) == 1 and routed.fit(collectives[0].fibres)
@@ -150,11 +150,11 @@ def _fits(op: Transfer) -> bool:
 
 def _bytes(op: Transfer) -> int:
     """The bytes of all rows that a rank receives from the others."""
-    have, made = op.operands[0].type, op.result.type
+    have, target = op.operands[0].type, op.result.type
     assert isinstance(have, TensorType), "only tensors have rows"
-    assert isinstance(made, TensorType), "only tensors have rows"
-    received = plan(have, made).received()
-    return max(received.values(), default=0) * made.dtype.itemsize
+    assert isinstance(target, TensorType), "only tensors have rows"
+    received = plan(have, target).received()
+    return max(received.values(), default=0) * target.dtype.itemsize
 
 
 def _stage(op: Transfer) -> str:

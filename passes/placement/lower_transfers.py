@@ -143,13 +143,13 @@ class _Recipe:
         transfer: the transfer that the ops were made for.
         values: the new values with the suffixes of their names, in order.
         ops: the ops.
-        made: the value that is the result.
+        result: the value that is the result.
     """
 
     transfer: Transfer
     values: tuple[tuple[Value, str], ...]
     ops: tuple[Op, ...]
-    made: Value
+    result: Value
 
     def apply(self, op: Transfer, names: Names, ops: list[Op]) -> Value:
         """Append the ops that replace another transfer; return the value that is its result."""
@@ -172,7 +172,7 @@ class _Recipe:
             if isinstance(new_op, AllReduce):
                 new_op.donated = op.donated
             ops.append(new_op)
-        return values[self.made]
+        return values[self.result]
 
 
 class _Lowering:
@@ -187,14 +187,14 @@ class _Lowering:
         source_type, target_type = self._source.type, op.result.type
         assert isinstance(source_type, TensorType), "only tensors have layouts"
         assert isinstance(target_type, TensorType), "a transfer keeps the element type"
-        self._have, self._made = source_type, target_type
+        self._have, self._target = source_type, target_type
         self._slices: dict[tuple[Value, int, Region], Value] = {}
         self._held: dict[int, list[_RegionAtRank]] = {}
         self._routed = RoutedFibres.of(op)
 
     def run(self) -> _Recipe:
         """Make the ops."""
-        result = self._source if self._have == self._made else self._lowered()
+        result = self._source if self._have == self._target else self._lowered()
         return _Recipe(self._op, tuple(self._values), tuple(self._ops), result)
 
     def _lowered(self) -> Value:
@@ -203,7 +203,7 @@ class _Lowering:
         for rank in self._have.place.ranks:
             region = self._have.region(rank)
             self._held[rank] = _filled([_RegionAtRank(self._source, region, region)])
-        resharding = plan(self._have, self._made)
+        resharding = plan(self._have, self._target)
         for step in resharding.rounds:
             if isinstance(step, ReduceRound):
                 self._reduce(step, resharding)
@@ -325,7 +325,7 @@ class _Lowering:
         self, a: Value, b: Value, region: Region, place: Place, resharding: ReshardingPlan
     ) -> Value:
         result = self._new("reduced", region, place)
-        type_ = TensorType(self._made.dtype, shape_of(region))
+        type_ = TensorType(self._target.dtype, shape_of(region))
         function = builtins.combine(self._module, type_, resharding.reduce)
         self._ops.append(Call((a, b), (result,), fn=Symbol(function.name)))
         return result
@@ -333,25 +333,25 @@ class _Lowering:
     def _fill(self, ranks: Iterable[int]) -> None:
         """Let ranks hold neutral summands, which do not change the result."""
         for rank in ranks:
-            assert self._made.layout is not None, "summands are laid out"
-            region, fill = self._made.region(rank), NEUTRAL[self._made.layout.reduce]
+            assert self._target.layout is not None, "summands are laid out"
+            region, fill = self._target.region(rank), NEUTRAL[self._target.layout.reduce]
             self._held[rank] = []
             if volume(region):
                 value = self._new("neutral", region, Place.of(rank))
-                number = float(fill) if self._made.dtype.is_differentiable else fill
+                number = float(fill) if self._target.dtype.is_differentiable else fill
                 self._ops.append(Constant((), (value,), fill=number))
                 self._hold((rank,), value, region)
 
     def _assembled(self) -> Value:
         """The result, made from the parts that its ranks hold."""
-        assert self._made.place is not None, "a placed program says where values are"
+        assert self._target.place is not None, "a placed program says where values are"
         parts: dict[Value, Region] = {}
-        for rank in self._made.place.ranks:
+        for rank in self._target.place.ranks:
             for part in self._held.get(rank, ()):
                 is_all = part.value is not self._source and part.has == part.region
                 value = part.value if is_all else self._slice(part, rank, part.region)
                 parts[value] = part.region
-        if [value.type for value in parts] == [self._made]:
+        if [value.type for value in parts] == [self._target]:
             return next(iter(parts))
         regions = tuple(parts.values())
         self._ops.append(Assemble(tuple(parts), (self._op.result,), regions=regions))
@@ -407,7 +407,7 @@ class _Lowering:
         return self._slices[key]
 
     def _new(self, suffix: str, region: Region, place: Place, dtype: DType | None = None) -> Value:
-        type_ = TensorType(dtype or self._made.dtype, shape_of(region), place)
+        type_ = TensorType(dtype or self._target.dtype, shape_of(region), place)
         value = Value(suffix, type_)
         self._values.append((value, suffix))
         return value

@@ -61,7 +61,7 @@ def say_how_devices_run(engine: CgEngine) -> None:
         instances
         for graph in engine.graphs.graphs()
         for instances in zip(
-            *(context.instances for context in graph._made.graph.contexts[0]), strict=True
+            *(context.instances for context in graph._open_graph.graph.contexts[0]), strict=True
         )
     ]
     whole = [v for v in variants if all(isinstance(each, DeviceOnlyInstance) for each in v)]

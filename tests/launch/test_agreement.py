@@ -28,7 +28,11 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_torch_functions_are_given_is_known_but_for_devices() -> None:
-    values = [value for given in doubled.lower(torch.ones(2)).trace.given for value in given.values]
+    values = [
+        value
+        for given in doubled.lower(torch.ones(2)).trace.plain_arguments
+        for value in given.values
+    ]
     assert "2" in values
     assert not any("cpu" in value for value in values)
 

@@ -340,7 +340,7 @@ def test_signatures_apart_share_traces_and_are_graphs_of_their_own(
     trace = joint._JointTrace.trace
 
     def count(self: Any) -> Any:
-        traced.append(self.call.what)
+        traced.append(self.call.shown)
         return trace(self)
 
     monkeypatch.setattr(joint._JointTrace, "trace", count)

@@ -120,7 +120,7 @@ def test_a_driven_graph_with_state_is_replayed(world: World) -> None:
         for number, future in enumerate(futures):
             before = plain.remember(x_of(number) + before)
             check(future.result(), before)
-        contexts = graph._made.graph.contexts[0]
+        contexts = graph._open_graph.graph.contexts[0]
         instances = [each for context in contexts for each in context.instances]
         assert replays(instances) == EXECUTIONS - 2  # each ends at once, and all are of one context
 

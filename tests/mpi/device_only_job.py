@@ -42,7 +42,7 @@ def device_only() -> None:
                 random.Random(1).shuffle(futures)
                 by_number = {each.execution: each.result(timeout=30) for each in futures}
                 kept = [[each.cpu() for each in by_number[i]] for i in sorted(by_number)]
-            contexts = graph._made.graph.contexts[cg.rank()]
+            contexts = graph._open_graph.graph.contexts[cg.rank()]
             found = [each for context in contexts for each in context.instances]
             is_whole = not passes and not is_ordered
             assert {isinstance(each, DeviceOnlyInstance) for each in found} == {is_whole}, found
@@ -113,7 +113,7 @@ def state() -> None:
             else:
                 futures = [graph.execute(x_of(i / 64)) for i in range(24)]
                 totals.append([each.cpu() for future in futures for each in future.result()])
-            contexts = graph._made.graph.contexts[cg.rank()]
+            contexts = graph._open_graph.graph.contexts[cg.rank()]
             found = [each for context in contexts for each in context.instances]
             is_whole = not passes and not is_ordered
             assert {isinstance(each, DeviceOnlyInstance) for each in found} == {is_whole}, found
@@ -217,7 +217,7 @@ def tails() -> None:
         ]
         has_tails = not passes and in_flight > 1 and not is_ordered and cg.rank() == 0
         results = []
-        contexts = graphs[0]._made.graph.contexts[cg.rank()]
+        contexts = graphs[0]._open_graph.graph.contexts[cg.rank()]
         with graphs[0], graphs[1], graphs[2]:
             if cg.rank() == 0:
                 for i in range(30):
@@ -267,7 +267,7 @@ def tail_of_another() -> None:
         elif cg.rank() == 1:
             graph.serve()
             found = stages[1].local.total.clone()
-            contexts = graph._made.graph.contexts[1]
+            contexts = graph._open_graph.graph.contexts[1]
             segments = [s for c in contexts for each in c.instances for s in _segments(each)]
             assert {each.number for each in segments} == (set() if "hccl" in sys.argv else {0, 1})
             right = torch.zeros_like(found)

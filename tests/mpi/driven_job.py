@@ -236,7 +236,7 @@ def graphs() -> None:
                 here = [each.cpu() for each in found]
                 assert all(map(torch.allclose, here, expected)), (here, expected)
             assert len(kept) == 16
-        contexts = graph._made.graph.contexts[cg.rank()]
+        contexts = graph._open_graph.graph.contexts[cg.rank()]
         segments = [
             s for context in contexts for each in context.instances for s in each._graphs.segments
         ]

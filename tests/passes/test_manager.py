@@ -182,7 +182,7 @@ def test_a_phase_is_verified_where_it_ends(read: Callable[[str], Module]) -> Non
         (Grow(1, True, "h"), *parse_pipeline("insert-transfers")),
     ):
         with pytest.raises(IRError, match="%h is defined twice") as caught:
-            PassManager(pipeline, each=False).run(read(TEXT))
+            PassManager(pipeline, verify_each=False).run(read(TEXT))
         assert not hasattr(caught.value, "__notes__")
 
 

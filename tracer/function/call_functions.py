@@ -63,7 +63,9 @@ class CallFunctions(ABC, Generic[AnySection]):
         """The forward alone, without a derivative."""
 
     @abstractmethod
-    def sections(self, volatile: frozenset[int], what: Recomputation) -> Sections[AnySection]:
+    def sections(
+        self, volatile: frozenset[int], recomputation: Recomputation
+    ) -> Sections[AnySection]:
         """The forward, the backward and its halves; takes the arguments of `recomputed`."""
 
     @abstractmethod
@@ -120,20 +122,22 @@ class CallFunctions(ABC, Generic[AnySection]):
             operators=partial(operator_text, joint),
         )
 
-    def derivative(self, name: str, between: Sequence[Write], what: Recomputation) -> TracedVjp:
+    def derivative(
+        self, name: str, between: Sequence[Write], recomputation: Recomputation
+    ) -> TracedVjp:
         """Make the forward, the backward and its halves.
 
         Args:
             name: the name of the vjp.
             between: the writes to the actor between the forward and the backward.
-            what: the part of the forward that the backward computes again.
+            recomputation: the part of the forward that the backward computes again.
 
         Raises:
             TraceError: as in `function`; or a write in between changes what the backward reads.
         """
         joint = self.joint
         volatile = self.effects.volatile(joint, between)
-        sections = self.sections(volatile, what)
+        sections = self.sections(volatile, recomputation)
         self._refuse_history(sections.forward.reads)
         self._refuse_written(sections.backward.reads, between)
         forward = self._forward(sections.forward, f"{name}.forward")
@@ -158,7 +162,9 @@ class CallFunctions(ABC, Generic[AnySection]):
         graded = sections.backward.graded
         hooked = tuple(state.path for state in graded if post_accumulate_hooks(state.tensor))
         operators = partial(operator_text, joint)
-        tradeoff = what.tradeoff(joint, volatile) if isinstance(what, Within) else None
+        tradeoff = (
+            recomputation.tradeoff(joint, volatile) if isinstance(recomputation, Within) else None
+        )
         derivative = TracedVjp(
             vjp, forward, backward, halves, gradients, hooked, operators, tradeoff
         )
@@ -204,7 +210,7 @@ class CallFunctions(ABC, Generic[AnySection]):
             paths = [f"'{s.path}'" for s in read if storage_key(s.tensor) in memory]
             if paths:
                 raise TraceError(
-                    changed_between(self.call.what, paths, [write]),
+                    changed_between(self.call.shown, paths, [write]),
                     loc=self.call.loc,
                     remedy=CHANGE_AFTER,
                 )

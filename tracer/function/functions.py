@@ -93,7 +93,7 @@ class Functions:
             check_arguments(call)
             if inspect.iscoroutinefunction(innermost(call.function)):
                 raise TraceError(
-                    f"{call.what} is an async method, and nobody would await what it returns",
+                    f"{call.shown} is an async method, and nobody would await what it returns",
                     loc=loc,
                     remedy="make it a plain method, which may run what it awaits by asyncio.run",
                 )
@@ -187,7 +187,7 @@ class Functions:
         device = self.device
         if device is None:
             device = state.tensors[0].tensor.device if state.tensors else call.device
-        return replace(call, state=state, given=objects, device=device)
+        return replace(call, state=state, argument_objects=objects, device=device)
 
     def _opaque(
         self, target: Target, call: TracedCall, mark: OpaqueMark, name: str
@@ -238,7 +238,7 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> TracedCal
 def _no_derivative(call: TracedCall) -> TraceError:
     """The error for a derivative of an opaque function."""
     return TraceError(
-        f"{call.what} is opaque, so it has no derivative, but a loss depends on its result",
+        f"{call.shown} is opaque, so it has no derivative, but a loss depends on its result",
         loc=call.loc,
         remedy="remove @cg.opaque, so that the method is traced; or detach its result",
     )
@@ -256,7 +256,7 @@ def _refuse_hooks(target: Target, call: TracedCall) -> None:
             continue
         if has_refused_hooks(state.tensor):
             raise TraceError(
-                f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
+                f"{call.shown} cannot be differentiated: '{state.path}' has a gradient hook, which "
                 "would see the gradient of each call instead of their sum",
                 loc=call.error_loc,
                 remedy="register it by register_post_accumulate_grad_hook, and let it work on "
@@ -268,7 +268,7 @@ def _refuse_hooks(target: Target, call: TracedCall) -> None:
         if id(trainer) not in held and not any(share.has(trainer) for share in target.shared):
             path = next(path for path, hook in hooks if trainer in trainers_of([hook]))
             raise TraceError(
-                f"{call.what} cannot be differentiated: a hook of '{path}' uses "
+                f"{call.shown} cannot be differentiated: a hook of '{path}' uses "
                 f"{type(trainer).__name__}, which the actor does not hold, so checkpoints "
                 "would lack its state",
                 loc=call.error_loc,

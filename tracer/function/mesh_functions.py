@@ -42,7 +42,9 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         self._refuse_changes([rebind.slot.path for rebind, _ in self.joint.rebinds])
         return self._cutter().forward()
 
-    def sections(self, volatile: frozenset[int], what: Recomputation) -> Sections[LaidOutSection]:
+    def sections(
+        self, volatile: frozenset[int], recomputation: Recomputation
+    ) -> Sections[LaidOutSection]:
         joint = self.joint
         written = [joint.state[index][1].path for index in sorted(joint.backward_written)]
         self._refuse_changes(written, " in its backward")
@@ -51,7 +53,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         cutter = self._cutter()
         self.buckets.enter(self._sums(cutter.gradients))
         cutter.buckets = self.buckets.of
-        return cutter.sections(volatile, what)
+        return cutter.sections(volatile, recomputation)
 
     def part(
         self, section: LaidOutSection, name: str, effect: Effect, shares: Shares
@@ -81,7 +83,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         self, derivative: TracedVjp, backward: LaidOutSection, writes: Sequence[Write]
     ) -> TracedVjp:
         raise TraceError(
-            f"@{writes[0].function} may change what the gradient of {self.call.what} needs: it is "
+            f"@{writes[0].function} may change what the gradient of {self.call.shown} needs: it is "
             "called between the forward and cg.backward, and the actor is on a mesh",
             loc=writes[0].loc or self.call.loc,
             remedy="call cg.backward first",
@@ -131,7 +133,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
     def _refuse_without_gradients(self) -> None:
         if not self.joint.input_grads and not self.joint.state_grads:
             raise TraceError(
-                f"{self.call.what} cannot be differentiated: a loss depends on it, and its "
+                f"{self.call.shown} cannot be differentiated: a loss depends on it, and its "
                 "backward gives no gradient to any argument or parameter",
                 loc=self.call.error_loc,
                 remedy="leave its result out of the loss, or call .detach() on it in the method",

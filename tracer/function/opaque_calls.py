@@ -40,7 +40,7 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: TracedCall) -> Tree:
             result = mark.fake(instance, *args, **kwargs)
         except Exception as error:
             raise TraceError(
-                f"the fake of the opaque {call.what} raised {type(error).__name__}: {error}",
+                f"the fake of the opaque {call.shown} raised {type(error).__name__}: {error}",
                 loc=call.error_loc,
                 remedy="it gets the method's arguments, self included, with fake tensors, and "
                 "returns fake tensors of the right shapes and dtypes",
@@ -59,14 +59,14 @@ def refuse_tensors(target: Target, call: TracedCall, results: Tree) -> None:
         return
     if any(layout is not None for layout in target.group.inputs):
         raise TraceError(
-            f"{call.what} is opaque, and the plan of {target.actor} cuts what it takes",
+            f"{call.shown} is opaque, and the plan of {target.actor} cuts what it takes",
             loc=call.loc,
             remedy="name the argument cg.whole in the plan, so that each rank gets all of it; or "
             "let a traced method compute what this one needs",
         )
     if any(isinstance(leaf, TensorSpec) for leaf in results.leaves):
         raise TraceError(
-            f"{call.what} is opaque and returns tensors, and each rank of {target.actor} calls it "
+            f"{call.shown} is opaque and returns tensors, and each rank of {target.actor} calls it "
             "with pieces of its own, so nothing says what the whole result is",
             loc=call.loc,
             remedy="let a traced method compute what the step goes on with; an opaque method of an "
@@ -112,7 +112,7 @@ def strictly(call: TracedCall) -> TracedCall:
         for value in pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise RuntimeError(
-                    f"a loss depends on what {call.what} returns, which requires a gradient; but "
+                    f"a loss depends on what {call.shown} returns, which requires a gradient; but "
                     "the method is opaque, and no gradient flows through it. If none should, "
                     "return it detached, x.detach(), or compute it under torch.no_grad(); else "
                     "remove @cg.opaque, so that the method is traced"
@@ -137,7 +137,7 @@ def opaque_body(call: TracedCall, mark: OpaqueMark, results: Tree) -> Body:
         TypeError: the function returns something other than its mark says.
     """
     function, is_flat, fill = call.function, _is_flat(call.signature), filler(call.signature)
-    shown = call.what if call.home is None else f"{call.what} ({call.home})"
+    shown = call.shown if call.home is None else f"{call.shown} ({call.home})"
     is_grad_enabled = torch.is_grad_enabled
 
     def run(*inputs: Any) -> Any:

@@ -46,12 +46,12 @@ class GraphPieces:
         return _moved(piece, first, joint)
 
     def sections(
-        self, joint: Joint, volatile: frozenset[int], what: Recomputation
+        self, joint: Joint, volatile: frozenset[int], recomputation: Recomputation
     ) -> Sections[Subgraph]:
         """The forward, the backward and its halves; takes the arguments of `partition.split`."""
-        key = joint.graph, volatile, what
+        key = joint.graph, volatile, recomputation
         if key not in self._splits:
-            self._splits[key] = joint, split(joint, volatile, what)
+            self._splits[key] = joint, split(joint, volatile, recomputation)
         first, sections = self._splits[key]
         return sections.changed(lambda piece: _moved(piece, first, joint))
 
@@ -98,8 +98,10 @@ class RankFunctions(CallFunctions[Subgraph]):
     def forward(self) -> Subgraph:
         return self.pieces.forward(self.joint)
 
-    def sections(self, volatile: frozenset[int], what: Recomputation) -> Sections[Subgraph]:
-        return self.pieces.sections(self.joint, volatile, what)
+    def sections(
+        self, volatile: frozenset[int], recomputation: Recomputation
+    ) -> Sections[Subgraph]:
+        return self.pieces.sections(self.joint, volatile, recomputation)
 
     def part(self, section: Subgraph, name: str, effect: Effect, shares: Shares) -> TracedPart:
         function = Function(
@@ -130,4 +132,4 @@ class RankFunctions(CallFunctions[Subgraph]):
         self, derivative: TracedVjp, backward: Subgraph, writes: Sequence[Write]
     ) -> TracedVjp:
         saved = len(derivative.first.declaration.outputs) - len(self.joint.outputs)
-        return with_versions(derivative, backward.reads, saved, self.call.what, writes)
+        return with_versions(derivative, backward.reads, saved, self.call.shown, writes)

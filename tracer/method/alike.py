@@ -48,12 +48,12 @@ class Traces:
 
     def __init__(self) -> None:
         self.blocks = Blocks()
-        self._found: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
+        self._joints: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
 
     def find(self, call: TracedCall, wanted: Wanted | None) -> Joint | None:
         """Find the trace of a call that is alike, with this call's state; None if there is none."""
         outline = _outline(call.state)
-        known = self._found.get(_kind(call, wanted), [])
+        known = self._joints.get(_kind(call, wanted), [])
         for entry in reversed(known[-_MANY:]):
             if entry[0] != outline:
                 continue
@@ -80,21 +80,21 @@ class Traces:
         self.blocks.tried = False
         try:
             with refusals_dropped():
-                return _made(call, wanted, self.blocks)
+                return _settled(call, wanted, self.blocks)
         except (TraceError, BlocksMisled) as error:
             if not self.blocks.tried and isinstance(error, TraceError):
                 note_refusal(error)
                 raise
-        return _made(call, wanted, None)
+        return _settled(call, wanted, None)
 
     def add(self, call: TracedCall, wanted: Wanted | None, joint: Joint) -> None:
         """Keep a trace if another call can be compared with it."""
         outline = _outline(call.state)
         if joint.functions.complete and not joint.initial and outline is not None:
-            self._found.setdefault(_kind(call, wanted), []).append((outline, joint))
+            self._joints.setdefault(_kind(call, wanted), []).append((outline, joint))
 
 
-def _made(
+def _settled(
     call: TracedCall, derivative: Wanted | None, blocks: Blocks | None
 ) -> tuple[TracedCall, Joint]:
     call, joint = settled(call, derivative, blocks)
@@ -107,7 +107,7 @@ def _kind(call: TracedCall, derivative: Wanted | None) -> Hashable:
     """The key of calls that may be alike; calls with different keys are never compared."""
     types = tuple(map(str, call.signature.leaves))
     is_tracked = torch.is_grad_enabled()
-    return (call.what, call.signature.spec, types, str(call.device), derivative, is_tracked)
+    return (call.shown, call.signature.spec, types, str(call.device), derivative, is_tracked)
 
 
 def _rerun(
@@ -159,7 +159,7 @@ class _AlikeCall(Scene):
                     derivative is not None,
                     None,
                 )
-                with FunctionGuard(self.call.what, calls.run), calls.intercepted():
+                with FunctionGuard(self.call.shown, calls.run), calls.intercepted():
                     args, kwargs = self.call.signature.fill(self.inputs)
                     result = call_user(self.call.function, *args, **kwargs)
             leaves, spec = pytree.tree_flatten(result)

@@ -91,7 +91,7 @@ def definition(function: Callable[..., Any]) -> Location | None:
 def _refusal(parameters: inspect.Signature, reason: str, call: TracedCall) -> TraceError:
     at = "" if call.home is None else f", at {call.home}"
     return TraceError(
-        f"the arguments do not fit {call.what}{parameters}: {reason}",
+        f"the arguments do not fit {call.shown}{parameters}: {reason}",
         loc=call.loc,
         remedy=f"pass what it takes, or change what it takes where it is defined{at}",
     )

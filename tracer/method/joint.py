@@ -147,12 +147,12 @@ def run_call(call: TracedCall, blocks: Blocks | None = None) -> OpLog:
 
 def _in_words(error: Exception, call: TracedCall) -> TraceError:
     unfit = explain_misfit(error, call)
-    return unfit or translate(error, call.what, call.error_loc)
+    return unfit or translate(error, call.shown, call.error_loc)
 
 
 def _works_on_gradients(call: TracedCall) -> TraceError:
     return TraceError(
-        f"{call.what} cannot be differentiated: it works on gradients (Tensor.grad, .backward()) "
+        f"{call.shown} cannot be differentiated: it works on gradients (Tensor.grad, .backward()) "
         "in its forward or backward",
         loc=call.error_loc,
         remedy="compute gradients inside a differentiated method with torch.autograd.grad",
@@ -178,7 +178,7 @@ class _JointTrace(Scene):
         state = frozenset(map(storage_key, self.state))
         log = OpLog([*self.state, *self.inputs])
         self.functions = FunctionLog(self.mode, self.state, self.inputs)
-        self.recorder = OpRecorder(call.what, named, state, log, self.functions)
+        self.recorder = OpRecorder(call.shown, named, state, log, self.functions)
         self.calls = ModuleCalls(
             blocks or Blocks(),
             repeated_classes(call.state) if blocks is not None else frozenset(),
@@ -257,7 +257,7 @@ class _JointTrace(Scene):
         """
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            guard = FunctionGuard(self.call.what, self.calls.run)
+            guard = FunctionGuard(self.call.shown, self.calls.run)
             with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)
@@ -324,8 +324,8 @@ class _JointTrace(Scene):
         for index, output in zip(self.wanted.outputs, chosen, strict=True):
             if not output.requires_grad:
                 raise TraceError(
-                    f"{self.call.what}: output {index} does not depend on anything that requires a "
-                    "gradient, so it has no derivative",
+                    f"{self.call.shown}: output {index} does not depend on anything that requires "
+                    "a gradient, so it has no derivative",
                     loc=self.call.loc,
                     remedy="leave it out of the loss, or let an input or parameter require one",
                 )
@@ -337,7 +337,7 @@ class _JointTrace(Scene):
         cotangents = [self._cotangent(output) for output in chosen]
         self.recorder.backward = True
         held = [fake.grad for fake in self.state]
-        with self.recorder, FunctionGuard(self.call.what, run_plainly):
+        with self.recorder, FunctionGuard(self.call.shown, run_plainly):
             grad = torch.autograd.grad
             gradients = call_user(grad, chosen, sources, cotangents, allow_unused=True)
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):

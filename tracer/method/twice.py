@@ -50,7 +50,7 @@ def settled(
     try:
         for initialization in joint.initial:
             initialization.change.put(initialization.change.after)
-        call = replace(call, state=collect(call.state.objects[0][0], call.given))
+        call = replace(call, state=collect(call.state.objects[0][0], call.argument_objects))
         second = _without_changes(call, wanted, joint)
     except BaseException:
         for initialization in joint.initial:
@@ -92,7 +92,7 @@ def refuse_hidden_state(call: TracedCall, joint: Joint, blocks: Blocks | None) -
     except UsesGradients as why:
         raise _refusal(call, f"{_NOT_TWICE} {why}", None) from None
     except TraceError as error:
-        reason = error.reason.removeprefix(f"{call.what} cannot be traced: ")
+        reason = error.reason.removeprefix(f"{call.shown} cannot be traced: ")
         raise _refusal(call, f"{_NOT_TWICE} {reason}", error.loc) from error
     if difference is not None:
         words, loc = difference
@@ -111,7 +111,7 @@ def _trace_again(call: TracedCall) -> OpLog:
 
 def _refusal(call: TracedCall, how: str, loc: Location | None) -> TraceError:
     return TraceError(
-        f"{call.what} cannot be traced: {how}. It depends on something that changes by itself, "
+        f"{call.shown} cannot be traced: {how}. It depends on something that changes by itself, "
         "such as a random generator, an iterator, a counter or the time; every execution would "
         "use what it was in the trace",
         loc=loc or call.error_loc,

@@ -124,7 +124,7 @@ def trace_step(
         OutputSpec(session.results, at),
         tuple((guard, owners[name]) for name, guard in session.guards.items()),
         tuple(instances.values()),
-        tuple(map(_given, session.callees.values())),
+        tuple(map(_plain_arguments, session.callees.values())),
         session.tradeoffs,
     )
 
@@ -155,7 +155,7 @@ def _baked_dtype(session: Session) -> torch.dtype | None:
     return session.ambient.dtype if is_baked else None
 
 
-def _given(callee: Callee) -> PlainArguments:
+def _plain_arguments(callee: Callee) -> PlainArguments:
     leaves = (leaf.value for leaf in callee.signature.leaves if isinstance(leaf, Static))
     values = tuple(repr(value) for value in leaves if type(value) in _PLAIN)
     return PlainArguments(callee.declaration.name, callee.declaration.loc, values)

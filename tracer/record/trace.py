@@ -61,7 +61,7 @@ class Trace:
         guards: the guards of this process's actors, each with the ranks that have the actor (None
             for all). A guard checks the state that a trace relies on, and says what has changed.
         instances: the instances of the called actors on all ranks that this process plays.
-        given: the static arguments that this rank passes to the functions of the step.
+        plain_arguments: the static arguments that this rank passes to the functions of the step.
         tradeoffs: for derivatives whose forward may have a limit, what it may save, by name.
     """
 
@@ -72,7 +72,7 @@ class Trace:
     outputs: OutputSpec
     guards: tuple[tuple[Guard, Owner], ...]
     instances: tuple[Any, ...]
-    given: tuple[PlainArguments, ...] = ()
+    plain_arguments: tuple[PlainArguments, ...] = ()
     tradeoffs: Mapping[str, Tradeoff] = field(default_factory=dict)
 
     def guards_of(self, rank: int) -> tuple[Guard, ...]:

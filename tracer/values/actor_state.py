@@ -121,13 +121,13 @@ class ActorState:
 
 
 def collect(
-    actor: Any, given: Sequence[tuple[Any, str]] = (), trainers: bool = False
+    actor: Any, arguments: Sequence[tuple[Any, str]] = (), trainers: bool = False
 ) -> ActorState:
     """Walk an actor's attributes.
 
     Args:
         actor: the actor.
-        given: objects among its method's arguments, with names. Their tensors are no state.
+        arguments: objects among its method's arguments, with names. Their tensors are no state.
         trainers: whether what optimizers and the like hold is state as well.
 
     Raises:
@@ -138,7 +138,7 @@ def collect(
     if trainers:
         walk.visit_trainers()
     tensors = [StateTensor(t.tensor, list(t.slots)) for t in walk.state.tensors]
-    for value, path in given:
+    for value, path in arguments:
         walk.visit(value, path, None)
     walk.state.tensors = tensors
     return walk.state

@@ -115,14 +115,14 @@ class Held:
 
     Attributes:
         actor, rank: the actor's name and rank.
-        made: the line of the user's program that made the actor.
+        made_at: the line of the user's program that made the actor.
         order: how many actors were made before it.
         path: the path of what it holds, from the actor.
     """
 
     actor: str
     rank: int
-    made: Location | None
+    made_at: Location | None
     order: int
     path: str
 
@@ -173,7 +173,7 @@ class Member:
         name, rank: those of its handle.
         world: the world that it was made in.
         held: the instance, in a tuple; empty where another process holds it.
-        made: the line of the user's program that made it.
+        made_at: the line of the user's program that made it.
         order: how many actors were made before it.
         keys: the keys of what it held when it was made.
         kept: for each constructor's argument that it has kept, by the path in the arguments, its
@@ -188,7 +188,7 @@ class Member:
     rank: int
     world: object
     held: tuple[Any, ...]
-    made: Location | None = None
+    made_at: Location | None = None
     order: int = 0
     keys: frozenset[Hashable] = frozenset()
     kept: dict[str, str] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Member:
 
     def at(self, path: str) -> Held:
         """Describe what it holds there."""
-        return Held(self.name, self.rank, self.made, self.order, path)
+        return Held(self.name, self.rank, self.made_at, self.order, path)
 
 
 @dataclass(frozen=True)
@@ -242,14 +242,14 @@ class Actors:
         members = (m for m in self._members.values() if m.held and m.world is world)
         return sorted(members, key=lambda member: member.name)
 
-    def note_given(self, member: Member, given: Any) -> None:
+    def note_given(self, member: Member, arguments: Any) -> None:
         """Note which local actors hold what the constructor of a new actor has got.
 
         Args:
             member: the new actor.
-            given: the arguments of its constructor.
+            arguments: the arguments of its constructor.
         """
-        argument_holding = Holding.of(reach(given))
+        argument_holding = Holding.of(reach(arguments))
         if member.held:
             holding = self.holding(member)
             member.keys = holding.keys

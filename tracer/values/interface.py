@@ -256,24 +256,25 @@ class TracedCall:
     """A call to trace.
 
     Attributes:
-        what: the call in words, such as `Stage.forward`.
+        shown: the call in words, such as `Stage.forward`.
         function: what is called.
         state: the state of the actor; empty for a function of values alone.
         signature: the arguments, a pytree `(args, kwargs)`.
         device: where values live.
         loc: where the step makes the call.
         home: where the method is defined.
-        given: the objects among the arguments that have attributes, each with its name in words.
+        argument_objects: the objects among the arguments that have attributes, each with its name
+            in words.
     """
 
-    what: str
+    shown: str
     function: Callable[..., Any]
     state: ActorState
     signature: Tree
     device: torch.device
     loc: Location | None
     home: Location | None
-    given: tuple[tuple[Any, str], ...] = ()
+    argument_objects: tuple[tuple[Any, str], ...] = ()
 
     @property
     def declared_at(self) -> Location | None:
@@ -288,7 +289,7 @@ class TracedCall:
 
     def refusal(self, reason: str, remedy: str, loc: Location | None = None) -> TraceError:
         """The error for a call that cannot be traced."""
-        message = f"{self.what} cannot be traced: {reason}"
+        message = f"{self.shown} cannot be traced: {reason}"
         return TraceError(message, loc=loc or self.error_loc, remedy=remedy)
 
     def values(self) -> list[tuple[TensorSpec | ObjectSpec, str]]:

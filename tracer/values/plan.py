@@ -25,13 +25,13 @@ class Parts:
     Attributes:
         axes: the axes that cut the tensor between its parts.
         count: the number of parts.
-        what: what the parts are, in words.
+        noun: what the parts are, in words.
         remedy: what to do where ranks would not have whole parts.
     """
 
     axes: tuple[str, ...]
     count: int
-    what: str
+    noun: str
     remedy: str
 
 
@@ -67,7 +67,7 @@ class Sharding:
         """Python that makes the cuts."""
         return " & ".join(_cut_text(dim, cut) for dim, cut in self.cuts) or "cg.whole"
 
-    def layout(self, mesh: Mesh, shape: tuple[int, ...], what: str) -> Layout | None:
+    def layout(self, mesh: Mesh, shape: tuple[int, ...], shown: str) -> Layout | None:
         """The layout of a tensor of `shape` over a mesh; None if every rank holds a copy.
 
         Axes of size 1 cut nothing. A dimension that is cut twice is cut along the axes of the
@@ -76,7 +76,7 @@ class Sharding:
         Args:
             mesh: the ranks that hold the tensor.
             shape: the shape of the logical tensor.
-            what: the tensor in words, for messages.
+            shown: the tensor in words, for messages.
 
         Raises:
             ValueError: the mesh lacks an axis, an axis is used twice, there is no such dimension,
@@ -88,27 +88,29 @@ class Sharding:
         for dim, cut in self.cuts:
             if not -len(shape) <= dim < len(shape):
                 raise ValueError(
-                    f"{what} has {len(shape)} dimensions, so dimension {dim} cannot be cut; "
+                    f"{shown} has {len(shape)} dimensions, so dimension {dim} cannot be cut; "
                     f"those that can are {list(range(len(shape)))}"
                 )
             for axis in cut.axes:
                 if axis not in sizes:
-                    raise ValueError(f"{what} is cut along '{axis}', but {describe(mesh)} has none")
+                    raise ValueError(
+                        f"{shown} is cut along '{axis}', but {describe(mesh)} has none"
+                    )
                 if axis in used:
-                    raise ValueError(f"{what} is cut along '{axis}' twice")
+                    raise ValueError(f"{shown} is cut along '{axis}' twice")
                 used.add(axis)
             if shape[dim] % cut.blocks:
                 raise ValueError(
-                    f"{what} has {shape[dim]} entries in dimension {dim}, which are not "
+                    f"{shown} has {shape[dim]} entries in dimension {dim}, which are not "
                     f"{cut.blocks} blocks of equal size"
                 )
-            dim_cuts[dim] = _both(dim_cuts[dim], cut, sizes, what, dim)
+            dim_cuts[dim] = _both(dim_cuts[dim], cut, sizes, shown, dim)
         for parts in self.parts:
             pieces = math.prod(sizes[axis] for axis in parts.axes)
             if parts.count % pieces:
                 raise ValueError(
-                    f"{what} has {parts.count} {parts.what}, which cannot be cut to {pieces} equal "
-                    f"pieces along {', '.join(parts.axes)}; {parts.remedy}"
+                    f"{shown} has {parts.count} {parts.noun}, which cannot be cut to {pieces} "
+                    f"equal pieces along {', '.join(parts.axes)}; {parts.remedy}"
                 )
         return Layout.of(dim_cuts)
 

@@ -178,10 +178,10 @@ class StaleValue(TraceError):
     """A step that is traced a second time uses a value of its first trace."""
 
 
-def escaped(what: str) -> TraceError:
+def escaped(use: str) -> TraceError:
     """The error for a value that is used outside of the trace that made it."""
     return TraceError(
-        f"{what} a value of a traced step, outside of that step",
+        f"{use} a value of a traced step, outside of that step",
         loc=caller_location(),
         remedy="return it from the step: what the step returns is real when the step has run",
     )
@@ -228,9 +228,9 @@ class ObjectValue:
             remedy=remedy,
         )
 
-    def refuse_as_tensor(self, what: str) -> NoReturn:
+    def refuse_as_tensor(self, use: str) -> NoReturn:
         """Refuse to use the object as a tensor, and say why it is an object."""
-        self._unknown(what, self.traced.trace.remedy_for_tensors(self.traced.value))
+        self._unknown(use, self.traced.trace.remedy_for_tensors(self.traced.value))
 
     def _no_parts(self, use: str) -> NoReturn:
         self._unknown(use, self.traced.trace.remedy_for_parts(self.traced.value))

@@ -264,7 +264,7 @@ class _RowExchange(_MessageExchange):
     ) -> None:
         _MessageExchange.__init__(self, op.exchange, group, sent)
         gathers = op.exchange.concat is not None
-        self._whole, self._made = (result if gathers else sent).shape, result.shape
+        self._whole, self._result_shape = (result if gathers else sent).shape, result.shape
         assert op.exchange.routed is not None, "only some rows travel"
         self._lead = op.exchange.routed.lead
         self._moving: MovingRows
@@ -296,7 +296,7 @@ class _RowExchange(_MessageExchange):
     def _combined(self, own: torch.Tensor, contents: dict[int, Any]) -> torch.Tensor:
         gathers, part = self._exchange.concat is not None, len(own)
         part //= 1 if gathers else len(self._exchange.members)
-        result = own.new_zeros(math.prod(self._made[: self._lead]), own.shape[1])
+        result = own.new_zeros(math.prod(self._result_shape[: self._lead]), own.shape[1])
         for source, rank in enumerate(self._exchange.members):
             if rank == self._rank:
                 at = slice(source * part, (source + 1) * part)
@@ -307,7 +307,7 @@ class _RowExchange(_MessageExchange):
             positions, rows = self._moving.taken(source, self._numbers(served), self._member)
             matrix = self._rows_of(rank, contents[rank], positions, rows)
             (result.index_copy_ if gathers else result.index_add_)(0, rows, matrix)
-        return result.view(self._made)
+        return result.view(self._result_shape)
 
     def _rows_of(
         self, rank: int, content: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor
@@ -317,7 +317,7 @@ class _RowExchange(_MessageExchange):
         Raises:
             TransportError: the sender has other ids.
         """
-        width = math.prod(self._made[self._lead :])
+        width = math.prod(self._result_shape[self._lead :])
         matrix = content.view(-1, width) if width else content.new_empty(len(rows), 0)
         if positions is not None and width:
             matrix = matrix.index_select(0, positions)

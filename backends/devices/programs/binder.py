@@ -80,7 +80,7 @@ class DeviceBinder(Binder):
         self.order = StreamOrder(device)
         self.segments: tuple[CapturedSegment, ...] = ()
         self.has_host_sends = False
-        self._made: dict[Value, StreamEvent] = {}
+        self._events: dict[Value, StreamEvent] = {}
         self._done: dict[Value, StreamEvent] = {}
         self._slots: dict[Value, StreamEvent] = {}
         self._freed: dict[tuple[int, int], StreamEvent] = {}
@@ -146,7 +146,7 @@ class DeviceBinder(Binder):
         super()._bind_op(op, arena)
         for value in op.results:
             if value in self._crossing:
-                event = self._made[value] = StreamEvent(self.order)
+                event = self._events[value] = StreamEvent(self.order)
                 self._emit(instructions.record(event, self.order.use(stream)), KEEP)
 
     # -- communication ----------------------------------------------------------------------
@@ -229,7 +229,7 @@ class DeviceBinder(Binder):
             staged = self._ports.get(source)
             if isinstance(staged, StagedPort) and staged.landed and queue is not self.order.compute:
                 self._emit(instructions.follow_device(staged.landed, queue), KEEP)
-            event = self._made.get(source)  # none for what was there before the program began
+            event = self._events.get(source)  # none for what was there before the program began
             if event is not None:
                 self._emit(instructions.follow(event, queue), KEEP)
             return
@@ -249,7 +249,9 @@ class DeviceBinder(Binder):
         """Let the compute stream wait for the named values: memory is used again in its order."""
         for value in op.operands[1:]:
             awaited = self._elsewhere.get(value)
-            event = None if awaited is None else self._done.get(awaited) or self._made.get(awaited)
+            event = (
+                None if awaited is None else self._done.get(awaited) or self._events.get(awaited)
+            )
             if event is not None:
                 self._emit(instructions.follow(event, self.order.compute), KEEP)
         super()._bind_free(op)

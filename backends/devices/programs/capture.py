@@ -235,7 +235,7 @@ class CapturedSegment:
             return Refusal(f"it cannot be captured: {' '.join(str(error).split())}", _CAPTURABLE)
         self.captures += 1
         lends = len(graphs) < LENDING
-        gives, loans = self._given(storages([*taken, *state]) if lends else None)
+        gives, loans = self._lend_storages(storages([*taken, *state]) if lends else None)
         after = tuple(parameter.grad for parameter in trained)
         # Registers get back the values that were read: the replay takes them as any replay does.
         for register in self.interface.reads:
@@ -310,7 +310,7 @@ class CapturedSegment:
             takes.append((register, memory))
         return tuple(takes)
 
-    def _given(
+    def _lend_storages(
         self, outside: frozenset[int] | None
     ) -> tuple[tuple[tuple[int, Tensor], ...], tuple[tuple[int, LentTensor], ...]]:
         """The values that the graph has left in registers, and those of them that are lent.

@@ -159,7 +159,7 @@ class DeviceOnlyBinder(DeviceBinder):
             self.order = self._end
             # The whole tail comes behind the values that are made ahead of it. The next execution,
             # which receives into the same slots, comes behind the whole tail.
-            self._made.clear()
+            self._events.clear()
             self._slots.clear()
         super()._bind_op(op, arena)
 

@@ -76,11 +76,11 @@ def layouts(values: Sequence[Tensor]) -> list[MemoryLayout]:
     return tensor_layouts
 
 
-def laid_out(found: Sequence[MemoryLayout]) -> list[Tensor]:
+def laid_out(layouts: Sequence[MemoryLayout]) -> list[Tensor]:
     """New tensors of zeros with these layouts; tensors of one storage share memory again."""
     wholes: dict[int, Tensor] = {}
     tensors = []
-    for layout in found:
+    for layout in layouts:
         if layout.whole not in wholes:
             wholes[layout.whole] = torch.zeros(
                 layout.nbytes, dtype=torch.uint8, device=layout.device

@@ -42,17 +42,17 @@ class Answers:
         self._text, self._job, self._waits, self._metrics = text, job, waits, metrics
         self._features = features
 
-    async def answer(self, request: web.Request, what: Completion) -> web.StreamResponse:
+    async def answer(self, request: web.Request, completion: Completion) -> web.StreamResponse:
         """Answer a completion.
 
         Raises:
             ApiError: the engine has failed, or takes no requests. A stream that has begun ends with
                 the error instead.
         """
-        reply = self._job.submit(what)
+        reply = self._job.submit(completion)
         try:
-            answer = self._stream if what.stream else self._whole
-            return await answer(request, what, reply)
+            answer = self._stream if completion.stream else self._whole
+            return await answer(request, completion, reply)
         finally:
             self._job.cancel(reply)
 

@@ -96,7 +96,7 @@ class EngineJob:
             return not self._replies or monotonic() - self._beat < STALE
         return self.state is State.STARTING and self.starts <= 1
 
-    def submit(self, what: Completion) -> Reply:
+    def submit(self, completion: Completion) -> Reply:
         """Send a request for each choice; those of one turn of the loop share a frame.
 
         Raises:
@@ -108,7 +108,7 @@ class EngineJob:
             raise ApiError(503, "the engine does not take requests; try again later")
         if not self._replies:
             self._beat = monotonic()
-        lengths = [len(prompt) for prompt in what.prompts for _ in range(what.n)]
+        lengths = [len(prompt) for prompt in completion.prompts for _ in range(completion.n)]
         reply = Reply(lengths, self._threads)
         self.features.changes["async_stream"] += self._threads is not None
         if not self._outbox:
@@ -117,20 +117,20 @@ class EngineJob:
             self._ids += 1
             reply.ids.append(self._ids)
             self._replies[self._ids] = (reply, index)
-            how = what.sampling
-            seed = (how.seed + index % what.n) % (1 << 63)
+            how = completion.sampling
+            seed = (how.seed + index % completion.n) % (1 << 63)
             self._outbox.append(
                 Request(
                     self._ids,
-                    what.prompts[index // what.n],
-                    what.max_tokens,
+                    completion.prompts[index // completion.n],
+                    completion.max_tokens,
                     replace(how, seed=seed),
-                    what.ignore_eos,
-                    what.ends,
-                    what.asked_logprobs,
-                    what.salt,
-                    what.output.grammar,
-                    what.adapter,
+                    completion.ignore_eos,
+                    completion.ends,
+                    completion.asked_logprobs,
+                    completion.salt,
+                    completion.output.grammar,
+                    completion.adapter,
                 )
             )
         return reply

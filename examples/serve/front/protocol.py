@@ -205,18 +205,18 @@ def completion(
     )
 
 
-def token_ids(found: object, param: str, limits: Limits) -> tuple[int, ...]:
+def token_ids(ids: object, param: str, limits: Limits) -> tuple[int, ...]:
     """A list of token ids that the model's embedding has a row for."""
-    if not isinstance(found, list):
+    if not isinstance(ids, list):
         bad(f"{param} must be a list of token ids", param)
-    if len(found) > limits.context:
-        _too_long(len(found), limits)
-    for token in found:
+    if len(ids) > limits.context:
+        _too_long(len(ids), limits)
+    for token in ids:
         if type(token) is not int or not 0 <= token < limits.vocabulary:
             rows = limits.vocabulary
             allowed = f"the model's embedding has {rows} rows, for token ids 0 to {rows - 1}"
             bad(f"{param} has {_shown(token)}, and {allowed}", param)
-    return tuple(found)
+    return tuple(ids)
 
 
 def _shown(token: object) -> str:

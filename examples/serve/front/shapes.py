@@ -75,17 +75,24 @@ class Shape:
 
     done = b"data: [DONE]\n\n"
 
-    def __init__(self, what: Completion, features: Features, text: Text) -> None:
-        self._what, self._features, self._text = what, features, text
-        self._has_scores = what.sampling.logprobs is not None
+    def __init__(self, completion: Completion, features: Features, text: Text) -> None:
+        self._completion, self._features, self._text = completion, features, text
+        self._has_scores = completion.sampling.logprobs is not None
         # What most streams do not ask for is not formatted by hand.
-        self._is_plain = not (self._has_scores or what.shows_ids or what.continuous_usage)
-        kind = "chatcmpl" if what.is_chat else "cmpl"
-        self.id, self._created = f"{kind}-{what.id or secrets.token_hex(12)}", int(time.time())
-        self._name = "chat.completion.chunk" if what.is_chat else "text_completion"
-        head = f'"object":"{self._name}","created":{self._created},"model":{quoted(what.model)}'
+        self._is_plain = not (
+            self._has_scores or completion.shows_ids or completion.continuous_usage
+        )
+        kind = "chatcmpl" if completion.is_chat else "cmpl"
+        self.id, self._created = (
+            f"{kind}-{completion.id or secrets.token_hex(12)}",
+            int(time.time()),
+        )
+        self._name = "chat.completion.chunk" if completion.is_chat else "text_completion"
+        head = (
+            f'"object":"{self._name}","created":{self._created},"model":{quoted(completion.model)}'
+        )
         self._before = f'data: {{"id":{quoted(self.id)},{head},"choices":[{{"index":'
-        self._behind = '}],"usage":null}\n\n' if what.include_usage else "}]}\n\n"
+        self._behind = '}],"usage":null}\n\n' if completion.include_usage else "}]}\n\n"
 
     def chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
         """An event with text of a choice; the first has its role, and the last its end."""
@@ -93,7 +100,7 @@ class Shape:
         if not self._features.fast_sse or not self._is_plain:
             self._features.changes["fast_sse"] += not self._features.fast_sse
             return self._slow_chunk(index, text, choice, is_first)
-        if self._what.is_chat:
+        if self._completion.is_chat:
             role = '"role":"assistant",' if is_first else ""
             body = f'"delta":{{{role}"content":{quoted(text)}}}'
         else:
@@ -110,7 +117,7 @@ class Shape:
         """An event for each delta of a chat; the last of a choice has its end."""
         ends = choice.reason is not None
         bodies = [delta_body(delta) for delta in deltas]
-        if not bodies and (ends or self._what.shows_ids):
+        if not bodies and (ends or self._completion.shows_ids):
             bodies = [{}]
         events = []
         for place, body in enumerate(bodies):
@@ -123,7 +130,7 @@ class Shape:
 
     def _slow_chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
         body: dict[str, Any] = {"text": text}
-        if self._what.is_chat:
+        if self._completion.is_chat:
             role = {"role": "assistant"} if is_first else {}
             body = {"delta": {**role, "content": text}}
         listed = {"index": index, **body, **self._end(choice)}
@@ -131,11 +138,11 @@ class Shape:
 
     def _event(self, index: int, listed: dict[str, Any], choice: Choice, is_first: bool) -> bytes:
         prompt, whole = self._prompt(index), self._whole(self._name, [listed])
-        if self._what.shows_ids and is_first:
-            (whole if self._what.is_chat else listed)["prompt_token_ids"] = prompt
-        if self._what.include_usage:
+        if self._completion.shows_ids and is_first:
+            (whole if self._completion.is_chat else listed)["prompt_token_ids"] = prompt
+        if self._completion.include_usage:
             counts = _usage(len(prompt), choice.count)
-            whole["usage"] = counts if self._what.continuous_usage else None
+            whole["usage"] = counts if self._completion.continuous_usage else None
         return b"data: " + json.dumps(whole).encode() + b"\n\n"
 
     def opening(self) -> bytes:
@@ -144,7 +151,7 @@ class Shape:
 
     def closing(self, prompt: int, choices: Sequence[Choice]) -> bytes:
         """The last event, if it is asked for: no choice, and the counts."""
-        if not self._what.include_usage:
+        if not self._completion.include_usage:
             return b""
         drawn = sum(choice.count for choice in choices)
         whole = {**self._whole(self._name, []), "usage": _usage(prompt, drawn)}
@@ -155,38 +162,40 @@ class Shape:
         listed: list[dict[str, Any]] = []
         for index, (text, choice) in enumerate(zip(texts, choices, strict=True)):
             body: dict[str, Any] = {"text": text}
-            if self._what.is_chat:
+            if self._completion.is_chat:
                 body = {"message": message(choice.deltas(text))}
             listed.append({"index": index, **body, **self._end(choice)})
-            if not self._what.is_chat:
+            if not self._completion.is_chat:
                 listed[-1].update(self._of_prompt(index, choice))
-        name = "chat.completion" if self._what.is_chat else "text_completion"
+        name = "chat.completion" if self._completion.is_chat else "text_completion"
         drawn = sum(choice.count for choice in choices)
         whole = {**self._whole(name, listed), "usage": _usage(prompt, drawn)}
-        if self._what.is_chat:
+        if self._completion.is_chat:
             whole.update(self._of_prompt(0, choices[0]))
         return whole
 
     def _of_prompt(self, index: int, choice: Choice) -> dict[str, Any]:
         """Fields about the prompt of a choice, which a chat has but once."""
-        prompt, found = self._prompt(index), dict[str, Any]()
-        if self._what.shows_ids:
-            found["prompt_token_ids"] = prompt
-        if (limit := self._what.prompt_logprobs) is not None:
-            asked = [replace(each, likeliest=each.likeliest[:limit]) for each in choice.asked]
-            found["prompt_logprobs"] = prompt_logprobs(prompt, asked, self._text)
-        return found
+        prompt, fields = self._prompt(index), dict[str, Any]()
+        if self._completion.shows_ids:
+            fields["prompt_token_ids"] = prompt
+        if (limit := self._completion.prompt_logprobs) is not None:
+            asked = [replace(scores, likeliest=scores.likeliest[:limit]) for scores in choice.asked]
+            fields["prompt_logprobs"] = prompt_logprobs(prompt, asked, self._text)
+        return fields
 
     def _prompt(self, index: int) -> list[int]:
         """The tokens of the prompt of a choice."""
-        return list(self._what.prompts[index // self._what.n])
+        return list(self._completion.prompts[index // self._completion.n])
 
     def _end(self, choice: Choice) -> dict[str, Any]:
-        scores = logprobs(choice.take_scored(), self._what.is_chat) if self._has_scores else None
+        scores = (
+            logprobs(choice.take_scored(), self._completion.is_chat) if self._has_scores else None
+        )
         end: dict[str, Any] = {"logprobs": scores, "finish_reason": choice.finish}
         if choice.stop_reason is not None:
             end["stop_reason"] = choice.stop_reason
-        if self._what.shows_ids:
+        if self._completion.shows_ids:
             end["token_ids"] = choice.take_ids()
         return end
 
@@ -195,7 +204,7 @@ class Shape:
             "id": self.id,
             "object": name,
             "created": self._created,
-            "model": self._what.model,
+            "model": self._completion.model,
             "choices": choices,
         }
 
@@ -236,7 +245,7 @@ def message(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 def arguments_of(deltas: Sequence[Delta], index: int) -> str:
     """The arguments of a call."""
-    parts = (each for each in deltas if isinstance(each, Arguments) and each.index == index)
+    parts = (delta for delta in deltas if isinstance(delta, Arguments) and delta.index == index)
     return "".join(part.text for part in parts)
 
 

@@ -200,8 +200,8 @@ class HuggingFace:
 
     @property
     def template(self) -> str:
-        found = self._files.chat_template
-        return "\n".join(found.values()) if isinstance(found, dict) else found or ""
+        template = self._files.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     def special(self, text: str) -> int | None:
         number: int | None = self._tokenizer.token_to_id(text) if text in self._specials else None

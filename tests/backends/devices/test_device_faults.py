@@ -214,7 +214,7 @@ def test_a_fused_method_has_its_lines_too(bound: Bound) -> None:
     loss, *_ = (body for name, body in bound.bodies.items() if ".loss" in name and index_uses(body))
     fused = loss.refit(eager)
     assert [str(use) for use in index_uses(fused)] == [str(use) for use in index_uses(loss)]
-    assert [use.what for use in index_uses(fused)] == ["targets of cross entropy"]
+    assert [use.words for use in index_uses(fused)] == ["targets of cross entropy"]
 
 
 @cg.actor
@@ -238,7 +238,7 @@ def test_sizes_of_what_is_indexed() -> None:
         step = cg.trace(lambda x, at: actor.forward(x, at))
         lowered = step.lower(torch.ones(3, 5), torch.zeros(3, dtype=torch.int64))
         (body,) = lowered.trace.bodies.values()
-    told = [f"{use.what} {use.sizes}" for use in index_uses(body)]
+    told = [f"{use.words} {use.sizes}" for use in index_uses(body)]
     assert told == [
         "indexing (3,)",
         "index_select (5,)",

@@ -44,12 +44,12 @@ class _PlanGroup:
     """Weights that are cut together.
 
     Attributes:
-        what: they, in words.
+        words: they, in words.
         shardings: by path.
         counts: the numbers that the ranks must divide.
     """
 
-    what: str
+    words: str
     shardings: Mapping[str, Sharding]
     counts: tuple[int, ...] = ()
 
@@ -84,7 +84,7 @@ def derive(
         if refusal is None:
             shardings, counts = joined, counts + group.counts
         else:
-            reasons.append(f"{group.what}: {refusal}")
+            reasons.append(f"{group.words}: {refusal}")
     return shardings, tuple(reasons)
 
 
@@ -180,8 +180,8 @@ def _pair(firsts: list[Projection], last: Projection, axes: tuple[str, ...]) -> 
         shardings |= _outputs(first, used, _parts(first, used, most, axes))
         counts += [parts] if parts else []
     shardings[last.path] = cut(1 - last.outputs, *axes)
-    what = ", ".join([*(_layer(first.path) for first in firsts), _layer(last.path)])
-    return _PlanGroup(what, shardings, tuple(counts))
+    words = ", ".join([*(_layer(first.path) for first in firsts), _layer(last.path)])
+    return _PlanGroup(words, shardings, tuple(counts))
 
 
 def _parts(

@@ -76,14 +76,14 @@ class Sections(Generic[AnySection]):
 
 
 def split(
-    joint: Joint, volatile: Collection[int] = (), what: Recomputation = Recompute.NOTHING
+    joint: Joint, volatile: Collection[int] = (), recomputation: Recomputation = Recompute.NOTHING
 ) -> Sections[Subgraph]:
     """Cut a joint graph that was traced with a derivative.
 
     Args:
-        joint, volatile, what: as those of `recomputed`.
+        joint, volatile, recomputation: as those of `recomputed`.
     """
-    cut = BackwardCut(joint, volatile, recomputed(joint, volatile, what))
+    cut = BackwardCut(joint, volatile, recomputed(joint, volatile, recomputation))
     saved = tuple(n for n in joint.graph.nodes if n in cut.saved)
     whole = BackwardPart(
         cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads

@@ -79,7 +79,7 @@ def add_product(
     one: Tensor,
     other: Tensor,
     is_transposed: bool,
-    made: Mapping[int, Tensor],
+    memory: Mapping[int, Tensor],
 ) -> None:
     """Add `one @ other`, or its transpose, to `.grad` of a parameter.
 
@@ -89,11 +89,11 @@ def add_product(
         parameter: the parameter.
         one, other: the matrices, `[m, k]` and `[k, n]`.
         is_transposed: whether the gradient is the transpose of the product.
-        made: memory for gradients of parameters that have none, by the parameter's id.
+        memory: memory for gradients of parameters that have none, by the parameter's id.
     """
     gradient = parameter.grad
     if gradient is None:
-        gradient = made.get(id(parameter))
+        gradient = memory.get(id(parameter))
         if gradient is None:
             gradient = torch.empty_like(parameter, requires_grad=False)
         torch.mm(one, other, out=gradient.t() if is_transposed else gradient)
@@ -109,7 +109,7 @@ class _Sums(threading.local):
     """The parameters to which this thread's compiled graph adds products: see `adding_to`."""
 
     parameters: Sequence[Tensor] = ()
-    made: Mapping[int, Tensor] = MappingProxyType({})
+    memory: Mapping[int, Tensor] = MappingProxyType({})
 
 
 _sums = _Sums()
@@ -117,7 +117,7 @@ _sums = _Sums()
 
 def adding_to(
     parameters: Sequence[Tensor],
-    made: Mapping[int, Tensor],
+    memory: Mapping[int, Tensor],
     compute: Callable[[list[Tensor]], Sequence[Tensor]],
     values: list[Tensor],
 ) -> Sequence[Tensor]:
@@ -125,23 +125,23 @@ def adding_to(
 
     Args:
         parameters: the parameters.
-        made: as for `add_product`.
+        memory: as for `add_product`.
         compute: computes the graph.
         values: the values of its placeholders; `compute` empties the list.
 
     Returns:
         The results of the graph.
     """
-    before = _sums.parameters, _sums.made
-    _sums.parameters, _sums.made = parameters, made
+    before = _sums.parameters, _sums.memory
+    _sums.parameters, _sums.memory = parameters, memory
     try:
         return compute(values)
     finally:
-        _sums.parameters, _sums.made = before
+        _sums.parameters, _sums.memory = before
 
 
 def _add(one: Tensor, other: Tensor, number: Tensor, is_transposed: bool) -> Tensor:
-    add_product(_sums.parameters[int(number)], one, other, is_transposed, _sums.made)
+    add_product(_sums.parameters[int(number)], one, other, is_transposed, _sums.memory)
     return one.new_empty(0)
 
 

@@ -106,7 +106,7 @@ def refuse_twice(call: TracedCall, joint: Joint) -> None:
     """
     if joint.written or joint.rebinds:
         raise TraceError(
-            f"{call.what} cannot be computed again in the backward: it changes the actor's state, "
+            f"{call.shown} cannot be computed again in the backward: it changes the actor's state, "
             "which would happen twice",
             loc=call.loc,
             remedy="call it without cg.remat, or move that part into a method of its own",
@@ -139,12 +139,12 @@ def recomputed(
     return chosen - _kept(joint) if KEEP in marks else chosen
 
 
-def _chosen(joint: Joint, volatile: Collection[int], what: Recompute) -> frozenset[fx.Node]:
+def _chosen(joint: Joint, volatile: Collection[int], recompute: Recompute) -> frozenset[fx.Node]:
     """The operators that are computed again if the user marks none."""
-    if what is Recompute.NOTHING:
+    if recompute is Recompute.NOTHING:
         return frozenset()
     forward = [n for n in joint.graph.nodes if n.op == "call_function" and n.name in joint.forward]
-    if what is Recompute.ALL:
+    if recompute is Recompute.ALL:
         return frozenset(forward) - _drawn(forward)
     plain = BackwardCut(joint, volatile)
     free = [i for i, (node, _) in enumerate(joint.state) if not plain.is_changed(node)]

@@ -11,7 +11,7 @@ def accumulate(
     params: list[torch.Tensor],
     gradients: list[torch.Tensor],
     owned: tuple[bool, ...],
-    made: Mapping[int, torch.Tensor],
+    memory: Mapping[int, torch.Tensor],
 ) -> None:
     """Add gradients to `.grad` of parameters, as autograd does.
 
@@ -22,7 +22,7 @@ def accumulate(
         params: the parameters.
         gradients: a gradient for each parameter, of the parameter's shape.
         owned: for each gradient, whether nothing else refers to its memory.
-        made: memory for `.grad` of parameters that have none, by the parameter's id; the gradient
+        memory: memory for `.grad` of parameters that have none, by the parameter's id; the gradient
             is copied there.
     """
     held: list[torch.Tensor] = []
@@ -32,8 +32,8 @@ def accumulate(
         if existing is not None:
             held.append(existing)
             new.append(gradient)
-        elif id(param) in made:
-            param.grad = made[id(param)].copy_(gradient)
+        elif id(param) in memory:
+            param.grad = memory[id(param)].copy_(gradient)
         elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
             param.grad = gradient
         else:

@@ -25,7 +25,7 @@ StateNow: TypeAlias = Callable[[], list[torch.Tensor]]
 
 
 def with_versions(
-    traced: TracedVjp, state: Sequence[StateTensor], at: int, what: str, between: Sequence[Write]
+    traced: TracedVjp, state: Sequence[StateTensor], at: int, shown: str, between: Sequence[Write]
 ) -> TracedVjp:
     """A derivative that notices changes of `state` when it runs.
 
@@ -33,7 +33,7 @@ def with_versions(
         traced: the derivative.
         state: the tensors that its backward looks up.
         at: the number of values that it saves.
-        what: the method, in words.
+        shown: the method, in words.
         between: the calls that may have changed the state.
 
     Returns:
@@ -58,7 +58,7 @@ def with_versions(
                     same = (inputs[at] == versions).all(dim=1).tolist()
                     pairs = zip(state, same, strict=True)
                     paths = [f"'{tensor.path}'" for tensor, is_same in pairs if not is_same]
-                    raise RuntimeError(f"{changed_between(what, paths, between)}; {CHANGE_AFTER}")
+                    raise RuntimeError(f"{changed_between(shown, paths, between)}; {CHANGE_AFTER}")
                 return backward(*inputs[:at], *inputs[at + 1 :])
 
             return body
@@ -109,14 +109,14 @@ def _versions(now: StateNow) -> torch.Tensor:
     return torch.tensor([(id(tensor), tensor._version) for tensor in now()]).view(-1, 2)
 
 
-def changed_between(what: str, paths: Sequence[str], between: Sequence[Write]) -> str:
-    """The message: the backward of `what` needs state that has changed since its forward."""
+def changed_between(shown: str, paths: Sequence[str], between: Sequence[Write]) -> str:
+    """The message: the backward of `shown` needs state that has changed since its forward."""
     calls = ", ".join(
         f"@{write.function}" + (f" ({write.loc})" if write.loc is not None else "")
         for write in between
     )
     return (
-        f"the gradient of {what} needs {' and '.join(paths)} as its forward has seen it, but a "
+        f"the gradient of {shown} needs {' and '.join(paths)} as its forward has seen it, but a "
         f"call between the two has changed it: {calls}"
     )
 

@@ -45,9 +45,9 @@ def traced(case: Case, expansion: Expansion, results: Any) -> fx.Graph:
     """
     fakes = [operand.node.meta["val"] for operand in case.operands]
 
-    def function(*given: torch.Tensor) -> Any:
-        values = iter(given)
-        arguments = {name: _given(value, values) for name, value in case.arguments.items()}
+    def function(*operands: torch.Tensor) -> Any:
+        values = iter(operands)
+        arguments = {name: _with_values(value, values) for name, value in case.arguments.items()}
         return _cast(expansion.function(**arguments), results)
 
     with torch.no_grad(), fake_mode_of(fakes):
@@ -65,12 +65,12 @@ def _cast(value: Any, results: Any) -> Any:
     return value
 
 
-def _given(argument: Any, values: Iterator[torch.Tensor]) -> Any:
+def _with_values(argument: Any, values: Iterator[torch.Tensor]) -> Any:
     """An argument whose operands are replaced by the next values."""
     if isinstance(argument, Operand):
         return next(values)
     if isinstance(argument, (list, tuple)):
-        return [_given(item, values) for item in argument]
+        return [_with_values(item, values) for item in argument]
     return argument
 
 
@@ -82,25 +82,25 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def replace_by(node: fx.Node, made: Any) -> dict[fx.Node, fx.Node]:
+def replace_by(node: fx.Node, replacement: Any) -> dict[fx.Node, fx.Node]:
     """Let the users of a node use another node, or the items of a tuple of nodes.
 
     Args:
         node: the node; if it gives a tuple, its users are getitems, which are erased.
-        made: the node, or tuple of nodes, that replaces it.
+        replacement: the node, or tuple of nodes, that replaces it.
 
     Returns:
         The replacement of each node that is no longer used.
     """
-    if isinstance(made, fx.Node):
-        node.replace_all_uses_with(made)
-        return {node: made}
+    if isinstance(replacement, fx.Node):
+        node.replace_all_uses_with(replacement)
+        return {node: replacement}
     replaced = {}
     for user in list(node.users):
         assert user.target is operator.getitem
         index = user.args[1]
         assert isinstance(index, int)
-        user.replace_all_uses_with(made[index])
-        replaced[user] = made[index]
+        user.replace_all_uses_with(replacement[index])
+        replaced[user] = replacement[index]
         user.graph.erase_node(user)
     return replaced

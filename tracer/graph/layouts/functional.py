@@ -167,14 +167,14 @@ def _as_written(node: fx.Node, first: fx.Node) -> fx.Node:
     return cast
 
 
-def read_later(made: Iterable[fx.Node], place: fx.Node) -> None:
+def read_later(nodes: Iterable[fx.Node], place: fx.Node) -> None:
     """Let nodes behind a place read the results of mutable ops, instead of their operands.
 
     Args:
-        made: nodes in front of the place, some of which write in place.
+        nodes: nodes in front of the place, some of which write in place.
         place: the node behind which others read the results.
     """
-    for node in made:
+    for node in nodes:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
             continue

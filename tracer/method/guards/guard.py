@@ -67,7 +67,7 @@ class _Guard:
         self._hooked = {
             number for number, t in self._used.items() if t.tensor._post_accumulate_grad_hooks
         }
-        roots = [*state.objects[:1], *call.given]
+        roots = [*state.objects[:1], *call.argument_objects]
         self._roots = [(obj, path, builder.node(obj)) for obj, path in roots]
         if any(isinstance(obj, torch.nn.Module) for obj, _ in state.objects):
             hooks = ((hooks, name) for name, hooks in _GLOBAL_HOOKS.items())

@@ -50,7 +50,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what each operator of a traced call does, and refuses what would be lost.
 
     Attributes:
-        what: the call in words.
+        shown: the call in words.
         inputs: the name of each input value for messages, by storage.
         state: storages of the actor's state.
         written: storages of the state that were written to.
@@ -66,14 +66,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        what: str,
+        shown: str,
         inputs: dict[int | None, str],
         state: frozenset[int | None],
         log: OpLog,
         functions: FunctionLog,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.what = what
+        self.shown = shown
         self.functions = functions
         self.inputs = inputs
         self.state = state
@@ -188,7 +188,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return location
 
     def _error(self, reason: str, remedy: str) -> TraceError:
-        return refusal_here(self.what, reason, remedy)
+        return refusal_here(self.shown, reason, remedy)
 
 
 _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
@@ -213,13 +213,13 @@ class FunctionGuard(TorchFunctionMode):
     """Refuses torch functions that take values out of tensors, and spots work on gradients.
 
     Args:
-        what: the call in words.
+        shown: the call in words.
         run: runs all other functions.
     """
 
-    def __init__(self, what: str, run: Run) -> None:
+    def __init__(self, shown: str, run: Run) -> None:
         super().__init__()
-        self.what = what
+        self.shown = shown
         self.run = run
 
     def __torch_function__(
@@ -238,7 +238,7 @@ class FunctionGuard(TorchFunctionMode):
             if sys._getframe(1).f_code.co_filename.startswith(_DISTRIBUTIONS):
                 remedy = "pass validate_args=False to the distribution, which checks values; else "
                 remedy += OPAQUE_REMEDY
-            raise refusal_here(self.what, reason, remedy)
+            raise refusal_here(self.shown, reason, remedy)
         return self.run(func, args, kwargs or {})
 
 

@@ -98,14 +98,14 @@ class _UserSpaces:
 
     def __init__(self) -> None:
         self._modules: list[ModuleType] = []
-        self._found: list[dict[str, Any]] = []
+        self._spaces: list[dict[str, Any]] = []
 
     def __call__(self) -> list[dict[str, Any]]:
         modules = list(sys.modules.values())
         if len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
-            self._found = list(_spaces_of_the_user())
+            self._spaces = list(_spaces_of_the_user())
             self._modules = modules
-        return self._found
+        return self._spaces
 
 
 _user_spaces = _UserSpaces()

@@ -31,14 +31,14 @@ _BETWEEN = frozenset({__file__, torch.random.__file__, contextlib.__file__})
 class _WatchedGenerator:
     """Stands for torch's default generator where `torch.manual_seed` and the like look for it."""
 
-    def __init__(self, generator: torch.Generator, what: str) -> None:
+    def __init__(self, generator: torch.Generator, shown: str) -> None:
         self._generator = generator
-        self._what = what
+        self._shown = shown
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and not _called_by_torch():
             raise refusal_here(
-                self._what,
+                self._shown,
                 "it seeds or sets torch's global generator (torch.manual_seed or set_rng_state, "
                 "torch.random.fork_rng), which would happen once, while tracing, instead of in "
                 "every execution",
@@ -56,14 +56,14 @@ def _called_by_torch() -> bool:
 
 
 @contextmanager
-def generator_watched(what: str) -> Iterator[None]:
+def generator_watched(shown: str) -> Iterator[None]:
     """Refuse to seed or set torch's generator inside the `with` block, with the user's line.
 
     A fork of the generator restores its state, so a comparison of states would not show it.
     """
     names: dict[str, Any] = vars(torch.random)
     generator = names["default_generator"]
-    names["default_generator"] = _WatchedGenerator(generator, what)
+    names["default_generator"] = _WatchedGenerator(generator, shown)
     try:
         yield
     finally:

@@ -83,7 +83,7 @@ class Scene:
             self.mode,
             self.watch,
             real_kinds(kinds, space),
-            generator_watched(self.call.what),
+            generator_watched(self.call.shown),
             padded_rows_zeroed(state),
             without_fused_recurrence(state),
             averages_over_all_batches(state),

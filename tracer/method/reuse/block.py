@@ -29,8 +29,8 @@ class Block:
         taken: the metadata of the tensors that it takes.
         ends: what it returns, with numbers for tensors.
         stand_ins: stand-ins for all tensors that it makes.
-        given: the stand-ins of the tensors that it returns.
-        requires_grad: which tensors of `given` require a gradient.
+        returned: the stand-ins of the tensors that it returns.
+        requires_grad: which tensors of `returned` require a gradient.
         first: its trace.
         template: its operators; None until a module copies them.
     """
@@ -40,7 +40,7 @@ class Block:
     taken: tuple[Form, ...]
     ends: Form
     stand_ins: Sequence[torch.Tensor]
-    given: Sequence[torch.Tensor]
+    returned: Sequence[torch.Tensor]
     requires_grad: tuple[bool, ...]
     first: First
     template: Template | None = None

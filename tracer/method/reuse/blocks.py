@@ -209,7 +209,7 @@ class ModuleCalls:
         self.used = True
         self._stand_ins.update(map(id, block.stand_ins))
         copied = self._outer(BlockFunction(block, self.copy), numbering.taken, {})
-        instead = {id(old): new for old, new in zip(block.given, copied, strict=True)}
+        instead = {id(old): new for old, new in zip(block.returned, copied, strict=True)}
         return pytree.tree_unflatten([instead.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def copy(self, block: Block, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -220,7 +220,7 @@ class ModuleCalls:
             block.template = Template.of(block.first, recorder, self._wanted)
         recorder.log.note_block(block.name, taken)
         flags = block.requires_grad
-        emitter = Emitter(block.template, block.given, flags, recorder, self._log.mode)
+        emitter = Emitter(block.template, block.returned, flags, recorder, self._log.mode)
         outputs = emitter.run(taken)
         recorder.log.note_result("", outputs)
         recorder.draws |= any(map(_is_random, block.template.forward if block.template else ()))

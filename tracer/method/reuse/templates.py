@@ -34,17 +34,17 @@ class First:
 
     nodes: Sequence[fx.Node]
     taken: Sequence[torch.Tensor]
-    given: Sequence[torch.Tensor]
+    returned: Sequence[torch.Tensor]
 
     @property
     def is_pure(self) -> bool:
         """True if it changes nothing, and depends only on the tensors that it takes."""
         sources = [node_of(tensor) for tensor in self.taken]
-        results = [node_of(tensor) for tensor in self.given]
+        results = [node_of(tensor) for tensor in self.returned]
         own = set(self.nodes)
         if None in sources or len(set(sources)) < len(sources) or not own.issuperset(results):
             return False
-        memory = [storage_key(tensor) for tensor in (*self.taken, *self.given)]
+        memory = [storage_key(tensor) for tensor in (*self.taken, *self.returned)]
         if len(set(memory[len(sources) :])) < len(results):
             return False
         if not set(memory[: len(sources)]).isdisjoint(memory[len(sources) :]):
@@ -65,7 +65,7 @@ class Template:
         graph: all of them, the forward first.
         taken, cotangents: placeholders.
         forward, backward: operators, in order.
-        given: the results of the forward.
+        returned: the results of the forward.
         gradients: the gradient of each tensor that the block takes; None where there is none.
         locations: the user's lines.
         used_several_times: positions, among `taken`, of tensors that are used more than once.
@@ -77,7 +77,7 @@ class Template:
     cotangents: list[fx.Node]
     forward: list[fx.Node]
     backward: list[fx.Node]
-    given: list[fx.Node]
+    returned: list[fx.Node]
     gradients: list[fx.Node | None]
     locations: dict[fx.Node, Location]
     used_several_times: frozenset[int]
@@ -115,12 +115,12 @@ class Template:
             i for i, tensor in enumerate(first.taken) if _uses(_node(tensor), first.nodes) > 1
         )
         forward = [copy(node) for node in first.nodes]
-        outputs = [copies[_node(tensor)] for tensor in first.given]
+        outputs = [copies[_node(tensor)] for tensor in first.returned]
         template = Template(
             graph, taken, [], forward, [], outputs, [None] * len(taken), locations, several, {}
         )
         template.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
-        if wanted and any(tensor.requires_grad for tensor in first.given):
+        if wanted and any(tensor.requires_grad for tensor in first.returned):
             template._add_backward(first, recorder, copies, copy)
         return template
 
@@ -135,7 +135,7 @@ class Template:
         before = len(outer)
         sources = [i for i, tensor in enumerate(first.taken) if tensor.requires_grad]
         _refuse_dependent([first.taken[i] for i in sources])
-        chosen = [tensor for tensor in first.given if tensor.requires_grad]
+        chosen = [tensor for tensor in first.returned if tensor.requires_grad]
         recorder.backward = True
         cotangents = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in chosen]
         gradients = torch.autograd.grad(
@@ -200,7 +200,7 @@ class Emitter:
         for node, tensor in zip(template.taken, taken, strict=True):
             self._take(node, tensor)
         self._issue(template, template.forward)
-        return tuple(self._tracked(node) for node in template.given)
+        return tuple(self._tracked(node) for node in template.returned)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the tensors that the block takes.

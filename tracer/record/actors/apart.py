@@ -80,7 +80,7 @@ def _refuse(holders: Sequence[Held], uses: dict[str, Use]) -> None:
                 f"{_shown(one)} and {_shown(other)} are one tensor, which @{function} changes, or "
                 "adds a gradient to; in processes each rank has a copy of its own, and nothing "
                 "keeps the copies equal",
-                loc=later.made,
+                loc=later.made_at,
                 remedy=_TIED,
             )
 
@@ -94,7 +94,7 @@ def _other_user(one: Held, holders: Iterable[Held], uses: dict[str, Use]) -> Hel
 
 
 def _shown(holder: Held) -> str:
-    where = "" if holder.made is None else f", made at {holder.made}"
+    where = "" if holder.made_at is None else f", made at {holder.made_at}"
     path = holder.path.partition(".")[2] or holder.path  # without the tuple around the instance
     return f"'{path}' of {holder.actor} (rank {holder.rank}{where})"
 

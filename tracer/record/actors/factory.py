@@ -221,7 +221,7 @@ class ActorFactory:
     def _entered(self, handle: ActorHandle, peers: Peers, arguments: Any) -> ActorHandle:
         """The handle; notes the line that made the actor, and the arguments of its constructor."""
         member = handle._member
-        member.made = caller_location(2)
+        member.made_at = caller_location(2)
         if not plays_all(peers):
             self.actors.note_given(member, (arguments, _read_by_constructor(handle.cls)))
         return handle

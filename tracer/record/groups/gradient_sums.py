@@ -55,14 +55,14 @@ class GradientMessage:
 
 
 def note_gradients(
-    session: Session, actor: str, found: Mapping[str, GradientLayout], loc: Location | None
+    session: Session, actor: str, gradients: Mapping[str, GradientLayout], loc: Location | None
 ) -> None:
     """Note the gradients that a backward adds to `.grad` of an actor on a mesh.
 
     Args:
         session: the trace.
         actor: the actor's name.
-        found: the layouts and buckets of the gradients, by path.
+        gradients: the layouts and buckets of the gradients, by path.
         loc: the user's line.
 
     Raises:
@@ -72,12 +72,12 @@ def note_gradients(
     reduced = session.reduced.get(actor, {})
     again = {
         path: gradient
-        for path, gradient in found.items()
+        for path, gradient in gradients.items()
         if path in reduced and path not in pending
     }
     if _summed(again):
         _record_begin(session, session.groups[actor], again, loc)
-    for path, gradient in found.items():
+    for path, gradient in gradients.items():
         both = pending.setdefault(path, gradient).layout.summands, gradient.layout.summands
         if both[0] != both[1]:
             axes = [".".join(summands) or "no axis" for summands in both]
@@ -171,14 +171,14 @@ def declared(
         name = session.reductions[key] = session.function_names.fresh(base)
         fresh = name
 
-        def made() -> tuple[list[TracedPart], list[PublicPart]]:
+        def make_parts() -> tuple[list[TracedPart], list[PublicPart]]:
             parts = make(group, fresh, gradients, loc)
             return parts, list(map(public_part, parts))
 
         own_parts, parts = agree(
             session.peers,
             group.mesh.ranks,
-            made,
+            make_parts,
             name,
             loc,
             text_of=lambda own, public: text_of_parts(public),

@@ -167,7 +167,7 @@ def _names(function: Callable[..., Any], arguments: Arguments) -> dict[int, str]
 
 
 def group_of(
-    session: Session, operands: Iterable[Traced], what: str, loc: Location | None
+    session: Session, operands: Iterable[Traced], shown: str, loc: Location | None
 ) -> Group | None:
     """The group of ranks that compute a torch function together; None without laid-out operands.
 
@@ -182,7 +182,7 @@ def group_of(
     for traced in laid_out[1:]:
         if traced.place != place:
             raise TraceError(
-                f"{what} takes %{laid_out[0].value.name} of {_shown(place)} and "
+                f"{shown} takes %{laid_out[0].value.name} of {_shown(place)} and "
                 f"%{traced.value.name} of {_shown(traced.place)}",
                 loc=loc,
                 remedy="pass one of them through a method of an actor on the other one's mesh",

@@ -208,7 +208,7 @@ class _GroupedValues:
     """The values of a collective, and the trace to record it in.
 
     Attributes:
-        what: the collective's name.
+        name: the collective's name.
         values: the tensors, of one dtype and shape.
         shape: the shape of each tensor.
         session: the trace; None outside of a step.
@@ -217,7 +217,7 @@ class _GroupedValues:
         loc: the user's line.
     """
 
-    what: str
+    name: str
     values: Tensors
     shape: tuple[int, ...]
     session: Session | None
@@ -253,11 +253,11 @@ class _GroupedValues:
         except ValueError:
             known = ", ".join(repr(reduction.value) for reduction in ReduceOp)
             raise TraceError(
-                f"cg.{self.what} with op={op!r}", loc=self.loc, remedy=f"op is one of {known}"
+                f"cg.{self.name} with op={op!r}", loc=self.loc, remedy=f"op is one of {known}"
             ) from None
         if reduction is ReduceOp.AVG and any(not v.is_floating_point() for v in self.values):
             raise TraceError(
-                f"cg.{self.what} with op='avg' of tensors that are not floating",
+                f"cg.{self.name} with op='avg' of tensors that are not floating",
                 loc=self.loc,
                 remedy="convert them, for example by .float(), or use op='sum'",
             )
@@ -272,14 +272,14 @@ class _GroupedValues:
         shape = self.shape
         if not -len(shape) <= dim < len(shape):
             raise TraceError(
-                f"cg.{self.what} along dimension {dim} of a tensor with {len(shape)}",
+                f"cg.{self.name} along dimension {dim} of a tensor with {len(shape)}",
                 loc=self.loc,
                 remedy="give a dimension that the tensors have",
             )
         dim %= len(shape)
         if shape[dim] % parts:
             raise TraceError(
-                f"cg.{self.what} divides dimension {dim}, of size {shape[dim]}, among {parts} "
+                f"cg.{self.name} divides dimension {dim}, of size {shape[dim]}, among {parts} "
                 "ranks",
                 loc=self.loc,
                 remedy=f"make its size a multiple of {parts}",
@@ -318,7 +318,7 @@ class _GroupedValues:
         for place in op.result_places:
             gets = place.ranks[0] in op.exchange.receivers
             result = TensorType(type_.dtype, shape, place) if gets else UnitType(place)
-            results.append(session.new_value(self.what, result))
+            results.append(session.new_value(self.name, result))
             received += results[-1:] if gets else ()
         op.results = tuple(results)
         session.emit(op)

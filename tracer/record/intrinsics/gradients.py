@@ -238,7 +238,7 @@ def _tell(
         TraceError: the derivative could not be traced; raised on every rank.
     """
 
-    def made() -> tuple[TracedVjp, _PublicVjp]:
+    def make_vjp() -> tuple[TracedVjp, _PublicVjp]:
         assert traced is not None, "only the owner of an actor traces its methods"
         if isinstance(traced, TraceError):
             raise traced
@@ -248,7 +248,7 @@ def _tell(
     own_vjp, (vjp, parts, gradients, hooked, tradeoff) = agree(
         session.peers,
         callee.owner,
-        made,
+        make_vjp,
         name,
         loc,
         text_of=_vjp_text,

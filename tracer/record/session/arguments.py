@@ -67,14 +67,18 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], T
 
 
 def take_apart(
-    session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], what: str, loc: Location | None
+    session: Session,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shown: str,
+    loc: Location | None,
 ) -> Arguments:
-    """Split the arguments of a call of `what`. Torch functions must not be intercepted meanwhile.
+    """Split the arguments of a call of `shown`. Torch functions must not be intercepted meanwhile.
 
     Args:
         session: the trace.
         args, kwargs: the arguments of the call.
-        what: the name of the called function, for messages.
+        shown: the name of the called function, for messages.
         loc: the user's line.
 
     Raises:
@@ -90,12 +94,12 @@ def take_apart(
             operands.append(traced)
             keys.append(traced.spec)
         else:
-            check_static(leaf, what, loc)
+            check_static(leaf, shown, loc)
             keys.append(static_key(leaf))
     return Arguments(operands, tuple(keys), leaves, spec)
 
 
-def check_static(leaf: Any, what: str, loc: Location | None) -> None:
+def check_static(leaf: Any, shown: str, loc: Location | None) -> None:
     """Return if a leaf may be a static part of a call's signature.
 
     Raises:
@@ -106,7 +110,7 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
         return
     if isinstance(leaf, torch.nn.Parameter):
         raise TraceError(
-            f"{what} takes a parameter of a module, {show_type(leaf.dtype, leaf.shape)}, which is "
+            f"{shown} takes a parameter of a module, {show_type(leaf.dtype, leaf.shape)}, which is "
             "not a value of the step",
             loc=loc,
             remedy="use the parameter in a method of the actor that owns it",
@@ -114,9 +118,9 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
     if isinstance(leaf, torch.Tensor):
         unsupported = unsupported_library("")
         if unsupported is not None:
-            raise TraceError(f"{what} {unsupported.why}", loc=loc, remedy=unsupported.remedy)
+            raise TraceError(f"{shown} {unsupported.why}", loc=loc, remedy=unsupported.remedy)
         raise TraceError(
-            f"{what} takes a real tensor, {show_type(leaf.dtype, leaf.shape)}, which is not a "
+            f"{shown} takes a real tensor, {show_type(leaf.dtype, leaf.shape)}, which is not a "
             "value of the step",
             loc=loc,
             remedy="pass it to the step as an argument, make it in the step by a torch function "
@@ -124,13 +128,13 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
         )
     if isinstance(leaf, np.ndarray):
         raise TraceError(
-            f"{what} takes a numpy array of shape {leaf.shape}",
+            f"{shown} takes a numpy array of shape {leaf.shape}",
             loc=loc,
             remedy="pass it to the step as an argument, torch.from_numpy(array)",
         )
     if isinstance(leaf, NotAValue):
         raise TraceError(
-            f"{what} takes {leaf!r}, {leaf.what_it_is}",
+            f"{shown} takes {leaf!r}, {leaf.what_it_is}",
             loc=loc,
             remedy="call its methods in the step, and pass on what they return",
         )
@@ -138,14 +142,14 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
         isinstance(part, torch.Tensor) for part in (leaf.start, leaf.stop, leaf.step)
     ):
         raise TraceError(
-            f"{what} takes a slice whose bounds are tensors; shapes are static in a compiled step",
+            f"{shown} takes a slice whose bounds are tensors; shapes are static in a compiled step",
             loc=loc,
             remedy="use Python integers as bounds, torch.index_select, or an actor's method that "
             "is marked @cg.opaque",
         )
     if any(isinstance(part, TracedTensor | ObjectValue) for part in _parts(leaf)):
         raise TraceError(
-            f"{what} takes a {type(leaf).__name__} that holds a value of the step, where the "
+            f"{shown} takes a {type(leaf).__name__} that holds a value of the step, where the "
             "tracer does not see it",
             loc=loc,
             remedy="hand over the value itself, also in a tuple, list or dictionary; or register "

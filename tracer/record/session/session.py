@@ -144,11 +144,11 @@ class Session:
             first=self,
         )
 
-    def refuse_new(self, what: str, loc: Location | None) -> None:
+    def refuse_new(self, shown: str, loc: Location | None) -> None:
         """Return if new functions may be traced, that is, in the first run of a step.
 
         Raises:
-            TraceError: this is a later run, which makes a call of `what` that the first did not.
+            TraceError: this is a later run, which makes a call of `shown` that the first did not.
         """
         if self.first is None:
             return
@@ -158,7 +158,7 @@ class Session:
         was = (
             f"where it was {format_op(first_op)} at first" if first_op is not None else "at its end"
         )
-        raise different(self.module.name, f"it comes to another call of {what}, {was}", loc)
+        raise different(self.module.name, f"it comes to another call of {shown}, {was}", loc)
 
     @property
     def everywhere(self) -> Place:
@@ -283,12 +283,12 @@ class Session:
             self._check_fresh(traced, traced.storage)
         return traced
 
-    def use_tensor(self, value: object, what: str, loc: Location | None, remedy: str) -> Traced:
+    def use_tensor(self, value: object, shown: str, loc: Location | None, remedy: str) -> Traced:
         """As `use`, for a value that has to be a tensor of the step.
 
         Args:
             value: the value.
-            what: the name of the function that takes the value, for messages.
+            shown: the name of the function that takes the value, for messages.
             loc: the user's line.
             remedy: the remedy in the error if the value is something else.
 
@@ -297,7 +297,7 @@ class Session:
         """
         if not isinstance(value, TracedTensor):
             raise TraceError(
-                f"{what} of a {type(value).__name__}, which is not a tensor of the step",
+                f"{shown} of a {type(value).__name__}, which is not a tensor of the step",
                 loc=loc,
                 remedy=remedy,
             )
@@ -334,16 +334,16 @@ def is_tracing() -> bool:
     return _CURRENT.get() is not None
 
 
-def recording(what: str) -> Session | None:
+def recording(shown: str) -> Session | None:
     """The trace in progress, ready to record; None outside of a step.
 
     Raises:
-        TraceError: `what` was called in a function that is being traced, and not in the step.
+        TraceError: `shown` was called in a function that is being traced, and not in the step.
     """
     session = _CURRENT.get()
     if session is not None and session.paused is not None:
         raise TraceError(
-            f"{what} inside {session.paused}",
+            f"{shown} inside {session.paused}",
             loc=caller_location(),
             remedy="do this in the step, between calls of actors' methods",
         )

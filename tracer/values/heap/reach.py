@@ -91,7 +91,7 @@ class _Walk:
     """The walk of `reach_all`."""
 
     def __init__(self, instance_of: Callable[[Any], tuple[Any, ...] | None]) -> None:
-        self._found = Reach()
+        self._reach = Reach()
         self._seen: set[int] = set()
         self._instance_of = instance_of
         self._asks_for_instances = False
@@ -102,7 +102,7 @@ class _Walk:
         while self._asks_for_instances and self._instances:
             instance, path = self._instances.pop()
             self._visit(instance, f"{path}.local")
-        return self._found
+        return self._reach
 
     def _visit(self, value: Any, path: str) -> None:
         if is_plain(value) or isinstance(value, (torch.Tensor, weakref.ref)):
@@ -121,7 +121,7 @@ class _Walk:
         elif isinstance(value, type):
             self._visit_class(value)
         elif is_cache(value):
-            self._found.caches.append(value)
+            self._reach.caches.append(value)
             self._visit(getattr(value, "__wrapped__", None), path)
         elif isinstance(value, (tuple, frozenset)):
             for index, item in enumerate(value):
@@ -138,7 +138,7 @@ class _Walk:
         name = function.__name__
         for variable, cell in closure_of(function):
             if not variable.startswith("__"):
-                self._found.variables.append((cell, variable))
+                self._reach.variables.append((cell, variable))
                 self._visit(read_cell(cell), variable)
         used = {name for name in names_of(code) if not name.startswith("__")}
         self._asks_for_instances |= "local" in used
@@ -149,7 +149,7 @@ class _Walk:
 
     def _visit_names(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
         ordered = tuple(sorted(names))
-        self._found.variables.append((ModuleNames(space, ordered), path))
+        self._reach.variables.append((ModuleNames(space, ordered), path))
         for name in ordered:
             value = space.get(name, MISSING)
             self._visit(value, join(path, name))
@@ -159,7 +159,7 @@ class _Walk:
     def _visit_class(self, cls: type) -> None:
         if is_foreign(cls):
             return
-        self._found.variables.append((cls, cls.__name__))
+        self._reach.variables.append((cls, cls.__name__))
         for name, value in list(vars(cls).items()):
             held = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             if not name.startswith("__") or isinstance(held, FunctionType):
@@ -170,14 +170,14 @@ class _Walk:
     def _visit_container(self, container: Any, path: str) -> None:
         if len(container) > _LARGE:
             return
-        self._found.containers.append((container, path))
+        self._reach.containers.append((container, path))
         if len(container) <= _MANY:
             for key, item in items_of(container):
                 self._visit(item, f"{path}.{key}")
 
     def _visit_object(self, value: Any, path: str) -> None:
         if is_stateful(value):
-            self._found.others.append((value, path))
+            self._reach.others.append((value, path))
             return
         instance = self._instance_of(value)
         if instance is not None:
@@ -189,9 +189,9 @@ class _Walk:
         ):
             return
         if isinstance(value, TRAINERS):
-            self._found.trainers.append(path)
+            self._reach.trainers.append(path)
         if has_slots(value):
-            self._found.others.append((value, path))
+            self._reach.others.append((value, path))
         if isinstance(getattr(value, "__dict__", None), dict):
             self._visit_container(vars(value), path)
         self._visit(kind, kind.__name__)

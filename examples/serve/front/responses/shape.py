@@ -20,8 +20,8 @@ class ResponseShape:
 
     done = b""
 
-    def __init__(self, what: Completion) -> None:
-        self._what = what
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._items: list[Item] = []
         self._open: type | None = None  # of the deltas of the last item
@@ -159,7 +159,7 @@ class ResponseShape:
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "model": self._what.model,
+            "model": self._completion.model,
             "output": list(self._items),
             "error": None,
             "incomplete_details": None,
@@ -167,7 +167,7 @@ class ResponseShape:
             "store": False,
             "truncation": "disabled",
             "usage": None,
-            **(self._what.response or {}),
+            **(self._completion.response or {}),
         }
 
 

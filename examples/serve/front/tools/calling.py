@@ -119,7 +119,9 @@ class Writer:
         }.get(self._dialect.tools, self._list)
         write(tools.callable, tools.parallel)
 
-    def _each(self, functions: Sequence[Function], call: Callable[[Function, str], str]) -> None:
+    def _alternatives(
+        self, functions: Sequence[Function], call: Callable[[Function, str], str]
+    ) -> None:
         """Write the rule `one`: a call of any of the tools."""
         for number, function in enumerate(functions):
             name = f"args{number}"
@@ -133,7 +135,7 @@ class Writer:
             head = f'{{"name": "{function.name}", "{key}": '
             return f'{literal(head)} {arguments} "}}"'
 
-        self._each(functions, call)
+        self._alternatives(functions, call)
 
     def _several(self, one: str, between: str, parallel: bool) -> str:
         return f"{one} ({between} {one})*" if parallel else one
@@ -156,7 +158,9 @@ class Writer:
         begin = self._mark(Mistral.BEGIN)
         if self._dialect.has_args:
             mark = self._mark(Mistral.ARGS)
-            self._each(functions, lambda function, args: f"{literal(function.name)} {mark} {args}")
+            self._alternatives(
+                functions, lambda function, args: f"{literal(function.name)} {mark} {args}"
+            )
             self._lines += ["opened: one", f"calls: ({begin} one)" + ("+" if parallel else "")]
             return
         self._objects(functions, "arguments")
@@ -172,7 +176,7 @@ class Writer:
             head = literal(f"{function.name}\n```json\n")
             return f'{begin} "function" {separator} {head} {arguments} "\\n```" {end}'
 
-        self._each(functions, call)
+        self._alternatives(functions, call)
         between = literal("\n") if self._dialect.has_fence else ""
         calls = self._several("one", between, parallel)
         self._lines.append(f"opened: {calls} {self._mark(DeepSeek.ENDS)}")
@@ -187,13 +191,15 @@ class Writer:
             head = literal(f"commentary to=functions.{function.name} ")
             return f'{channel} {head} {constrain} "json" {message} {arguments}'
 
-        self._each(functions, call)
+        self._alternatives(functions, call)
         self._lines.append("calls: one")
 
     def _qwen_coder(self, functions: Sequence[Function], parallel: bool) -> None:
         begin, end = self._mark(Hermes.BEGIN), self._mark(Hermes.END)
         for number, function in enumerate(functions):
-            parts = [self._parameter(number, *each) for each in enumerate(_parameters(function))]
+            parts = [
+                self._parameter(number, *numbered) for numbered in enumerate(_parameters(function))
+            ]
             head = literal(f"<function={function.name}>\n")
             self._lines.append(f'one{number}: {head} {" ".join(parts)} "</function>\\n"')
         self._lines.append("one: " + " | ".join(f"one{n}" for n in range(len(functions))))

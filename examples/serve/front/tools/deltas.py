@@ -71,7 +71,11 @@ class Splitter:
         text, pairs = self._held + text, []
         while True:
             at, marker = min(
-                ((place, each) for each in self._markers if (place := text.find(each)) >= 0),
+                (
+                    (place, candidate)
+                    for candidate in self._markers
+                    if (place := text.find(candidate)) >= 0
+                ),
                 default=(-1, ""),
             )
             if at < 0:

@@ -98,8 +98,8 @@ class LocalWrites:
         owner = self._owner(version)
         if is_view(node):
             return False
-        made = self.parts.get(owner) if isinstance(owner, fx.Node) else self.parts[node]
-        if made is not None and made != self.parts[node] and position < self._last.get(owner, -1):
+        part = self.parts.get(owner) if isinstance(owner, fx.Node) else self.parts[node]
+        if part is not None and part != self.parts[node] and position < self._last.get(owner, -1):
             return True
         while isinstance(owner, Version):
             owner = self._owner(self.transfers[owner].before)

@@ -67,7 +67,7 @@ def partition(
     propagation: Propagation,
     nodes: Collection[fx.Node] | None = None,
     outputs: Sequence[Version | None] | None = None,
-    given: Collection[Version] = (),
+    transferred: Collection[Version] = (),
     state: Collection[fx.Node] = (),
     ranks: Collection[int] | None = None,
     stored: Mapping[fx.Node, str] | None = None,
@@ -80,7 +80,7 @@ def partition(
         nodes: the nodes to partition, such as those of a forward; values of other nodes that they
             read are inputs. None: all nodes.
         outputs: the values that the partition gives; None: the outputs of the graph.
-        given: versions that a transfer outside of `nodes` makes; these are inputs as well.
+        transferred: versions that a transfer outside of `nodes` makes; these are inputs as well.
         state: placeholders that each part reads where they live; no part hands them on.
         ranks: the ranks whose graphs are made; None: all.
         stored: the layer of each placeholder of state that is gathered for its use. A part begins
@@ -94,7 +94,7 @@ def partition(
     """
     chosen = propagation.place.ranks if ranks is None else tuple(ranks)
     return _Partitioner(
-        propagation, nodes, outputs, given, state, chosen, stored or {}, buckets or {}
+        propagation, nodes, outputs, transferred, state, chosen, stored or {}, buckets or {}
     ).all()
 
 
@@ -121,7 +121,7 @@ class _Partitioner:
         propagation: Propagation,
         nodes: Collection[fx.Node] | None,
         outputs: Sequence[Version | None] | None,
-        given: Collection[Version],
+        transferred: Collection[Version],
         state: Collection[fx.Node],
         ranks: Sequence[int],
         stored: Mapping[fx.Node, str],
@@ -130,7 +130,7 @@ class _Partitioner:
         self.propagation = propagation
         self.stored = stored
         self.opened: dict[str, int] = {}
-        self.given = frozenset(given)
+        self.transferred = frozenset(transferred)
         self.ranks = ranks
         self.state = frozenset(state)
         chosen = frozenset(propagation.graph.nodes if nodes is None else nodes)
@@ -138,7 +138,9 @@ class _Partitioner:
             n for n in propagation.graph.nodes if n in propagation.layouts and n in chosen
         ]
         self.outputs = tuple(propagation.outputs if outputs is None else outputs)
-        self.transfers = {t.after: t for t in propagation.transfers if t.after not in self.given}
+        self.transfers = {
+            t.after: t for t in propagation.transfers if t.after not in self.transferred
+        }
         self.ops = self._live()
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
@@ -212,7 +214,7 @@ class _Partitioner:
             if moves and not random and not has_effect(node) and not writes.has(node):
                 self.level[node] = max(self.level[node], latest.get(node, 0))
             for version in self.reads(node):
-                if version in self.given or version.node not in self.level:
+                if version in self.transferred or version.node not in self.level:
                     continue
                 exchanges = self.available(version) - self.level[version.node]
                 if exchanges:
@@ -266,7 +268,7 @@ class _Partitioner:
         """The number of exchanges after which a version can be read."""
         transfer = self.transfers.get(version)
         if transfer is None:
-            return 0 if version in self.given else self.level.get(version.node, 0)
+            return 0 if version in self.transferred else self.level.get(version.node, 0)
         if self.is_gather(transfer):
             return self.opened.get(self.stored[version.node], 0)
         at = self.available(transfer.before)
@@ -325,7 +327,7 @@ class _Partitioner:
 
     def _is_computed(self, version: Version) -> bool:
         """True if one of these ops computes a version's value."""
-        return version.node in self.level and version not in self.given
+        return version.node in self.level and version not in self.transferred
 
     def _is_at_hand(self, node: fx.Node) -> bool:
         """True if each part has a value itself: a constant or state."""

@@ -37,7 +37,7 @@ from .version_maker import Locations, VersionMaker
 def propagate(
     graph: fx.Graph,
     place: Place,
-    given: Mapping[fx.Node, Layout],
+    input_layouts: Mapping[fx.Node, Layout],
     *,
     ends: Sequence[End] = (),
     like: Mapping[fx.Node, fx.Node] | None = None,
@@ -50,7 +50,7 @@ def propagate(
     Args:
         graph: the traced graph, with fake tensors in `meta["val"]` of its nodes. It is not changed.
         place: the ranks that compute it.
-        given: layouts of placeholders, and of other nodes that stand for inputs, such as
+        input_layouts: layouts of placeholders, and of other nodes that stand for inputs, such as
             cotangents. A placeholder without a layout is a copy on each rank.
         ends: one for each output, flattened; an output without an end is reduced if it is a sum.
         like: for nodes that stand for inputs, the value whose cuts they have: cotangents.
@@ -64,7 +64,9 @@ def propagate(
     Raises:
         LayoutError: an op has no rule, or layouts contradict each other.
     """
-    run = _Propagator(graph, place, given, like or {}, pins or {}, allowed, locations or {}, ends)
+    run = _Propagator(
+        graph, place, input_layouts, like or {}, pins or {}, allowed, locations or {}, ends
+    )
     return run.all()
 
 
@@ -100,11 +102,11 @@ class _Propagator(VersionMaker):
     def _visit(self, node: fx.Node) -> fx.Node:
         """Lay out a node; return the next one, which is new if the node has been expanded."""
         if node in self.like:
-            self.given[node] = Layout(self.versions[self.like[node]][-1].layout.cuts)
-        if node in self.given or node.op in ("placeholder", "get_attr"):
+            self.input_layouts[node] = Layout(self.versions[self.like[node]][-1].layout.cuts)
+        if node in self.input_layouts or node.op in ("placeholder", "get_attr"):
             fake = node.meta.get("val")
             rank = fake.dim() if isinstance(fake, torch.Tensor) else 0
-            layout = self.given.get(node, whole(rank))
+            layout = self.input_layouts.get(node, whole(rank))
             check_given(layout, rank, self.place, node.name, self.locations.get(node))
             self._lay_out(node, (layout,))
         elif node.target is operator.getitem:
@@ -147,7 +149,7 @@ class _Propagator(VersionMaker):
         self._note_sum(node)
         if answer.is_asked:  # it is a copy, so in other layouts it is what is there already
             for version in self.versions[case.operands[0].node]:
-                self.made.setdefault(Version(node, version.layout), version)
+                self.read_versions.setdefault(Version(node, version.layout), version)
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
         """Put the ops of an expansion in the place of a node; return the first of them."""

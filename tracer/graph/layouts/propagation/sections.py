@@ -146,17 +146,19 @@ class SectionCutter:
         takes = tuple(Version(node, self._propagation.layout(node)) for node in self.joint.inputs)
         return self._section(self._forward, takes, (*self._outputs, *saved), (), (), self._state)
 
-    def sections(self, volatile: Collection[int], what: Recomputation) -> Sections[LaidOutSection]:
+    def sections(
+        self, volatile: Collection[int], recomputation: Recomputation
+    ) -> Sections[LaidOutSection]:
         """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
-        cut = BackwardCut(joint, volatile, recomputed(joint, volatile, what))
+        cut = BackwardCut(joint, volatile, recomputed(joint, volatile, recomputation))
         changing = {joint.state[index][0] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
         exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
         # Gathered state is not kept for the backward, which gathers it again.
         transferred = (
             [v for v in exchanged_versions if v.node not in state]
-            if what is not Recompute.ALL
+            if recomputation is not Recompute.ALL
             else ()
         )
         layout = self._propagation.layout

@@ -60,7 +60,7 @@ class VersionMaker:
         self,
         graph: fx.Graph,
         place: Place,
-        given: Mapping[fx.Node, Layout],
+        input_layouts: Mapping[fx.Node, Layout],
         like: Mapping[fx.Node, fx.Node],
         pins: Mapping[fx.Node, Layout],
         allowed: frozenset[Change],
@@ -74,7 +74,7 @@ class VersionMaker:
         self.locations = {c: names[n.name] for n, c in self.copies.items() if n.name in names}
         new = without_writes(self.graph).items()
         self.locations |= {n: self.locations[w] for n, w in new if w in self.locations}
-        self.given = {self.copies[node]: layout for node, layout in given.items()}
+        self.input_layouts = {self.copies[node]: layout for node, layout in input_layouts.items()}
         self.like = {self.copies[node]: self.copies[source] for node, source in like.items()}
         self.pins = {self.copies[node]: layout for node, layout in pins.items()}
         self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
@@ -89,7 +89,7 @@ class VersionMaker:
         """The versions of each value that transfers start from; rules see the last one."""
         self.dispatched: set[Version] = set()
         """The versions of which ranks have gathered the rows of their experts."""
-        self.made: dict[Version, Version] = {}
+        self.read_versions: dict[Version, Version] = {}
         """For each version that was asked for, the version that is read in its place."""
 
     def _lay_out(self, node: fx.Node, layouts: Results, routing: Routing | None = None) -> None:
@@ -170,8 +170,8 @@ class VersionMaker:
         target = Version(node, layout)
         if target in self.versions[node]:
             return target
-        if target in self.made:
-            return self.made[target]
+        if target in self.read_versions:
+            return self.read_versions[target]
         before, change = self._cheapest(node, layout)
         if target in self.dispatched:  # whoever needs the other rows, too, may gather them
             allowed = _EVERYTHING
@@ -181,8 +181,8 @@ class VersionMaker:
         moved = self._moved_rows(before, layout, change, rows)
         if moved is not None and change is Change.GATHER:
             target = replace(target, rows=rows)
-            if target in self.made:
-                return self.made[target]
+            if target in self.read_versions:
+                return self.read_versions[target]
         instead = None
         if change is Change.SLICE:
             instead = self._remade(before, layout) or self._sliced_before(before, layout)
@@ -192,15 +192,15 @@ class VersionMaker:
             instead = self._gathered_before(before, layout, target.rows)
         if instead is None:
             self.transfers.append(LayoutTransfer(before, target, change, moved))
-        self.made[target] = instead or target
+        self.read_versions[target] = instead or target
         if target.rows is not None:
             self.dispatched.add(replace(target, rows=None))
-            return self.made[target]
+            return self.read_versions[target]
         if change is Change.REDUCE:
-            self.versions[node].append(self.made[target])
+            self.versions[node].append(self.read_versions[target])
         elif change.communicates:  # other users still prefer the versions that were there before
-            self.versions[node].insert(0, self.made[target])
-        return self.made[target]
+            self.versions[node].insert(0, self.read_versions[target])
+        return self.read_versions[target]
 
     def _moved_rows(
         self, before: Version, layout: Layout, change: Change, needed: ExpertRows | None
@@ -342,7 +342,7 @@ class VersionMaker:
     def _gathered(self, version: Version, axes: frozenset[str], depth: int = 8) -> int:
         """The entries that are exchanged at least to have a value that these axes do not cut."""
         target = replace(version, layout=without_axes(version.layout, axes))
-        if target in self.made or target in self.versions[version.node]:
+        if target in self.read_versions or target in self.versions[version.node]:
             return 0
         reads = self.reads.get(version.node, ()) if version.node.target in _CHEAP else ()
         if not reads or not depth:
@@ -352,7 +352,7 @@ class VersionMaker:
     def _is_there(self, version: Version) -> bool:
         """True if a reduced value is there, or follows from a sum that has been reduced."""
         node, layout = version.node, version.layout
-        if version in self.made or version in self.versions[node]:
+        if version in self.read_versions or version in self.versions[node]:
             return True
         read = self._sum(self.versions[node][0])
         return read is not None and self._is_there(

@@ -82,13 +82,13 @@ class StateWrites:
                 raise self._error(node, "is used before and behind an exchange between ranks")
             parts[node] = min(used, default=parts[node])
 
-    def check(self, given: Iterable[Version | None], transferred: Iterable[Version]) -> None:
+    def check(self, results: Iterable[Version | None], transferred: Iterable[Version]) -> None:
         """Refuse to give or to transfer a value that shares memory with written state.
 
         Raises:
             LayoutError: a value does.
         """
-        for use, versions in (("is given", given), ("is transferred", transferred)):
+        for use, versions in (("is given", results), ("is transferred", transferred)):
             for version in versions:
                 if version is not None and memory_of(version.node) in self._memory:
                     raise self._error(version.node, use)

@@ -60,7 +60,9 @@ def view(case: Case) -> Answer:
     return solve(case, factors, sizes=_SIZE)
 
 
-def common_factors(given: Shape, made: Shape) -> tuple[Dims, Dims, dict[str, int], dict[str, str]]:
+def common_factors(
+    operand: Shape, result: Shape
+) -> tuple[Dims, Dims, dict[str, int], dict[str, str]]:
     """The dimensions of two shapes of one size as products of common factors.
 
     Returns:
@@ -70,23 +72,23 @@ def common_factors(given: Shape, made: Shape) -> tuple[Dims, Dims, dict[str, int
     sizes: dict[str, int] = {}
     keep: dict[str, str] = {}
     both: tuple[list[Dim], list[Dim]] = ([], [])
-    for given_run, made_run in _groups(given, made):
-        bounds = sorted({*_bounds(given_run), *_bounds(made_run)}, reverse=True)
+    for operand_run, result_run in _groups(operand, result):
+        bounds = sorted({*_bounds(operand_run), *_bounds(result_run)}, reverse=True)
         if all(low and high % low == 0 for high, low in itertools.pairwise(bounds)):
             names = {}
             for high, low in itertools.pairwise(bounds):
                 names[low] = f"f{len(sizes)}"
                 sizes[names[low]] = high // low
-            both[0].extend(_dims(given_run, names))
-            both[1].extend(_dims(made_run, names))
+            both[0].extend(_dims(operand_run, names))
+            both[1].extend(_dims(result_run, names))
             continue
-        for shape, dims in ((given_run, both[0]), (made_run, both[1])):
+        for shape, dims in ((operand_run, both[0]), (result_run, both[1])):
             for size in shape:
                 name = f"f{len(sizes)}"
                 sizes[name] = size
                 keep[name] = (
-                    f"is viewed as {_text(made_run)}, which has no factor in common with "
-                    f"{_text(given_run)}"
+                    f"is viewed as {_text(result_run)}, which has no factor in common with "
+                    f"{_text(operand_run)}"
                 )
                 dims.append((name,))
     return tuple(both[0]), tuple(both[1]), sizes, keep
