@@ -304,7 +304,8 @@ def outcome_of(kind: str, shape: str, folder: Path) -> Outcome:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error, without what differs from run to run."""
+    """The first words of an error, without what differs from run to run."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     line = re.sub(r"/\S+/(\w+)", r"\1", line)
-    return re.sub(r"(decoderstage)\d+", r"\1", line)[:200]
+    line = re.sub(r"(decoderstage)\d+", r"\1", line)
+    return line if len(line) <= 200 else line[:200].rpartition(" ")[0]
