@@ -7,6 +7,7 @@ PyTorch does. All others would see the gradient of each microbatch on each rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,6 +426,18 @@ def test_an_optimizer_that_the_actor_does_not_hold_is_refused() -> None:
         with pytest.raises(TraceError, match="uses SGD, which the actor does not hold") as caught:
             backward_of([cg.actor(Apart).on(1)()])(X)
         assert "self.optimizers" in caught.value.remedy
+
+
+def test_files_have_the_optimizers_of_hooks(tmp_path: Path) -> None:
+    with use_world(VirtualWorld(2)):
+        (make,) = PLACES["pieces along dp"](cg.actor(Hooked))
+        first, second = make(), make()
+        steps = [backward_of([actor]) for actor in (first, second)]
+        steps[0](X)
+        cg.save(tmp_path / "file", {"": first})
+        cg.load(tmp_path / "file", {"": second})
+        for _ in range(2):
+            torch.testing.assert_close(*(step(X)[0] for step in steps), rtol=0, atol=0)
 
 
 def test_hooks_of_later_are_met_by_another_trace() -> None:
