@@ -9,7 +9,6 @@ well. So the driver may submit the next batch of a group before it knows the tok
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -21,6 +20,7 @@ import torch
 import cg
 
 from .defaults import check_draft, check_ranks, check_states
+from .growing import GrowingEngine, warm_ups_on
 from .model import LENGTH, NUMBERS, PROMPT, PROMPT_ADAPTER, START
 from .opening import open_model
 from .parts import Model
@@ -37,7 +37,6 @@ from .variants import (
     VerifySize,
     all_sizes,
     bucket,
-    cheapest,
     first_sizes,
     general,
     later_sizes,
@@ -68,25 +67,19 @@ from .work import (
 
 log = logging.getLogger("serve")
 
-WARM_UPS = {"cpu": 1, "accelerator": 3}
-"""Executions of each variant in each context; the third one is recorded, on devices that can."""
 ALONE = How.SCORED | How.PROMPT | How.MASKED
 """Work for which a chunk has to be alone."""
 WITHOUT_DRAWS = "a temperature or log-probabilities, without `draws`"
-SHARE = 0.1
-"""The most of the time of a busy engine that goes to compiling variants that are asked for."""
 
 
-class CgEngine:
+class CgEngine(GrowingEngine[AnySize]):
     """Rank 0's end of the engine; `start` makes it.
 
     Args:
         device: of the first stage; None for the host.
 
     Attributes:
-        graphs: of the variants that are compiled.
         options: how the model is served.
-        asked: how often work was padded to a larger variant, by the size that would have served it.
     """
 
     def __init__(
@@ -96,19 +89,15 @@ class CgEngine:
         graphs: StageGraphs,
         device: torch.device | None = None,
     ) -> None:
-        self.limits, self.options, self.graphs = limits, options, graphs
-        self.asked: Counter[AnySize] = Counter()
-        is_host = device is None or device.type == "cpu"
-        self._warm_ups = WARM_UPS["cpu" if is_host else "accelerator"] if options.warm else 0
+        later = later_sizes(limits, options) if options.late else []
+        warm_ups = warm_ups_on(device) if options.warm else 0
+        super().__init__(graphs, later, warm_ups, options.in_flight)
+        self.limits, self.options = limits, options
         self._copies = torch.Stream(device) if device is not None and _has_events(device) else None
         self._widths = widths(limits, options)
         self._counting = np.arange(max(limits.slots, limits.draft_tokens + 1, *self._widths))
         # Those of requests, from the first to below the last; a model without states needs none.
         self._slots = int(bool(limits.lengths)), 1 + limits.requests
-        self._later = later_sizes(limits, options) if options.late else []
-        self._flying: deque[cg.Future] = deque()
-        self._serving: dict[Any, Any] = {}
-        self._rests_until = 0.0
 
     def submit(self, work: Decode | Prefill) -> Result:
         """Start work; waits while `Options.in_flight` executions of its graph are under way.
@@ -118,8 +107,7 @@ class CgEngine:
         Raises:
             ValueError: it is outside of the limits; nothing was started.
         """
-        while self._flying and self._flying[0].done():
-            self._flying.popleft()
+        self.drop_ended()
         if isinstance(work, Prefill):
             return self._prefill(work)
         self._check_rows(work)
@@ -127,81 +115,20 @@ class CgEngine:
             return self._verify(work, work.proposals)
         return self._decode(work)
 
-    def close(self) -> None:
-        """End the executions in flight, then the ranks; idempotent."""
-        self.graphs.close()
-
     # -- variants ----------------------------------------------------------------------------------
 
-    def due(self, idle: bool) -> bool:
-        """True if `improve` is to be called as soon as nothing is in flight.
+    def examples(self, size: AnySize) -> list[tuple[Any, ...]]:
+        if isinstance(size, DecodeSize):
+            return [size.example(self.limits, group) for group in range(self.limits.groups)]
+        return [size.example(self.limits)]
 
-        While there is work, only what was asked for is compiled, in a `SHARE` of the time.
-        """
-        if idle:
-            return bool(self.asked or self._later)
-        return bool(self.asked) and monotonic() >= self._rests_until
+    def may_serve(self, size: AnySize, ideal: AnySize) -> bool:
+        if self.limits.lengths and isinstance(ideal, PrefillSize):
+            return isinstance(size, PrefillSize) and size.tokens == ideal.tokens
+        return type(size) is type(ideal)
 
-    def improve(self) -> None:
-        """Compile another variant, with nothing in flight: the one that was asked for most."""
-        size = self.asked.most_common(1)[0][0] if self.asked else self._later[0]
-        self.add(size)
-        left = len(self._later)
-        log.info(
-            "%d variants are compiled%s",
-            len(self.graphs.compiled),
-            f", {left} of those that are likely to be asked for are left" if left else "",
-        )
-
-    def add(self, size: AnySize) -> None:
-        """Compile a variant once all that is in flight has ended, and use it from now on."""
-        while self._flying:
-            self._flying.popleft().exception()
-        began = monotonic()
-        with said(f"compiling {size}"):
-            self.graphs.add(size)
-            self.warm(size)
-        self.rest(monotonic() - began)
-
-    def rest(self, seconds: float) -> None:
-        """Compile nothing beside work for as long as makes these seconds a `SHARE` of the time."""
-        self._rests_until = monotonic() + seconds * (1 / SHARE - 1)
-
-    def warm(self, size: AnySize) -> None:
-        """Run a variant in each of its contexts, on padding, and use it from now on."""
-        for group, graph in enumerate(self.graphs.compiled[size]):
-            work = (
-                size.example(self.limits, group)
-                if isinstance(size, DecodeSize)
-                else size.example(self.limits)
-            )
-            for _ in range(self._warm_ups):
-                futures = [graph.execute(*work) for _ in range(self.options.in_flight)]
-                for future in futures:
-                    future.result()
-        self._serving.clear()
-        self.asked.pop(size, None)
-        self._later = [other for other in self._later if other != size]
-
-    def _variant(self, ideal: Any) -> Any:
-        """The cheapest compiled variant that holds work of a size; None if there is none."""
-        if ideal not in self._serving:
-            same = (size for size in self.graphs.compiled if type(size) is type(ideal))
-            if self.limits.lengths and isinstance(ideal, PrefillSize):
-                same = (size for size in same if size.tokens == ideal.tokens)
-            self._serving[ideal] = cheapest(same, ideal)
-        size = self._serving[ideal]
-        if size is not None and size != ideal:
-            self.asked[ideal] += 1
-        return size
-
-    def _needed(self, ideal: Any) -> Any:
-        """The same; one is compiled if there is none."""
-        size = self._variant(ideal)
-        if size is None:
-            size = general(ideal, self.limits, self.options)
-            self.add(size)
-        return size
+    def general(self, ideal: AnySize) -> AnySize:
+        return general(ideal, self.limits, self.options)
 
     # -- work --------------------------------------------------------------------------------------
 
@@ -223,7 +150,7 @@ class CgEngine:
         limits, rows, block = self.limits, work.rows, self.limits.block_size
         index, offset = np.divmod(rows[:, POSITION], block)
         table = self._table(rows, index)
-        size = self._needed(DecodeSize(*self._decode_size(table, work.how)))
+        size = self.needed(DecodeSize(*self._decode_size(table, work.how)))
         numbers = size.padding(limits)
         numbers[: len(rows), :TABLE] = rows[:, :TABLE]
         numbers[: len(rows), TABLE : TABLE + table.shape[1]] = table
@@ -244,7 +171,7 @@ class CgEngine:
         ends = rows[:, POSITION] + proposals.counts
         _within("a position", ends, 0, limits.context)
         table = self._table(rows, ends // block)
-        size = self._needed(VerifySize(*self._decode_size(table, work.how), tokens))
+        size = self.needed(VerifySize(*self._decode_size(table, work.how), tokens))
         numbers = size.padding(limits)
         batch = numbers[:count]
         batch[:, START], batch[:, LENGTH] = rows[:, POSITION], 1 + proposals.counts
@@ -261,7 +188,7 @@ class CgEngine:
         blocks[:, : table.shape[1]] = table
         (graph,) = self.graphs.compiled[size]
         future = graph.execute(torch.from_numpy(numbers), tokens, int(size.how))
-        self._flying.append(future)
+        self.flying.append(future)
         return Verified(future, proposals.counts, size.how, self._copies)
 
     def _table(self, rows: Rows, last: Rows) -> Rows:
@@ -301,12 +228,12 @@ class CgEngine:
         is_alone = bool(work.how & ALONE) or any(chunk.start for chunk in work.chunks)
         _check(len(lengths) == 1 or not is_alone, "a chunk that has to be alone")
         ideal = self._prefill_size(work, is_alone)
-        size = self._variant(ideal)
+        size = self.variant(ideal)
         if size is None and ideal.rows > 1:
             # What one of several asks for counts, and each of them is served alone.
             self.asked[ideal] += 1
             return Parts([self._prefill(replace(work, chunks=(chunk,))) for chunk in work.chunks])
-        size = self._needed(ideal)
+        size = self.needed(ideal)
         numbers = size.padding(limits)
         # Chunks that draw a token come first, since the result has the tokens of the first rows.
         ordered = sorted(work.chunks, key=lambda chunk: not chunk.last)
@@ -362,7 +289,7 @@ class CgEngine:
 
     def _tokens(self, future: cg.Future, count: int, how: How, scored: int = 0) -> Tokens:
         """The result of an execution, as `Tokens` takes it."""
-        self._flying.append(future)
+        self.flying.append(future)
         return Tokens(future, count, how, scored, self._copies)
 
 

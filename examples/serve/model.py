@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +63,21 @@ def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
 
     fewest = layers if stages == 1 else 1
     return sizes(min(range(fewest, layers - stages + 2), key=costs))
+
+
+def ranges(layers: int, stages: int, sizes: Sequence[int] | None = None) -> list[range]:
+    """The layers of each stage.
+
+    Args:
+        sizes: how many each has; if None, all have alike.
+
+    Raises:
+        ValueError: the sizes do not fit, or there are fewer layers than stages.
+    """
+    sizes = split(layers, stages) if sizes is None else sizes
+    if len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1:
+        raise ValueError(f"{layers} layers in {stages} stages as {tuple(sizes)}")
+    return [range(a, b) for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 @cg.actor

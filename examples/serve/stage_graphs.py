@@ -1,14 +1,7 @@
-"""The graphs of an engine on all ranks: stages of a model, and the variants that are compiled.
-
-Each variant is a graph of its own, and all use the same actors. So a variant can be added while
-others are open. To compile one, all ranks have to come to it. The other ranks serve until a graph
-closes that nothing is executed by, the *gate*: its end stands in the order of the driver's
-commands, so all ranks leave at the same execution, with nothing in flight.
-"""
+"""The stages of a model that draws tokens, and their graphs on all ranks."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +15,8 @@ import cg
 
 from .defaults import balanced
 from .draft import Draft
-from .model import PROMPT, Guards, Pool, Stage
+from .gated import GatedGraphs
+from .model import PROMPT, Guards, Pool, Stage, ranges
 from .parts import Model
 from .requests import How, Limits
 from .settings import Options
@@ -30,13 +24,12 @@ from .variants import AnySize, DecodeSize, PrefillSize
 from .work import SLOT, TOKEN
 
 
-class StageGraphs:
+class StageGraphs(GatedGraphs[AnySize]):
     """The stages of a model, and their graphs; made on all ranks.
 
     Attributes:
         device: of this rank's stage.
         limits: with what the models' parts allow.
-        compiled: the variants: of decode batches a graph for each group, of others one.
 
     Args:
         draft: that proposes tokens, if a model does.
@@ -45,6 +38,7 @@ class StageGraphs:
     def __init__(
         self, model: Model, limits: Limits, options: Options, draft: Model | None = None
     ) -> None:
+        super().__init__(options)
         count = cg.world_size() // options.ways.ranks
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
@@ -55,71 +49,20 @@ class StageGraphs:
             for stage, layers in enumerate(parts)
         ]
         self.draft = None if draft is None else make_draft(draft, pool, options, self.device)
-        self.compiled: dict[AnySize, tuple[cg.Compiled, ...]] = {}
         parts_here = (one.part for stage in self.stages for one in stage.instances.values())
         goes_on = all(cg.allgather(all(part.goes_on for part in parts_here)))
-        self.limits, self._options = replace(limits, goes_on=goes_on), options
+        self.limits = replace(limits, goes_on=goes_on)
         self._decode = decode_step(self.stages, limits, options.via)
         self._prefill = prefill_step(self.stages, self.draft, options.via)
         self._verify = verify_step(self.stages, self.draft, options.via)
-        self._gate: cg.Compiled | None = None
 
-    def compile(self, size: AnySize) -> None:
-        """Compile a variant; collective."""
-        limits, options = self.limits, self._options
+    def lower(self, size: AnySize) -> list[cg.Lowered]:
+        limits = self.limits
         if isinstance(size, DecodeSize):
             examples = [size.example(limits, group) for group in range(limits.groups)]
-            lowered = self._decode.lower_many(examples)
-        else:
-            step = self._prefill if isinstance(size, PrefillSize) else self._verify
-            lowered = step.lower_many([size.example(limits)])
-        self.compiled[size] = tuple(
-            lowered_part.compile(
-                max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes
-            )
-            for lowered_part in lowered.apart()
-        )
-
-    def open(self) -> None:
-        """Open the gate, so that the other ranks serve in `follow`; collective."""
-        self._gate = gate.lower(0).compile(max_inflight=1)
-
-    def add(self, size: AnySize) -> None:
-        """On rank 0, with nothing in flight: compile a variant, while the others follow."""
-        self._call(size)
-        self.compile(size)
-        self.open()
-
-    def follow(self) -> None:
-        """On the other ranks: serve, and compile what rank 0 adds, until it closes."""
-        while True:
-            assert self._gate is not None, "it is opened first"
-            self._gate.serve()
-            size = cg.allgather(None)[0]
-            if size is None:
-                break
-            self.compile(size)
-            self.open()
-        for graph in self.graphs():
-            graph.serve()
-
-    def close(self) -> None:
-        """On rank 0: end the executions in flight, then all ranks; idempotent."""
-        if self._gate is not None:
-            self._call(None)
-            self._gate = None
-        for graph in self.graphs():
-            graph.close()
-
-    def graphs(self) -> list[cg.Compiled]:
-        """The graphs of all variants."""
-        return list(itertools.chain.from_iterable(self.compiled.values()))
-
-    def _call(self, size: AnySize | None) -> None:
-        """Let the other ranks come out of `serve`, and tell them what is next."""
-        assert self._gate is not None, "it is opened first"
-        self._gate.close()
-        cg.allgather(size)
+            return list(self._decode.lower_many(examples).apart())
+        step = self._prefill if isinstance(size, PrefillSize) else self._verify
+        return list(step.lower_many([size.example(limits)]).apart())
 
 
 @cg.actor
@@ -170,12 +113,6 @@ class Zeros:
         return torch.from_numpy(pages).view(dtype).view(shape)
 
 
-@cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-def gate(number: int) -> int:
-    """A graph that the other ranks serve, and that nothing is executed by."""
-    return number
-
-
 def cut(model: Model, stages: int, options: Options) -> list[range]:
     """The layers of each stage: `Options.layers`, or a cut that balances decode steps.
 
@@ -184,9 +121,7 @@ def cut(model: Model, stages: int, options: Options) -> list[range]:
     """
     on_host = not torch.accelerator.is_available()
     sizes = options.layers or balanced(model, stages, options.dtype, on_host)
-    if len(sizes) != stages or sum(sizes) != model.layers or min(sizes) < 1:
-        raise ValueError(f"{model.layers} layers in {stages} stages as {sizes}")
-    return [range(a, b) for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+    return ranges(model.layers, stages, sizes)
 
 
 def make_stage(

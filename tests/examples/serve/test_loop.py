@@ -22,14 +22,15 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from examples.serve import loop as loops
+from examples.serve import serving_loop as loops
 from examples.serve import wire
 from examples.serve.features import Features, parse
 from examples.serve.front import job as job_module
 from examples.serve.front.job import EngineJob
 from examples.serve.front.metrics import Metrics
-from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
+from examples.serve.loop import EngineLoop
 from examples.serve.requests import LOGPROBS, End, Events, Limits, Request, Sampling, Scores
+from examples.serve.serving_loop import BACKLOG, BUDGET
 from examples.serve.transports import unpickle
 from examples.serve.wire import Kind, Link
 

@@ -1,0 +1,143 @@
+"""What engines have in common: variants of their graphs, which grow in number while they serve."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+import torch
+
+import cg
+
+from .gated import GatedGraphs
+from .progress import said
+from .variants import cheapest
+
+log = logging.getLogger("serve")
+
+Size = TypeVar("Size", bound=Any)
+"""The size of a variant, with `holds` and `cost` as `variants.Size` says."""
+WARM_UPS = {"cpu": 1, "accelerator": 3}
+"""Executions of each variant in each context; the third one is recorded, on devices that can."""
+SHARE = 0.1
+"""The most of the time of a busy engine that goes to compiling variants that are asked for."""
+
+
+def warm_ups_on(device: torch.device | None) -> int:
+    """How often a variant runs on padding on a device; None is the host."""
+    return WARM_UPS["cpu" if device is None or device.type == "cpu" else "accelerator"]
+
+
+class GrowingEngine(ABC, Generic[Size]):
+    """Chooses and compiles the variants that serve work.
+
+    Args:
+        graphs: of the variants that are compiled.
+        later: sizes that are compiled behind, the first ones first.
+        warm_ups: how often a variant runs on padding before it is used.
+        in_flight: executions of a graph at a time.
+
+    Attributes:
+        asked: how often work was padded to a larger variant, by the size that would have served it.
+        flying: executions in flight, and some that have ended.
+        in_flight: executions of a graph at a time.
+    """
+
+    def __init__(
+        self, graphs: GatedGraphs[Size], later: Sequence[Size], warm_ups: int, in_flight: int
+    ) -> None:
+        self.graphs = graphs
+        self.asked: Counter[Size] = Counter()
+        self.flying: deque[cg.Future] = deque()
+        self.in_flight = in_flight
+        self._later, self._warm_ups = list(later), warm_ups
+        self._serving: dict[Size, Size | None] = {}
+        self._rests_until = 0.0
+
+    @abstractmethod
+    def examples(self, size: Size) -> list[tuple[Any, ...]]:
+        """The arguments of each graph of a variant, of padding alone."""
+
+    @abstractmethod
+    def may_serve(self, size: Size, ideal: Size) -> bool:
+        """True if a variant may serve work of another size, which it has to hold."""
+
+    @abstractmethod
+    def general(self, ideal: Size) -> Size:
+        """The size that is compiled where no variant holds work of a size."""
+
+    def close(self) -> None:
+        """End the executions in flight, then the ranks; idempotent."""
+        self.graphs.close()
+
+    def drop_ended(self) -> None:
+        """Forget the oldest executions if they have ended."""
+        while self.flying and self.flying[0].done():
+            self.flying.popleft()
+
+    def due(self, idle: bool) -> bool:
+        """True if `improve` is to be called as soon as nothing is in flight.
+
+        While there is work, only what was asked for is compiled, in a `SHARE` of the time.
+        """
+        if idle:
+            return bool(self.asked or self._later)
+        return bool(self.asked) and monotonic() >= self._rests_until
+
+    def improve(self) -> None:
+        """Compile another variant, with nothing in flight: the one that was asked for most."""
+        size = self.asked.most_common(1)[0][0] if self.asked else self._later[0]
+        self.add(size)
+        left = len(self._later)
+        log.info(
+            "%d variants are compiled%s",
+            len(self.graphs.compiled),
+            f", {left} of those that are likely to be asked for are left" if left else "",
+        )
+
+    def add(self, size: Size) -> None:
+        """Compile a variant once all that is in flight has ended, and use it from now on."""
+        while self.flying:
+            self.flying.popleft().exception()
+        began = monotonic()
+        with said(f"compiling {size}"):
+            self.graphs.add(size)
+            self.warm(size)
+        self.rest(monotonic() - began)
+
+    def rest(self, seconds: float) -> None:
+        """Compile nothing beside work for as long as makes these seconds a `SHARE` of the time."""
+        self._rests_until = monotonic() + seconds * (1 / SHARE - 1)
+
+    def warm(self, size: Size) -> None:
+        """Run a variant in each of its contexts, on padding, and use it from now on."""
+        for graph, work in zip(self.graphs.compiled[size], self.examples(size), strict=True):
+            for _ in range(self._warm_ups):
+                futures = [graph.execute(*work) for _ in range(self.in_flight)]
+                for future in futures:
+                    future.result()
+        self._serving.clear()
+        self.asked.pop(size, None)
+        self._later = [other for other in self._later if other != size]
+
+    def variant(self, ideal: Size) -> Any:
+        """The cheapest compiled variant that holds work of a size; None if there is none."""
+        if ideal not in self._serving:
+            usable = (size for size in self.graphs.compiled if self.may_serve(size, ideal))
+            self._serving[ideal] = cheapest(usable, ideal)
+        size = self._serving[ideal]
+        if size is not None and size != ideal:
+            self.asked[ideal] += 1
+        return size
+
+    def needed(self, ideal: Size) -> Any:
+        """The same; one is compiled if there is none."""
+        size = self.variant(ideal)
+        if size is None:
+            size = self.general(ideal)
+            self.add(size)
+        return size
