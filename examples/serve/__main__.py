@@ -12,14 +12,15 @@ from pathlib import Path
 
 from . import features as switches
 from .front.adjusting import Rules, rules_of
-from .front.admission import Bounds
+from .front.admission import POOLING_BODY, Bounds
 from .front.connections import listen
 from .front.names import Names
 from .front.server import Front
 from .front.text import load
 from .front.tools.dialects import PARSERS, REASONING, dialect_of
 from .models import resolve
-from .options import NGRAM, adapters, add_arguments, draft_tokens
+from .options import NGRAM, adapters, add_arguments, draft_tokens, refuse_for_pooling
+from .pooling.recipe import GENERATE, Recipe, recipe_of, task_of
 from .transports import loop_factory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.draft not in (None, NGRAM):
             options.draft, _ = resolve(options.draft)
         text = load(model)
+        recipe = settle_task(options, Path(model))
         rules = Rules(options.choices, options.stops)
-        if options.generation_config == "model":
+        if options.generation_config == "model" and recipe is None:
             rules = rules_of(Path(model), rules)
         folder = tempfile.TemporaryDirectory(prefix="cg-serve-")  # of mode 0700
     except (OSError, OverflowError, ValueError) as error:
@@ -54,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = "', '".join(names.all)
     log.info("serving %s as '%s' at http://%s:%d/", note, shown, host, port)
     with folder, listener:
-        bounds = Bounds(requests=options.requests, tokens=options.tokens, drain=options.drain)
+        body = Bounds.body if recipe is None else POOLING_BODY
+        bounds = Bounds(options.requests, options.tokens, body, drain=options.drain)
         command = in_process(options, model) if features.inproc else job(options, model, features)
 
         async def serve() -> int:
@@ -62,12 +65,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dialect = dialect_of(text.template, options.tool_parser, options.reasoning_parser)
             key, origins = options.api_key, options.allow_origin
             front = Front(
-                *(names, text, command, path, bounds, features, key, rules, dialect, origins)
+                *(names, text, command, path, bounds, features, key, rules, dialect, origins),
+                recipe=recipe,
             )
             return await front.serve(listener)
 
         with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(serve())
+
+
+def settle_task(parsed: argparse.Namespace, folder: Path) -> Recipe | None:
+    """Write what the model is served for into the options; the recipe of a model that pools.
+
+    Raises:
+        FileNotFoundError, ValueError: as `recipe_of` and `refuse_for_pooling`.
+    """
+    parsed.task = task_of(folder, parsed.task)
+    if parsed.task == GENERATE:
+        if parsed.pooling is not None or parsed.dimensions is not None:
+            raise ValueError(
+                "--pooling and --dimensions are for models that pool: give --task embed"
+            )
+        return None
+    refuse_for_pooling(parsed)
+    return recipe_of(folder, parsed.task, parsed.pooling, parsed.dimensions)
 
 
 def job(parsed: argparse.Namespace, model: str, features: switches.Features) -> list[str]:
@@ -79,12 +100,14 @@ def job(parsed: argparse.Namespace, model: str, features: switches.Features) -> 
     for name in (
         *("groups", "tp", "ep", "batch", "batches", "chunk", "chunks", "prompt_tokens", "memory"),
         *("blocks", "layers", "block_size", "context", "dtype", "fuse", "profile"),
-        *("draft", "draft_tokens", "lora"),
+        *("draft", "draft_tokens", "lora", "task", "pooling"),
     ):
         value = getattr(parsed, name)
         if value is not None:
             several = value if isinstance(value, list) else [value]
             line += [f"--{name.replace('_', '-')}", *map(str, several)]
+    if parsed.dimensions is not None:
+        line += ["--dimensions", *map(str, parsed.dimensions)]
     line += ["--ahead"] if parsed.ahead else []
     return [*line, f"--features={parsed.features}"]
 

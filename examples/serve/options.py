@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .pooling.recipe import POOLINGS, TASKS
+
 NGRAM = "ngram"
 """The draft that is the text itself."""
 DRAFT_TOKENS = 4
-"""Tokens that are proposed for each row of a batch, unless a number is given."""
+"""Tokens that are proposed for each row of a batch, unless a number is parsed."""
 ADAPTER_SETTINGS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter, as peft names them."""
 
@@ -39,6 +41,31 @@ def draft_tokens(parsed: argparse.Namespace) -> int:
     if parsed.draft is None:
         return 0
     return DRAFT_TOKENS if parsed.draft_tokens is None else int(parsed.draft_tokens)
+
+
+def refuse_for_pooling(parsed: argparse.Namespace) -> None:
+    """Refuse options that mean nothing to a model that pools.
+
+    Raises:
+        ValueError: there is one.
+    """
+    names = (
+        "groups",
+        "chunk",
+        "chunks",
+        "batches",
+        "memory",
+        "blocks",
+        "block_size",
+        "draft",
+        "lora",
+    )
+    for name in names:
+        if getattr(parsed, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is for models that draw tokens; leave it out")
+    if parsed.features:
+        raise ValueError("--features are of models that draw tokens; leave them out")
 
 
 def adapters(parsed: argparse.Namespace) -> dict[str, Path]:
@@ -93,6 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="NAME=DIR",
         help="adapters that peft has written; clients ask for one by its name as their model",
+    )
+    add("--task", choices=TASKS, default="auto", help="by default what the model's folder says")
+    add("--pooling", choices=POOLINGS, help="of a model that pools; by default as its folder says")
+    add(
+        "--dimensions",
+        type=count,
+        nargs="*",
+        metavar="N",
+        help="to which vectors may be cut; without a number to any",
     )
     add("--ahead", action="store_true", help="compile all variants before it is ready")
     add("--profile", metavar="DIR", help="write what every rank does, as cg.profile records it")

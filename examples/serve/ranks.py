@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,17 +25,19 @@ from transformers import AutoConfig, PretrainedConfig
 import cg
 
 from . import features as switches
-from .defaults import BLOCK, CHUNKS, Choice, Given, Hardware, choose, measure
+from .defaults import BLOCK, CHUNKS, Choice, Given, Hardware, choose
 from .engine import CgEngine, start
+from .hardware import rank_hardware
 from .loop import EngineLoop
 from .lora import read_adapter
 from .models import source, tokenizer_folder
 from .opening import open_model
 from .options import NGRAM, adapters, add_arguments, draft_tokens
 from .parts import Model
+from .pooling.pooling_job import prepare_pooling, serve_pooling
+from .pooling.recipe import GENERATE
 from .requests import Limits
 from .settings import Options
-from .stage_graphs import own_device
 from .transports import loop_factory
 
 if TYPE_CHECKING:
@@ -128,10 +129,7 @@ def chosen(
     model_source = source(parsed.model)
     folders = adapters(parsed).values()
     model = open_model(model_source, adapters=[read_adapter(folder) for folder in folders])
-    device = own_device()
-    machines = cg.allgather(socket.gethostname())
-    own = measure(None if device.type == "cpu" else device, machines.count(machines[cg.rank()]))
-    hardware = Hardware.least(cg.allgather(own))
+    hardware = rank_hardware()
     sizes = given_sizes(parsed, features)
     return model, choose(hardware, model, stored_dtype(model_source), sizes), hardware
 
@@ -188,6 +186,11 @@ def main() -> None:
     log.setLevel(logging.INFO)
     features = switches.parse(arguments.features)
     with cg.profile(arguments.profile) if arguments.profile else contextlib.nullcontext():
+        if arguments.task != GENERATE:
+            pooling_engine = prepare_pooling(arguments, stored_dtype(Path(arguments.model)))
+            if pooling_engine is not None:
+                asyncio.run(serve_pooling(pooling_engine, arguments.socket))
+            leave()
         engine, usual = prepare(arguments, features)
         if engine is not None:  # the others have served until now
             with asyncio.Runner(loop_factory=loop_factory(features)) as runner:

@@ -38,6 +38,7 @@ class Limits:
     lengths: tuple[int, ...] = ()  # of chunks, ascending, where layers keep states; else any
     goes_on: bool = True  # whether chunks of several tokens go on with a prompt
     adapters: int = 0  # that requests may ask for
+    width: int = 0  # numbers of the vectors of a model that pools; 0: it draws tokens
 
     @property
     def requests(self) -> int:
@@ -173,6 +174,7 @@ class Request:
     salt: bytes = b""  # requests of different salts share no cached prefix
     grammar: str = ""  # that the text has to follow, as llguidance takes it; empty: none
     adapter: int = 0  # counted from 1; 0: none
+    second: int = 0  # where the second text of a pair begins, for a model that pools; 0: none
 
     @property
     def shares(self) -> bytes:

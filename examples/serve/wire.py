@@ -2,6 +2,7 @@
 
     front to rank 0     ADD: requests             CANCEL: their ids
     rank 0 to front     HELLO: limits, process    EVENTS: what has happened    STATS: counts, a beat
+                        VECTORS: of texts, where the model pools; the ends of their requests follow
 
 Nothing that is received is ever executed, and no frame is longer than `MOST`. PICKLED and RING are
 of `transports.py`.
@@ -14,7 +15,7 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from enum import IntEnum
 from typing import Any, cast
@@ -32,6 +33,7 @@ class Kind(IntEnum):
     STATS = 6
     PICKLED = 7
     RING = 8
+    VECTORS = 9
 
 
 MOST = 1 << 26
@@ -39,7 +41,8 @@ MOST = 1 << 26
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
-_REQUEST = struct.Struct("<IIfIfQbb?HHIIII")
+_REQUEST = struct.Struct("<IIfIfQbb?HIHIIII")
+_VECTOR = struct.Struct("<II")
 _EVENTS = struct.Struct("<II")
 
 
@@ -149,7 +152,7 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
         head = _REQUEST.pack(
             *(request.id, request.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
             *map(_count, (how.logprobs, request.prompt_logprobs)),
-            *(request.ignore_eos, request.adapter),
+            *(request.ignore_eos, request.adapter, request.second),
             *(len(request.salt), len(adjustments), len(grammar)),
             *(len(request.stops), len(request.prompt)),
         )
@@ -173,7 +176,7 @@ def unpack_requests(payload: bytes) -> list[Request]:
     try:
         while at < len(payload):
             head = _REQUEST.unpack_from(payload, at)
-            id_, most, *how, ranked, asked, ignores, adapter = head[:-5]
+            id_, most, *how, ranked, asked, ignores, adapter, second = head[:-5]
             salted, adjusted, ruled, ends, length = head[-5:]
             at += _REQUEST.size
             salt, at = payload[at : at + salted], at + salted
@@ -185,7 +188,7 @@ def unpack_requests(payload: bytes) -> list[Request]:
             ids, at = tuple(numbers(payload[at : at + size])), at + size
             adjustments = unpack_adjustments(changes) if changes else None
             sampling = Sampling(*how, _none(ranked), adjustments)
-            more = ignores, ids[:ends], _none(asked), salt, grammar, adapter
+            more = ignores, ids[:ends], _none(asked), salt, grammar, adapter, second
             requests.append(Request(id_, ids[ends:], most, sampling, *more))
     except (struct.error, ValueError) as error:
         raise WireError(f"no requests: {error}") from None
@@ -271,6 +274,24 @@ def events_of(
         [(id_, Scores(own, tuple(map(tuple, top)))) for id_, own, top in scores],
         [(id_, Scores(own, tuple(map(tuple, top)), rank)) for id_, own, top, rank in prompts],
     )
+
+
+def pack_vector(id_: int, values: bytes) -> bytes:
+    """The vector of a request, for a frame of them.
+
+    Args:
+        values: float32, as the machine has them.
+    """
+    return _VECTOR.pack(id_, len(values)) + values
+
+
+def unpack_vectors(payload: bytes) -> Iterator[tuple[int, bytes]]:
+    """The vectors of a frame, with the ids of their requests."""
+    at = 0
+    while at < len(payload):
+        id_, length = _VECTOR.unpack_from(payload, at)
+        at += _VECTOR.size + length
+        yield id_, payload[at - length : at]
 
 
 def numbers(payload: bytes) -> array[int]:

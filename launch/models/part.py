@@ -34,6 +34,7 @@ class ModelPart(nn.Module):
         model: the model, reduced to this part.
         borrowed: the names of parameters that it uses and another part has.
         lent: the names of its own parameters that others use.
+        entering: how many tensors it takes from the part before.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ModelPart(nn.Module):
         super().__init__()
         self.model = model
         self.borrowed, self.lent = borrowed, lent
+        self.entering = passage.taken
         self._missing = tuple(missing)
         self._passage = passage
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+POOLING_BODY = 1 << 24
+"""The most bytes of a body for a model that pools, which takes many texts at a time."""
+
 
 @dataclass(frozen=True)
 class Bounds:

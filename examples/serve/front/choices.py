@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..requests import End, Scores
-from .text import Stops, Text
+from .stops import Stops
+from .text import Text
 from .tools.deltas import CallBegin, Content, Delta, OutputParser
 
 

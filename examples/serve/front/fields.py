@@ -22,6 +22,7 @@ _BOTH = {
     *("prompt_logprobs", "response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 }
+_POOLED = {"model", "truncate_prompt_tokens", "request_id"}
 SERVED = {
     "completions": _BOTH | {"prompt", "best_of", "add_special_tokens", "echo"},
     "chat": _BOTH
@@ -32,6 +33,11 @@ SERVED = {
         *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream"),
         *("tools", "tool_choice", "parallel_tool_calls", "text", "cache_salt"),
     },
+    "embeddings": _POOLED
+    | {"input", "encoding_format", "dimensions", "add_special_tokens"}
+    | {"normalize"},
+    "score": _POOLED | {"text_1", "text_2"},
+    "rerank": _POOLED | {"query", "documents", "top_n"},
 }
 IGNORED = {
     *("user", "metadata", "safety_identifier", "service_tier"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,6 +38,8 @@ FAREWELL = 2.0
 """Seconds for a job that has lost a process to say so and end."""
 GONE = "gone"
 """The reason of an end beside those of the scheduler: the engine has gone."""
+ORDERED = {"PYTHONHASHSEED": "0"}
+"""Lets sets of strings have one order on all ranks: some models of transformers go through such."""
 LONGEST_PAUSE = 30.0
 """Seconds between two starts of an engine that keeps failing."""
 
@@ -102,37 +105,29 @@ class EngineJob:
         Raises:
             ApiError: 503 if there is no engine, or it does not read.
         """
+        return self.enter(requests_of(completion))
+
+    def enter(self, requests: Sequence[Request]) -> Reply:
+        """Send requests, each of which is a choice of one reply; they get their ids here.
+
+        Raises:
+            ApiError: 503 if there is no engine, or it does not read.
+        """
         if self.state is not State.READY or self._link is None:
             raise ApiError(503, f"the engine is {self.state.value}; try again later")
         if self._link.is_full:
             raise ApiError(503, "the engine does not take requests; try again later")
         if not self._replies:
             self._beat = monotonic()
-        lengths = [len(prompt) for prompt in completion.prompts for _ in range(completion.n)]
-        reply = Reply(lengths, self._threads)
+        reply = Reply([len(request.prompt) for request in requests], self._threads)
         self.features.changes["async_stream"] += self._threads is not None
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        for index in range(len(lengths)):
+        for index, request in enumerate(requests):
             self._ids += 1
             reply.ids.append(self._ids)
             self._replies[self._ids] = (reply, index)
-            how = completion.sampling
-            seed = (how.seed + index % completion.n) % (1 << 63)
-            self._outbox.append(
-                Request(
-                    self._ids,
-                    completion.prompts[index // completion.n],
-                    completion.max_tokens,
-                    replace(how, seed=seed),
-                    completion.ignore_eos,
-                    completion.ends,
-                    completion.asked_logprobs,
-                    completion.salt,
-                    completion.output.grammar,
-                    completion.adapter,
-                )
-            )
+            self._outbox.append(replace(request, id=self._ids))
         return reply
 
     def cancel(self, reply: Reply, index: int | None = None) -> None:
@@ -173,6 +168,11 @@ class EngineJob:
             self._take_events(wire.unpack_events(kind, payload))
         elif kind is Kind.PICKLED and self.features.queue_ipc:
             self._take_events(wire.events_of(*unpickle(payload)))
+        elif kind is Kind.VECTORS:
+            for id_, values in wire.unpack_vectors(payload):
+                if id_ in self._replies:
+                    reply, index = self._replies[id_]
+                    reply.vectors[index] = values
         elif kind is Kind.STATS:
             self._metrics.take_stats(json.loads(payload))
         elif kind is Kind.HELLO:
@@ -279,7 +279,10 @@ class EngineJob:
                 log.error("the engine has failed", exc_info=error)
         else:
             self._process = subprocess.Popen(
-                [*self.command, str(self.path)], stdin=subprocess.DEVNULL, start_new_session=True
+                [*self.command, str(self.path)],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | ORDERED,
             )
             self._processes.add(self._process.pid)
             await self._ended.wait()
@@ -316,3 +319,24 @@ class EngineJob:
         """Tell the job to end at once, without waiting."""
         self._processes.tell(signal.SIGTERM)
         self._processes.tell(signal.SIGINT)
+
+
+def requests_of(what: Completion) -> list[Request]:
+    """A request for each choice of a completion, without ids."""
+    how = what.sampling
+    return [
+        Request(
+            0,
+            prompt,
+            what.max_tokens,
+            replace(how, seed=(how.seed + choice) % (1 << 63)),
+            what.ignore_eos,
+            what.ends,
+            what.asked_logprobs,
+            what.salt,
+            what.output.grammar,
+            what.adapter,
+        )
+        for prompt in what.prompts
+        for choice in range(what.n)
+    ]

@@ -96,7 +96,7 @@ class Metrics:
         """Add what the engine has counted since the last time."""
         is_new = stats["pid"] != self._engine.get("pid")
         for name in COUNTED:
-            self._totals[name] += stats[name] - (0 if is_new else self._engine[name])
+            self._totals[name] += stats.get(name, 0) - (0 if is_new else self._engine.get(name, 0))
         self._engine = stats
         self._engine_features = Counter(stats["features"])
 

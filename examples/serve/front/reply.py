@@ -24,6 +24,7 @@ class Reply:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.scores: list[list[Scores]] = [[] for _ in prompts]  # of tokens, if they are wanted
         self.asked: list[list[Scores]] = [[] for _ in prompts]  # of the prompts' tokens, likewise
+        self.vectors: dict[int, bytes] = {}  # float32, by choices, of a model that pools
         self.ends: list[End | None] = [None for _ in prompts]
         self.arrived = monotonic()
         self.started = False

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from ..features import Features
+from ..pooling.recipe import Recipe
 from ..requests import Limits
 from . import fields, protocol
 from .adjusting import Rules
@@ -31,6 +32,8 @@ from .errors import ApiError
 from .job import EngineJob, State
 from .metrics import Metrics
 from .names import Names
+from .pooling.asked import Reader
+from .pooling.pooled_answers import PooledAnswers
 from .protocol import Completion
 from .responses.requests import as_chat, shown
 from .structure.checker import Checker
@@ -41,8 +44,14 @@ from .tools.messages import messages
 log = logging.getLogger("serve")
 
 PAGE = Path(__file__).with_name("page.html")
-POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling")
-"""Endpoints of models that give a vector or a number for a text."""
+POOLING = {
+    "/v1/embeddings": "embeddings",
+    **dict.fromkeys(("/score", "/v1/score"), "score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "rerank"),
+}
+"""Endpoints of models that give a vector or a score for a text, and what they ask for."""
+CLOSED = ("/v1/", "/v2/", "/score", "/rerank", "/tokenize", "/detokenize")
+"""Paths that need the API key, if there is one."""
 LARGE = 1 << 14
 """Bytes of a body that is read and tokenized in a thread, since it takes long."""
 
@@ -59,6 +68,7 @@ class Front:
         rules: of requests.
         dialect: how the model writes calls and thoughts; None: as its template shows.
         origins: of pages that browsers let ask this server; `*` means all.
+        recipe: of a model that pools; None: it draws tokens.
     """
 
     def __init__(
@@ -73,6 +83,7 @@ class Front:
         rules: Rules | None = None,
         dialect: Dialect | None = None,
         origins: Sequence[str] = (),
+        recipe: Recipe | None = None,
     ) -> None:
         self.rules = rules or Rules()
         self.names, self.text, self.bounds = names, text, bounds or Bounds()
@@ -86,6 +97,8 @@ class Front:
         self.is_draining = False
         self.waits = Waits(self.bounds.stall)
         self.answers = Answers(text, self.job, self.waits, self.metrics, self.features)
+        self.reader = None if recipe is None else Reader(recipe, names, text)
+        self.pooled = PooledAnswers(self.job, self.metrics)
         self._key = key.encode() if key else None
         self._tokenizing = ThreadPoolExecutor(1)
         self._stop = asyncio.Event()
@@ -191,6 +204,11 @@ class Front:
         self, request: web.Request, is_chat: bool, is_response: bool = False
     ) -> web.StreamResponse:
         payload = await self._body(request)
+        if self.reader is not None:
+            message = (
+                f"{request.path} needs a model that draws tokens; '{self.names.model[0]}' pools"
+            )
+            raise ApiError(404, message, code="model_not_supported")
         limits = self._check_open()
 
         def check() -> Completion:
@@ -283,10 +301,23 @@ class Front:
         )
 
     async def _pooling(self, request: web.Request) -> web.StreamResponse:
-        message = (
-            f"{request.path} needs a model that pools, and '{self.names.model[0]}' draws tokens"
+        payload, reader, api = await self._body(request), self.reader, POOLING[request.path]
+        if reader is None:
+            message = (
+                f"{request.path} needs a model that pools, and '{self.names.model[0]}' draws tokens"
+            )
+            raise ApiError(404, message, code="model_not_supported")
+        limits = self._check_open()
+        asked = await self._in_thread(
+            lambda: reader.read(api, protocol.parse(payload), limits), payload
         )
-        raise ApiError(404, message, code="model_not_supported")
+        if not self.admission.enter(1, asked.tokens):
+            raise ApiError(429, "too many requests; try again later", code="rate_limit_exceeded")
+        try:
+            self._check_open()
+            return await self.pooled.answer(request, asked)
+        finally:
+            self.admission.leave(1, asked.tokens)
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         body = protocol.parse(await self._body(request))
@@ -350,7 +381,7 @@ class Front:
                 response.headers["Access-Control-Max-Age"] = "600"
 
     def _check_key(self, request: web.Request) -> None:
-        if self._key is None or not request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
+        if self._key is None or not request.path.startswith(CLOSED):
             return
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         shown = key.strip().encode("utf-8", "surrogateescape")

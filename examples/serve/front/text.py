@@ -41,6 +41,16 @@ class Text(Protocol):
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text, with those that mark its ends, if the tokenizer adds any."""
 
+    def encode_cut(self, text: str, special: bool, most: int | None) -> list[int]:
+        """The same, cut to `most` tokens: those that mark the ends stay."""
+
+    def encode_pair(self, one: str, other: str, most: int | None) -> tuple[list[int], int]:
+        """The tokens of a pair of texts, and where the second begins by its type; 0: nowhere.
+
+        Args:
+            most: tokens to which the pair is cut, the longer text first; None: all are there.
+        """
+
     def encode_chat(
         self,
         messages: Messages,
@@ -91,6 +101,12 @@ class Bytes:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
+
+    def encode_cut(self, text: str, special: bool, most: int | None) -> list[int]:
+        return list(text.encode()[:most])
+
+    def encode_pair(self, one: str, other: str, most: int | None) -> tuple[list[int], int]:
+        return list((one + other).encode()[:most]), 0
 
     def encode_chat(
         self,
@@ -197,6 +213,27 @@ class HuggingFace:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def encode_cut(self, text: str, special: bool, most: int | None) -> list[int]:
+        if most is None:
+            return self.encode(text, special)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ends = self._tokenizer.num_special_tokens_to_add(False) if special else 0
+        encoding.truncate(max(0, most - ends))
+        return list(self._tokenizer.post_process(encoding, None, special).ids)
+
+    def encode_pair(self, one: str, other: str, most: int | None) -> tuple[list[int], int]:
+        first, second = (
+            self._tokenizer.encode(text, add_special_tokens=False) for text in (one, other)
+        )
+        if most is not None:
+            room = max(0, most - self._tokenizer.num_special_tokens_to_add(True))
+            lengths = _shortened(len(first.ids), len(second.ids), room)
+            for encoding, length in zip((first, second), lengths, strict=True):
+                encoding.truncate(length)
+        pair = self._tokenizer.post_process(first, second, True)
+        has_types = "token_type_ids" in self._files.model_input_names
+        return list(pair.ids), pair.type_ids.index(1) if has_types and 1 in pair.type_ids else 0
 
     @property
     def template(self) -> str:
@@ -362,49 +399,16 @@ class _HuggingFaceDecoder:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips))
 
 
-class Stops:
-    """Cuts a text at the first of several strings.
+def _shortened(one: int, other: int, room: int) -> tuple[int, int]:
+    """The lengths of two texts in so much room: the longer loses tokens first.
 
-    The longest end of the text that could begin one of them is held back.
-
-    Args:
-        keeps: whether the text has the string that ends it.
-
-    Attributes:
-        hit: the string that has ended the text; empty before.
+    As `longest_first` of transformers' tokenizers does it (`truncate_encodings`).
     """
-
-    def __init__(self, strings: Sequence[str], keeps: bool = False) -> None:
-        self._strings, self._keeps = strings, keeps
-        self._held = ""
-        self.hit = ""
-
-    @property
-    def is_hit(self) -> bool:
-        return bool(self.hit)
-
-    def step(self, text: str) -> str:
-        """The text that can be shown; nothing more, once `is_hit`."""
-        if not self._strings or self.is_hit:
-            return "" if self.is_hit else text
-        text = self._held + text
-        hits = [(at, string) for string in self._strings if (at := text.find(string)) >= 0]
-        if hits:
-            at, self.hit = min(hits)
-            self._held = ""
-            return text[: at + len(self.hit) * self._keeps]
-        longest = max(map(len, self._strings)) - 1
-        for start in range(max(0, len(text) - longest), len(text)):
-            if any(string.startswith(text[start:]) for string in self._strings):
-                self._held = text[start:]
-                return text[:start]
-        self._held = ""
-        return text
-
-    def rest(self) -> str:
-        """The text that is still held back, at the end."""
-        text, self._held = self._held, ""
-        return text
+    least, most = sorted((one, other))
+    most = least if least > room else max(least, room - least)
+    if least + most > room:
+        least, most = room // 2, room // 2 + room % 2
+    return (most, least) if one > other else (least, most)
 
 
 def load(model: str) -> Text:

@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve import __main__ as command
 from examples.serve.front.choices import Choice
-from examples.serve.front.text import BEHIND, Bytes, HuggingFace, Stops, load
+from examples.serve.front.stops import Stops
+from examples.serve.front.text import BEHIND, Bytes, HuggingFace, load
 from examples.serve.models import resolve
 from examples.serve.requests import End, Scores
 

@@ -1,0 +1,1 @@
+"""Endpoints of models that pool: vectors, scores and orders of texts."""
