@@ -36,8 +36,8 @@ SERVED = {
     "embeddings": _POOLED
     | {"input", "encoding_format", "dimensions", "add_special_tokens"}
     | {"normalize"},
-    "score": _POOLED | {"text_1", "text_2"},
-    "rerank": _POOLED | {"query", "documents", "top_n"},
+    "score": _POOLED | {"text_1", "text_2", "data_1", "data_2", "queries", "documents"},
+    "rerank": _POOLED | {"query", "documents", "top_n", "return_documents"},
 }
 IGNORED = {
     *("user", "metadata", "safety_identifier", "service_tier"),
@@ -56,6 +56,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
+    "max_tokens_per_doc": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "priority": (0,),

@@ -232,8 +232,7 @@ class HuggingFace:
             for encoding, length in zip((first, second), lengths, strict=True):
                 encoding.truncate(length)
         pair = self._tokenizer.post_process(first, second, True)
-        has_types = "token_type_ids" in self._files.model_input_names
-        return list(pair.ids), pair.type_ids.index(1) if has_types and 1 in pair.type_ids else 0
+        return list(pair.ids), pair.type_ids.index(1) if 1 in pair.type_ids else 0
 
     @property
     def template(self) -> str:

@@ -209,7 +209,8 @@ def encoder(config: PretrainedConfig, weights: Weights, recipe: Recipe) -> Encod
             "one number"
         )
     settings: dict[str, Any] = config.to_dict()
-    has_types = "token_type_ids" in takes and settings.get("type_vocab_size", 0) > 1
+    has_types = recipe.has_types and "token_type_ids" in takes
+    has_types = has_types and settings.get("type_vocab_size", 0) > 1
     try:
         cuts = cg.cut_layers(model, 1, "bytes", example=_example(takes))
     except ValueError as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 import cg
 
@@ -17,7 +19,7 @@ from .encoders import UNBOUNDED, Encoder, open_encoder
 from .packing import lengths, row_counts
 from .pooling_engine import CgPoolingEngine, start_pooling
 from .pooling_loop import PoolingLoop
-from .recipe import recipe_of
+from .recipe import SCORE, recipe_of
 
 log = logging.getLogger("serve")
 
@@ -77,7 +79,11 @@ def prepare_pooling(given: argparse.Namespace, stored: torch.dtype) -> CgPooling
         FileNotFoundError, ValueError: the folder, or an option, is not served.
     """
     folder = Path(given.model)
-    model = open_encoder(folder, recipe_of(folder, given.task, given.pooling, given.dimensions))
+    recipe = recipe_of(folder, given.task, given.pooling, given.dimensions)
+    if recipe.task == SCORE:
+        names = AutoTokenizer.from_pretrained(folder).model_input_names
+        recipe = replace(recipe, has_types="token_type_ids" in names)
+    model = open_encoder(folder, recipe)
     options = choose_sizes(rank_hardware(), model, stored, given)
     engine = start_pooling(model, options)
     if engine is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Recipe:
         lowers: whether texts are in lower case.
         dimensions: to which a vector may be cut; empty: any number. None: it may not be cut.
         activation: of a score.
+        has_types: whether the second text of a pair is told by its type, if the model takes types.
     """
 
     task: str
@@ -72,6 +73,7 @@ class Recipe:
     lowers: bool = False
     dimensions: tuple[int, ...] | None = None
     activation: str = "sigmoid"
+    has_types: bool = True
 
 
 def task_of(folder: Path, asked: str = "auto") -> str:
@@ -120,18 +122,14 @@ def recipe_of(
             raise ValueError(
                 "--pooling and --dimensions are for vectors, and --task score has none"
             )
-        return _with(recipe, activation=_activation_of_score(config, file))
+        return replace(recipe, activation=_activation_of_score(config, file))
     if (folder / "modules.json").exists():
         recipe = _modules(folder, recipe)
-    return _with(
+    return replace(
         recipe,
         pooling=pooling or recipe.pooling,
         dimensions=_dimensions(config) if dimensions is None else tuple(dimensions),
     )
-
-
-def _with(recipe: Recipe, **changes: Any) -> Recipe:
-    return Recipe(**{**vars(recipe), **changes})
 
 
 def _modules(folder: Path, recipe: Recipe) -> Recipe:
@@ -160,7 +158,7 @@ def _modules(folder: Path, recipe: Recipe) -> Recipe:
             )
     if not pooling:
         raise ValueError(f"{file} has no Pooling: add one, or remove the file and give --pooling")
-    return _with(recipe, pooling=pooling, dense=tuple(dense), normalizes=normalizes)
+    return replace(recipe, pooling=pooling, dense=tuple(dense), normalizes=normalizes)
 
 
 def _pooling(file: Path) -> str:

@@ -17,10 +17,12 @@ from pathlib import Path
 
 from examples.serve import features as switches
 from examples.serve.loop import EngineLoop
+from examples.serve.pooling.pooling_loop import PoolingLoop
 from examples.serve.structure.vocabulary import vocabulary
 from examples.serve.transports import loop_factory
 from examples.serve.work import Decode, Prefill
 from tests.examples.serve.fake_engine import ROOMY, FakeEngine
+from tests.examples.serve.fake_pooling import FakePoolingEngine
 
 FAILS, EXHAUSTS, DIES, HANGS = 255, 254, 253, 252
 """First tokens of prompts whose prefill raises, lacks memory, ends the process, never ends."""
@@ -90,6 +92,10 @@ def main() -> None:
 
     async def serve() -> None:
         patience = options.get("patience", 60.0)
+        if "recipe" in options:
+            pooling = FakePoolingEngine(delay=options.get("delay", 0.0))
+            await PoolingLoop(pooling, patience=patience).run(Path(sys.argv[2]))
+            return
         loop = EngineLoop(
             engine, features, patience, vocabulary=lambda: vocabulary(None, 256, limits.eos)
         )

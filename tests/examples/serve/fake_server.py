@@ -18,6 +18,7 @@ from examples.serve.front.server import Front
 from examples.serve.front.structure.checker import Checker
 from examples.serve.front.text import Bytes
 from examples.serve.front.tools.dialects import Dialect
+from examples.serve.pooling.recipe import Recipe
 from examples.serve.transports import loop_factory
 
 
@@ -43,7 +44,8 @@ def main() -> int:
             origins = options.get("origins", ())
             names = Names(tuple(options.get("names", ["fake"])), tuple(options.get("adapters", ())))
             front = Front(
-                *(names, Bytes(), command, path, bounds, features, key, rules, dialect, origins)
+                *(names, Bytes(), command, path, bounds, features, key, rules, dialect, origins),
+                recipe=Recipe(**options["recipe"]) if "recipe" in options else None,
             )
             if "compile_seconds" in options:
                 front.grammars = Checker(Bytes().stored, options["compile_seconds"])

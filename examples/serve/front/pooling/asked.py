@@ -18,6 +18,8 @@ from ..text import Text
 MOST_INPUTS = 2048
 """Texts of a request at most, as OpenAI's API has it."""
 INPUTS = "a text, a list of token ids, or a list of these"
+SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
+"""Names that vLLM has for the two sides of pairs that are scored."""
 _EMPTY = "an input has no tokens: give each at least one"
 
 
@@ -35,6 +37,7 @@ class Asked:
             scores.
         documents: that are put in order.
         top: how many of these the answer has.
+        shows_documents: whether it has their texts.
         id: what names the answer; empty: a random one.
     """
 
@@ -47,6 +50,7 @@ class Asked:
     pairs: tuple[tuple[int, int], ...] = ()
     documents: tuple[str, ...] = ()
     top: int = 0
+    shows_documents: bool = True
     id: str = ""
 
     @property
@@ -95,14 +99,15 @@ class Reader:
         )
 
     def _score(self, name: str, body: Body, limits: Limits) -> Asked:
-        ones, others = (_texts(body, field) for field in ("text_1", "text_2"))
+        first, second = next((pair for pair in SIDES if set(pair) & set(body)), SIDES[0])
+        ones, others = _texts(body, first), _texts(body, second)
         if len(ones) not in (1, len(others)):
             bad(
-                f"text_1 has {len(ones)} texts and text_2 {len(others)}: give one, or as many as "
-                "in text_2",
-                "text_1",
+                f"{first} has {len(ones)} texts and {second} {len(others)}: give one, or as many "
+                f"as in {second}",
+                first,
             )
-        requests, pairs = self._pairs(body, ones, others, limits, "text_2")
+        requests, pairs = self._pairs(body, ones, others, limits, second)
         return Asked("score", name, requests, pairs=pairs, id=fields.string(body, "request_id"))
 
     def _rerank(self, name: str, body: Body, limits: Limits) -> Asked:
@@ -117,6 +122,7 @@ class Reader:
             pairs=pairs,
             documents=tuple(documents),
             top=top,
+            shows_documents=fields.boolean(body, "return_documents", True),
             id=fields.string(body, "request_id"),
         )
 

@@ -87,8 +87,8 @@ def _entries(asked: Asked, vectors: Sequence[NDArray[np.float32]]) -> Iterator[d
         return
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     for index in order[: asked.top]:
-        document = {"text": asked.documents[index]}
-        yield {"index": index, "document": document, "relevance_score": scores[index]}
+        document = {"document": {"text": asked.documents[index]}} if asked.shows_documents else {}
+        yield {"index": index, **document, "relevance_score": scores[index]}
 
 
 def finished(
