@@ -1,4 +1,4 @@
-"""What the ranks of a job have, measured and brought together."""
+"""The hardware of all ranks of a job, measured and brought together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .stage_graphs import own_device
 
 
 def rank_hardware() -> Hardware:
-    """What each rank has at least; collective.
+    """The least hardware of a rank; collective.
 
     Raises:
         ValueError: their devices are not of one kind.

@@ -36,14 +36,14 @@ PATIENCE = 300.0
 
 
 class Landing(Protocol):
-    """What a loop needs of a result."""
+    """A result, as a loop needs it."""
 
     def done(self) -> bool: ...
     def when_done(self, call: Any) -> None: ...
 
 
 class Growing(Protocol):
-    """What a loop needs of an engine."""
+    """An engine, as a loop needs it."""
 
     limits: Limits
 
@@ -99,7 +99,7 @@ class Loop(ABC, Generic[Ticket]):
 
     @abstractmethod
     def read(self, result: Any) -> Any:
-        """What an execution has given; raises its error, which ends its requests alone."""
+        """The values of a result; its error, if it has one, ends its requests alone."""
 
     @abstractmethod
     def complete(self, ticket: Ticket, values: Any) -> None:

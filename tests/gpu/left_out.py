@@ -53,6 +53,11 @@ RULES = (
         text="python -m examples.serve ",
         inside="--lora ",
     ),
+    Rule(
+        "needs a model that pools: tests/examples/test_serve_pooling.py has some",
+        text="python -m examples.serve ",
+        inside="--model (EMBEDDER|RERANKER)",
+    ),
     Rule("a benchmark, which takes minutes", inside=r"\bbenchmarks[./]"),
     Rule("the package with its weights is not a part of tests", inside="smollm2"),
     Rule("a transport of hosts: tests/mpi/test_mailbox.py runs it", inside="mailbox_job"),

@@ -171,7 +171,7 @@ def check_stages(model: Encoder, options: Options) -> None:
 
 
 def limits_of(model: Encoder, options: Options) -> Limits:
-    """What the front has to know; blocks there are none."""
+    """The limits that the front has to know; there are no blocks."""
     return Limits(
         groups=1,
         slots=options.batches[-1],

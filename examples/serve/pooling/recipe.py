@@ -77,7 +77,7 @@ class Recipe:
 
 
 def task_of(folder: Path, asked: str = "auto") -> str:
-    """What a model is served for.
+    """The task that a model is served for.
 
     Args:
         asked: of `TASKS`.

@@ -49,7 +49,7 @@ class PooledResult(Protocol):
 
 
 class PoolingEngine(Protocol):
-    """What a scheduler's work is given to.
+    """The engine, as a scheduler knows it.
 
     Attributes:
         rows, tokens: sizes of batches that are compiled, ascending.
