@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = Names(tuple(options.name or [Path(model).name]), tuple(adapters(options)))
         if options.draft not in (None, NGRAM):
             options.draft, _ = resolve(options.draft)
-        text = load(model)
         recipe = settle_task(options, Path(model))
+        text = load(model, chats=recipe is None)
         rules = Rules(options.choices, options.stops)
         if options.generation_config == "model" and recipe is None:
             rules = rules_of(Path(model), rules)

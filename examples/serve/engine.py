@@ -26,7 +26,7 @@ from .opening import open_model
 from .parts import Model
 from .progress import said
 from .requests import How, Limits
-from .results import Parts, Tokens, Verified
+from .results import Parts, Tokens, Verified, copy_stream
 from .sampling.records import RecordLayout, write
 from .settings import Options, Source
 from .stage_graphs import StageGraphs
@@ -93,7 +93,7 @@ class CgEngine(GrowingEngine[AnySize]):
         warm_ups = warm_ups_on(device) if options.warm else 0
         super().__init__(graphs, later, warm_ups, options.in_flight)
         self.limits, self.options = limits, options
-        self._copies = torch.Stream(device) if device is not None and _has_events(device) else None
+        self._copies = copy_stream(device)
         self._widths = widths(limits, options)
         self._counting = np.arange(max(limits.slots, limits.draft_tokens + 1, *self._widths))
         # Those of requests, from the first to below the last; a model without states needs none.
@@ -386,14 +386,3 @@ def _within(name: str, numbers: Any, least: int, bound: int) -> None:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(f"outside of the engine's limits: {message}")
-
-
-def _has_events(device: torch.device) -> bool:
-    """True if the host can wait for events of the device, as for those of GPUs."""
-    if device.type == "cpu":
-        return False
-    try:
-        torch.Stream(device).record_event().synchronize()
-    except RuntimeError:
-        return False
-    return True

@@ -194,6 +194,18 @@ class Parts:
             part.when_done(count)
 
 
+def copy_stream(device: torch.device | None) -> torch.Stream | None:
+    """A stream that copies results to the host, if the host can wait for events of the device."""
+    if device is None or device.type == "cpu":
+        return None
+    stream = torch.Stream(device)
+    try:
+        stream.record_event().synchronize()
+    except RuntimeError:
+        return None
+    return stream
+
+
 def _scores(values: Tensor, tokens: Tensor) -> list[Scores]:
     """The scores of rows, by what `sampling.draw.score` gives."""
     return [

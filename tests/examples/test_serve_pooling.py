@@ -165,7 +165,8 @@ def test_scores_of_pairs_are_those_of_transformers(
     tmp_path: Path, kind: str, ranks: int, tp: int
 ) -> None:
     """BERT tells the second text by its type; others do not, and get none."""
-    model = write(tmp_path, kind, scores=True, num_labels=1)
+    more = {} if kind == "qwen3" else {"type_vocab_size": 2 if kind == "bert" else 1}
+    model = write(tmp_path, kind, scores=True, num_labels=1, **more)
     texts = [PooledText(ids, second) for ids, second in zip(TEXTS, (2, 9, 4, 0), strict=True)]
     with serving(tmp_path, Recipe("score"), ranks, tp) as engine:
         found = vectors(engine, texts)
@@ -173,8 +174,8 @@ def test_scores_of_pairs_are_those_of_transformers(
         for text in texts:
             ids = torch.tensor([text.tokens])
             types = (torch.arange(len(text.tokens)) >= text.second)[None] & (text.second > 0)
-            more = {"token_type_ids": types.long()} if kind == "bert" else {}
-            rows.append(model(input_ids=ids, **more).logits.sigmoid())
+            given = {"token_type_ids": types.long()} if kind == "bert" else {}
+            rows.append(model(input_ids=ids, **given).logits.sigmoid())
         assert (found - torch.cat(rows)).abs().max() < 1e-4
         assert len(set(found.flatten().tolist())) > 1
 

@@ -155,12 +155,15 @@ class _BytesDecoder:
 class HuggingFace:
     """The text of a folder with `tokenizer.json`, and a chat template if the model has one.
 
+    Args:
+        chats: whether there may be chats.
+
     Raises:
         FileNotFoundError: there is no tokenizer in the folder.
         ValueError: it has tokens that the model's embedding has no row for.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chats: bool = True) -> None:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(f"there is no {file}: is the folder one of a model?")
@@ -184,9 +187,9 @@ class HuggingFace:
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._has_bytes = '"ByteLevel"' in json.dumps(_read(file).get("decoder"))
-        if self._files.chat_template is None:
+        if chats and self._files.chat_template is None:
             log.warning("%s has no chat template: a chat is its messages, a line each", folder)
+        self._has_bytes = '"ByteLevel"' in json.dumps(_read(file).get("decoder"))
 
     def _check_rows(self, folder: Path) -> None:
         """Refuse a tokenizer that has outgrown its model, as by tokens that were added.
@@ -201,13 +204,14 @@ class HuggingFace:
         highest = vocabulary[token]
         if not isinstance(rows, int) or highest < rows:
             return
+        (factory,) = (config.get("architectures") or ["AutoModelForCausalLM"])[:1]
         raise ValueError(
             f"the tokenizer of {folder} has {len(vocabulary)} tokens, added ones included, up to "
             f"id {highest} ({token!r}), and the model's embedding has {rows} rows: a client that "
             "writes such a token would ask for a row that is not there. Give the model a row for "
             "each, and save it into its folder again:\n"
             '  python -c "import transformers; '
-            f"model = transformers.AutoModelForCausalLM.from_pretrained('{folder}'); "
+            f"model = transformers.{factory}.from_pretrained('{folder}'); "
             f"model.resize_token_embeddings({highest + 1}); model.save_pretrained('{folder}')\""
         )
 
@@ -410,10 +414,10 @@ def _shortened(one: int, other: int, room: int) -> tuple[int, int]:
     return (most, least) if one > other else (least, most)
 
 
-def load(model: str) -> Text:
+def load(model: str, chats: bool = True) -> Text:
     """The text side of a model: of a folder of transformers, or bytes of a GPT of ours."""
     folder = tokenizer_folder(model)
-    return Bytes() if folder is None else HuggingFace(folder)
+    return Bytes() if folder is None else HuggingFace(folder, chats)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ import pytest
 from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
+
+from examples.serve.front import fields
 
 from .fake_pooling import FAILS, POOLS, WIDTH, vector_of
 from .servers import Server, serving
@@ -194,3 +197,11 @@ def test_such_a_model_draws_no_tokens(pools: Server) -> None:
         assert "'fake' pools" in found["error"]["message"]
     assert pools.get("/tokenize", {"prompt": "ab"})[1]["tokens"] == [97, 98]
     assert json.dumps(pools.get("/v1/models")[1]["data"][0]["max_model_len"]) == "64"
+
+
+def test_the_guide_names_every_field() -> None:
+    text = (ROOT / "docs/guide/embeddings.md").read_text()
+    table = [line.split("|") for line in text.splitlines() if line.startswith("| `/")]
+    values = {"float", "base64"}
+    named = [set(re.findall(r"`(\w+)`", cells[2])) - values for cells in table]
+    assert named == [fields.SERVED[api] for api in ("embeddings", "score", "rerank")]
