@@ -43,8 +43,10 @@ class GatedGraphs(ABC, Generic[Size]):
         """Compile a variant; collective."""
         options = self._options
         self.compiled[size] = tuple(
-            each.compile(max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes)
-            for each in self.lower(size)
+            lowered.compile(
+                max_inflight=options.in_flight, fuse=options.fuse, passes=options.passes
+            )
+            for lowered in self.lower(size)
         )
 
     def open(self) -> None:

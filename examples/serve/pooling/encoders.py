@@ -228,12 +228,12 @@ def encoder(config: PretrainedConfig, weights: Weights, recipe: Recipe) -> Encod
         own = _empty(config, recipe.task, dtype)
         part: Any = cg.cut_layers(own, sizes, "bytes", example=_example(takes))
         is_first, is_last = layers.start == 0, layers.stop == count
-        made = EncoderPart(part.part(0 if is_first else 1), is_first, is_last, takes, has_types)
-        fill(made.part.model, weights, dtype)
+        encoder = EncoderPart(part.part(0 if is_first else 1), is_first, is_last, takes, has_types)
+        fill(encoder.part.model, weights, dtype)
         if ways.ranks == 1:
-            project(made)
-        _try(made, name, _hidden(config), embedding.num_embeddings, padding or 0, dtype)
-        return made
+            project(encoder)
+        _try(encoder, name, _hidden(config), embedding.num_embeddings, padding or 0, dtype)
+        return encoder
 
     def plan() -> Any:
         return cg.plans.hf(_empty(config, recipe.task).requires_grad_(), batch=None)
@@ -265,11 +265,13 @@ def _empty(config: PretrainedConfig, task: str, dtype: torch.dtype = torch.float
         with cg.empty_weights():
             return make.from_config(copy.deepcopy(config), dtype=dtype, **more)
 
-    made = model()
-    if task != SCORE and "add_pooling_layer" in inspect.signature(type(made).__init__).parameters:
-        made = model(add_pooling_layer=False)  # it would give another vector, which nobody asks for
-    made.requires_grad_(False).eval()
-    return made
+    whole = model()
+    if task != SCORE and "add_pooling_layer" in inspect.signature(type(whole).__init__).parameters:
+        whole = model(
+            add_pooling_layer=False
+        )  # it would give another vector, which nobody asks for
+    whole.requires_grad_(False).eval()
+    return whole
 
 
 def _example(takes: frozenset[str]) -> dict[str, Any]:

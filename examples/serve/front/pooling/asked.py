@@ -82,9 +82,9 @@ class Reader:
         return read(name, body, limits)
 
     def _embeddings(self, name: str, body: Body, limits: Limits) -> Asked:
-        given = fields.required(body, "input", INPUTS)
+        value = fields.required(body, "input", INPUTS)
         encode = self._encoder(body, limits, "input")
-        texts = [self._tokens(item, encode, limits) for item in _inputs(given)]
+        texts = [self._tokens(item, encode, limits) for item in _inputs(value)]
         kind = fields.string(body, "encoding_format", "float")
         if kind not in ("float", "base64"):
             bad("encoding_format must be float or base64", "encoding_format")
@@ -136,12 +136,12 @@ class Reader:
             count = len(ones)
             return requests, tuple((i % count, count + i) for i in range(len(others)))
         cut = self._cut(body, limits)
-        made = list[Request]()
+        requests = list[Request]()
         for place, other in enumerate(others):
             pair = self._lowered(ones[place % len(ones)]), self._lowered(other)
             ids, second = self.text.encode_pair(*pair, cut)
-            made.append(_request(_fitting(ids, limits, field), second))
-        return tuple(made), ()
+            requests.append(_request(_fitting(ids, limits, field), second))
+        return tuple(requests), ()
 
     def _encoder(self, body: Body, limits: Limits, field: str) -> Callable[[str], tuple[int, ...]]:
         special, cut = fields.boolean(body, "add_special_tokens", True), self._cut(body, limits)
@@ -195,26 +195,26 @@ def _request(ids: tuple[int, ...], second: int = 0) -> Request:
     return Request(0, ids, 1, second=second)
 
 
-def _inputs(given: Any) -> list[Any]:
+def _inputs(value: Any) -> list[Any]:
     """The inputs of a body, each a text or a list of token ids."""
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, list):
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
         bad(f"input must be {INPUTS}", "input")
-    if not given:
+    if not value:
         bad(f"input is empty: give {INPUTS}", "input")
-    if isinstance(given[0], int) and not isinstance(given[0], bool):
-        return [given]
-    _check_number(given, "input")
-    if not all(isinstance(item, str | list) for item in given):
+    if isinstance(value[0], int) and not isinstance(value[0], bool):
+        return [value]
+    _check_number(value, "input")
+    if not all(isinstance(item, str | list) for item in value):
         bad(f"input must be {INPUTS}", "input")
-    return given
+    return value
 
 
 def _texts(body: Body, name: str) -> list[str]:
     """The texts of a field, one or several."""
-    given = fields.required(body, name, "a text, or a list of texts")
-    listed = [given] if isinstance(given, str) else given
+    value = fields.required(body, name, "a text, or a list of texts")
+    listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
         bad(f"{name} must be a text, or a list of texts", name)
     if not listed:
