@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from .launch.models.cut_layers import cut_layers
     from .launch.models.empty_weights import empty_weights
     from .launch.models.expert_choices import expert_choices
+    from .launch.quantized.quantized_layers import keep_quantized, quantized_tensors
+    from .launch.quantized.readers import quantization
     from .launch.world.devices import DeviceError
     from .launch.world.waiting import WorldError
     from .launch.world.world import rank, restarts, world_size
@@ -115,6 +117,9 @@ _HOMES = {
     "expert_capacity": "launch.models.capacity",
     "expert_choices": "launch.models.expert_choices",
     "empty_weights": "launch.models.empty_weights",
+    "keep_quantized": "launch.quantized.quantized_layers",
+    "quantization": "launch.quantized.readers",
+    "quantized_tensors": "launch.quantized.quantized_layers",
     "pretrained": "launch.checkpoints.weights",
     "save_checkpoint": "launch.checkpoints.checkpoint",
     "load_checkpoint": "launch.checkpoints.checkpoint",
@@ -200,6 +205,9 @@ __all__ = [
     "expert_capacity",
     "expert_choices",
     "empty_weights",
+    "keep_quantized",
+    "quantization",
+    "quantized_tensors",
     "rank",
     "world_size",
     "restarts",

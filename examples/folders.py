@@ -41,13 +41,19 @@ def read_model(args: argparse.Namespace) -> Model:
     """The model of a folder, and with --lora its adapters.
 
     Raises:
-        SystemExit: the folder is no model, its weights do not fit or are quantized, or it needs
-            code that is not trusted.
+        SystemExit: the folder is no model, its weights do not fit, are in a format that is not
+            read, or are quantized and trained; or it needs code that is not trusted.
     """
     if not (args.model / "config.json").is_file():
         raise SystemExit(f"{args.model} is no folder of a model: it has no config.json")
     try:
-        weight_files.refuse_quantized(args.model)
+        method = weight_files.quantization(args.model)
+        if method is not None and not args.lora:
+            raise ValueError(
+                f"its weights are quantized ({method}), and steps of an optimizer would be lost "
+                "in their rounding. Give --lora RANK, which trains adapters beside them, or a "
+                "folder of the same model with weights in bfloat16, float16 or float32"
+            )
         rename = adapters.name_in_model if args.lora else str
         weights = cg.pretrained(args.model, rename=rename)
         whole = _empty(args, weights)
@@ -76,12 +82,14 @@ def _empty(args: argparse.Namespace, weights: Any) -> Any:
 
     def make() -> Any:
         with cg.empty_weights():
-            return transformers.AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=args.attention,
                 trust_remote_code=args.trust_remote_code,
             )
+        cg.keep_quantized(model, weights)
+        return model
 
     folder = args.model
     with _own_code_refused(folder):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+import cg
+
 
 def places(folder: Path) -> dict[str, str]:
     """The file of each tensor, by its name.
@@ -25,35 +27,24 @@ def places(folder: Path) -> dict[str, str]:
         return dict.fromkeys(stored.keys(), "model.safetensors")
 
 
-def refuse_quantized(folder: Path) -> None:
-    """Refuse quantized weights: they are numbers only together with scales, which are not read.
+def quantization(folder: Path) -> str | None:
+    """The library in whose format a folder has quantized weights; None if they are plain.
 
     Missing and damaged files are left to the code that loads weights.
 
     Raises:
-        ValueError: the configuration names a format, or a weight has the element type of one.
+        ValueError: the format is not read; or a weight has the element type of one, and the
+            configuration names none.
     """
-    reason = _named_format(folder) or _quantized_weight(folder)
+    method = cg.quantization(folder)
+    reason = None if method else _quantized_weight(folder)
     if reason:
         raise ValueError(
-            f"the weights in {folder} are quantized: {reason}. They are numbers only together with "
-            "their scales, which are not read here. Give a folder of the same model with weights "
-            "in bfloat16, float16 or float32"
+            f"the weights in {folder} are quantized: {reason}, and config.json has no "
+            "quantization_config, which would say what they stand for. Give a folder of the same "
+            "model with weights in bfloat16, float16 or float32"
         )
-
-
-def _named_format(folder: Path) -> str | None:
-    """The format that the configuration names; None if it names none."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    settings = config.get("quantization_config")
-    if not isinstance(settings, dict) or not settings:
-        return None
-    words = (settings.get(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
-    names = ", ".join(str(word) for word in words if word) or "that they are"
-    return f"quantization_config in config.json says {names}"
+    return method
 
 
 def _quantized_weight(folder: Path) -> str | None:

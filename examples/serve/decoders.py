@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 import cg
 
-from ..weight_files import refuse_quantized
+from ..weight_files import quantization
 from .attention import NAME, CurrentCache, PagedCache, Pages
 from .lora import Adapter, adapter_cuts, attach, check_adapters, linear_shapes, must_run
-from .parts import Experts, KeyValues, Model, Ways
+from .parts import Experts, KeyValues, Model, Quantized, Ways
 from .products import Calls, join, project, replace_norms
 from .start_check import ASKED, SHOWN, Trial
 from .states import ObservedLayers, OtherState, Slots, State, StateName
@@ -145,13 +145,15 @@ class _Observer(PagedCache):
 def stored_decoder(folder: Path, adapters: Sequence[Adapter] = ()) -> Model:
     """The model of a folder in transformers' format; see `open_model`."""
     config = AutoConfig.from_pretrained(folder)
-    refuse_quantized(folder)
+    quantization(folder)
     weights = cg.pretrained(folder)
     model = _empty(config, torch.float32)
+    cg.keep_quantized(model, weights)
     if weights.differing(model):
         # transformers does the same (`tie_weights`).
         config.tie_word_embeddings = False
         model = _empty(config, torch.float32)
+        cg.keep_quantized(model, weights)
         if cg.rank() == 0:
             log.warning(
                 "%s has a head that is not its embedding, so it is used, although config.json "
@@ -197,6 +199,7 @@ def decoder(
 
     def plan(layers: range, experts: str | None) -> Any:
         own = _empty(config, torch.float32).requires_grad_()
+        weights.prepare(own)
         _attend_by(own, "eager")  # a plan may be derived from a run, and its backward
         whole = cg.plans.hf(own, batch=None, experts=experts)
         if not adapters:
@@ -205,7 +208,9 @@ def decoder(
         return cg.plan(adapter_cuts(part, adapters, whole.of_tensor)) | whole
 
     def build(layers: range, dtype: torch.dtype, ways: Ways) -> nn.Module:
-        part = _part(_empty(config, dtype), layers, count, takes)
+        whole = _empty(config, dtype)
+        weights.prepare(whole)
+        part = _part(whole, layers, count, takes)
         fill(part.part.model, weights, dtype)
         kept = {layer: observer.kept[layer] for layer in layers if layer in observer.kept}
         trial = Trial(part, kept, text.hidden_size, len(head.weight), shown, dtype)
@@ -233,12 +238,29 @@ def decoder(
         context=context,
         vocabulary=len(head.weight),
         layer=int(layer_bytes) // (count * head.weight.element_size()),
+        quantized=_quantized(model, weights, count),
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         build=build,
         plan=plan,
         experts=_experts(model, count),
         adapters=len(adapters),
     )
+
+
+def _quantized(model: Any, weights: Weights, layers: int) -> Quantized | None:
+    """The weights of a model that stay quantized, in its layers; None if there are none."""
+    plain = sum(p.numel() for path, p in model.named_parameters() if _is_in_layer(path))
+    weights.prepare(model)
+    names = cg.quantized_tensors(model)
+    own = {path: p for path, p in model.named_parameters() if _is_in_layer(path)}
+    left = sum(p.numel() for path, p in own.items() if path not in names)
+    size = sum(p.numel() * p.element_size() for path, p in own.items() if path in names)
+    return Quantized((plain - left) // layers, size // layers) if size else None
+
+
+def _is_in_layer(path: str) -> bool:
+    """True if a path has a number in it, as those of what layers have."""
+    return any(name.isdecimal() for name in path.split("."))
 
 
 def _experts(model: Any, layers: int) -> Experts | None:

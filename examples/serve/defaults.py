@@ -303,7 +303,7 @@ def balanced(model: Model, stages: int, dtype: torch.dtype, on_host: bool) -> tu
     A step reads all weights, so a layer takes the time to read its own and that to start its
     operators. The last stage reads the head as well, which may be as large as many layers.
     """
-    layer = model.layer * dtype.itemsize + STARTS["cpu" if on_host else "accelerator"]
+    layer = model.layer_bytes(dtype) + STARTS["cpu" if on_host else "accelerator"]
     head = model.hidden * model.vocabulary * dtype.itemsize / layer
     return tuple(split(model.layers, stages, head))
 
@@ -431,10 +431,11 @@ def _entry(model: Model, options: Options) -> int:
 
 def _weights(model: Model, layers: int, is_first: bool, is_last: bool, options: Options) -> int:
     """Bytes of a stage's weights, on one rank; a head that is the embedding counts twice."""
-    ends = (is_first + is_last) * model.hidden * model.vocabulary
-    experts = 0 if model.experts is None else layers * model.experts.numbers
-    cut = layers * model.layer - experts + ends
-    return (cut // options.tp + experts // options.ep) * options.dtype.itemsize
+    size = options.dtype.itemsize
+    ends = (is_first + is_last) * model.hidden * model.vocabulary * size
+    experts = 0 if model.experts is None else layers * model.experts.numbers * size
+    cut = layers * model.layer_bytes(options.dtype) - experts + ends
+    return cut // options.tp + experts // options.ep
 
 
 def _within_pools(options: Options, by_hand: Given) -> Options:

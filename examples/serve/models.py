@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..weight_files import refuse_quantized
+from ..weight_files import quantization
 
 if TYPE_CHECKING:
     from .gpt import GptConfig
@@ -53,7 +53,7 @@ def resolve(name: str | None) -> tuple[str, str]:
             raise FileNotFoundError(
                 f"there is no model {name}: give a folder, or {', '.join(BUILT_IN)} or smollm2"
             )
-        refuse_quantized(Path(name))
+        quantization(Path(name))
         return name, f"the model {name}"
     if (TRAINED / "latest").exists():
         return str(TRAINED), f"the GPT that was trained last, from {TRAINED}"

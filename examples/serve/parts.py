@@ -88,6 +88,19 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """The weights of layers that stay quantized.
+
+    Attributes:
+        numbers: that the tensors of a layer stand for, on average of all layers.
+        bytes: of these tensors, scales included.
+    """
+
+    numbers: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Model:
     """A model, as the engine needs to know it.
 
@@ -106,6 +119,7 @@ class Model:
             those of an axis, if one is named, its experts.
         experts: None if it has none.
         adapters: how many it is served with.
+        quantized: None if no weight stays quantized.
     """
 
     layers: int
@@ -121,6 +135,18 @@ class Model:
     plan: Callable[[range, str | None], Any]
     experts: Experts | None = None
     adapters: int = 0
+    quantized: Quantized | None = None
+
+    def layer_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights of one layer, on average.
+
+        Args:
+            dtype: of those that are not quantized.
+        """
+        if self.quantized is None:
+            return self.layer * dtype.itemsize
+        left = self.layer - self.quantized.numbers
+        return left * dtype.itemsize + self.quantized.bytes
 
     @property
     def groups(self) -> int:

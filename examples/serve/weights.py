@@ -10,12 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+import cg
+
 
 class Weights(Protocol):
     """Gives the weights of a part."""
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors with these names in the whole model; raises KeyError for a missing one."""
+        ...
+
+    def prepare(self, model: nn.Module) -> None:
+        """Give a model, or a part of it, the kinds of layers whose tensors these weights have."""
         ...
 
 
@@ -35,6 +41,9 @@ class Drawn:
             tensors[name] = (noise * self.scale + is_scale).to(dtype)
         return tensors
 
+    def prepare(self, model: nn.Module) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -42,7 +51,7 @@ class Stored:
 
     Attributes:
         folder: by cg.pretrained.
-        model: the whole model, on the meta device.
+        model: the whole model, on the meta device, prepared.
     """
 
     folder: Any
@@ -52,13 +61,19 @@ class Stored:
         state = self.model.state_dict(keep_vars=True)
         wanted = {name: state[name] for name in parameters}
         tensors = self.folder.tensors(self.model, wanted, "the model")
+        quantized = cg.quantized_tensors(self.model)
+
+        def kind(name: str) -> torch.dtype:
+            is_kept = name in quantized or not wanted[name].is_floating_point()
+            return wanted[name].dtype if is_kept else dtype
+
         return {
-            name: stored.read(
-                tuple(((0, size),) for size in wanted[name].shape),
-                dtype if wanted[name].is_floating_point() else wanted[name].dtype,
-            )
+            name: stored.read(tuple(((0, size),) for size in wanted[name].shape), kind(name))
             for name, stored in tensors.items()
         }
+
+    def prepare(self, model: nn.Module) -> None:
+        cg.keep_quantized(model, self.folder)
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,9 @@ class Held:
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: self.tensors[name].to(dtype) for name in parameters}
+
+    def prepare(self, model: nn.Module) -> None:
+        pass
 
 
 def fill(part: nn.Module, weights: Weights, dtype: torch.dtype) -> None:

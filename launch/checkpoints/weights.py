@@ -140,6 +140,30 @@ class Weights:
                 differing.append(several[0])
         return differing
 
+    def types(self, model: nn.Module, names: Iterable[str]) -> dict[str, StoredType]:
+        """The shapes and element types of stored tensors that are tensors of a model as they are.
+
+        Args:
+            model: it may be on the meta device.
+            names: of tensors, also of such that the model has not.
+
+        Returns:
+            By name, those of the names that the folder has.
+
+        Raises:
+            ValueError: transformers converts tensors by an operation that cg cannot follow.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        renamed = {name: self._rename(name) for name in names}
+        conversion = self.conversion(model, shapes | dict.fromkeys(filter(None, renamed.values()), ()))
+        types = {}
+        for name, own in renamed.items():
+            composition = conversion.compositions.get(own or "")
+            if composition is not None and len(composition.names) == 1:
+                (source,) = composition.names
+                types[name] = StoredType(composition.shape, self.files[source].dtypes[source])
+        return types
+
     def conversion(self, instance: object, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
         """The tensors that the model's library makes of the folder.
 

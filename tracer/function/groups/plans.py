@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ...values.plan import Parts, Sharding, ShardingPlan, cut, whole
 from .derived_plans import derive
+from .quantized_plans import of_quantized, plain_layers
 
 __all__ = ["derived", "hf"]
 
@@ -132,13 +134,16 @@ def hf(
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     modules = tuple(key for key, name in names.items() if name in _OF_EXPERTS)
     shardings: dict[str, Sharding] = {}
-    for key, name in names.items():
-        if name in _OF_EXPERTS | _OF_EXCHANGES or key.startswith(tuple(f"{m}." for m in modules)):
-            continue
-        style = _style(model, key, name)
-        for parameter, dims in _parameters(model, key):
-            path = f"{_within_base(model, key)}.{parameter}".removesuffix(".")
-            shardings[path] = _sharding(model, key, style, dims, axes)
+    with plain_layers(model) as quantized:
+        for key, name in names.items():
+            of_experts = key.startswith(tuple(f"{m}." for m in modules))
+            if name in _OF_EXPERTS | _OF_EXCHANGES or of_experts:
+                continue
+            style = _style(model, key, name)
+            for parameter, dims in _parameters(model, key):
+                path = f"{_within_base(model, key)}.{parameter}".removesuffix(".")
+                shardings[path] = _sharding(model, key, style, dims, axes)
+    shardings = of_quantized(shardings, quantized, partial(_generic, model))
     notes = [f"{_within_base(model, key)}: each rank has all experts" for key in modules]
     stay = tuple(notes) if experts is None else ()
     return _plan(model, shardings, _ArgumentCuts(batch, experts, sequence), stay)
@@ -180,11 +185,13 @@ def derived(
             is an axis, and the model has none.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    shardings, reasons = derive(model, axes, example)
+    with plain_layers(model) as quantized:
+        shardings, reasons = derive(model, axes, example)
     if not shardings:
         why = "; ".join(reasons) or "no projection leads to one other alone"
         raise ValueError(f"nothing of {type(model).__name__} can be cut along {axes[0]}: {why}")
     own = {_within_base(model, path): sharding for path, sharding in shardings.items()}
+    own = of_quantized(own, quantized, partial(_generic, model))
     notes = tuple(f"whole: {reason}" for reason in reasons)
     return _plan(model, own, _ArgumentCuts(batch, experts, sequence), notes)
 
@@ -234,7 +241,7 @@ def _of_experts(model: nn.Module, axis: str) -> dict[str, Sharding]:
     """
     shardings: dict[str, Sharding] = {}
     for path, module in model.named_modules():
-        prefix = _within_base(model, re.sub(_NUMBER, "*", path))
+        prefix = _generic(model, path)
         cuts = _cuts_of_experts(module, axis) | _cuts_of_adapters(module, axis)
         shardings |= {f"{prefix}.{name}": sharding for name, sharding in cuts.items()}
     if not shardings:
@@ -307,6 +314,11 @@ def _prefix(model: nn.Module) -> str:
 def _within_base(model: nn.Module, key: str) -> str:
     """The path of a layer in the base model, since a stage has layers without the base model."""
     return key.removeprefix(_prefix(model))
+
+
+def _generic(model: nn.Module, path: str) -> str:
+    """The path of a module in the base model, with `*` for numbers."""
+    return _within_base(model, re.sub(_NUMBER, "*", path))
 
 
 def _parameters(model: nn.Module, key: str) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,142 @@
+"""A linear layer whose weight stays quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (its usual name)
+
+from ...tracer.values.plan import Parts, Sharding, cut
+from .dequantize import dequantized, rounded
+from .weight_format import WeightFormat
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """The shape and the element type of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer that has a quantized weight, and multiplies by the numbers it stands for.
+
+    The tensors have the names, shapes and types that their folder has. They get no gradients. The
+    weight is dequantized for each product, in the forward and in the backward, and never kept. If
+    the format quantizes inputs, the gradient of an input is that of its rounded value.
+
+    Args:
+        old: the layer that it stands for; its bias stays.
+        weight_format: of its tensors.
+        types: of them, by name. They are made on the meta device.
+    """
+
+    def __init__(
+        self, old: nn.Linear, weight_format: WeightFormat, types: Mapping[str, TensorType]
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = old.in_features, old.out_features
+        self.weight_format, self.dtype = weight_format, old.weight.dtype
+        self.register_parameter("weight", None)
+        for name, kind in types.items():
+            empty = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.register_parameter("bias", old.bias)
+
+    def extra_repr(self) -> str:
+        inputs = self.weight_format.activations
+        more = f", {inputs}" if inputs is not None else ""
+        return f"{super().extra_repr()}, {self.weight_format.name}{more}"
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors, by name."""
+        return {name: self.get_parameter(name) for name in self.weight_format.names}
+
+    def forward(self, x: Tensor) -> Tensor:
+        # What autocast would cast a product's operands to, it casts this product's input to.
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        output: Tensor = _Product.apply(x, self, *self.tensors.values())  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def plain(self) -> nn.Linear:
+        """A layer of the same sizes with a plain weight, without memory."""
+        has_bias = self.bias is not None
+        return nn.Linear(
+            self.in_features, self.out_features, has_bias, device="meta", dtype=self.dtype
+        )
+
+    def shardings(self, weight: Sharding) -> dict[str, Sharding]:
+        """How ranks share the tensors, by name, where they share a plain weight.
+
+        Args:
+            weight: of a weight [outputs, inputs].
+
+        Returns:
+            Shardings that leave whole what belongs together: scales, and packed words.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        units = self.weight_format.units(shapes)
+        sizes = self.out_features, self.in_features
+        shared: dict[str, Sharding] = {}
+        for name, shape in shapes.items():
+            dims = self.weight_format.dims(name, shape)
+            sharding = Sharding((), weight.parts)
+            for dimension, cuts in weight.cuts:
+                along = dimension % 2  # of a matrix, -2 is 0
+                own = (dims.outputs, dims.inputs)[along]
+                if own is not None:
+                    parts = self._parts(cuts.axes, along, units[along], sizes[along] // cuts.blocks)
+                    sharding &= cut(own, *cuts.axes, blocks=cuts.blocks)
+                    sharding = Sharding(sharding.cuts, (*sharding.parts, parts))
+            shared[name] = sharding
+        return shared
+
+    def _parts(self, axes: tuple[str, ...], along: int, unit: int, size: int) -> Parts:
+        """What a cut of outputs (0) or inputs (1) must leave whole."""
+        kind = ("outputs", "inputs")[along]
+        return Parts(
+            axes,
+            1 if size % unit else size // unit,
+            f"runs of {unit} {kind} that share a scale or a word ({self.weight_format.name})",
+            "use an axis whose size divides this number, or a folder with weights that are not "
+            "quantized",
+        )
+
+    def _weight(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        sizes = self.out_features, self.in_features
+        return dequantized(self.weight_format, tensors, *sizes).to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """The product of an input and a weight that is dequantized for it, and again for the backward.
+
+    Args:
+        x: [..., inputs].
+        layer: that says how.
+        tensors: of the layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, *tensors: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(*tensors)
+        named = dict(zip(layer.weight_format.names, tensors, strict=True))
+        activations = layer.weight_format.activations
+        if activations is not None:
+            x = rounded(activations, x, named.get(activations.scale))
+        return F.linear(x, layer._weight(named, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        layer: QuantizedLinear = ctx.layer
+        named = dict(zip(layer.weight_format.names, ctx.saved_tensors, strict=True))
+        to_input = gradient.matmul(layer._weight(named, gradient.dtype))
+        return (to_input, None, *(None for _ in named))
