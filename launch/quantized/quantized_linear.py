@@ -56,7 +56,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors, by name."""
-        return {name: self.get_parameter(name) for name in self.weight_format.names}
+        own: dict[str, Any] = self._parameters  # or what stands in for parameters
+        return {name: own[name] for name in self.weight_format.names}
 
     def forward(self, x: Tensor) -> Tensor:
         # What autocast would cast a product's operands to, it casts this product's input to.

@@ -81,6 +81,13 @@ def _masked(case: Case) -> Linear:
     return each(0) if case["value"] == 0 else NOT_LINEAR
 
 
+def _keeps_all(before: torch.dtype, after: torch.dtype) -> bool:
+    """True if a type has all numbers of another one; torch knows no promotion of float8."""
+    if before == after or before.itemsize == 1:
+        return before == after or after.itemsize > 1
+    return after.itemsize > 1 and torch.promote_types(before, after) is after
+
+
 def _cast(case: Case) -> Linear:
     """A cast between floating types.
 
@@ -92,7 +99,7 @@ def _cast(case: Case) -> Linear:
     to: torch.dtype = case["dtype"] or operand.dtype
     if not operand.is_floating or not (to.is_floating_point or to.is_complex):
         return NOT_LINEAR
-    keeps_all = torch.promote_types(operand.dtype, to) is to
+    keeps_all = _keeps_all(operand.dtype, to)
     is_one = operand.routing is not None and operand.layout.summands == operand.routing.cut.axes
     return each(0) if keeps_all or case.stays_a_sum or is_one else NOT_LINEAR
 
