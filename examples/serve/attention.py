@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import paged
+from .float8_cache import dequantize, quantize
 from .states import NO_SLOTS, CacheLayers, Slots
 
 TRASH = 0
@@ -38,7 +39,7 @@ class Pages:
 
     Attributes:
         pools: of each layer that has one, by its number in the model: [blocks * size, kv heads,
-            width of a key + width of a value].
+            width of a key + width of a value]; uint8 where they are in float8.
         size: entries of a block.
         positions: int64 [rows, tokens].
         entries: int64 [rows * tokens], the entry of each new token, counted through all blocks; 0
@@ -48,6 +49,8 @@ class Pages:
         slots: of the rows.
         adapters: int64 [rows], the adapter of each, counted from 1; 0: none. None where no row has
             one.
+        exponents: of the scales of keys and of values in float8, uint8 [blocks * size, kv heads,
+            2], by layer; empty where pools have plain numbers.
     """
 
     pools: Mapping[int, Tensor]
@@ -57,6 +60,7 @@ class Pages:
     tables: Tensor
     slots: Slots = NO_SLOTS
     adapters: Tensor | None = None
+    exponents: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def seen(self) -> int:
@@ -70,8 +74,19 @@ class Pages:
 
     def pool(self, layer: int) -> Tensor:
         """The pool of a layer by blocks, [blocks, size, kv heads, width of both]."""
-        entries = self.pools[layer]
+        return self._by_blocks(self.pools[layer])
+
+    def exponents_of(self, layer: int) -> Tensor | None:
+        """Those of a layer by blocks, [blocks, size, kv heads, 2]; None if it has plain numbers."""
+        return self._by_blocks(self.exponents[layer]) if layer in self.exponents else None
+
+    def _by_blocks(self, entries: Tensor) -> Tensor:
         return entries.view(-1, self.size, *entries.shape[1:])
+
+    def _shown(self, by_blocks: Tensor) -> Tensor:
+        """What the rows are shown of a pool, [rows, kv heads, `seen`, width of both]."""
+        shown = by_blocks.index_select(0, self.blocks)
+        return shown.view(len(self.tables), -1, *by_blocks.shape[2:]).transpose(1, 2)
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write keys and values to the layer's pool.
@@ -83,17 +98,31 @@ class Pages:
         Returns:
             All keys and values that the rows are shown, [rows, kv heads, `seen`, width].
         """
-        rows, groups, tokens, width = key.shape
-        both = torch.cat([key, value], -1).transpose(1, 2)
-        self.pools[layer].index_copy_(
-            0, self.entries, both.reshape(rows * tokens, groups, both.shape[-1])
-        )
+        exponents = self.exponents_of(layer)
+        if exponents is None:
+            self._keep(self.pools[layer], torch.cat([key, value], -1))
+            if not self.tables.numel():
+                return key, value
+            keys, values = self._shown(self.pool(layer)).split((key.shape[-1], value.shape[-1]), -1)
+            return keys, values
+        levels, powers = zip(*map(quantize, (key, value)), strict=True)
+        self._keep(self.pools[layer], torch.cat(levels, -1))
+        self._keep(self.exponents[layer], torch.stack(powers, -1))
         if not self.tables.numel():
             return key, value
-        cached = self.pool(layer).index_select(0, self.blocks)
-        cached = cached.view(rows, -1, groups, both.shape[-1]).transpose(1, 2)
-        keys, values = cached.split((width, value.shape[-1]), -1)
+        both = self._shown(self.pool(layer)).split((key.shape[-1], value.shape[-1]), -1)
+        scales = self._shown(exponents).unbind(-1)
+        keys, values = (
+            dequantize(numbers, scale, key.dtype)
+            for numbers, scale in zip(both, scales, strict=True)
+        )
         return keys, values
+
+    def _keep(self, pool: Tensor, new: Tensor) -> None:
+        """Write what tokens have to a pool, [rows, kv heads, tokens, numbers]."""
+        rows, groups, tokens, numbers = new.shape
+        entries = new.transpose(1, 2).reshape(rows * tokens, groups, numbers)
+        pool.index_copy_(0, self.entries, entries)
 
 
 class _Seen(int):
@@ -317,11 +346,12 @@ def attend(
             assert written is not None
             pool = pages.pool(written[1]).unflatten(-1, (2, width))
             grouped = query.reshape(rows, groups, shared * tokens, width)
-            seen = grouped, pool, pages.blocks, pages.positions.flatten()
-            if own is None:
-                mixed = torch.ops.cg_paged.attend(*seen, scale)
-            else:
-                mixed = torch.ops.cg_paged.attend_masked(*seen, own, scale)
+            exponents = pages.exponents_of(written[1])
+            pools = (pool,) if exponents is None else (pool, exponents)
+            seen = grouped, *pools, pages.blocks, pages.positions.flatten()
+            mixed = paged.operator(exponents is not None, own is not None)(
+                *seen, *(() if own is None else (own,)), scale
+            )
             return mixed.reshape(rows, heads, tokens, width).transpose(1, 2)
     elif cache is not None and cache.is_causal(mask):
         mixed = F.scaled_dot_product_attention(

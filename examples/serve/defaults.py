@@ -137,6 +137,7 @@ class Given:
     groups: int | None = None
     layers: tuple[int, ...] | None = None
     dtype: str | None = None
+    kv_float8: bool = False
     fuse: str | None = None  # "none" for no compiler
     memory: float | None = None
     blocks: int | None = None
@@ -182,6 +183,7 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, by_hand: Given
         ValueError: there is no room for the model, or for a sequence; or as `check_ranks`.
     """
     check_ranks(model, by_hand.ranks, by_hand.ways)
+    check_float8(model, by_hand.draft, by_hand.kv_float8)
     place = hardware.place
     stages = by_hand.stages
     context = min(model.context, by_hand.context or (model.context if model.entry else BEYOND))
@@ -196,6 +198,7 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, by_hand: Given
         ep=by_hand.ep,
         layers=by_hand.layers,
         dtype=dtype,
+        kv_float8=by_hand.kv_float8,
         fuse=fuse,
         block_size=block_size,
         batches=sizes(
@@ -218,6 +221,7 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, by_hand: Given
         options,
         (
             f"{_name(dtype)}, {why_dtype}; {why_fuse}",
+            *(("keys and values in float8, as is given",) if by_hand.kv_float8 else ()),
             why_blocks,
             f"{groups * options.batches[-1]} requests at a time, {_why_rows(hardware, by_hand)}: "
             f"batches of {_listed(options.batches)}, groups: {groups}, ranks: {by_hand.ranks}",
@@ -290,6 +294,21 @@ def check_states(model: Model, draft: Model | None, draft_tokens: int) -> None:
             f"layers of the {keeping[0]} keep states, which proposals that are refused would "
             f"spoil: {'leave out --draft' if model.states else 'give another --draft'}"
         )
+
+
+def check_float8(model: Model, draft: Model | None, kv_float8: bool) -> None:
+    """Check that all that layers keep of a sequence can be in float8.
+
+    Raises:
+        ValueError: they keep states, which are no keys and values, or nothing.
+    """
+    for name, each in (("model", model), ("draft", draft)):
+        if kv_float8 and each is not None and (each.states or not each.caches):
+            keeps = "states of sequences" if each.states else "nothing of a sequence"
+            raise ValueError(
+                f"layers of the {name} keep {keeps}, and --kv-dtype fp8 is for keys and values "
+                f"alone: {'leave it out' if name == 'model' else 'give another --draft'}"
+            )
 
 
 def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
@@ -426,6 +445,8 @@ def _with_blocks(
 
 def _entry(model: Model, options: Options) -> int:
     """Bytes of a token's keys and values in the largest layer, on one rank."""
+    if options.kv_float8:  # a byte each, and one for the scale of each key and value
+        return (model.entry + 2 * model.most_groups) // options.tp
     return model.entry // options.tp * options.dtype.itemsize
 
 

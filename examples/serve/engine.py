@@ -19,7 +19,7 @@ import torch
 
 import cg
 
-from .defaults import check_draft, check_ranks, check_states
+from .defaults import check_draft, check_float8, check_ranks, check_states
 from .growing import GrowingEngine, warm_ups_on
 from .model import LENGTH, NUMBERS, PROMPT, PROMPT_ADAPTER, START
 from .opening import open_model
@@ -312,6 +312,7 @@ def start(source: Source, options: Options | None = None) -> CgEngine | None:
     model = _opened(source, options.seed)
     draft = None if options.draft is None else _opened(options.draft, options.seed)
     check_states(model, draft, options.draft_tokens)
+    check_float8(model, draft, options.kv_float8)
     if model.states:
         options = replace(options, chunks=without_padding(options.chunks))
     limits, began = limits_of(model, options), monotonic()

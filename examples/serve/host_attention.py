@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
+from .float8_cache import dequantize
+
 
 def attend(
     query: Tensor,
@@ -18,6 +20,7 @@ def attend(
     positions: Tensor,
     mask: Tensor | None,
     scale: float,
+    exponents: Tensor | None = None,
 ) -> Tensor:
     """Attend to the tokens in the rows' blocks, up to the position of each query.
 
@@ -30,6 +33,8 @@ def attend(
         mask: [rows, 1, tokens, blocks of a row * block_size], which is added to products; None: a
             token sees all those before it.
         scale: of the products.
+        exponents: of the scales of keys and values in float8, uint8 [blocks, block_size, kv heads,
+            2]; then the pool is uint8. None: the pool has the dtype of `query`.
 
     Returns:
         A tensor of the shape and dtype of `query`.
@@ -39,13 +44,13 @@ def attend(
     lengths = at.amax(1) + 1
     alike = _alike(lengths.tolist(), size)
     if len(alike) == 1:
-        return _attend(query, pool, table, at, mask, int(lengths.max()), scale)
+        return _attend(query, pool, table, at, mask, int(lengths.max()), scale, exponents)
     out = torch.empty_like(query)
     for several in alike:
         of = torch.tensor(several)
         masks = None if mask is None else mask[of]
         length = int(lengths[of].max())
-        out[of] = _attend(query[of], pool, table[of], at[of], masks, length, scale)
+        out[of] = _attend(query[of], pool, table[of], at[of], masks, length, scale, exponents)
     return out
 
 
@@ -65,12 +70,16 @@ def _attend(
     mask: Tensor | None,
     length: int,
     scale: float,
+    exponents: Tensor | None,
 ) -> Tensor:
     """`attend`, to the first `length` tokens of each row."""
     rows, groups, queries, width = query.shape
     size = pool.shape[1]
     blocks = -(-length // size)
-    cached = pool.index_select(0, table[:, :blocks].flatten())
+    read = table[:, :blocks].flatten()
+    cached = pool.index_select(0, read)
+    if exponents is not None:
+        cached = dequantize(cached, exponents.index_select(0, read), query.dtype)
     cached = cached.view(rows, blocks * size, groups, 2, width)[:, :length]
     keys, values = cached.transpose(1, 2).unbind(3)
     shared = queries // positions.shape[1]

@@ -30,10 +30,17 @@ PROMPT = 7
 
 @dataclass(frozen=True)
 class Pool:
-    """The blocks of keys and values that each layer has."""
+    """The blocks of keys and values that each layer has.
+
+    Attributes:
+        blocks: how many.
+        size: tokens of a block.
+        is_float8: whether keys and values are in float8, with scales.
+    """
 
     blocks: int
     size: int
+    is_float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,11 @@ class Stage(nn.Module):
         for index, layer in enumerate(self.layers):
             kept = model.caches[layer]
             shape = (pool.blocks * pool.size, kept.groups, kept.key + kept.value)
-            self.register_buffer(f"pool{index}", torch.empty(shape, dtype=dtype, device="meta"))
+            kind = torch.uint8 if pool.is_float8 else dtype
+            self.register_buffer(f"pool{index}", torch.empty(shape, dtype=kind, device="meta"))
+            if pool.is_float8:
+                exponents = torch.empty((*shape[:2], 2), dtype=torch.uint8, device="meta")
+                self.register_buffer(f"pool_exponents{index}", exponents)
         self.states = tuple(self.part.states)
         for index, state in enumerate(self.part.states.values()):
             slots = torch.empty((1 + requests, *state.shape), dtype=state.dtype, device="meta")
@@ -250,7 +261,13 @@ class Stage(nn.Module):
         begins = positions[:, 0] == 0 if tables.numel() else None
         slots = Slots(states, numbers, begins)
         adapted = adapters if self.adapters else None
-        pages = Pages(pools, self.size, positions, entries.flatten(), tables, slots, adapted)
+        exponents: dict[int, Tensor] = {}
+        if self.pool.is_float8:
+            names = ((layer, f"pool_exponents{at}") for at, layer in enumerate(self.layers))
+            exponents = {layer: getattr(self, name) for layer, name in names}
+        pages = Pages(
+            *(pools, self.size, positions, entries.flatten(), tables, slots, adapted, exponents)
+        )
         if self.guards.debug_bounds:
             _check("a block", tables, self.pool.blocks)
             _check("an entry", entries, self.pool.blocks * self.size)

@@ -109,6 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="by default the checkpoint's on GPUs, else float32",
     )
+    add(
+        "--kv-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="of keys and values; fp8: 8 bits and a scale, for twice the tokens in the same memory",
+    )
     add("--fuse", choices=("inductor", "none"), help="by default inductor where Triton is")
     add(
         "--draft", help="what proposes tokens: ngram, by the text itself, or a small model's folder"

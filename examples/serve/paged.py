@@ -9,6 +9,9 @@ kernel combines the parts of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,16 +35,27 @@ MOST = 64
 """The most queries of a row that share keys: heads of all its tokens."""
 
 _LIBRARY = torch.library.Library("cg_paged", "DEF")
-_LIBRARY.define(
-    "attend(Tensor query, Tensor pool, Tensor tables, Tensor positions, float scale) -> Tensor"
-)
-# On a mesh, ranks have the keys and values of some heads, and the queries that share them.
-cg.layout_rule(torch.ops.cg_paged.attend.default, "rgsw,begkw,t,p->rgsw", cut="g")
-_LIBRARY.define(
-    "attend_masked(Tensor query, Tensor pool, Tensor tables, Tensor positions, Tensor mask, "
-    "float scale) -> Tensor"
-)
-cg.layout_rule(torch.ops.cg_paged.attend_masked.default, "rgsw,begkw,t,p,rhqk->rgsw", cut="g")
+_NAMES = {(False, False): "attend", (False, True): "attend_masked"}
+_NAMES |= {(True, False): "attend_float8", (True, True): "attend_float8_masked"}
+"""The operators, by whether pools are in float8, and whether there is a mask."""
+
+for (_is_float8, _has_mask), _name in _NAMES.items():
+    _exponents, _mask = "Tensor exponents, " * _is_float8, "Tensor mask, " * _has_mask
+    _LIBRARY.define(
+        f"{_name}(Tensor query, Tensor pool, {_exponents}Tensor tables, Tensor positions, "
+        f"{_mask}float scale) -> Tensor"
+    )
+    # On a mesh, ranks have the keys and values of some heads, and the queries that share them.
+    _words = "rgsw", "begkw", *("begk",) * _is_float8, "t", "p", *("rhqk",) * _has_mask
+    cg.layout_rule(
+        getattr(torch.ops.cg_paged, _name).default, f"{','.join(_words)}->rgsw", cut="g"
+    )
+
+
+def operator(is_float8: bool, has_mask: bool) -> Callable[..., Tensor]:
+    """The operator for a batch: of pools in float8, or of plain ones; with a mask, or without."""
+    chosen: Callable[..., Tensor] = getattr(torch.ops.cg_paged, _NAMES[is_float8, has_mask])
+    return chosen
 
 
 def is_served(device: torch.device, queries: int, mask: Tensor | None) -> bool:
@@ -56,7 +70,14 @@ def is_served(device: torch.device, queries: int, mask: Tensor | None) -> bool:
     return triton is not None and device.type == "cuda" and queries <= MOST and mask is None
 
 
-def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+    scale: float,
+    exponents: Tensor | None = None,
+) -> Tensor:
     """Attend to the tokens in the rows' blocks, up to the position of each query.
 
     Args:
@@ -67,6 +88,7 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
         positions: int64 [rows * tokens], of the tokens that attend; their own keys are in the pool.
             It and the tables may be columns of a larger tensor.
         scale: of the products.
+        exponents: as `host_attention.attend` takes them.
 
     Returns:
         A tensor of the shape and dtype of `query`.
@@ -81,9 +103,10 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
     state = query.new_empty((rows, groups, parts, heads, 2), dtype=torch.float32)
     mixed = query.new_empty((rows, groups, parts, heads, width), dtype=torch.float32)
     _attend_to_part[(rows * groups, parts)](
-        query, pool, tables, positions, state, mixed, scale, blocks, parts,
+        query, pool, pool if exponents is None else exponents, tables, positions, state, mixed,
+        scale, blocks, parts,
         GROUPS=groups, SHARED=shared, TOKENS=tokens, HEADS=heads, LANES=lanes, WIDTH=width,
-        SIZE=size, PART=PART, STEP=STEP,
+        SIZE=size, PART=PART, STEP=STEP, IS_FLOAT8=exponents is not None,
     )  # fmt: skip
     out = torch.empty_like(query)
     _combine[(rows * groups,)](
@@ -94,15 +117,39 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
     return out
 
 
+def _attend_float8(
+    query: Tensor, pool: Tensor, exponents: Tensor, tables: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    return attend(query, pool, tables, positions, scale, exponents)
+
+
 if triton is not None:
     _LIBRARY.impl("attend", attend, "CUDA")
+    _LIBRARY.impl("attend_float8", _attend_float8, "CUDA")
+
+    @triton.jit
+    def _float8(levels):
+        """Numbers of bytes of float8_e4m3fn, as float32.
+
+        A float16 with the same bits behind its sign is 2**8 times as small, also below the least
+        normal number. So it takes no GPU that has float8.
+        """
+        bits = levels.to(tl.int16)
+        halves = ((bits & 128) << 8) | ((bits & 127) << 7)
+        numbers = halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 127) == 127, float("nan"), numbers)
+
+    @triton.jit
+    def _power(exponents):
+        """Powers of two of bytes of exponents, as float32."""
+        return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
     @triton.jit
     def _attend_to_part(
-        query, pool, tables, positions, state, mixed, scale, blocks, parts,
+        query, pool, exponents, tables, positions, state, mixed, scale, blocks, parts,
         GROUPS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
         LANES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
-        STEP: tl.constexpr,
+        STEP: tl.constexpr, IS_FLOAT8: tl.constexpr,
     ):  # fmt: skip
         at, part = tl.program_id(0), tl.program_id(1)
         row, group = at // GROUPS, at % GROUPS
@@ -128,9 +175,14 @@ if triton is not None:
             place = (block * SIZE + entry % SIZE) * GROUPS + group
             here = pool + place[:, None] * (2 * WIDTH) + lane[None, :]
             is_there = seen[:, None] & is_lane[None, :]
-            key = tl.load(here, mask=is_there, other=0.0)
-            value = tl.load(here + WIDTH, mask=is_there, other=0.0)
+            key = tl.load(here, mask=is_there, other=0)
+            value = tl.load(here + WIDTH, mask=is_there, other=0)
+            if IS_FLOAT8:  # in any type of a product they are exact
+                key, value = _float8(key).to(q.dtype), _float8(value).to(q.dtype)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+            if IS_FLOAT8:
+                power = _power(tl.load(exponents + place * 2, mask=seen, other=0))
+                scores = scores * power[None, :]
             scores = tl.where(entry[None, :] <= last[:, None], scores, float("-inf"))
             new = tl.maximum(most, tl.max(scores, 1))
             # Those of a token that sees nothing of this part are no numbers, and never read.
@@ -138,6 +190,9 @@ if triton is not None:
             shrink = tl.exp(most - new)
             total = total * shrink + tl.sum(shares, 1)
             sums = sums * shrink[:, None]
+            if IS_FLOAT8:
+                power = _power(tl.load(exponents + place * 2 + 1, mask=seen, other=0))
+                shares = shares * power[None, :]
             sums += tl.dot(shares.to(value.dtype), value, input_precision="ieee")
             most = new
         place = (at * parts + part) * HEADS + head
@@ -184,9 +239,24 @@ def _attend_on_host(
     return host_attention.attend(query, pool, tables, positions, None, scale)
 
 
+def _attend_float8_on_host(
+    query: Tensor,
+    pool: Tensor,
+    exponents: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+    *options: Any,
+) -> Tensor:
+    *masks, scale = options
+    mask = masks[0] if masks else None
+    return host_attention.attend(query, pool, tables, positions, mask, scale, exponents)
+
+
 for _name, _on_host in (
     ("attend", _attend_on_host),
     ("attend_masked", host_attention.attend),
+    ("attend_float8", _attend_float8_on_host),
+    ("attend_float8_masked", _attend_float8_on_host),
 ):
     _LIBRARY.impl(_name, _shape_of, "Meta")
     _LIBRARY.impl(_name, _on_host, "CPU")

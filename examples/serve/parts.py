@@ -154,6 +154,11 @@ class Model:
         return math.gcd(*(kept.groups for kept in self.caches.values())) or 1
 
     @property
+    def most_groups(self) -> int:
+        """The most heads of keys of a layer; 0 if none keeps any."""
+        return max((kept.groups for kept in self.caches.values()), default=0)
+
+    @property
     def width(self) -> int:
         """The greatest width of a head."""
         return max((max(kept.key, kept.value) for kept in self.caches.values()), default=1)

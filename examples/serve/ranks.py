@@ -86,6 +86,7 @@ def given_sizes(parsed: argparse.Namespace, features: switches.Features) -> Give
         groups=parsed.groups if features.groups else 1,
         layers=tuple(parsed.layers) if parsed.layers else None,
         dtype=parsed.dtype,
+        kv_float8=parsed.kv_dtype == "fp8",
         fuse=parsed.fuse,
         memory=parsed.memory,
         blocks=blocks,

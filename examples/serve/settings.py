@@ -32,6 +32,7 @@ class Options:
             and the context if None.
         in_flight: executions of a graph at a time, for each group.
         dtype: of weights and pools.
+        kv_float8: whether the pools have keys and values in float8 instead.
         fuse: as `compile` takes it.
         passes: as `compile` takes them.
         seed: of random weights.
@@ -62,6 +63,7 @@ class Options:
     widths: tuple[int, ...] | None = None
     in_flight: int = 2
     dtype: torch.dtype = torch.float32
+    kv_float8: bool = False
     fuse: str | None = None
     passes: str = ""
     seed: int = 0

@@ -43,7 +43,7 @@ class StageGraphs(GatedGraphs[AnySize]):
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
         self.device = own_device()
-        pool = Pool(limits.blocks, limits.block_size)
+        pool = Pool(limits.blocks, limits.block_size, options.kv_float8)
         self.stages = [
             make_stage(model, layers, pool, limits.requests, options, stage, self.device)
             for stage, layers in enumerate(parts)

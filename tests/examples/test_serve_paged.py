@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_kernels_attend_as_a_gather_does() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal") == len(CASES)
+    assert done.stdout.count("equal") == 2 * len(CASES)
 
 
 @pytest.mark.gpu
@@ -39,10 +40,14 @@ def test_kernels_on_a_gpu_attend_as_a_gather_does() -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the operators take on the host, and what a gather of blocks gives."""
+    """What the operators take on the host, and what a gather of blocks gives.
+
+    Of pools in float8 there are exponents.
+    """
 
     query: Tensor
     pool: Tensor
+    exponents: Tensor | None
     tables: Tensor
     positions: Tensor
     mask: Tensor
@@ -51,12 +56,17 @@ class Batch:
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
-        return self.query, self.pool, self.tables, self.positions
+        return self.query, self.pool, *self.own_exponents, self.tables, self.positions
+
+    @property
+    def own_exponents(self) -> tuple[Tensor, ...]:
+        return () if self.exponents is None else (self.exponents,)
 
 
-def batches(sees: Callable[..., Tensor]) -> Iterator[Batch]:
+def batches(sees: Callable[..., Tensor], is_float8: bool) -> Iterator[Batch]:
     """A batch of each case."""
     from examples.serve.attention import PagedCache, Pages, attend
+    from examples.serve.float8_cache import quantize
 
     generator = torch.Generator().manual_seed(0)
     size, blocks, scale = 16, 40, 0.3
@@ -70,34 +80,40 @@ def batches(sees: Callable[..., Tensor]) -> Iterator[Batch]:
         positions[0, 2:], entries[0, 2:] = 0, 0
         query = torch.randn(rows, groups * shared, tokens, width, generator=generator)
         key, value = torch.randn(2, rows, groups, tokens, width, generator=generator)
-        entries_of = {0: pool.flatten(0, 1).flatten(2)}
-        cache = PagedCache(Pages(entries_of, size, positions, entries.flatten(), tables))
+        exponents = None
+        if is_float8:
+            pool, exponents = quantize(pool * torch.rand(groups, 2, 1, generator=generator))
+        pages = Pages(
+            *({0: pool.flatten(0, 1).flatten(2)}, size, positions, entries.flatten(), tables),
+            exponents={} if exponents is None else {0: exponents.flatten(0, 1)},
+        )
+        cache = PagedCache(pages)
         mask = cache.mask(sees, torch.float32)
         right = attend(query, *cache.update(key, value, 0), mask, scale, None)
         grouped = query.view(rows, groups, shared * tokens, width)
         flat = tables.flatten(), positions.flatten()
         by_heads = right.transpose(1, 2).reshape(grouped.shape)
-        yield Batch(grouped, pool, *flat, mask, scale, by_heads)
+        yield Batch(grouped, pool, exponents, *flat, mask, scale, by_heads)
 
 
+@pytest.mark.parametrize("is_float8", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_hosts_attend_as_a_gather_does(window: int | None) -> None:
-    """What is behind twice the length of a row is not read."""
+def test_hosts_attend_as_a_gather_does(window: int | None, is_float8: bool) -> None:
+    """What is behind twice the length of a row is not read: in it there are no numbers."""
+    from examples.serve.paged import operator
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = key <= query
         return near if window is None else near & (key > query - window)
 
-    for batch in batches(sees):
+    for batch in batches(sees, is_float8):
         rows, size = len(batch.query), batch.pool.shape[1]
         table = batch.tables.view(rows, -1)
         for blocks, last in zip(table, batch.positions.view(rows, -1).amax(1), strict=True):
-            batch.pool[blocks[2 * (int(last) // size + 1) :]] = math.nan
-        operators = torch.ops.cg_paged
-        if window is None:
-            out = operators.attend(*batch.operands, batch.scale)
-        else:
-            out = operators.attend_masked(*batch.operands, batch.mask, batch.scale)
+            batch.pool[blocks[2 * (int(last) // size + 1) :]] = 127 if is_float8 else math.nan
+        masks = () if window is None else (batch.mask,)
+        attend = operator(is_float8, window is not None)
+        out = attend(*batch.operands, *masks, batch.scale)
         torch.testing.assert_close(out, batch.right, rtol=1e-4, atol=1e-5)
 
 
@@ -107,11 +123,11 @@ def compare(device: str) -> None:
 
     from examples.serve.paged import attend as by_kernels
 
-    for batch in batches(causal_mask_function):
-        there = [operand.to(device) for operand in batch.operands]
+    for batch in chain(batches(causal_mask_function, False), batches(causal_mask_function, True)):
+        query, pool, *exponents, tables, positions = (each.to(device) for each in batch.operands)
         # A batch has positions as a column among others.
-        there[-1] = torch.stack([there[-1], 9 * there[-1]], 1)[:, 0]
-        out = by_kernels(*there, batch.scale).cpu()
+        positions = torch.stack([positions, 9 * positions], 1)[:, 0]
+        out = by_kernels(query, pool, tables, positions, batch.scale, *exponents).cpu()
         torch.testing.assert_close(out, batch.right, rtol=1e-4, atol=1e-5)
         print("equal")
 

@@ -13,7 +13,7 @@ import torch
 from .....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Rule, Shape, dim_of, dims_of
 from ..cuts import is_interval
-from ..factors import Dim, Dims, Factors, each
+from ..factors import NOT_LINEAR, Dim, Dims, Factors, each
 from ..solution import solve
 
 _ATEN = torch.ops.aten
@@ -373,6 +373,21 @@ def _reshaped(shape: list[int], order: list[int], *, self: torch.Tensor, **_: An
     return self.view(shape).permute(order)
 
 
+def _view_dtype(case: Case) -> Answer:
+    """Other numbers for the same bits; of another width, the last dimension has other entries."""
+    dims, shape = named(case.operands[0].shape), case.shape()
+    if shape == case.operands[0].shape:
+        return _view_bits(case, dims)
+    last = dims[-1][0]
+    return moved(case, dims, (*dims[:-1], ("w",)), {last: f"is viewed as {case['dtype']}"})
+
+
+def _view_bits(case: Case, dims: Dims) -> Answer:
+    """Lay out bits that are seen as other numbers, of which no sum over ranks can be made."""
+    sizes = {dim[0]: size for dim, size in zip(dims, case.shape(), strict=True)}
+    return solve(case, Factors((dims,), (dims,), sizes, NOT_LINEAR))
+
+
 def _view_as_real(case: Case) -> Answer:
     return moved(case, dims := named(case.operands[0].shape), (*dims, ("parts",)))
 
@@ -401,6 +416,7 @@ RULES: Mapping[object, Rule] = {
     _ATEN.diagonal.default: _diagonal,
     _ATEN.diagonal_backward.default: _diagonal_backward,
     _ATEN.as_strided.default: _strided,
+    _ATEN.view.dtype: _view_dtype,
     _ATEN.view_as_real.default: _view_as_real,
     _ATEN.view_as_complex.default: _view_as_complex,
 }
@@ -410,6 +426,7 @@ SELECTING: frozenset[object] = frozenset(
         *(_ATEN.select_backward.default, _ATEN.slice.Tensor, _ATEN.slice_backward.default),
         *(_ATEN.constant_pad_nd.default, _ATEN.tril.default, _ATEN.triu.default),
         *(_ATEN.repeat.default, _ATEN.diagonal.default, _ATEN.diagonal_backward.default),
+        _ATEN.view.dtype,
     }
 )
-"""The views that leave entries out, or add some."""
+"""The views that leave entries out, add some, or see other numbers in them."""
