@@ -47,9 +47,7 @@ for (_is_float8, _has_mask), _name in _NAMES.items():
     )
     # On a mesh, ranks have the keys and values of some heads, and the queries that share them.
     _words = "rgsw", "begkw", *("begk",) * _is_float8, "t", "p", *("rhqk",) * _has_mask
-    cg.layout_rule(
-        getattr(torch.ops.cg_paged, _name).default, f"{','.join(_words)}->rgsw", cut="g"
-    )
+    cg.layout_rule(getattr(torch.ops.cg_paged, _name).default, f"{','.join(_words)}->rgsw", cut="g")
 
 
 def operator(is_float8: bool, has_mask: bool) -> Callable[..., Tensor]:

@@ -155,7 +155,9 @@ class Weights:
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         renamed = {name: self._rename(name) for name in names}
-        conversion = self.conversion(model, shapes | dict.fromkeys(filter(None, renamed.values()), ()))
+        conversion = self.conversion(
+            model, shapes | dict.fromkeys(filter(None, renamed.values()), ())
+        )
         types = {}
         for name, own in renamed.items():
             composition = conversion.compositions.get(own or "")

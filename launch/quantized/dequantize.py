@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(weight_format: WeightFormat, name: str, dtype: torch.dtype | None) -> bool:
-    """True if a stored tensor of a format may have an element type; None is one unknown to torch."""
+    """True if a stored tensor of a format may have an element type; None is of no type of torch."""
     if name in (weight_format.weight, weight_format.zero):
         is_weight = name == weight_format.weight
         packing = weight_format.packing if is_weight else weight_format.zero_packing
@@ -57,7 +57,7 @@ def dequantized(
         scale = scale.index_select(along, numbers)
         zero = None if zero is None else zero.index_select(along, numbers)
         per_row, per_column = weight_format.turned(weight_format.outputs_per_scale, 1)
-    per_row, per_column = per_row or rows, per_column or columns
+    per_row, per_column = min(per_row or rows, rows), min(per_column or columns, columns)
     shared = _filled(_filled(levels.float(), 0, per_row), 1, per_column)
     shared = shared.unflatten(1, (-1, per_column)).unflatten(0, (-1, per_row))
     if zero is not None:

@@ -19,6 +19,7 @@ from .weight_format import WeightFormat
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the names of tensors of one of several experts."""
 
+
 def keep_quantized(model: nn.Module, weights: Weights) -> tuple[str, ...]:
     """Have a model keep the linear layers quantized that a folder of weights has quantized.
 

@@ -181,10 +181,10 @@ def _of_group(name: str, group: Settings, settings: Settings) -> WeightFormat:
         raise _refused(where, "weights", weights, "a description")
     if group.get("output_activations"):
         raise _refused(where, "output_activations", "a description", "nothing there")
-    bits, kind = weights.get("num_bits"), weights.get("type", "int")
-    widths: Settings = {"float": (8,), "int": (4, 8) if stored == _PACKED else (8,)}
-    if bits not in widths.get(kind, ()) or (stored == _PACKED and kind != "int"):
-        raise _refused(where, "weights", f"{kind} of {bits} bits as {stored}", "see the guide")
+    bits, kind = int(weights.get("num_bits") or 0), weights.get("type", "int")
+    widths = {"int": (4, 8)} if stored == _PACKED else {"int": (8,), "float": (8,)}
+    if bits not in widths.get(kind, ()):
+        raise _refused(where, "weights", f"{kind} of {bits} bits as {stored}", "8 bits, or packed int of 4 or 8")
     outputs, inputs = _shared(where, weights)
     zero = "" if weights.get("symmetric", True) else "weight_zero_point"
     index = "weight_g_idx" if weights.get("actorder") == "group" else ""
@@ -221,7 +221,7 @@ def _shared(where: str, weights: Settings) -> tuple[int, int]:
         if isinstance(block, list | tuple) and len(block) == 2:
             return int(block[0]), int(block[1])
         raise _refused(where, "weights.block_structure", block, "two sizes")
-    sizes = {"tensor": (0, 0), "channel": (1, 0), "group": (1, group)}
+    sizes = {"tensor": (0, 0), "channel": (1, 0), "group": (1, int(group or 0))}
     if strategy not in sizes or (strategy == "group" and not group):
         words = "tensor, channel, group with a size, block"
         raise _refused(where, "weights.strategy", strategy, words)

@@ -132,11 +132,12 @@ class WeightFormat:
             return self._of_matrix(outputs, inputs, 1, 1, self.packing)
         if name not in (self.scale, self.zero) or math.prod(shape) == 1:
             return TensorDims()
-        has_inputs = self.inputs_per_scale and not self.by_index and len(shape) > 1
         packing = self.zero_packing if name == self.zero else None
+        has_outputs = self.outputs_per_scale and (shape[outputs] > 1 or packing is not None)
+        has_inputs = self.inputs_per_scale and not self.by_index and len(shape) > 1
         return self._of_matrix(
-            outputs if self.outputs_per_scale else None,
-            inputs if has_inputs else None,
+            outputs if has_outputs else None,
+            inputs if has_inputs and shape[inputs] > 1 else None,
             self.outputs_per_scale,
             self.inputs_per_scale,
             packing,

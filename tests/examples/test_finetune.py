@@ -30,11 +30,13 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import dynamic_module_utils  # noqa: E402
 
-from . import tiny_model  # noqa: E402 (it needs transformers)
+from ..models import quantized_folders  # noqa: E402 (it needs transformers)
+from . import tiny_model  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-import borders  # noqa: E402 (found by the line above)
+import adapters  # noqa: E402 (found by the line above)
+import borders  # noqa: E402
 import finetune  # noqa: E402
 import folders  # noqa: E402
 import weight_files  # noqa: E402
@@ -502,8 +504,8 @@ def test_a_token_beyond_the_embedding_that_no_text_has_does_no_harm(
 
 
 QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype | None, str]] = {
-    "fp8 by name": ({"quant_method": "fp8", "fmt": "e4m3"}, torch.float8_e4m3fn, "fp8, e4m3"),
-    "of a name alone": ({"quant_method": "gptq", "bits": 4}, None, "gptq"),
+    "of a name": ({"quant_method": "fp8", "fmt": "e4m3"}, torch.float8_e4m3fn, "fp8 has weight_b"),
+    "of a name alone": ({"quant_method": "bitsandbytes"}, None, "format 'bitsandbytes' is not"),
     "fp8 by type": ({}, torch.float8_e4m3fn, r"'model.*' is F8_E4M3"),
     "int8 by type": ({}, torch.int8, r"'model.*\.weight' is I8"),
 }
@@ -533,7 +535,7 @@ def test_quantized_weights(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """They are refused by both programs, before anything is loaded."""
+    """Those that are not read are refused by both programs, before anything is loaded."""
     folder, says = quantized
     monkeypatch.setattr(folders.cg, "pretrained", _goes_on)
     told = refused(monkeypatch, "--model", folder, "--out", tmp_path / "out", *TINY.split())
@@ -545,6 +547,38 @@ def test_quantized_weights(
         open_model(folder)
 
 
+def test_quantized_weights_are_trained_by_adapters_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "quantized"
+    shutil.copytree(model, folder)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(model)
+    quantized_folders.write(trained, folder, quantized_folders.FORMS["gptq"])
+    given = ("--model", folder, "--out", tmp_path / "out", *TINY.split())
+    told = refused(monkeypatch, *given)
+    assert "its weights are quantized (gptq), and steps of an optimizer would be lost" in told
+    assert "Give --lora RANK, which trains adapters beside them" in told
+
+
+@pytest.mark.parametrize("name", ["fp8", "gptq"])
+def test_adapters_over_quantized_weights(name: str, model: Path, tmp_path: Path) -> None:
+    """Losses are those of peft over the numbers that the weights stand for."""
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
+    form = quantized_folders.FORMS[name]
+    folder, out = tmp_path / "quantized", tmp_path / "out"
+    shutil.copytree(model, folder)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    quantized_folders.write(base, folder, form)
+    before = (folder / "model.safetensors").read_bytes()
+    tune(folder, out, "--steps 3 --lora 2 --pp 2 --evaluate-every 0")
+    assert (folder / "model.safetensors").read_bytes() == before
+    saved = load_file(out / "checkpoints/step-000003/adapter_model.safetensors")
+    assert all("lora_" in key and tensor.dtype is torch.float32 for key, tensor in saved.items())
+    adapted = adapters.add_adapters(base, 2, folder, 0)
+    assert isinstance(adapted, peft.PeftModel)
+    assert losses(out) == pytest.approx(train_plainly(adapted, folder, 3)[0], rel=1e-5)
+
+
 def test_tensors_of_integers_that_are_no_weights(tmp_path: Path) -> None:
     """Old folders have masks and positions; nothing is said of damaged files here."""
     tensors = {
@@ -552,10 +586,10 @@ def test_tensors_of_integers_that_are_no_weights(tmp_path: Path) -> None:
         "position_ids": torch.arange(4),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    weight_files.refuse_quantized(tmp_path)
+    assert weight_files.quantization(tmp_path) is None
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).write_bytes(b"damaged")
-    weight_files.refuse_quantized(tmp_path)
+    assert weight_files.quantization(tmp_path) is None
 
 
 def test_a_head_that_is_not_the_embedding(model: Path, tmp_path: Path) -> None:

@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from examples.serve.engine import start
-from examples.serve.lora import read_adapter
-from examples.serve.opening import open_model
 from examples.serve.requests import Sampling
 from examples.serve.settings import Options
 
 from ..models.quantized_folders import FORMS, Form, write
 from .serve_driver import Driver, Habits, differences, random_requests
 from .serve_models import FEW, logits_of
-from .test_serve_lora import write as write_adapter
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -41,9 +38,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-LEAN = replace(
-    FEW, groups=1, batches=(2,), chunks=(16,), prompt_tokens=32, warm=False, draws=False
-)
+LEAN = replace(FEW, groups=1, batches=(2,), chunks=(16,), prompt_tokens=32, warm=False, draws=False)
 
 
 def save(folder: Path, form: Form, **changes: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 SIZE = 16
@@ -249,9 +249,10 @@ def write(model: nn.Module, folder: Path, form: Form) -> None:
     """
     saved: Any = model
     saved.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
     tensors = {
-        name: tensor.contiguous()
-        for name, tensor in model.state_dict().items()
+        name: tensor
+        for name, tensor in stored.items()
         if not is_quantized(name) or name.endswith("bias")
     }
     for path, module in model.named_modules():

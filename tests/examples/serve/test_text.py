@@ -289,12 +289,12 @@ def test_quantized_weights_are_refused_before_anything_is_served(
     """ "Quantized weights": a message, and exit code 2."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
-    settings = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    settings = {"quant_method": "mxfp4", "format": "float-quantized"}
     (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
     assert command.main(["--model", str(folder), "--port", "0"]) == command.BAD_USAGE
     told = capsys.readouterr().err
     assert f"the weights in {folder} are quantized: quantization_config in config.json" in told
-    assert "says compressed-tensors, float-quantized. They are" in told
+    assert "the format 'mxfp4' is not read; there are fp8, compressed-tensors, gptq, awq." in told
 
 
 def test_a_tokenizer_that_has_outgrown_its_model_is_refused_before_anything_is_served(
