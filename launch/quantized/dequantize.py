@@ -59,7 +59,7 @@ def dequantized(
         per_row, per_column = weight_format.turned(weight_format.outputs_per_scale, 1)
     per_row, per_column = min(per_row or rows, rows), min(per_column or columns, columns)
     shared = _filled(_filled(levels.float(), 0, per_row), 1, per_column)
-    shared = shared.unflatten(1, (-1, per_column)).unflatten(0, (-1, per_row))
+    shared = shared.reshape(-1, per_row, shared.shape[1] // per_column, per_column)
     if zero is not None:
         shared = shared - _spread(zero)
     elif weight_format.offset:
@@ -97,7 +97,7 @@ def rounded(activations: ActivationFormat, x: Tensor, scale: Tensor | None) -> T
         return (_levels(activations, numbers / scale) * scale).to(x.dtype)
     size = x.shape[-1]
     width = activations.inputs_per_scale or size
-    numbers = _filled(numbers, numbers.dim() - 1, width).unflatten(-1, (-1, width))
+    numbers = _filled(numbers, x.dim() - 1, width).reshape(*x.shape[:-1], -1, width)
     steps = FLOAT8_MOST if activations.is_float else INT8_STEPS
     scales = numbers.abs().amax(-1, keepdim=True) / steps
     if activations.is_power:

@@ -184,7 +184,12 @@ def _of_group(name: str, group: Settings, settings: Settings) -> WeightFormat:
     bits, kind = int(weights.get("num_bits") or 0), weights.get("type", "int")
     widths = {"int": (4, 8)} if stored == _PACKED else {"int": (8,), "float": (8,)}
     if bits not in widths.get(kind, ()):
-        raise _refused(where, "weights", f"{kind} of {bits} bits as {stored}", "8 bits, or packed int of 4 or 8")
+        raise _refused(
+            where,
+            "weights",
+            f"{kind} of {bits} bits as {stored}",
+            "8 bits, or packed int of 4 or 8",
+        )
     outputs, inputs = _shared(where, weights)
     zero = "" if weights.get("symmetric", True) else "weight_zero_point"
     index = "weight_g_idx" if weights.get("actorder") == "group" else ""

@@ -95,17 +95,30 @@ def test_tokens_are_near_those_of_the_full_cache(tp: int, tmp_path: Path) -> Non
     logging.disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=48, vocab_size=64,
-        max_position_embeddings=64, initializer_range=0.2,
-        eos_token_id=None, bos_token_id=None, pad_token_id=None,
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=64,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
     )
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
     options = replace(
         FEW,
-        groups=1, batches=(4,), chunks=(16,), prompt_tokens=64,
-        warm=False, draws=False, tp=tp, kv_float8=True,
+        groups=1,
+        batches=(4,),
+        chunks=(16,),
+        prompt_tokens=64,
+        warm=False,
+        draws=False,
+        tp=tp,
+        kv_float8=True,
     )
     requests = [Request(prompt, 12) for prompt in ((5, 9, 11), (40,), tuple(range(16)))]
     with use_world(VirtualWorld(tp)):
@@ -134,8 +147,12 @@ def test_tokens_are_near_those_of_the_full_cache(tp: int, tmp_path: Path) -> Non
 def llama() -> Any:
     return open_model(
         LlamaConfig(
-            num_hidden_layers=4, hidden_size=512, num_attention_heads=8,
-            num_key_value_heads=4, intermediate_size=512, vocab_size=1000,
+            num_hidden_layers=4,
+            hidden_size=512,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            intermediate_size=512,
+            vocab_size=1000,
             max_position_embeddings=4096,
         )
     )

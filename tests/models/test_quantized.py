@@ -108,7 +108,12 @@ def step_of(form: Form, tp: int) -> tuple[Any, Tensor]:
     return step, torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", FORMS)
+FEW = ("fp8", "float8 channels", "packed, uneven", "gptq by activation", "awq")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in FORMS]
+)
 def test_outputs_and_gradients_are_those_of_the_plain_weight(name: str) -> None:
     """Also where ranks have pieces of the words and scales; scales of inputs are of all of them."""
     form = FORMS[name]
@@ -124,7 +129,7 @@ def test_outputs_and_gradients_are_those_of_the_plain_weight(name: str) -> None:
 
 def test_neither_travel_nor_are_kept_numbers_of_the_weights() -> None:
     """Of an input's scale over ranks a few numbers do; the backward dequantizes again."""
-    for name in ("fp8", "float8 channels", "gptq by activation"):
+    for name in ("float8 channels", "gptq by activation"):
         with use_world(VirtualWorld(2)):
             step, x = step_of(FORMS[name], 2)
             lines = step.lower(x).as_text().splitlines()
@@ -161,7 +166,7 @@ class Trained(nn.Module):
         return self.part(None, input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", ["fp8", "packed, uneven", "gptq"])
+@pytest.mark.parametrize("name", ["fp8", "gptq"])
 def test_a_folder_is_saved_as_it_was(name: str, tmp_path: Path) -> None:
     """Every tensor has the bytes and the type of its folder, whatever ranks hold."""
     folder = folder_of(tmp_path / "from", name)
