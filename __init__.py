@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .launch.models.cut_layers import cut_layers
     from .launch.models.empty_weights import empty_weights
     from .launch.models.expert_choices import expert_choices
-    from .launch.quantized.quantized_layers import keep_quantized, quantized_tensors
+    from .launch.quantized.quantized_layers import keep_quantized
     from .launch.quantized.readers import quantization
     from .launch.world.devices import DeviceError
     from .launch.world.waiting import WorldError
@@ -119,7 +119,6 @@ _HOMES = {
     "empty_weights": "launch.models.empty_weights",
     "keep_quantized": "launch.quantized.quantized_layers",
     "quantization": "launch.quantized.readers",
-    "quantized_tensors": "launch.quantized.quantized_layers",
     "pretrained": "launch.checkpoints.weights",
     "save_checkpoint": "launch.checkpoints.checkpoint",
     "load_checkpoint": "launch.checkpoints.checkpoint",
@@ -207,7 +206,6 @@ __all__ = [
     "empty_weights",
     "keep_quantized",
     "quantization",
-    "quantized_tensors",
     "rank",
     "world_size",
     "restarts",

@@ -438,6 +438,23 @@ class Half(nn.Module):
 halves = [Half.on(rank, init=cg.pretrained("."))(rank) for rank in range(2)]
 print(torch.equal(halves[1].local.part.model[3].weight.cpu(), layers[3].weight))
 
+# cg.keep_quantized
+import json
+from pathlib import Path
+
+settings = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+Path("small").mkdir()
+Path("small/config.json").write_text(json.dumps({"quantization_config": settings}))
+levels = torch.ones(8, 8).to(torch.float8_e4m3fn)
+stored = {"0.weight": levels, "0.weight_scale_inv": torch.full((2, 2), 0.5)}
+save_file(stored, "small/model.safetensors")
+with cg.empty_weights():
+    small = nn.Sequential(nn.Linear(8, 8, bias=False))
+print(sorted(cg.keep_quantized(small, cg.pretrained("small"))))
+
+# cg.quantization
+print(cg.quantization("small"), cg.quantization("."))
+
 # cg.save_checkpoint
 cg.save_checkpoint("runs/step-1", halves, state={"batches": 1})
 

@@ -38,6 +38,8 @@ SEE = {
     "cut_layers": "guide/models.md#cutting",
     "empty_weights": "guide/models.md#cutting",
     "pretrained": "guide/models.md#a-step",
+    "keep_quantized": "guide/quantised-models.md#in-a-program-of-your-own",
+    "quantization": "guide/quantised-models.md#in-a-program-of-your-own",
     "save_checkpoint": "guide/models.md#checkpoints",
     "load_checkpoint": "guide/models.md#checkpoints",
     "newest_checkpoint": "guide/models.md#checkpoints",

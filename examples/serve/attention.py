@@ -84,7 +84,7 @@ class Pages:
         return entries.view(-1, self.size, *entries.shape[1:])
 
     def _shown(self, by_blocks: Tensor) -> Tensor:
-        """What the rows are shown of a pool, [rows, kv heads, `seen`, width of both]."""
+        """The entries of a pool that the rows are shown, [rows, kv heads, `seen`, width of both]."""
         shown = by_blocks.index_select(0, self.blocks)
         return shown.view(len(self.tables), -1, *by_blocks.shape[2:]).transpose(1, 2)
 

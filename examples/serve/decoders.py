@@ -148,7 +148,7 @@ def stored_decoder(folder: Path, adapters: Sequence[Adapter] = ()) -> Model:
     quantization(folder)
     weights = cg.pretrained(folder)
     model = _empty(config, torch.float32)
-    cg.keep_quantized(model, weights)
+    quantized = cg.keep_quantized(model, weights)
     if weights.differing(model):
         # transformers does the same (`tie_weights`).
         config.tie_word_embeddings = False
@@ -160,7 +160,7 @@ def stored_decoder(folder: Path, adapters: Sequence[Adapter] = ()) -> Model:
                 "says tie_word_embeddings",
                 folder,
             )
-    return decoder(config, Stored(weights, model), _eos(folder), adapters)
+    return decoder(config, Stored(weights, model, quantized), _eos(folder), adapters)
 
 
 def decoder(
@@ -250,8 +250,7 @@ def decoder(
 def _quantized(model: Any, weights: Weights, layers: int) -> Quantized | None:
     """The weights of a model that stay quantized, in its layers; None if there are none."""
     plain = sum(p.numel() for path, p in model.named_parameters() if _is_in_layer(path))
-    weights.prepare(model)
-    names = cg.quantized_tensors(model)
+    names = weights.prepare(model)
     own = {path: p for path, p in model.named_parameters() if _is_in_layer(path)}
     left = sum(p.numel() for path, p in own.items() if path not in names)
     size = sum(p.numel() * p.element_size() for path, p in own.items() if path in names)

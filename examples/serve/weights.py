@@ -20,8 +20,12 @@ class Weights(Protocol):
         """The tensors with these names in the whole model; raises KeyError for a missing one."""
         ...
 
-    def prepare(self, model: nn.Module) -> None:
-        """Give a model, or a part of it, the kinds of layers whose tensors these weights have."""
+    def prepare(self, model: nn.Module) -> frozenset[str]:
+        """Give a model the kinds of layers whose tensors these weights have.
+
+        Returns:
+            The names of the tensors that stay quantized.
+        """
         ...
 
 
@@ -41,8 +45,8 @@ class Drawn:
             tensors[name] = (noise * self.scale + is_scale).to(dtype)
         return tensors
 
-    def prepare(self, model: nn.Module) -> None:
-        pass
+    def prepare(self, model: nn.Module) -> frozenset[str]:
+        return frozenset()
 
 
 @dataclass(frozen=True)
@@ -52,19 +56,20 @@ class Stored:
     Attributes:
         folder: by cg.pretrained.
         model: the whole model, on the meta device, prepared.
+        quantized: the names of its tensors that stay as they are stored.
     """
 
     folder: Any
     model: nn.Module
+    quantized: frozenset[str] = frozenset()
 
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         state = self.model.state_dict(keep_vars=True)
         wanted = {name: state[name] for name in parameters}
         tensors = self.folder.tensors(self.model, wanted, "the model")
-        quantized = cg.quantized_tensors(self.model)
 
         def kind(name: str) -> torch.dtype:
-            is_kept = name in quantized or not wanted[name].is_floating_point()
+            is_kept = name in self.quantized or not wanted[name].is_floating_point()
             return wanted[name].dtype if is_kept else dtype
 
         return {
@@ -72,8 +77,8 @@ class Stored:
             for name, stored in tensors.items()
         }
 
-    def prepare(self, model: nn.Module) -> None:
-        cg.keep_quantized(model, self.folder)
+    def prepare(self, model: nn.Module) -> frozenset[str]:
+        return cg.keep_quantized(model, self.folder)
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,8 @@ class Held:
     def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: self.tensors[name].to(dtype) for name in parameters}
 
-    def prepare(self, model: nn.Module) -> None:
-        pass
+    def prepare(self, model: nn.Module) -> frozenset[str]:
+        return frozenset()
 
 
 def fill(part: nn.Module, weights: Weights, dtype: torch.dtype) -> None:

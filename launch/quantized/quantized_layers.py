@@ -20,7 +20,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the names of tensors of one of several experts."""
 
 
-def keep_quantized(model: nn.Module, weights: Weights) -> tuple[str, ...]:
+def keep_quantized(model: nn.Module, weights: Weights) -> frozenset[str]:
     """Have a model keep the linear layers quantized that a folder of weights has quantized.
 
     ```python
@@ -46,7 +46,7 @@ def keep_quantized(model: nn.Module, weights: Weights) -> tuple[str, ...]:
         weights: of `cg.pretrained`.
 
     Returns:
-        The paths of the layers that are quantized.
+        The paths of the tensors of quantized layers, scales included, and biases not.
 
     Raises:
         ValueError: the folder has a format that is not read, or quantized experts, or tensors that
@@ -54,7 +54,7 @@ def keep_quantized(model: nn.Module, weights: Weights) -> tuple[str, ...]:
     """
     folder = quantized_folder(weights.folder)
     if folder is None:
-        return ()
+        return frozenset()
     layers = {
         path: module
         for path, module in model.named_modules()
@@ -67,7 +67,7 @@ def keep_quantized(model: nn.Module, weights: Weights) -> tuple[str, ...]:
         if weight_format is not None:
             chosen[path] = weight_format
     types = _types(model, weights, chosen)
-    replaced: list[str] = []
+    kept: list[str] = []
     for path, weight_format in chosen.items():
         own = _present(path, weight_format, types)
         if own is None:
@@ -76,8 +76,8 @@ def keep_quantized(model: nn.Module, weights: Weights) -> tuple[str, ...]:
         tensors = {name: _type(types[f"{path}.{name}"]) for name in own.names}
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(layers[path], own, tensors))
-        replaced.append(path)
-    return tuple(replaced)
+        kept += [f"{path}.{tensor}" for tensor in tensors]
+    return frozenset(kept)
 
 
 def _types(
@@ -146,13 +146,3 @@ def _check(
 def _type(stored: StoredType) -> TensorType:
     assert stored.dtype is not None, "it was checked"
     return TensorType(stored.shape, stored.dtype)
-
-
-def quantized_tensors(model: nn.Module) -> frozenset[str]:
-    """The paths of the tensors of quantized layers, but for biases."""
-    return frozenset(
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
-        for name in module.weight_format.names
-    )

@@ -100,7 +100,7 @@ class QuantizedLinear(nn.Linear):
         return shared
 
     def _parts(self, axes: tuple[str, ...], along: int, unit: int, size: int) -> Parts:
-        """What a cut of outputs (0) or inputs (1) must leave whole."""
+        """The runs that a cut of outputs (0) or inputs (1) must leave whole."""
         kind = ("outputs", "inputs")[along]
         return Parts(
             axes,

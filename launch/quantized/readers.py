@@ -40,7 +40,7 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class QuantizedFolder:
-    """What a folder's configuration says of its quantized layers.
+    """The quantized layers of a folder, by its configuration.
 
     Attributes:
         method: the name of the format's library.
@@ -71,7 +71,7 @@ def quantization(folder: str | os.PathLike[str]) -> str | None:
 
 
 def quantized_folder(folder: Path) -> QuantizedFolder | None:
-    """What the configuration of a folder says of quantized layers; None if it says nothing.
+    """The quantized layers of a folder, by its configuration; None if that names none.
 
     Raises:
         ValueError: the folder has them in a format that is not read.
