@@ -84,7 +84,7 @@ class Pages:
         return entries.view(-1, self.size, *entries.shape[1:])
 
     def _shown(self, by_blocks: Tensor) -> Tensor:
-        """The entries of a pool that the rows are shown, [rows, kv heads, `seen`, width of both]."""
+        """The entries that rows are shown of a pool, [rows, kv heads, `seen`, width of both]."""
         shown = by_blocks.index_select(0, self.blocks)
         return shown.view(len(self.tables), -1, *by_blocks.shape[2:]).transpose(1, 2)
 
@@ -108,13 +108,14 @@ class Pages:
         levels, powers = zip(*map(quantize, (key, value)), strict=True)
         self._keep(self.pools[layer], torch.cat(levels, -1))
         self._keep(self.exponents[layer], torch.stack(powers, -1))
-        if not self.tables.numel():
-            return key, value
-        both = self._shown(self.pool(layer)).split((key.shape[-1], value.shape[-1]), -1)
-        scales = self._shown(exponents).unbind(-1)
+        if self.tables.numel():
+            widths = key.shape[-1], value.shape[-1]
+            levels = self._shown(self.pool(layer)).split(widths, -1)
+            powers = self._shown(exponents).unbind(-1)
+        # Those of a prompt that begins are rounded, too: its tokens do not depend on its chunks.
         keys, values = (
             dequantize(numbers, scale, key.dtype)
-            for numbers, scale in zip(both, scales, strict=True)
+            for numbers, scale in zip(levels, powers, strict=True)
         )
         return keys, values
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..checkpoints.weights import Weights
 from ..conversions.conversion import StoredType
 from .dequantize import takes
-from .quantized_linear import QuantizedLinear, TensorType
+from .quantized_linear import QuantizedLinear
 from .readers import READABLE, quantized_folder
 from .weight_format import WeightFormat
 
@@ -73,7 +73,7 @@ def keep_quantized(model: nn.Module, weights: Weights) -> frozenset[str]:
         if own is None:
             continue
         _check(weights.folder, path, layers[path], own, types)
-        tensors = {name: _type(types[f"{path}.{name}"]) for name in own.names}
+        tensors = {name: types[f"{path}.{name}"] for name in own.names}
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(layers[path], own, tensors))
         kept += [f"{path}.{tensor}" for tensor in tensors]
@@ -141,8 +141,3 @@ def _check(
             raise ValueError(
                 f"'{path}.{name}' is {stored.dtype} in {folder}, which {weight_format.name} has not"
             )
-
-
-def _type(stored: StoredType) -> TensorType:
-    assert stored.dtype is not None, "it was checked"
-    return TensorType(stored.shape, stored.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,16 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 from ...tracer.values.plan import Parts, Sharding, cut
+from ..conversions.conversion import StoredType
 from .dequantize import dequantized, rounded
 from .weight_format import WeightFormat
-
-
-@dataclass(frozen=True)
-class TensorType:
-    """The shape and the element type of a stored tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class QuantizedLinear(nn.Linear):
@@ -37,7 +29,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     def __init__(
-        self, old: nn.Linear, weight_format: WeightFormat, types: Mapping[str, TensorType]
+        self, old: nn.Linear, weight_format: WeightFormat, types: Mapping[str, StoredType]
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = old.in_features, old.out_features

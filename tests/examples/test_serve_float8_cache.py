@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 from transformers.utils import logging
 
 from cg.backends.virtual.world import VirtualWorld
@@ -20,15 +20,17 @@ from examples.serve.defaults import Given, Hardware, choose
 from examples.serve.engine import start
 from examples.serve.float8_cache import dequantize, quantize
 from examples.serve.opening import open_model
+from examples.serve.requests import Sampling
 
 from ..sampling import examples
-from .serve_driver import Driver, Habits, Request
+from .float8_oracle import Float8Cache
+from .serve_driver import Driver, Habits, differences, random_requests
 from .serve_models import FEW
 
 GIB = 1 << 30
 SMALLEST = 2.0**-14
 """Numbers that are smaller, beside the largest of a vector, have fewer bits."""
-NEAR = 0.5
+NEAR = 0.3
 """How far the logit of a token may be from the best one's, in deviations of its row."""
 
 
@@ -61,28 +63,6 @@ def test_vectors_of_zeros_and_of_no_numbers_stay() -> None:
     torch.testing.assert_close(back[2], vectors[2], rtol=1 / 16, atol=0)
 
 
-class Float8Cache(DynamicCache):
-    """A cache of transformers that keeps what float8 keeps, and shows a prompt its own numbers."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        is_prompt = not self.get_seq_length(layer_idx)
-        kept = [dequantize(*quantize(each), each.dtype) for each in (key_states, value_states)]
-        shown = super().update(*kept, layer_idx, *args, **kwargs)
-        return (key_states, value_states) if is_prompt else shown
-
-
-def by_steps(model: Any, request: Request) -> Tensor:
-    """The logits of each token of an answer, one after the other, from keys in float8."""
-    cache, ids, rows = Float8Cache(), request.prompt, []
-    for token in request.out:
-        with torch.no_grad():
-            rows.append(model(torch.tensor([ids]), past_key_values=cache).logits[0, -1])
-        ids = (token,)
-    return torch.stack(rows)
-
-
 def behind(logits: Tensor, tokens: list[int]) -> Tensor:
     """How far the logits of tokens are behind the best ones, in deviations of a row."""
     drawn = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -111,21 +91,16 @@ def test_tokens_are_near_those_of_the_full_cache(tp: int, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     options = replace(
         FEW,
-        groups=1,
-        batches=(4,),
-        chunks=(16,),
-        prompt_tokens=64,
-        warm=False,
-        draws=False,
-        tp=tp,
-        kv_float8=True,
+        groups=1, batches=(2,), chunks=(16,), prompt_tokens=32,
+        warm=False, draws=False, tp=tp, kv_float8=True,
     )
-    requests = [Request(prompt, 12) for prompt in ((5, 9, 11), (40,), tuple(range(16)))]
     with use_world(VirtualWorld(tp)):
         engine = start(tmp_path, options)
         assert engine is not None
-        habits = Habits(seed=3, chunk=16, ragged=False, companions=3, sharing=False)
-        Driver(engine, habits).run(requests)
+        requests = [
+            replace(each, sampling=Sampling()) for each in random_requests(4, 3, engine.limits)
+        ]
+        Driver(engine, Habits(seed=3, chunk=16, companions=2)).run(requests)
         (stage,) = engine.graphs.stages
         buffers = next(iter(stage.instances.values())).named_buffers()
         pools = [tensor for name, tensor in buffers if name.startswith("pool")]
@@ -133,15 +108,21 @@ def test_tokens_are_near_those_of_the_full_cache(tp: int, tmp_path: Path) -> Non
     entries = options.blocks * options.block_size
     assert {tensor.dtype for tensor in pools} == {torch.uint8}
     assert sum(tensor.nbytes for tensor in pools) == 2 * entries * 2 * (16 + 2) // tp
-    differs = 0
+
+    def rounded(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(ids, past_key_values=Float8Cache()).logits
+        return logits
+
+    assert differences(rounded, requests)[0] == 0
+    distances = []
     for request in requests:
-        assert float(behind(by_steps(model, request), request.out).max()) < 1e-4
         with torch.no_grad():
             full = model(torch.tensor([(*request.prompt, *request.out)])).logits[0]
-        distance = behind(full[len(request.prompt) - 1 : -1], request.out)
-        assert float(distance.max()) <= NEAR
-        differs += int((distance > 0).sum())
-    assert differs <= 4, "of 36 tokens"
+        distances.append(behind(full[len(request.prompt) - 1 : -1], request.out))
+    distance = torch.cat(distances)
+    assert float(distance.max()) <= NEAR
+    assert int((distance > 0).sum()) <= 0.2 * len(distance)
 
 
 def llama() -> Any:

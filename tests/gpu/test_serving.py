@@ -101,9 +101,15 @@ def _write_mixture(path: Path) -> None:
     MixtralForCausalLM(config).save_pretrained(path)
 
 
-def generated(model: Path) -> list[str]:
-    """What transformers makes of each prompt on the host, in float32."""
+def generated(model: Path, is_float8: bool) -> list[str]:
+    """What transformers makes of each prompt on the host, in float32.
+
+    Args:
+        is_float8: whether its cache rounds keys and values to float8, as the server's does.
+    """
     import transformers
+
+    from ..examples.float8_oracle import Float8Cache
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -117,6 +123,7 @@ def generated(model: Path) -> list[str]:
             min_new_tokens=COUNT,
             do_sample=False,
             pad_token_id=0,
+            past_key_values=Float8Cache() if is_float8 else None,
         )
         texts.append(tokenizer.decode(out[0, len(prompt) :]))
     return texts
@@ -177,7 +184,8 @@ def check(case: Case, models: Models, folder: Path, device: str) -> None:
     skip_if_lacking(case)
     with serving(models.words(case.command), folder / "log", device) as url:
         answers = [complete(url, prompt) for prompt in PROMPTS * 2]
-    assert answers == generated(models.served_by(case.command)) * 2
+    is_float8 = case.command.option("--kv-dtype") == "fp8"
+    assert answers == generated(models.served_by(case.command), is_float8) * 2
 
 
 @pytest.mark.parametrize("case", [*map(on_gpus, SERVERS)])
@@ -197,6 +205,7 @@ def test_the_server_is_run_on_one_rank_in_two_stages_and_cut() -> None:
     serve = f"{Path('python')} -m examples.serve -n 1 --model DIR"
     assert [str(c.command) for c in cases(1) if c.command.name == "serve"] == [
         serve,
+        f"{serve} --kv-dtype fp8",
         f"{serve} --draft ngram",
         f"{serve} --draft SMALL --draft-tokens 3",
     ]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
+from cg.launch.conversions.conversion import StoredType
 from cg.launch.quantized.dequantize import dequantized, rounded
-from cg.launch.quantized.quantized_linear import QuantizedLinear, TensorType
+from cg.launch.quantized.quantized_linear import QuantizedLinear
 from cg.launch.quantized.readers import read_settings
 from cg.launch.world.world import use_world
 
@@ -32,7 +33,7 @@ def layer_of(form: Form, plain: nn.Linear) -> tuple[QuantizedLinear, Tensor]:
     weight_format = read_settings(form.settings).choose("up", ("Linear",))
     assert weight_format is not None
     types = {
-        name: TensorType(tuple(made.tensors[name].shape), made.tensors[name].dtype)
+        name: StoredType(tuple(made.tensors[name].shape), made.tensors[name].dtype)
         for name in weight_format.names
     }
     layer = QuantizedLinear(plain, weight_format, types)
