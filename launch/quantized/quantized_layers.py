@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoints.weights import Weights
 from ..conversions.conversion import StoredType
-from .dequantize import takes
+from .dequantize import FLOATS, takes
 from .quantized_linear import QuantizedLinear
 from .readers import READABLE, quantized_folder
 from .weight_format import WeightFormat
@@ -84,7 +84,7 @@ def _types(
     model: nn.Module, weights: Weights, chosen: Mapping[str, WeightFormat]
 ) -> Mapping[str, StoredType]:
     """The types of stored tensors, by the names that the model would have for them."""
-    experts = next((name for name in weights.files if EXPERT.search(name)), None)
+    experts = next((name for name in weights.files if _is_quantized_expert(name, weights)), None)
     if experts is not None and not any(EXPERT.search(f".{path}.") for path in chosen):
         raise ValueError(
             f"the weights in {weights.folder} are quantized, with those of experts, such as "
@@ -92,6 +92,12 @@ def _types(
         )
     names = [f"{path}.{name}" for path, own in chosen.items() for name in own.names]
     return weights.types(model, names)
+
+
+def _is_quantized_expert(name: str, weights: Weights) -> bool:
+    """True for a tensor of one of several experts that has no plain numbers."""
+    dtype = weights.files[name].dtypes[name]
+    return EXPERT.search(name) is not None and dtype not in FLOATS
 
 
 def _present(

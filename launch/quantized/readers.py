@@ -261,7 +261,10 @@ def _gptq(settings: Settings) -> Choose:
     bits = settings.get("bits")
     if bits not in (2, 4, 8):
         raise _refused("gptq", "bits", bits, "2, 4 or 8")
-    layout = _only("gptq", settings, "checkpoint_format", ("gptq", "gptq_v2"))
+    layouts = ("gptq", "gptq_v2")
+    layout = _only("gptq", settings, "checkpoint_format", layouts)
+    if settings.get("checkpoint_format") is None:
+        layout = _only("gptq", settings, "format", layouts)
     _only("gptq", settings, "pack_dtype", ("int32",))
     if settings.get("dynamic"):
         raise _refused("gptq", "dynamic", "layers of their own", "one format for all layers")
@@ -285,9 +288,10 @@ def _awq(settings: Settings) -> Choose:
     bits = settings.get("bits", settings.get("w_bit"))
     if bits != 4:
         raise _refused("awq", "bits", bits, "4")
-    version = str(settings.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise _refused("awq", "version", version, "gemm")
+    for name in ("version", "format"):
+        version = str(settings.get(name) or "gemm").lower()
+        if version != "gemm":
+            raise _refused("awq", name, version, "gemm")
     if not settings.get("zero_point", True):
         raise _refused("awq", "zero_point", False, "true")
     packing = Packing(bits, 1, AWQ_ORDER)

@@ -91,8 +91,14 @@ def test_tokens_are_near_those_of_the_full_cache(tp: int, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     options = replace(
         FEW,
-        groups=1, batches=(2,), chunks=(16,), prompt_tokens=32,
-        warm=False, draws=False, tp=tp, kv_float8=True,
+        groups=1,
+        batches=(2,),
+        chunks=(16,),
+        prompt_tokens=32,
+        warm=False,
+        draws=False,
+        tp=tp,
+        kv_float8=True,
     )
     with use_world(VirtualWorld(tp)):
         engine = start(tmp_path, options)

@@ -22,7 +22,7 @@ from cg.launch.quantized.readers import read_settings
 from cg.launch.world.world import use_world
 
 from .families import model_of
-from .quantized_folders import FORMS, SIZE, Form, float8_blocks, write
+from .quantized_folders import FORMS, SIZE, Form, float8_blocks, gptq, write
 
 WIDE, HIDDEN = 4 * SIZE, 2 * SIZE
 
@@ -235,6 +235,8 @@ def test_plans_cut_between_scales_and_words_alone(tmp_path: Path) -> None:
         ("gptq", {"bits": 3}, "gptq has bits 3, and what is read is 2, 4 or 8"),
         ("gptq", {"dynamic": {"-:.*": {}}}, "gptq has dynamic"),
         ("awq", {"version": "gemv"}, "awq has version 'gemv', and what is read is gemm"),
+        ("awq", {"format": "gemv_fast"}, "awq has format 'gemv_fast', and what is read is gemm"),
+        ("gptq", {"format": "marlin"}, "gptq has format 'marlin', and what is read is gptq or"),
         ("awq", {"quant_method": "bitsandbytes"}, "format 'bitsandbytes' is not read; there are"),
         ("awq", {"quant_method": "mxfp4"}, "the format 'mxfp4' is not read; there are fp8, comp"),
     ],
@@ -296,9 +298,35 @@ def test_ragged_sizes_and_scales_of_powers_of_two() -> None:
     torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_format", "format"])
+def test_zero_points_of_both_layouts_of_gptq(name: str) -> None:
+    """The second one stores them as they are."""
+    made = gptq(torch.randn(16, 32, generator=torch.Generator().manual_seed(0)))
+    zeros = made.tensors["qzeros"] + 0x11111111  # none of them is 15
+    settings = {**FORMS["gptq"].settings, name: "gptq_v2"}
+    weight_format = read_settings(settings).choose("any", ())
+    assert weight_format is not None
+    numbers = dequantized(weight_format, made.tensors | {"qzeros": zeros}, 16, 32)
+    assert torch.equal(numbers, made.weight)
+
+
+def test_inputs_are_cast_by_autocast_as_those_of_plain_layers() -> None:
+    plain = nn.Linear(HIDDEN, WIDE).requires_grad_(False)
+    layer, plain.weight.data = layer_of(FORMS["gptq"], plain)
+    found, right = (torch.randn(3, HIDDEN).requires_grad_() for _ in range(2))
+    right.data.copy_(found.data)
+    for module, x in ((layer, found), (plain, right)):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(x)
+        assert output.dtype is torch.bfloat16
+        output.float().square().mean().backward()
+    torch.testing.assert_close(found.grad, right.grad, rtol=2e-2, atol=1e-4)
+
+
 def test_experts_are_refused(tmp_path: Path) -> None:
     """transformers stacks their weights, which are stored one by one."""
-    tensors = {"model.layers.0.mlp.experts.0.up_proj.weight_scale_inv": torch.ones(1, 1)}
+    levels = torch.ones(1, 1).to(torch.float8_e4m3fn)
+    tensors = {"model.layers.0.mlp.experts.0.up_proj.weight": levels}
     folder = folder_of(tmp_path, "fp8")
     stored = load_file(folder / "model.safetensors")
     save_file(stored | tensors, folder / "model.safetensors", {"format": "pt"})
