@@ -374,18 +374,18 @@ def _reshaped(shape: list[int], order: list[int], *, self: torch.Tensor, **_: An
 
 
 def _view_dtype(case: Case) -> Answer:
-    """Other numbers for the same bits; of another width, the last dimension has other entries."""
-    dims, shape = named(case.operands[0].shape), case.shape()
-    if shape == case.operands[0].shape:
-        return _view_bits(case, dims)
-    last = dims[-1][0]
-    return moved(case, dims, (*dims[:-1], ("w",)), {last: f"is viewed as {case['dtype']}"})
+    """Other numbers for the same bits, of which no sum over ranks can be made.
 
-
-def _view_bits(case: Case, dims: Dims) -> Answer:
-    """Lay out bits that are seen as other numbers, of which no sum over ranks can be made."""
-    sizes = {dim[0]: size for dim, size in zip(dims, case.shape(), strict=True)}
-    return solve(case, Factors((dims,), (dims,), sizes, NOT_LINEAR))
+    Of another width, the last dimension has other entries.
+    """
+    before, after = case.operands[0].shape, case.shape()
+    dims = named(before)
+    result, keep = dims, {}
+    sizes = {dim[0]: size for dim, size in zip(dims, before, strict=True)}
+    if before != after:
+        result, sizes["w"] = (*dims[:-1], ("w",)), after[-1]
+        keep = dict.fromkeys(("w", dims[-1][0]), f"is viewed as {case['dtype']}")
+    return solve(case, Factors((dims,), (result,), sizes, NOT_LINEAR, keep))
 
 
 def _view_as_real(case: Case) -> Answer:
