@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.conversions.conversion import StoredType
-from cg.launch.quantized.dequantize import dequantized, rounded
+from cg.launch.quantized.dequantize import dequantized, rounded, unpacked
 from cg.launch.quantized.quantized_linear import QuantizedLinear
 from cg.launch.quantized.readers import read_settings
+from cg.launch.quantized.weight_format import Packing
 from cg.launch.world.world import use_world
 
 from .families import model_of
-from .quantized_folders import FORMS, SIZE, Form, float8_blocks, gptq, write
+from .quantized_folders import FORMS, SIZE, Form, float8_blocks, gptq, packed, write
 
 WIDE, HIDDEN = 4 * SIZE, 2 * SIZE
 
@@ -308,6 +309,18 @@ def test_zero_points_of_both_layouts_of_gptq(name: str) -> None:
     assert weight_format is not None
     numbers = dequantized(weight_format, made.tensors | {"qzeros": zeros}, 16, 32)
     assert torch.equal(numbers, made.weight)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_integers_are_unpacked(bits: int, dimension: int) -> None:
+    """Along either dimension, also where the last word is not full."""
+    generator = torch.Generator().manual_seed(bits)
+    integers = torch.randint(1 << bits, (5, 21), generator=generator)
+    words = packed(integers, bits)
+    packing = Packing.in_order(bits, dimension)
+    found = unpacked(packing, words if dimension else words.t(), 21)
+    assert torch.equal(found if dimension else found.t(), integers.int())
 
 
 def test_inputs_are_cast_by_autocast_as_those_of_plain_layers() -> None:
