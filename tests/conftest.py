@@ -113,9 +113,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to test another checkout's code, or the checkout where the wheel is meant.
 
-    Tests stay on the host, wherever they run; those of GPUs say otherwise.
+    Tests stay on the host, wherever they run; those of GPUs say otherwise. They share no compile
+    cache with the user, or with each other: it would hide faults of what is compiled afresh.
     """
     os.environ.setdefault("CG_DEVICE", "cpu")
+    os.environ["CG_CACHE"] = ""  # tests of the cache say otherwise
     times = config.getoption("--times")
     if times is not None:
         count = NAMED * times

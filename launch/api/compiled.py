@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from ...ir.pipeline.costs import Costs
 from ...tracer.errors import TraceError
 from ...tracer.record.session.session import is_tracing
 from ...tracer.source import caller_location
+from ..cache.compile_cache import cache_of
 from ..measure.profiling import ProfiledPrograms, watch
 from ..measure.recording import RecordedTimes, record
 from ..runtime import driven_graphs as graphs
@@ -66,6 +67,7 @@ class Compiled(Programs):
         self._watched: list[ProfiledPrograms] = []
         self._open_graph: graphs.OpenGraph | None = None
         self._launch: graphs.Launch | None = None
+        self._behind: Callable[[], None] | None = cache_of(world).write_behind
         if driver is None:
             for index in range(len(variants)):
                 self._runtime(index)
@@ -75,6 +77,7 @@ class Compiled(Programs):
             self._picks = [variant.pick(driver) for variant in variants]
             guarded = any(variant.trace.guards for variant in variants)
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
+            self._write_behind(self._behind)
 
     def state_dict(self) -> dict[str, int]:
         """The state that random numbers depend on, to be saved with the state of the actors.
@@ -143,6 +146,8 @@ class Compiled(Programs):
             return self.variants[variant].trace.outputs.rebuild(outputs) if self._returns else None
         finally:
             lock.release()
+            if self._behind is not None:
+                self._write_behind(self._behind)
 
     # -- from the driver --------------------------------------------------------------------
 
@@ -306,6 +311,11 @@ class Compiled(Programs):
             ValueError: it is less than 1.
         """
         return Repeated(executions, self._record, self._world)
+
+    def _write_behind(self, write: Callable[[], None]) -> None:
+        """Let the compile cache write what this start has made."""
+        self._behind = None
+        write()
 
     # -- making it --------------------------------------------------------------------------
 

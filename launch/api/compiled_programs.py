@@ -22,10 +22,10 @@ from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
 from ...tracer.record.trace import Trace
+from ..cache.program_entries import Scheduled
 from ..pictures.compiled_picture import timeline_of, write_compiled
 from ..runtime.plans_on_disk import write_plan
 from .fusing import Fused
-from .select_schedule import Scheduled
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.method.binding import definition
 from ...tracer.record.actors.undo import Undo
 from ...tracer.record.trace import Trace
+from ..cache.compile_cache import cache_of
+from ..cache.program_entries import Scheduled
 from ..runtime.agreement import check_compilation, check_fuse, check_memory
 from ..runtime.numbering import Definition, Numbering
 from ..runtime.step_lock import lock_of
@@ -40,13 +42,11 @@ from .fusing import Fusing
 from .optimistic import Optimistic
 from .parameter_names import check_keywords
 from .select_schedule import (
-    Scheduled,
     check_costs,
     choose_remat,
-    choose_residency,
+    compile_module,
     costs_of,
     refuse_two_limits,
-    run_passes,
     wants_costs,
     wants_memory,
     wants_remat,
@@ -421,12 +421,11 @@ class Lowered:
         trace = fit.trace
         dumped = make_dump(options, self._step.name, self._world)
         sink = dumped if dumped is not None and dumped.is_wanted else None
-        chosen = choose_residency(options.fsdp, options.schedule, trace.module, pipeline_of)
-        pipeline = functools.partial(pipeline_of, fsdp=chosen)
         if options.plan is not None:
             scheduled = Scheduled(options.plan.module, [], "")
         else:
-            scheduled = run_passes(options.schedule, trace.module, pipeline, sink)
+            more = pipeline_of, sink, cache_of(self._world)
+            scheduled = compile_module(options.fsdp, options.schedule, trace.module, *more)
         module = scheduled.module
         if self._world.rank == 0:
             for remark in scheduled.remarks:

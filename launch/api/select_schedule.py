@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ...ir.text.diagnostics import IRError
 from ...ir.text.files import read_text
 from ...passes.base import Pipeline
 from ...passes.frontend.fsdp import Fsdp
-from ...passes.manager.manager import DumpSink, PassReport, run_on_copy
+from ...passes.manager.manager import DumpSink, run_on_copy
 from ...passes.manager.pipelines import default_pipeline
 from ...passes.schedules import (
     Order,
@@ -34,6 +34,8 @@ from ...passes.simulate.program_simulator import simulate_programs
 from ...passes.simulate.residency import Residency, ResidencyError
 from ...passes.simulate.stage_memory import StageMemory, stage_memory
 from ...tracer.errors import TraceError
+from ..cache.compile_cache import CompileCache
+from ..cache.program_entries import Scheduled, from_cache
 
 PipelineOf = Callable[[Schedule | None], Pipeline]
 """The passes that compile a step with a schedule."""
@@ -231,25 +233,34 @@ def _stages(module: Module) -> tuple[StageMemory, Stages]:
     return stage_memory(copy), pipelines[0]
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """A module that the passes have scheduled.
+def compile_module(
+    residency: Residency | None,
+    schedule: Schedule | None,
+    module: Module,
+    pipeline_of: Callable[..., Pipeline],
+    sink: DumpSink | None,
+    cache: CompileCache,
+) -> Scheduled:
+    """The programs of a traced module, of an earlier start or made now.
 
-    Attributes:
-        module: the programs.
-        reports: what each pass did.
-        choice: what a search chose and why, a line for each pipeline of the step; empty if the
-            schedule does not search.
+    Args:
+        residency: the `fsdp` of `compile`.
+        schedule, module: as for `run_passes`.
+        pipeline_of: the passes for a schedule; with `fsdp=` for the pass that gathers.
+        sink: hears of every pass, so that all have to run; None: nobody listens.
+        cache: where earlier starts have kept programs.
+
+    Raises:
+        IRError, ValueError, TraceError: as the passes, and `choose_residency`, do.
     """
 
-    module: Module
-    reports: list[PassReport]
-    choice: str
+    def make() -> Scheduled:
+        fsdp = choose_residency(residency, schedule, module, pipeline_of)
+        return run_passes(schedule, module, partial(pipeline_of, fsdp=fsdp), sink)
 
-    @property
-    def remarks(self) -> list[str]:
-        """Lines on the decisions of passes, for users."""
-        return [remark for report in self.reports for remark in report.remarks]
+    if sink is not None:
+        return make()
+    return from_cache(cache, module, (residency, schedule, pipeline_of), make)
 
 
 def run_passes(
@@ -290,7 +301,7 @@ def run_passes(
                 stacklevel=5,
             )
             choice = f"{fallback.name}: no order mixes forwards and backwards"
-            return replace(scheduled, choice=choice)
+            return replace(scheduled, choice=choice, is_other=True)
         raise
 
 

@@ -68,6 +68,8 @@ class Config:
     """The folder of the rank registry (`job/rank_registry.py`); None: there is none."""
     restarts: int = 0
     """How often the launcher has started the job again."""
+    cache: Path | None = None
+    """The folder of the compile cache; None: there is none."""
     launch: Launch | None = None
     """The launch of this process by an MPI launcher; None: there was none."""
     foreign: Foreign | None = None
@@ -86,19 +88,19 @@ class Config:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
-        """Read `environ`. An empty variable counts as not set.
+        """Read `environ`. An empty variable counts as not set, but for those that say otherwise.
 
         Raises:
             ConfigError: a variable has a value that it does not take.
         """
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"cache": _user_cache(environ)}
         for variable in VARIABLES:
             text = environ.get(variable.name, "").strip()
-            if text:
+            if text or (variable.takes_blank and variable.name in environ):
                 fields[variable.field] = variable.value(text)
         return cls(
             **fields,
-            set_fields=frozenset(fields),
+            set_fields=frozenset(v.field for v in VARIABLES if environ.get(v.name, "").strip()),
             launch=_launch(environ),
             foreign=foreign.detect(environ),
             preset_threads=frozenset(name for name in THREAD_VARIABLES if environ.get(name)),
@@ -116,6 +118,8 @@ class Setting:
     default: str
     meaning: str
     parse: Callable[[str], object]
+    takes_blank: bool = False
+    """Whether an empty text is a value."""
 
     def value(self, text: str) -> object:
         """The field's value.
@@ -237,6 +241,19 @@ def _word(text: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9]*", text):
         raise ValueError(text)
     return text
+
+
+def _folder(text: str) -> Path | None:
+    return Path(text).expanduser() if text else None
+
+
+def _user_cache(environ: Mapping[str, str]) -> Path | None:
+    """The folder `cg` in the user's folder of caches; None where the user has no home."""
+    caches = environ.get("XDG_CACHE_HOME", "")
+    if caches:
+        return Path(caches) / "cg"
+    home = environ.get("HOME", "")
+    return Path(home) / ".cache" / "cg" if home else None
 
 
 def _switches(text: str) -> str:
@@ -376,6 +393,15 @@ VARIABLES = (
         "How often the job has been started again. `cg.launch` sets it, and `cg.restarts()` "
         "returns it.",
         _whole,
+    ),
+    Setting(
+        "CG_CACHE",
+        "cache",
+        "a directory, which is made where it does not exist; empty for no cache",
+        "`cg` in `$XDG_CACHE_HOME` or `~/.cache`",
+        "Where traces and programs are kept for the next start.",
+        _folder,
+        takes_blank=True,
     ),
     Setting(
         "CG_NCCL_NONBLOCKING",

@@ -1,0 +1,91 @@
+"""The compile cache of a process: what it reads at once, and what it writes behind the first step.
+
+A start that has nothing to read should take no longer for that. So texts are made and written by a
+thread, after the first execution of a step, and at the latest when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ...backends.base import World
+from ...backends.per_world import PerWorld
+from ..environment.config import config
+from .entry_store import EntryStore
+
+_LOG = logging.getLogger("cg")
+
+Write = Callable[[EntryStore], None]
+"""Makes a text and writes it."""
+
+
+@dataclass(eq=False)
+class CompileCache:
+    """The cache of a process; without a store it has nothing, and keeps nothing.
+
+    Attributes:
+        store: the files.
+    """
+
+    store: EntryStore | None = None
+    _pending: list[Write] = field(default_factory=list)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is read or kept."""
+        return self.store is not None
+
+    def read(self, kind: str, key: str, most: int = 1) -> Iterator[str]:
+        """The texts of a key, the youngest first, as `EntryStore.read` gives them."""
+        if self.store is not None:
+            yield from self.store.read(kind, key, most)
+
+    def keep(self, kind: str, key: str, make_text: Callable[[], str], most: int = 1) -> None:
+        """Write a text later.
+
+        Args:
+            kind, key, most: as in `EntryStore.write`.
+            make_text: makes the text when it is to be written.
+        """
+        if self.store is not None:
+            self._pending.append(lambda store: store.write(kind, key, make_text(), most))
+
+    def write_behind(self) -> None:
+        """Write what is to be kept, in a thread."""
+        if self._pending:
+            threading.Thread(target=self.flush, name="cg compile cache").start()
+
+    def flush(self) -> None:
+        """Write what is to be kept, now."""
+        with self._writing:
+            if self.store is None or not self._pending:
+                return
+            while self._pending:
+                write = self._pending.pop(0)
+                try:
+                    write(self.store)
+                except OSError as error:
+                    _LOG.info("compile cache: cannot write to %s: %s", self.store.folder, error)
+            self.store.make_room()
+
+
+_CACHES: PerWorld[CompileCache] = PerWorld()
+
+
+def cache_of(world: World) -> CompileCache:
+    """The compile cache of a world's process, as CG_CACHE says at the first call."""
+    return _CACHES.of(world, _opened)
+
+
+def _opened() -> CompileCache:
+    folder = config().cache
+    if folder is None:
+        return CompileCache()
+    cache = CompileCache(EntryStore(folder))
+    atexit.register(cache.flush)
+    return cache

@@ -1,0 +1,125 @@
+"""Programs in the compile cache: what all passes have made of a traced module.
+
+A program follows from the text of the traced module, the schedule, the options of passes and cg's
+own code: passes are pure functions. It is kept where making it has taken long, as a search does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ...ir.ops.module import Module
+from ...ir.phases import Phase
+from ...ir.text.diagnostics import IRError
+from ...ir.text.parser import parse_module
+from ...ir.text.printer import format_module
+from ...ir.verify.verifier import verify
+from ...passes.manager.manager import PassReport
+from .canonical import Unkeyable, canonical
+from .compile_cache import CompileCache
+from .source_digest import source_digest
+
+_LOG = logging.getLogger("cg")
+_KIND = "programs"
+
+LONG = 0.25
+"""Seconds; a program that is made faster is not kept, since reading it would gain little."""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A module that the passes have scheduled.
+
+    Attributes:
+        module: the programs.
+        reports: what each pass did.
+        choice: what a search chose and why, a line for each pipeline of the step; empty if the
+            schedule does not search.
+        is_other: whether the schedule is another one than was asked for, of which a warning tells.
+    """
+
+    module: Module
+    reports: list[PassReport]
+    choice: str
+    is_other: bool = False
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines on the decisions of passes, for users."""
+        return [remark for report in self.reports for remark in report.remarks]
+
+
+def from_cache(
+    cache: CompileCache,
+    module: Module,
+    options: Sequence[Any],
+    make: Callable[[], Scheduled],
+    long: float = LONG,
+) -> Scheduled:
+    """The programs of a traced module, of an earlier start or made now.
+
+    A module that was read is verified like a fresh one, and ranks compare its digest.
+
+    Args:
+        cache: where to look.
+        module: traced.
+        options: all else that `make` depends on.
+        make: makes the programs.
+        long: the seconds from which on they are kept.
+    """
+    if not cache.is_on:
+        return make()
+    try:
+        key = _key(module, options)
+    except Unkeyable as reason:
+        _LOG.info("compile cache: the programs of step %s are not kept: %s", module.name, reason)
+        return make()
+    for text in cache.read(_KIND, key):
+        scheduled = _parsed(text, module)
+        if scheduled is not None:
+            _LOG.debug("compile cache: the programs of step %s are those of before", module.name)
+            return scheduled
+    began = time.perf_counter()
+    scheduled = make()
+    seconds = time.perf_counter() - began
+    if seconds >= long and not scheduled.is_other:
+        cache.keep(_KIND, key, lambda: _text(scheduled))
+        _LOG.debug("compile cache: the programs of step %s took %.2f s", module.name, seconds)
+    return scheduled
+
+
+def _key(module: Module, options: Sequence[Any]) -> str:
+    """All that programs depend on.
+
+    Raises:
+        Unkeyable: an option has no text.
+    """
+    texts = source_digest(), format_module(module, locations=True), canonical(tuple(options))
+    return "\0".join(texts)
+
+
+def _text(scheduled: Scheduled) -> str:
+    facts = {"choice": scheduled.choice, "reports": list(map(asdict, scheduled.reports))}
+    return f"{json.dumps(facts)}\n{format_module(scheduled.module, locations=True)}"
+
+
+def _parsed(text: str, traced: Module) -> Scheduled | None:
+    """The programs of a text; None if it does not hold valid ones for such a step."""
+    facts, _, program = text.partition("\n")
+    try:
+        content = json.loads(facts)
+        reports = [PassReport(**{**r, "remarks": tuple(r["remarks"])}) for r in content["reports"]]
+        scheduled = Scheduled(parse_module(program, "the compile cache"), reports, content["choice"])
+        verify(scheduled.module)
+    except (ValueError, KeyError, TypeError, IRError) as error:
+        _LOG.info("compile cache: programs of step %s are damaged: %s", traced.name, error)
+        return None
+    module = scheduled.module
+    if (module.name, module.world, module.phase) != (traced.name, traced.world, Phase.SCHEDULED):
+        return None
+    return replace(scheduled, module=module)
