@@ -24,6 +24,7 @@ from ...tracer.record.session.signature import (
 from ...tracer.record.step import trace_step
 from ...tracer.record.trace import Trace
 from ...tracer.torch_modes import Ambient
+from ..cache.trace_entries import new_traces
 from ..environment.config import config
 from ..runtime.agreement import TraceRequest
 from ..runtime.driven_graphs import check_outside
@@ -197,7 +198,7 @@ class Step:
             InputError: the step does not take these arguments.
             TraceError: the function, or a method that it calls, cannot be traced.
         """
-        trace = functools.partial(self._trace, args, kwargs, Traces())
+        trace = functools.partial(self._trace, args, kwargs, new_traces())
         return Lowered(self._definition, [trace()], world(), [Again(trace)], (args, kwargs))
 
     def lower_many(self, signatures: Sequence[Any]) -> Lowered:
@@ -224,7 +225,7 @@ class Step:
             )
         if not signatures:
             raise ValueError(f"lower_many() of {self.__name__} takes at least one set of arguments")
-        traces = Traces()
+        traces = new_traces()
         again = [
             Again(functools.partial(self._trace_entry, index, entry, traces))
             for index, entry in enumerate(signatures)

@@ -45,15 +45,21 @@ class CompileCache:
         if self.store is not None:
             yield from self.store.read(kind, key, most)
 
-    def keep(self, kind: str, key: str, make_text: Callable[[], str], most: int = 1) -> None:
+    def keep(self, kind: str, key: str, make_text: Callable[[], str | None], most: int = 1) -> None:
         """Write a text later.
 
         Args:
             kind, key, most: as in `EntryStore.write`.
-            make_text: makes the text when it is to be written.
+            make_text: makes the text when it is to be written; None: it has none after all.
         """
+
+        def write(store: EntryStore) -> None:
+            text = make_text()
+            if text is not None:
+                store.write(kind, key, text, most)
+
         if self.store is not None:
-            self._pending.append(lambda store: store.write(kind, key, make_text(), most))
+            self._pending.append(write)
 
     def write_behind(self) -> None:
         """Write what is to be kept, in a thread."""

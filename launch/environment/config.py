@@ -26,6 +26,18 @@ MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_T
 """The variables by which glibc is told when to give memory back to the system."""
 
 
+TORCH_VARIABLES = (
+    *("TORCH", "PYTORCH", "ATEN_", "CUBLAS", "CUDNN", "CUDA_", "NVIDIA_TF32", "MKL_", "DNNL_"),
+    *("ONEDNN_", "KINETO_", "ASCEND_"),
+)
+"""The beginnings of the names of variables that torch and its libraries read."""
+
+_OF_THE_PROCESS = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MKL_NUM_THREADS", "ASCEND_VISIBLE_DEVICES"}
+)
+"""Those that say where a process runs, and not what it computes."""
+
+
 class ConfigError(ValueError):
     """An environment variable, or an option of the launcher, has a value that it does not take."""
 
@@ -70,6 +82,8 @@ class Config:
     """How often the launcher has started the job again."""
     cache: Path | None = None
     """The folder of the compile cache; None: there is none."""
+    torch_variables: Mapping[str, str] = field(default_factory=dict)
+    """The variables by which torch and its libraries choose what they do."""
     launch: Launch | None = None
     """The launch of this process by an MPI launcher; None: there was none."""
     foreign: Foreign | None = None
@@ -101,6 +115,11 @@ class Config:
         return cls(
             **fields,
             set_fields=frozenset(v.field for v in VARIABLES if environ.get(v.name, "").strip()),
+            torch_variables={
+                name: text
+                for name, text in environ.items()
+                if name.startswith(TORCH_VARIABLES) and name not in _OF_THE_PROCESS
+            },
             launch=_launch(environ),
             foreign=foreign.detect(environ),
             preset_threads=frozenset(name for name in THREAD_VARIABLES if environ.get(name)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,22 +18,26 @@ import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..error_translation import call_user
+from ...ir.location import Location
+from ..error_translation import call_user, current_location
 from ..errors import TraceError, note_refusal, refusals_dropped
 from ..values.actor_state import ActorState, StateTensor
 from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall
 from ..values.operators import storage_key
 from ..values.specs import static_key
-from .joint import Joint, Wanted, ends, is_plain
+from .call_fakes import is_plain
+from .joint import Joint, Wanted, ends
 from .purity.changes import Rebind, sort_changes
 from .purity.dispatch_modes import FunctionGuard
-from .purity.function_log import Rerun, Unlike
+from .purity.function_log import LogEntry, Rerun, Unlike
 from .purity.randomness import random_state_watched
 from .purity.scene import Scene
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
 from .reuse.templates import BlocksMisled
+from .stored.plain_text import Damaged, NotStorable
+from .stored_traces import TraceStore, joint_text, read_joint, trace_key
 from .twice import refuse_hidden_state, settled
 
 _MANY = 8
@@ -42,13 +47,17 @@ _MANY = 8
 class Traces:
     """The traces of a step's methods so far.
 
+    Args:
+        store: has the traces of earlier starts; None: there are none.
+
     Attributes:
         blocks: their modules that repeat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: TraceStore | None = None) -> None:
         self.blocks = Blocks()
         self._joints: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
+        self._store = store
 
     def find(self, call: TracedCall, wanted: Wanted | None) -> Joint | None:
         """Find the trace of a call that is alike, with this call's state; None if there is none."""
@@ -62,6 +71,33 @@ class Traces:
                 known.remove(entry)
                 known.append(entry)
                 return joint
+        return None if self._store is None else self._find_stored(call, wanted, self._store)
+
+    def _find_stored(
+        self, call: TracedCall, wanted: Wanted | None, store: TraceStore
+    ) -> Joint | None:
+        """Find the trace of an earlier start, which the call is like; None if there is none.
+
+        Without a derivative, the call runs twice, as `refuse_hidden_state` has it.
+        """
+        outline = _outline(call.state)
+        try:
+            key = trace_key(call, wanted, outline)
+        except NotStorable:
+            return None  # the reason is given where the trace would be kept
+        for text in store.read(key):
+            try:
+                stored = read_joint(text, call, wanted)
+            except Damaged as error:
+                store.leave_out(call.shown, f"damaged: {error}")
+                continue
+            joint = _rerun(call, wanted, stored, self.blocks, relocates=True)
+            if joint is not None and wanted is None:
+                joint = _rerun(call, wanted, stored, self.blocks, relocates=True)
+            if joint is not None:
+                self._joints.setdefault(_kind(call, wanted), []).append((outline, joint))
+                return joint
+            store.leave_out(call.shown, "it does not call the functions that were kept")
         return None
 
     def make(self, call: TracedCall, wanted: Wanted | None) -> tuple[TracedCall, Joint]:
@@ -90,8 +126,19 @@ class Traces:
     def add(self, call: TracedCall, wanted: Wanted | None, joint: Joint) -> None:
         """Keep a trace if another call can be compared with it."""
         outline = _outline(call.state)
-        if joint.functions.complete and not joint.initial and outline is not None:
+        can_be_compared = joint.functions.complete and not joint.initial
+        if can_be_compared and outline is not None:
             self._joints.setdefault(_kind(call, wanted), []).append((outline, joint))
+        if self._store is None:
+            return
+        try:
+            if not can_be_compared:
+                raise NotStorable("it calls what cannot be compared, or changes its actor")
+            key = trace_key(call, wanted, outline)
+        except NotStorable as reason:
+            self._store.leave_out(call.shown, str(reason))
+            return
+        self._store.keep(key, partial(joint_text, joint))
 
 
 def _settled(
@@ -111,11 +158,26 @@ def _kind(call: TracedCall, derivative: Wanted | None) -> Hashable:
 
 
 def _rerun(
-    call: TracedCall, derivative: Wanted | None, joint: Joint, blocks: Blocks
+    call: TracedCall,
+    derivative: Wanted | None,
+    joint: Joint,
+    blocks: Blocks,
+    relocates: bool = False,
 ) -> Joint | None:
+    """The trace with the state of a call, if the call is like it; None if not.
+
+    Args:
+        call: the call.
+        derivative: the derivative that is wanted, if any.
+        joint: the trace.
+        blocks: known blocks.
+        relocates: whether the lines of the trace are those of another process's source.
+    """
+    if joint.log is None:
+        blocks = Blocks()  # its log has the functions of blocks in place of the blocks
     try:
         with refusals_dropped(), random_state_watched(call):
-            return _AlikeCall(call, joint, blocks).run(derivative)
+            return _AlikeCall(call, joint, blocks, relocates).run(derivative)
     except (Unlike, UsesGradients, Exception):
         return None  # the trace that follows says what is wrong, if anything is
 
@@ -123,13 +185,15 @@ def _rerun(
 class _AlikeCall(Scene):
     """One call, which runs on the fakes of another call's trace."""
 
-    def __init__(self, call: TracedCall, joint: Joint, blocks: Blocks) -> None:
+    def __init__(self, call: TracedCall, joint: Joint, blocks: Blocks, relocates: bool) -> None:
         functions = joint.functions
         super().__init__(call, functions.mode)
         self.state = functions.state
         self.inputs = functions.inputs
         self._joint = joint
         self._blocks = blocks
+        self._relocates = relocates
+        self._lines: dict[Location, Location] = {}
 
     def run(self, wanted: Wanted | None) -> Joint:
         """Run the call, and return the trace with this call's state.
@@ -141,7 +205,18 @@ class _AlikeCall(Scene):
             rebinds = self._go_along(wanted)
         if self.initial:
             raise Unlike
-        return _moved(self._joint, self.call.state, rebinds, self.watch.reads)
+        joint = _moved(self._joint, self.call.state, rebinds, self.watch.reads)
+        if not self._relocates:
+            return joint
+        old, new = joint.locations.items(), self._lines
+        return replace(joint, locations={name: new[line] for name, line in old if line in new})
+
+    def _see(self, entry: LogEntry) -> None:
+        """Note where the line of a function is now."""
+        if self._relocates and entry.line is not None and entry.line not in self._lines:
+            line, _ = current_location()
+            if line is not None:
+                self._lines[entry.line] = line
 
     def _go_along(self, derivative: Wanted | None) -> list[Rebind]:
         expected = Snapshot(self.call.state.containers)
@@ -149,7 +224,7 @@ class _AlikeCall(Scene):
             refusing = _NoOperators()
             with refusing:
                 log = self._joint.functions
-                rerun = Rerun(log.entries, log.number_of)
+                rerun = Rerun(log.entries, log.number_of, see=self._see)
                 calls = ModuleCalls(
                     self._blocks,
                     repeated_classes(self.call.state),

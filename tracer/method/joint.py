@@ -9,7 +9,6 @@ happens.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +16,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
+from ...ir.location import Location
 from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
 from ..values.actor_state import StateTensor
 from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall, result_spec
 from ..values.operators import storage_key
-from ..values.specs import ObjectSpec, Static, TensorSpec, Tree
+from ..values.specs import Static, Tree
 from .binding import explain_misfit
+from .call_fakes import input_fakes, state_fakes
 from .purity.changes import Initialization, Rebind, sort_changes
 from .purity.dispatch_modes import (
     FunctionGuard,
@@ -75,7 +76,9 @@ class Joint:
         state_grads: trained tensors of the state that get a gradient, with its node.
         forward: names of the nodes that exist without the backward.
         results: what the call returns.
-        recorder: knows the user's lines and random draws.
+        locations: the user's lines of nodes, by name.
+        draws: whether it draws random numbers.
+        log: the operators of the forward; None of a trace that another process has made.
         functions: the torch functions of the forward, in order.
         written, backward_written: indices of the state tensors that the forward, and the backward,
             write to in place.
@@ -83,7 +86,7 @@ class Joint:
         initial: changes that are right only if the first call alone makes them.
     """
 
-    owner: fx.GraphModule
+    owner: torch.nn.Module
     graph: fx.Graph
     state: tuple[tuple[fx.Node, StateTensor], ...]
     inputs: tuple[fx.Node, ...]
@@ -97,7 +100,9 @@ class Joint:
     state_grads: tuple[tuple[StateTensor, fx.Node], ...]
     forward: frozenset[str]
     results: Tree
-    recorder: OpRecorder
+    locations: Mapping[str, Location]
+    draws: bool
+    log: OpLog | None
     functions: FunctionLog
     written: frozenset[int]
     backward_written: frozenset[int]
@@ -165,15 +170,10 @@ class _JointTrace(Scene):
     def __init__(self, call: TracedCall, wanted: Wanted | None, blocks: Blocks | None) -> None:
         super().__init__(call, FakeTensorMode(allow_non_fake_inputs=False, shape_env=None))
         self.wanted = wanted
-        memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)
-        self.state = [
-            self._plain_fake(tensor.tensor)
-            if memory[storage_key(tensor.tensor)] == 1 and is_plain(tensor)
-            else self._fake_state(tensor)
-            for tensor in call.state.tensors
-        ]
+        self.state = state_fakes(call, self.mode)
+        differentiated = frozenset() if wanted is None else frozenset(wanted.inputs)
+        self.inputs = input_fakes(call, self.mode, differentiated)
         values = call.values()
-        self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
         named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
         state = frozenset(map(storage_key, self.state))
         log = OpLog([*self.state, *self.inputs])
@@ -211,41 +211,6 @@ class _JointTrace(Scene):
         for change in self.initial:
             raise change.refusal()
         return self.recorder.log
-
-    def _plain_fake(self, real: torch.Tensor) -> torch.Tensor:
-        """Make what `FakeTensorMode.from_tensor` makes of a plain tensor, ten times as fast."""
-        plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        fake = FakeTensor(self.mode, plain, real.device)
-        if isinstance(real, torch.nn.Parameter):
-            fake._is_param = True
-        return fake.requires_grad_(real.requires_grad)
-
-    def _fake_state(self, state: StateTensor) -> torch.Tensor:
-        """A fake of the logical tensor."""
-        real = state.tensor if state.tensor.is_leaf else state.tensor.detach()
-        if state.shape == tuple(real.shape):
-            return self.mode.from_tensor(real, static_shapes=True)
-        with self.mode:
-            fake = torch.empty(state.shape, dtype=real.dtype, device=real.device)
-            if isinstance(real, torch.nn.Parameter):
-                return torch.nn.Parameter(fake, real.requires_grad)
-            return fake.requires_grad_(real.requires_grad)
-
-    def _fake_input(self, index: int, leaf: TensorSpec | ObjectSpec, name: str) -> torch.Tensor:
-        if isinstance(leaf, ObjectSpec):
-            raise self.call.refusal(
-                f"{name} is an object that is known only at run time",
-                "mark the method with @cg.opaque, so that it is called as it is",
-                self.call.loc,
-            )
-        with self.mode:
-            fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.call.device)
-            is_differentiated = self.wanted is not None and index in self.wanted.inputs
-            if not (leaf.requires_grad or is_differentiated):
-                return fake
-            # Like the output of another call, it must not be a leaf of autograd.
-            with torch.enable_grad():
-                return fake.requires_grad_(True).clone()
 
     def _traced(
         self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -379,7 +344,9 @@ class _JointTrace(Scene):
             state_grads=tuple((self.call.state.tensors[i], next(returned)) for i in self.graded),
             forward=self.forward,
             results=self.results,
-            recorder=self.recorder,
+            locations=self.recorder.locations,
+            draws=self.recorder.draws,
+            log=self.recorder.log,
             functions=self.functions,
             written=self._indices(self.recorder.written),
             backward_written=self._indices(self.recorder.backward_writes),
@@ -425,21 +392,6 @@ def _reached_from(start: Node, numbers: Mapping[Node, int]) -> tuple[int, ...]:
             seen |= new
             pending += new
     return tuple(sorted(numbers[node] for node in seen & numbers.keys()))
-
-
-def is_plain(state: StateTensor) -> bool:
-    """True if a tensor is a dense, contiguous leaf that fills its storage, without flags."""
-    tensor = state.tensor
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and state.shape == tuple(tensor.shape)
-        and tensor.layout is torch.strided
-        and tensor.is_leaf
-        and not (tensor._is_view() or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        and not (tensor.is_quantized or tensor.is_meta or vars(tensor))
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
-    )
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

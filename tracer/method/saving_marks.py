@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import fx
@@ -11,11 +12,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ...ir.location import Location
 from ..errors import TraceError
 from ..values.values import TracedTensor
+from .purity.saving_functions import KEEP, META, RECOMPUTE, SavingMark, noted
 from .reuse.templates import node_of
-
-KEEP = "keep"
-RECOMPUTE = "recompute"
-_META = "cg.saving"
 
 
 def keep(value: torch.Tensor) -> torch.Tensor:
@@ -58,7 +56,7 @@ def recompute(value: torch.Tensor) -> torch.Tensor:
 
 def mark_of(node: fx.Node) -> str | None:
     """The mark of a node: `KEEP`, `RECOMPUTE` or None."""
-    mark: str | None = node.meta.get(_META)
+    mark: str | None = node.meta.get(META)
     return mark
 
 
@@ -76,7 +74,7 @@ def pass_marks(
     """
     for node, replacement in replaced.items():
         mark = mark_of(node)
-        if mark is not None and replacement.meta.setdefault(_META, mark) != mark:
+        if mark is not None and replacement.meta.setdefault(META, mark) != mark:
             raise TraceError(
                 "cg.keep and cg.recompute are given one value, once as a view that changes nothing",
                 loc=locations.get(node.name) or locations.get(replacement.name),
@@ -91,6 +89,10 @@ def _marked(value: torch.Tensor, mark: str) -> torch.Tensor:
             f"cg.{mark} takes a tensor that a method of an actor has computed, inside of the "
             f"method, and not {shown}"
         )
+    return noted(SavingMark(mark, partial(_mark_node, mark)), value)
+
+
+def _mark_node(mark: str, value: torch.Tensor) -> torch.Tensor:
     if get_proxy_mode() is None:
         return value
     node = node_of(value)
@@ -99,7 +101,7 @@ def _marked(value: torch.Tensor, mark: str) -> torch.Tensor:
             f"cg.{mark} is given a tensor that the method does not compute from its arguments or "
             "its actor's state"
         )
-    if node.meta.get(_META, mark) != mark:
+    if node.meta.get(META, mark) != mark:
         raise ValueError("a value is given to cg.keep and to cg.recompute; give it to one of them")
-    node.meta[_META] = mark
+    node.meta[META] = mark
     return value

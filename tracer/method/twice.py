@@ -68,7 +68,7 @@ def _without_changes(call: TracedCall, derivative: Wanted | None, first: Joint) 
         second = trace_call(call, derivative)
     except TraceError as error:
         raise refusal() from error
-    difference = first.recorder.log.difference(second.recorder.log)
+    difference = _log_of(first).difference(_log_of(second))
     if second.initial or difference is not None:
         raise refusal()
     return second
@@ -83,7 +83,7 @@ def refuse_hidden_state(call: TracedCall, joint: Joint, blocks: Blocks | None) -
     Raises:
         TraceError: two runs of one kind differ, or the second one fails.
     """
-    first = joint.recorder.log
+    first = _log_of(joint)
     try:
         second = run_call(call, blocks)
         if first.difference(second) is None:
@@ -106,7 +106,13 @@ def _trace_again(call: TracedCall) -> OpLog:
     joint = trace_call(call)
     for change in joint.initial:
         raise change.refusal()
-    return joint.recorder.log
+    return _log_of(joint)
+
+
+def _log_of(joint: Joint) -> OpLog:
+    """The log of a trace that this process has made."""
+    assert joint.log is not None
+    return joint.log
 
 
 def _refusal(call: TracedCall, how: str, loc: Location | None) -> TraceError:

@@ -169,7 +169,7 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
     used = {cut.origin(s) for node in part.nodes for s in node.all_input_nodes}
     used.update(map(cut.origin, (*results, *gradients)))
     state = [(n, t) for n, t in joint.state if n in cut.looked_up and n in used]
-    builder = SubgraphBuilder(joint.recorder.locations)
+    builder = SubgraphBuilder(joint.locations)
     for node in (*(n for n, _ in state), *part.inputs):
         builder.placeholder(node)
     for node in part.nodes:

@@ -111,7 +111,7 @@ def forward_piece(
     rebound = [node for _, node in joint.rebinds]
     live = live_nodes(graph, [*joint.outputs, *rebound, *saved])
     state = [(n, t) for n, t in joint.state if n in live]
-    builder = SubgraphBuilder(joint.recorder.locations)
+    builder = SubgraphBuilder(joint.locations)
     for node in (*(n for n, _ in state), *joint.inputs):
         builder.placeholder(node)
     for node in graph.nodes:
@@ -133,7 +133,7 @@ def forward_piece(
         rebinds=tuple(r.slot for r, _ in joint.rebinds),
         gradients=(),
         aliases=aliases + sharing(saved, joint.inputs, len(joint.outputs)),
-        draws=joint.recorder.draws,
+        draws=joint.draws,
         locations=builder.locations,
     )
 

@@ -128,7 +128,7 @@ class Savings:
     def _unsaved(self, fixed: Collection[fx.Node], kept: Collection[fx.Node]) -> frozenset[int]:
         """The values that the user wants to be computed again."""
         chosen = self._marked(RECOMPUTE)
-        locations = self._joint.recorder.locations
+        locations = self._joint.locations
         for node, marked in chosen.items():
             loc = locations.get(node.name) or locations.get(marked.name)
             if node in kept:
@@ -198,7 +198,7 @@ class Savings:
             0 if maker is None else work_of(maker),
             tuple(self.values[value].name for value in taken),
             number is not None,
-            self._joint.recorder.locations.get(node.name),
+            self._joint.locations.get(node.name),
         )
 
 

@@ -110,6 +110,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         location = None if nodes is None else self._location()
         if not self.backward:
             self.log.note(func, args, kwargs, location)
+            self.functions.note_line(location)
         before = 0 if nodes is None else len(nodes)
         try:
             result = self._run(func, args, kwargs)

@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ....ir.location import Location
 from ...values.operators import OperatorFunction
 
 Form: TypeAlias = tuple[Any, ...]
@@ -36,12 +37,16 @@ class Unlike(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One call of a torch function: its arguments, torch's settings and its result."""
+    """One call of a torch function: its arguments, torch's settings and its result.
+
+    `line` is the user's line of its operators, where it has issued any that a graph has.
+    """
 
     function: Any
     arguments: Form
     settings: Form
     result: Any
+    line: Location | None = None
 
 
 class FunctionLog:
@@ -77,8 +82,30 @@ class FunctionLog:
         self._held: list[torch.Tensor] = []  # so that no other tensor gets the same id
         self._numbers: dict[int, int] = {}
         self._depth = 0
+        self._line: Location | None = None
         for tensor in (*state, *inputs):
             self._number(tensor)
+
+    @staticmethod
+    def restored(
+        mode: FakeTensorMode,
+        state: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        tensors: Iterable[torch.Tensor],
+        entries: list[LogEntry],
+        ends: Form,
+    ) -> FunctionLog:
+        """A complete log that another process has made.
+
+        Args:
+            mode, state, inputs, entries, ends: as the attributes.
+            tensors: all its tensors, by number.
+        """
+        log = FunctionLog(mode, state, inputs)
+        for tensor in tensors:
+            log._number(tensor)
+        log.entries, log.ends = entries, ends
+        return log
 
     def begin(self) -> None:
         """Write down that the call begins."""
@@ -95,17 +122,22 @@ class FunctionLog:
             self.complete = False
             return function(*args, **kwargs)
         self.busy, self.complete = True, False  # unless it returns
+        self._line = None
         try:
             result = function(*args, **kwargs)
         finally:
             self.busy = False
         self.complete = self._note_result(result)
-        self.entries.append(LogEntry(function, arguments, settings, result))
+        self.entries.append(LogEntry(function, arguments, settings, result, self._line))
         return result
 
     def note_operator(self) -> None:
         """Write down that an operator is issued."""
         self.complete &= self.busy
+
+    def note_line(self, line: Location | None) -> None:
+        """Write down the user's line of an operator."""
+        self._line = line
 
     def note_end(self, values: Any) -> None:
         """Note the end of the call, and the values that it gives."""
@@ -240,6 +272,7 @@ class Rerun:
         entries: the entries of a traced call.
         number_of: gives the numbers of tensors.
         result_of: gives what the call gets for a logged result.
+        see: is called for each entry that the call has come to, while its line runs.
     """
 
     def __init__(
@@ -247,10 +280,12 @@ class Rerun:
         entries: Sequence[LogEntry],
         number_of: Numbers,
         result_of: Callable[[Any], Any] = lambda result: result,
+        see: Callable[[LogEntry], None] = lambda entry: None,
     ) -> None:
         self._next: Iterator[LogEntry] = iter(entries)
         self._number_of = number_of
         self._result_of = result_of
+        self._see = see
         self._failed = False
         self._depth = depth_of_modes()
 
@@ -273,6 +308,7 @@ class Rerun:
             raise self.failure() from None
         if arguments != entry.arguments or settings != entry.settings:
             raise self.failure()
+        self._see(entry)
         result = self._result_of(entry.result)
         return list(result) if type(result) is list else result
 

@@ -155,12 +155,12 @@ class BlockRecording:
         except Unlike:
             return None
         taken = [log.tensor(i) for i in numbers]
-        outputs = [block_tensors[i] for i in _made_numbers(ends)]
+        outputs = [block_tensors[i] for i in made_numbers(ends)]
         nodes = itertools.islice(reversed(nodes_so_far()), len(nodes_so_far()) - self._nodes)
         first = First([*nodes][::-1], taken, outputs)
         if not first.is_pure:
             return None
-        shown = [stand_ins[i] for i in _made_numbers(ends)]
+        shown = [stand_ins[i] for i in made_numbers(ends)]
         flags = tuple(tensor.requires_grad for tensor in outputs)
         metadata = tuple(map(_metadata, taken))
         block = Block(name, new, metadata, ends, stand_ins, shown, flags, first)
@@ -215,7 +215,7 @@ class BlockRecording:
         return replace(entry, arguments=arguments, result=result)
 
 
-def _made_numbers(ends: Form) -> list[int]:
+def made_numbers(ends: Form) -> list[int]:
     """The numbers of the tensors that a block makes and returns, in order."""
     numbers: set[int] = set()
 

@@ -59,7 +59,7 @@ def propagate_joint(
     by_path = {tensor.path: node for node, tensor in joint.state}
     paths = [tensor.path for tensor, _ in joint.state_grads]
     ends += [End(_like(layouts, by_path[path]), summands=True, path=path) for path in paths]
-    locations = joint.recorder.locations
+    locations = joint.locations
     return propagate(
         joint.graph,
         place,

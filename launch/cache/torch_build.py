@@ -1,0 +1,179 @@
+"""What a function of torch depends on beside its arguments and its settings: torch as it is here.
+
+A function of torch may have been replaced, or an operator have got another kernel, by any package.
+No key can hold what those do, so there is no key then.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.library
+import typing_extensions
+
+from ...tracer.torch_modes import default_device, default_dtype
+from ..environment.config import config
+from .source_digest import source_digest
+
+_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_ROOTS = (_ROOT, sysconfig.get_path("stdlib") + os.sep, typing_extensions.__file__)
+"""Where functions are that come with torch, or with Python, whose versions say all about them.
+
+The last one has the wrapper of what torch calls deprecated.
+"""
+
+_FUNCTIONS = (
+    "torch",
+    "torch.functional",
+    "torch._tensor",
+    "torch._linalg_utils",
+    "torch._lowrank",
+    "torch._meta_registrations",
+    "torch.nn.functional",
+    "torch.nn.grad",
+    "torch.special",
+    "torch.linalg",
+    "torch.fft",
+    "torch.autograd",
+    "torch.autograd.function",
+    "torch.utils.checkpoint",
+    "torch._C",
+    "torch._C._nn",
+    "torch._C._linalg",
+    "torch._C._fft",
+    "torch._C._special",
+    "torch._C._VariableFunctions",
+)
+"""Modules whose functions run below the functions that a method calls."""
+_DECOMPOSITIONS = ("torch._refs", "torch._prims", "torch._decomp")
+_CLASSES = ("Tensor", "TensorBase")
+_OPERATORS = ("aten/", "prims/")
+
+
+class Replaced(Exception):
+    """A function or an operator of torch is not torch's own; the message says which."""
+
+
+def torch_build() -> str:
+    """The text of all that torch's functions depend on in this process.
+
+    Raises:
+        Replaced: a function or an operator is not torch's own.
+    """
+    aliases = hashlib.sha256()
+    for line in _functions():
+        aliases.update(line.encode())
+    variables = sorted(config().torch_variables.items())
+    here = [
+        _static_build(),
+        aliases.hexdigest(),
+        _kernels(),
+        str(default_dtype()),
+        str(default_device()),
+        str(torch.backends.mha.get_fastpath_enabled()),
+        *(f"{name}={text}" for name, text in variables),
+    ]
+    return "\n".join(here)
+
+
+@functools.cache
+def _static_build() -> str:
+    """The part that a process cannot change."""
+    texts = [source_digest(), torch.__version__, str(torch.version.git_version)]
+    texts += [platform.machine(), torch.backends.cpu.get_cpu_capability(), sys.byteorder]
+    texts.append(hashlib.sha256(torch.__config__.show().encode()).hexdigest())
+    if torch.cuda.is_available():
+        texts += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
+        texts.append(str(torch.backends.cudnn.version()))
+    return "\n".join(texts)
+
+
+def _functions() -> Iterator[str]:
+    """A line for each function of torch that Python could replace.
+
+    Raises:
+        Replaced: one is not in torch's own files.
+    """
+    names = [name for name in list(sys.modules) if name.startswith(_DECOMPOSITIONS)]
+    for name in (*_FUNCTIONS, *sorted(names)):
+        yield from _members(name, _names_in(name))
+    for name in _CLASSES:
+        for space in (torch, torch._C):
+            cls = vars(space).get(name)
+            if isinstance(cls, type):
+                yield from _members(f"torch.{name}", vars(cls))
+
+
+def _names_in(name: str) -> Mapping[str, Any]:
+    """What a module, or a part of `torch._C`, has by name."""
+    module: Any = sys.modules.get(name)
+    if module is None and name.startswith("torch._C."):
+        module = getattr(torch._C, name.rpartition(".")[2], None)
+    if module is None or isinstance(module, ModuleType):
+        return {} if module is None else vars(module)
+    return {member: getattr(module, member) for member in dir(module)}
+
+
+def _members(space: str, members: Any) -> Iterator[str]:
+    for name, value in list(members.items()):
+        kind = type(value)
+        if kind is FunctionType:
+            function: Any = value
+            while type(function) is FunctionType:
+                file = function.__code__.co_filename
+                if not file.startswith(_ROOTS) and not _is_generated(function):
+                    raise Replaced(f"{space}.{name} is a function of {file}")
+                function = getattr(function, "__wrapped__", None)
+            yield f"{space}.{name} {value.__module__}.{value.__qualname__}\n"
+        elif callable(value) and kind is not type:
+            own = getattr(value, "__name__", "")
+            yield f"{space}.{name} {kind.__module__}.{kind.__qualname__} {own}\n"
+
+
+def _is_generated(function: FunctionType) -> bool:
+    """True if a function of torch's has code that torch has written, as for a data class."""
+    return function.__code__.co_filename.startswith("<") and str(function.__module__).startswith(
+        "torch."
+    )
+
+
+def _kernels() -> str:
+    """The digest of the names of kernels that Python has registered.
+
+    Raises:
+        Replaced: one is for an operator of torch, and not torch's own.
+    """
+    registered = [key for key in torch.library._impls if key.startswith(_OPERATORS)]
+    for key in registered:
+        if key not in _known_kernels():
+            operator, _, dispatch = key.rpartition("/")
+            if not _is_torchs(operator.replace("/", "::"), dispatch):
+                raise Replaced(f"the operator {operator} has a kernel for {dispatch} of another's")
+    return hashlib.sha256("\n".join(sorted(registered)).encode()).hexdigest()
+
+
+@functools.cache
+def _known_kernels() -> frozenset[str]:
+    """The kernels that torch itself registers, by the objects that it does so with."""
+    meta: Any = sys.modules.get("torch._meta_registrations")
+    library = getattr(meta, "_meta_lib_dont_use_me_use_register_meta", None)
+    return frozenset(getattr(library, "_op_impls", ()))
+
+
+@functools.cache
+def _is_torchs(operator: str, dispatch: str) -> bool:
+    """True if a kernel was registered in one of torch's files."""
+    for line in torch._C._dispatch_dump(operator).splitlines():
+        kind, _, where = line.partition(": registered at ")
+        if where and kind.removesuffix("[alias]").strip() == dispatch:
+            return where.startswith((_ROOT, "/dev/null", "/__w/"))
+    return False

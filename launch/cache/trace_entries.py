@@ -1,0 +1,63 @@
+"""Traces of methods in the compile cache, under a key that holds torch, its settings and cg."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...tracer.method.alike import Traces
+from ...tracer.method.stored.plain_text import NotStorable
+from ..world.world import world
+from .compile_cache import CompileCache, cache_of
+from .torch_build import Replaced, torch_build
+
+_LOG = logging.getLogger("cg")
+_KIND = "traces"
+_MANY = 3
+"""The most traces that are kept under one key, and compared with a call."""
+
+
+def new_traces() -> Traces:
+    """The traces of a step that has none so far, with those of earlier starts behind them."""
+    cache = cache_of(world())
+    if not cache.is_on:
+        return Traces()
+    try:
+        return Traces(StoredTraces(cache, torch_build()))
+    except Replaced as reason:
+        _LOG.info("compile cache: methods are traced anew: %s", reason)
+        return Traces()
+
+
+@dataclass(frozen=True)
+class StoredTraces:
+    """The traces that earlier starts have kept; implements `TraceStore`.
+
+    Attributes:
+        cache: has them.
+        build: what functions of torch depend on beside their arguments.
+    """
+
+    cache: CompileCache
+    build: str
+
+    def read(self, key: str) -> Iterator[str]:
+        """The texts of traces with a key, the youngest first."""
+        return self.cache.read(_KIND, f"{self.build}\0{key}", _MANY)
+
+    def keep(self, key: str, make_text: Callable[[], str]) -> None:
+        """Keep a trace, unless it has no text."""
+
+        def text() -> str | None:
+            try:
+                return make_text()
+            except NotStorable as reason:
+                _LOG.info("compile cache: a method's trace is not kept: %s", reason)
+                return None
+
+        self.cache.keep(_KIND, f"{self.build}\0{key}", text, _MANY)
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Note that a call is not kept, or that what was kept does not serve, and why."""
+        _LOG.info("compile cache: %s is traced anew: %s", what, reason)

@@ -1,0 +1,101 @@
+"""The fakes that a traced call runs on: one for each tensor of its state, and for each input."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..values.actor_state import StateTensor
+from ..values.interface import TracedCall
+from ..values.operators import storage_key
+from ..values.specs import ObjectSpec, TensorSpec
+
+
+def state_fakes(call: TracedCall, mode: FakeTensorMode) -> list[torch.Tensor]:
+    """A fake for each tensor of the state, in order."""
+    memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)
+    return [
+        _plain_fake(tensor.tensor, mode)
+        if memory[storage_key(tensor.tensor)] == 1 and is_plain(tensor)
+        else _fake_state(tensor, mode)
+        for tensor in call.state.tensors
+    ]
+
+
+def input_fakes(
+    call: TracedCall, mode: FakeTensorMode, differentiated: frozenset[int]
+) -> list[torch.Tensor]:
+    """A fake for each value among the arguments, in order.
+
+    Args:
+        call: the call.
+        mode: makes the fakes.
+        differentiated: the values whose gradients are wanted.
+
+    Raises:
+        TraceError: an argument is known only at run time.
+    """
+    return [
+        _fake_input(call, mode, index in differentiated, leaf, name)
+        for index, (leaf, name) in enumerate(call.values())
+    ]
+
+
+def _plain_fake(real: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Make what `FakeTensorMode.from_tensor` makes of a plain tensor, ten times as fast."""
+    plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+    fake = FakeTensor(mode, plain, real.device)
+    if isinstance(real, torch.nn.Parameter):
+        fake._is_param = True
+    return fake.requires_grad_(real.requires_grad)
+
+
+def _fake_state(state: StateTensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake of the logical tensor."""
+    real = state.tensor if state.tensor.is_leaf else state.tensor.detach()
+    if state.shape == tuple(real.shape):
+        return mode.from_tensor(real, static_shapes=True)
+    with mode:
+        fake = torch.empty(state.shape, dtype=real.dtype, device=real.device)
+        if isinstance(real, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, real.requires_grad)
+        return fake.requires_grad_(real.requires_grad)
+
+
+def _fake_input(
+    call: TracedCall,
+    mode: FakeTensorMode,
+    is_differentiated: bool,
+    leaf: TensorSpec | ObjectSpec,
+    name: str,
+) -> torch.Tensor:
+    if isinstance(leaf, ObjectSpec):
+        raise call.refusal(
+            f"{name} is an object that is known only at run time",
+            "mark the method with @cg.opaque, so that it is called as it is",
+            call.loc,
+        )
+    with mode:
+        fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=call.device)
+        if not (leaf.requires_grad or is_differentiated):
+            return fake
+        # Like the output of another call, it must not be a leaf of autograd.
+        with torch.enable_grad():
+            return fake.requires_grad_(True).clone()
+
+
+def is_plain(state: StateTensor) -> bool:
+    """True if a tensor is a dense, contiguous leaf that fills its storage, without flags."""
+    tensor = state.tensor
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and state.shape == tuple(tensor.shape)
+        and tensor.layout is torch.strided
+        and tensor.is_leaf
+        and not (tensor._is_view() or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        and not (tensor.is_quantized or tensor.is_meta or vars(tensor))
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )

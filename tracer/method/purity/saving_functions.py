@@ -1,0 +1,49 @@
+"""`cg.keep` and `cg.recompute` as functions that a method calls, for its log of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .dispatch_modes import FunctionGuard
+from .function_log import OfGraph
+
+KEEP = "keep"
+RECOMPUTE = "recompute"
+META = "cg.saving"
+"""The key of a node's mark."""
+
+
+class SavingMark(OfGraph):
+    """Marks a value of a method, and returns it.
+
+    Args:
+        mark: `KEEP` or `RECOMPUTE`. Functions with the same mark are equal.
+        apply: marks a tensor.
+    """
+
+    def __init__(
+        self, mark: str, apply: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    ) -> None:
+        self.mark = mark
+        self._apply = apply
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return self._apply(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SavingMark) and other.mark == self.mark
+
+    def __hash__(self) -> int:
+        return hash(self.mark)
+
+
+def noted(mark: SavingMark, value: torch.Tensor) -> torch.Tensor:
+    """Mark a value; a method that is traced, or compared with a trace, notes it."""
+    count = torch._C._len_torch_function_stack()
+    guard: Any = torch._C._get_function_stack_at(count - 1) if count else None
+    if isinstance(guard, FunctionGuard):
+        return guard.run(mark, (value,), {})  # type: ignore[no-any-return]
+    return mark(value)

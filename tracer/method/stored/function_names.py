@@ -1,0 +1,143 @@
+"""Names of torch's functions, by which two processes mean the same function.
+
+A name is looked up in modules of torch that are loaded, and only compared with what Python calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ..purity.saving_functions import SavingMark
+from .plain_text import Damaged, NotStorable
+
+_SPACES = (
+    "torch",
+    "torch:Tensor",
+    "torch._C:TensorBase",
+    "torch._C._nn",
+    "torch._C._linalg",
+    "torch._C._special",
+    "torch._C._fft",
+    "torch._C._sparse",
+    "torch._C._nested",
+    "torch.nn.functional",
+    "torch.functional",
+    "torch._C:_VariableFunctions",
+    "torch._C",
+    "torch.autograd",
+)
+"""Where functions without a module of their own are looked for, in this order."""
+
+_GET = ".__get__"
+_MARK = "cg:"
+
+
+def name_of(function: Any) -> str:
+    """The name of a torch function.
+
+    Raises:
+        NotStorable: no other process could find it by a name.
+    """
+    if isinstance(function, torch._ops.OpOverload):
+        return operator_name(function)
+    if isinstance(function, SavingMark):
+        return f"{_MARK}{function.mark}"
+    held = getattr(function, "__self__", None)
+    if type(function).__name__ == "method-wrapper" and function.__name__ == "__get__":
+        name = f"{_searched(held)}{_GET}"
+    elif isinstance(function, FunctionType):
+        name = f"{function.__module__}:{function.__qualname__}"
+        if _found(name) is not function:
+            name = _searched(function)
+    else:
+        name = _searched(function)
+    if _found(name) != function:
+        raise NotStorable(f"{function!r} has no name")
+    return name
+
+
+@functools.lru_cache(maxsize=4096)
+def function_named(name: str) -> Any:
+    """The torch function with a name.
+
+    Raises:
+        Damaged: there is none.
+    """
+    if name.startswith(_OPERATOR):
+        return operator_named(name)
+    if name.startswith(_MARK):
+        return SavingMark(name.removeprefix(_MARK))
+    found = _found(name)
+    if found is None:
+        raise Damaged(f"torch has no function {name[:80]}")
+    return found
+
+
+_OPERATOR = "torch.ops."
+_NAMESPACES = ("aten", "prims", "cg")
+"""Namespaces of operators that a text may name: torch's and cg's own."""
+
+
+def operator_name(operator: torch._ops.OpOverload) -> str:
+    """The name of an operator.
+
+    Raises:
+        NotStorable: it is neither of torch nor of cg.
+    """
+    name = f"{_OPERATOR}{operator}"
+    if operator.namespace not in _NAMESPACES or operator_named(name) is not operator:
+        raise NotStorable(f"the operator {operator} is not of torch")
+    return name
+
+
+@functools.lru_cache(maxsize=4096)
+def operator_named(name: str) -> torch._ops.OpOverload:
+    """The operator with a name.
+
+    Raises:
+        Damaged: there is none, or it is neither of torch nor of cg.
+    """
+    parts = name.removeprefix(_OPERATOR).split(".")
+    if len(parts) != 3 or parts[0] not in _NAMESPACES or not all(p.isidentifier() for p in parts):
+        raise Damaged(f"an operator {name[:80]}")
+    try:
+        packet = getattr(getattr(torch.ops, parts[0]), parts[1])
+        overload = getattr(packet, parts[2])
+    except AttributeError:
+        raise Damaged(f"there is no operator {name[:80]}") from None
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise Damaged(f"{name[:80]} is no operator")
+    return overload
+
+
+def _searched(function: Any) -> str:
+    """The name of a function that does not say where it is.
+
+    Raises:
+        NotStorable: it is in none of torch's modules.
+    """
+    own = getattr(function, "__name__", "")
+    for space in _SPACES:
+        name = f"{space}.{own}" if ":" in space else f"{space}:{own}"
+        if own and _found(name) == function:
+            return name
+    raise NotStorable(f"{function!r} is in no module of torch")
+
+
+def _found(name: str) -> Any:
+    """What torch has by a name, without calling anything; None if there is nothing."""
+    module, _, path = name.removesuffix(_GET).partition(":")
+    value: Any = sys.modules.get(module) if module.partition(".")[0] == "torch" else None
+    for part in path.split("."):
+        if value is None or not part.isidentifier():
+            return None
+        value = inspect.getattr_static(value, part, None)
+    if name.endswith(_GET):
+        return getattr(value, "__get__", None) if inspect.isgetsetdescriptor(value) else None
+    return value
