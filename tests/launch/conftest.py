@@ -138,6 +138,7 @@ def start() -> Iterator[Start]:
         }
         environment["PYTHONPATH"] = str(Path(cg.__file__).absolute().parent.parent)
         environment["CG_DEVICE"] = "cpu"  # wherever the tests run
+        environment["CG_CACHE"] = ""
         environment[MARK] = mark
         process = subprocess.Popen(
             list(map(str, command)),

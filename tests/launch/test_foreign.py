@@ -133,7 +133,7 @@ def test_what_a_process_of_the_launcher_starts_is_not_one(
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("CG_")}
     done = subprocess.run(
         command_line,
-        env={**inherited, **ELASTIC, "PYTHONPATH": PACKAGES},
+        env={**inherited, **ELASTIC, "PYTHONPATH": PACKAGES, "CG_CACHE": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -67,6 +67,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "PYTHONUNBUFFERED": "",  # a line is written in one piece, between those of other ranks
         "OMP_NUM_THREADS": "1",
         "CG_DEVICE": "cpu",  # wherever the tests run; those of GPUs say otherwise
+        "CG_CACHE": "",
         # What Open MPI wants to be told before it does what MPICH does.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

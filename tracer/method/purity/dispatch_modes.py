@@ -60,6 +60,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws: whether random numbers were drawn.
         secret: results of operators that write in secret; returning them keeps them alive.
         backward: whether the backward is being traced now.
+        backward_of_block: whether it is that of a block, inside of the line that calls the block.
         backward_writes: storages of the state that the backward wrote to.
         check: is called with the arguments of each operator, and with those that it writes to.
     """
@@ -84,6 +85,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = False
         self.secret: list[torch.Tensor] = []
         self.backward = False
+        self.backward_of_block = False
         self.check: Callable[[Iterable[Any], Iterable[Any]], None] = nothing_to_check
         self._lines: dict[tuple[str, int], Location] = {}
         self._by_sequence: dict[int, Location] = {}
@@ -180,7 +182,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         location, _ = current_location()
         if self.backward:
             node = torch._C._current_autograd_node()
-            if location is None and node is not None:
+            if (location is None or self.backward_of_block) and node is not None:
                 return self._by_sequence.get(node._sequence_nr())
             return location
         if location is not None:

@@ -309,6 +309,8 @@ class Rerun:
         if arguments != entry.arguments or settings != entry.settings:
             raise self.failure()
         self._see(entry)
+        if function in _SETTERS:
+            return function(*args, **kwargs)
         result = self._result_of(entry.result)
         return list(result) if type(result) is list else result
 
@@ -393,6 +395,9 @@ _SETTINGS: tuple[Callable[[], Any], ...] = (
     _C._get_cudnn_sdp_enabled,
     _C._get_math_sdp_allow_fp16_bf16_reduction,
 )
+_SETTERS = (_C._set_grad_enabled,)
+"""Functions that change a setting, and that reach a log: `torch.no_grad()` calls one."""
+
 _AUTOCAST_DEVICES = ("cpu", "cuda", "privateuseone")
 
 

@@ -136,12 +136,12 @@ class Template:
         sources = [i for i, tensor in enumerate(first.taken) if tensor.requires_grad]
         _refuse_dependent([first.taken[i] for i in sources])
         chosen = [tensor for tensor in first.returned if tensor.requires_grad]
-        recorder.backward = True
+        recorder.backward = recorder.backward_of_block = True
         cotangents = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in chosen]
         gradients = torch.autograd.grad(
             chosen, [first.taken[i] for i in sources], cotangents, True, allow_unused=True
         )
-        recorder.backward = False
+        recorder.backward = recorder.backward_of_block = False
         new = list(itertools.islice(reversed(outer), len(outer) - before))
         for tensor in cotangents:
             node = _node(tensor)

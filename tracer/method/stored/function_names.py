@@ -127,6 +127,11 @@ def _searched(function: Any) -> str:
         name = f"{space}.{own}" if ":" in space else f"{space}:{own}"
         if own and _found(name) == function:
             return name
+    for space in _SPACES[:2]:  # a method of tensors may have another name there than its own
+        owner = _found(space) if ":" in space else sys.modules[space]
+        for member in dir(owner):
+            if inspect.getattr_static(owner, member, None) is function:
+                return f"{space}.{member}" if ":" in space else f"{space}:{member}"
     raise NotStorable(f"{function!r} is in no module of torch")
 
 
