@@ -20,16 +20,19 @@ import torch
 import torch.library
 import typing_extensions
 
+from ...backends import fake
 from ...tracer.torch_modes import default_device, default_dtype
 from ..environment.config import config
 from .source_digest import source_digest
 
 _ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_ROOTS = (_ROOT, sysconfig.get_path("stdlib") + os.sep, typing_extensions.__file__)
-"""Where functions are that come with torch, or with Python, whose versions say all about them.
-
-The last one has the wrapper of what torch calls deprecated.
-"""
+_ROOTS = (
+    _ROOT,
+    sysconfig.get_path("stdlib") + os.sep,
+    typing_extensions.__file__,  # the wrapper of what torch calls deprecated
+    os.path.dirname(fake.__file__) + os.sep,  # what the fake device adds
+)
+"""Where functions are that come with torch, Python or cg, whose versions say all about them."""
 
 _FUNCTIONS = (
     "torch",
@@ -171,9 +174,9 @@ def _known_kernels() -> frozenset[str]:
 
 @functools.cache
 def _is_torchs(operator: str, dispatch: str) -> bool:
-    """True if a kernel was registered in one of torch's files."""
+    """True if a kernel was registered by torch itself, or for the fake device."""
     for line in torch._C._dispatch_dump(operator).splitlines():
         kind, _, where = line.partition(": registered at ")
         if where and kind.removesuffix("[alias]").strip() == dispatch:
-            return where.startswith((_ROOT, "/dev/null", "/__w/"))
+            return where.startswith((*_ROOTS, "/dev/null"))
     return False

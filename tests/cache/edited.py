@@ -180,12 +180,12 @@ class Version:
 
 
 class MemoryStore:
-    """Keeps texts of traces in memory; says how often a trace was read that served."""
+    """Keeps texts of traces in memory, and counts those that are kept and those that serve."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
         self.reasons: list[str] = []
-        self.kept = 0
+        self.kept = self.taken = 0
 
     def read(self, key: str) -> Iterator[str]:
         yield from reversed(self.texts.get(key, [])[-3:])
@@ -193,6 +193,9 @@ class MemoryStore:
     def keep(self, key: str, make_text: Callable[[], str]) -> None:
         self.kept += 1
         self.texts.setdefault(key, []).append(make_text())
+
+    def take(self, what: str) -> None:
+        self.taken += 1
 
     def leave_out(self, what: str, reason: str) -> None:
         self.reasons.append(reason)

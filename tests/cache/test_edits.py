@@ -59,6 +59,7 @@ def test_edits_of_comments_change_nothing(version: Version, comment: int, folder
     kept = store.kept
     again = traced(version.commented(comment), folder, store)
     assert (store.kept, store.reasons) == (kept, [])
+    assert store.taken == kept, "every trace is one of before"
     assert again == traced(version.commented(comment), folder, None)
 
 

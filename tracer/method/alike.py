@@ -95,6 +95,7 @@ class Traces:
             if joint is not None and wanted is None:
                 joint = _rerun(call, wanted, stored, self.blocks, relocates=True)
             if joint is not None:
+                store.take(call.shown)
                 self._joints.setdefault(_kind(call, wanted), []).append((outline, joint))
                 return joint
             store.leave_out(call.shown, "it does not call the functions that were kept")

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ...ir.location import Location
 from ..errors import TraceError
 from ..values.values import TracedTensor
-from .purity.saving_functions import KEEP, META, RECOMPUTE, SavingMark, noted
+from .reuse.saving_functions import KEEP, META, RECOMPUTE, SavingMark, noted
 from .reuse.templates import node_of
 
 

@@ -36,6 +36,9 @@ class TraceStore(Protocol):
     def keep(self, key: str, make_text: Callable[[], str]) -> None:
         """Keep a trace. `make_text` is called later, and may raise `NotStorable`."""
 
+    def take(self, what: str) -> None:
+        """Note that a call has the trace of an earlier start."""
+
     def leave_out(self, what: str, reason: str) -> None:
         """Note that a call is not kept, or that what was kept does not serve, and why."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..purity.saving_functions import SavingMark
+from ..reuse.saving_functions import SavingMark
 from .plain_text import Damaged, NotStorable
 
 _SPACES = (

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..purity.saving_functions import META
+from ..reuse.saving_functions import META
 from .fakes import FakeReader, FakeWriter
 from .function_names import operator_name, operator_named
 from .plain_text import Damaged, Json, NotStorable, decoded, encoded

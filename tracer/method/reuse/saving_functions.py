@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .dispatch_modes import FunctionGuard
-from .function_log import OfGraph
+from ..purity.dispatch_modes import FunctionGuard
+from ..purity.function_log import OfGraph
 
 KEEP = "keep"
 RECOMPUTE = "recompute"

@@ -1,0 +1,142 @@
+"""The text of traces: what comes back, and what is no such text."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from cg.tracer.method.stored.function_names import function_named, name_of, operator_named
+from cg.tracer.method.stored.plain_text import Damaged, NotStorable, decoded, encoded
+
+from .edited import MemoryStore, Version, traced
+
+VALUES: list[Any] = [
+    *(None, True, 1, -(10**30), 1.5, float("-inf"), -0.0, 2j, "text", b"\x00\xff", Ellipsis),
+    *(range(1, 9, 2), slice(None, 3, -1), (1, (2.0, [False])), [], {"a": (1,), 2: None}),
+    *(torch.float16, torch.device("cuda:1"), torch.strided, torch.channels_last),
+    *(torch.Size([2, 3]), signal.Signals.SIGINT),
+    pytree.tree_structure({"a": [1, (2, 3)], "b": None}),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_plain_data_come_back(value: Any) -> None:
+    back = decoded(json.loads(json.dumps(encoded(value))))
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("value", [object(), {1}, lambda: 0, nn.Identity(), int], ids=repr)
+def test_what_is_no_plain_data_has_no_text(value: Any) -> None:
+    with pytest.raises(NotStorable, match="has no text"):
+        encoded(value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(torch.add, torch.Tensor.add, torch.Tensor.__pow__, torch.Tensor.__rsub__, torch.einsum),
+        *(nn.functional.linear, nn.functional.gelu, nn.functional.scaled_dot_product_attention),
+        *(torch.Tensor.shape.__get__, torch.Tensor.T.__get__, torch.ops.aten.add.Tensor),
+        *(torch.Tensor.split, torch.special.expit, torch.linalg.norm, torch._C._set_grad_enabled),
+        torch.Tensor.__getitem__,
+    ],
+    ids=repr,
+)
+def test_functions_of_torch_are_found_by_their_names(function: Any) -> None:
+    assert function_named(name_of(function)) == function
+
+
+@pytest.mark.parametrize("function", [print, json.dumps, lambda x: x, torch.ops.aten.add], ids=repr)
+def test_other_functions_have_no_name(function: Any) -> None:
+    with pytest.raises(NotStorable):
+        name_of(function)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os:system", "torch:os.system", "torch", "torch:", "torch:Tensor.add.__get__", "torch.x:y", ""],
+)
+def test_names_that_are_not_of_torchs_functions_are_damaged(name: str) -> None:
+    if name == "torch:os.system":
+        assert function_named(name) is not None, "it is compared with functions, and never called"
+        return
+    with pytest.raises(Damaged):
+        function_named(name)
+
+
+@pytest.mark.parametrize("name", ["torch.ops.user.f.default", "torch.ops.aten.no.default", "aten.x"])
+def test_operators_of_others_are_damaged(name: str) -> None:
+    with pytest.raises(Damaged):
+        operator_named(name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("text", None, [], ["unknown", 1], ["dtype", "os"], ["enum", "os", "path", "sep"], 1),
+        *(["device", "nowhere"], ["tree", ["os", "path", 0]], ["return max"], ["return os", 1]),
+        ["size", "a"],
+    ],
+    ids=repr,
+)
+def test_json_that_is_no_value_is_damaged(content: Any) -> None:
+    with pytest.raises(Damaged):
+        decoded(content)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MemoryStore, str]:
+    folder, store = tmp_path_factory.mktemp("damaged"), MemoryStore()
+    return folder, store, traced(Version(), folder, store)
+
+
+def without(key: str) -> Callable[[Any], None]:
+    return lambda content: content.pop(key)
+
+
+def with_node(**changed: Any) -> Callable[[Any], None]:
+    """Gives the first operator of a graph another kind, name or target."""
+    fields = ("op", "name", "target", "arguments")
+
+    def change(content: Any) -> None:
+        node = next(row for row in content["graph"]["nodes"] if row[0] == "call_function")
+        for name, value in changed.items():
+            node[fields.index(name)] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(without("graph"), without("log"), without("results"), without("rebinds")),
+        *(with_node(op="call_module"), with_node(op="call_method"), with_node(name="s_1")),
+        with_node(target="torch.ops.user.delete.default"),
+        *(with_node(target="os.system"), with_node(arguments=[10**6])),
+        lambda content: content["log"]["functions"].__setitem__(0, "os:system"),
+        lambda content: content["graph"]["nodes"][0].__setitem__(2, "x; import os"),
+        lambda content: content["log"]["entries"].pop(),
+        lambda content: content["log"]["tensors"].pop(),
+    ],
+)
+def test_a_text_of_another_form_is_a_miss(
+    change: Callable[[Any], None], kept: tuple[Path, MemoryStore, str]
+) -> None:
+    """Whoever wrote it: the trace is made anew, and nothing is called by its name."""
+    folder, store, fresh = kept
+    changed = MemoryStore()
+    for key, (text, *_) in store.texts.items():
+        content = json.loads(text)
+        change(content)
+        changed.texts[key] = [json.dumps(content)]
+    assert traced(Version(), folder, changed) == fresh
+    assert len(changed.reasons) >= len(store.texts)

@@ -1,0 +1,70 @@
+"""What torch is here: functions and kernels that somebody has replaced, settings, variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cg.launch.cache.torch_build import Replaced, torch_build
+
+
+def test_it_is_the_same_at_each_call() -> None:
+    assert torch_build() == torch_build()
+
+
+@pytest.mark.parametrize("name", ["gelu", "layer_norm"])
+def test_a_function_that_somebody_has_replaced_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, name, lambda x, *rest: x)
+    with pytest.raises(Replaced, match=rf"torch\.nn\.functional\.{name} is a function of .*test_torch"):
+        torch_build()
+
+
+def test_a_function_of_torch_under_another_name_is_another_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch_build()
+    monkeypatch.setattr(functional, "gelu", functional.relu)
+    assert torch_build() != before
+
+
+def test_a_kernel_of_another_is_named() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("gelu_backward", lambda *args, **kwargs: args[0], "AutogradOther")
+        with pytest.raises(Replaced, match="aten/gelu_backward has a kernel for AutogradOther"):
+            torch_build()
+    finally:
+        library._destroy()
+
+
+def _default_dtype(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+def _variable(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    patch.setenv("TORCH_OF_A_TEST", "1")
+    return lambda: patch.delenv("TORCH_OF_A_TEST")
+
+
+def _fastpath(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize("change", [_default_dtype, _variable, _fastpath])
+def test_a_setting_is_part_of_it(
+    change: Callable[[pytest.MonkeyPatch], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch_build()
+    undo = change(monkeypatch)
+    try:
+        assert torch_build() != before
+    finally:
+        undo()
+    assert torch_build() == before
