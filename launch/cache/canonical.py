@@ -1,6 +1,6 @@
 """The text of options, equal for equal options in all processes.
 
-What has no name that other processes share, such as a function of a script, has no text.
+Functions of scripts have no text, for other processes may mean others by their names.
 """
 
 from __future__ import annotations

@@ -114,7 +114,9 @@ def _parsed(text: str, traced: Module) -> Scheduled | None:
     try:
         content = json.loads(facts)
         reports = [PassReport(**{**r, "remarks": tuple(r["remarks"])}) for r in content["reports"]]
-        scheduled = Scheduled(parse_module(program, "the compile cache"), reports, content["choice"])
+        scheduled = Scheduled(
+            parse_module(program, "the compile cache"), reports, content["choice"]
+        )
         verify(scheduled.module)
     except (ValueError, KeyError, TypeError, IRError) as error:
         _LOG.info("compile cache: programs of step %s are damaged: %s", traced.name, error)

@@ -96,7 +96,7 @@ def _static_build() -> str:
     texts.append(hashlib.sha256(torch.__config__.show().encode()).hexdigest())
     if torch.cuda.is_available():
         texts += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
-        texts.append(str(torch.backends.cudnn.version()))
+        texts.append(str(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
     return "\n".join(texts)
 
 
@@ -117,7 +117,7 @@ def _functions() -> Iterator[str]:
 
 
 def _names_in(name: str) -> Mapping[str, Any]:
-    """What a module, or a part of `torch._C`, has by name."""
+    """The members of a module, or of a part of `torch._C`, by name."""
     module: Any = sys.modules.get(name)
     if module is None and name.startswith("torch._C."):
         module = getattr(torch._C, name.rpartition(".")[2], None)

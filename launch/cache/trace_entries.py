@@ -59,9 +59,9 @@ class StoredTraces:
         self.cache.keep(_KIND, f"{self.build}\0{key}", text, _MANY)
 
     def take(self, what: str) -> None:
-        """Note that a call has the trace of an earlier start."""
+        """Say that a call has the trace of an earlier start."""
         _LOG.debug("compile cache: %s has the trace of an earlier start", what)
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Note that a call is not kept, or that what was kept does not serve, and why."""
+        """Say why a call is not kept, or why kept traces do not serve it."""
         _LOG.info("compile cache: %s is traced anew: %s", what, reason)

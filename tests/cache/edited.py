@@ -1,4 +1,4 @@
-"""A program of two files that tests edit: what its first lines say, its helper, its surroundings."""
+"""A program of two files that tests edit: its lines, its helper, its surroundings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cg.tracer.graph.codegen.bodies import GraphBody
 from cg.tracer.method.alike import Traces
 from cg.tracer.record.trace import Trace
 
-PROGRAM = '''\
+PROGRAM = """\
 import os
 import torch
 import torch.nn.functional as F
@@ -91,9 +91,9 @@ def step(x):
     loss = cg.mean(losses)
     cg.backward(loss)
     return loss
-'''
+"""
 
-HELPER = '''\
+HELPER = """\
 {comment}
 SCALE = {scale}
 
@@ -108,7 +108,7 @@ def shifted(x):
 
 def turned(x):
     return -x
-'''
+"""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "global_": ("2.0", "3.0", "2"),
@@ -257,5 +257,3 @@ def _numbered_anew(text: str) -> str:
     names = sorted(set(re.findall(r"\bstage\d+", text)), key=lambda name: int(name[5:]))
     new = {name: f"stage{number}" for number, name in enumerate(names)}
     return re.sub(r"\bstage\d+", lambda match: new[match[0]], text)
-
-

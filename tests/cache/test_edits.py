@@ -1,4 +1,4 @@
-"""Random edits of a program: a trace from the cache is the trace of a fresh start, or there is none."""
+"""Random edits of a program: a trace from the cache is that of a fresh start, or there is none."""
 
 from __future__ import annotations
 
@@ -63,12 +63,8 @@ def test_edits_of_comments_change_nothing(version: Version, comment: int, folder
     assert again == traced(version.commented(comment), folder, None)
 
 
-
-
 @pytest.mark.parametrize("around", SURROUNDINGS[1:])
-def test_a_change_around_the_program_is_seen(
-    around: str, store: MemoryStore, folder: Path
-) -> None:
+def test_a_change_around_the_program_is_seen(around: str, store: MemoryStore, folder: Path) -> None:
     fresh = traced(Version(around=around), folder, None)
     assert fresh != traced(Version(), folder, None)
     assert traced(Version(around=around), folder, store) == fresh

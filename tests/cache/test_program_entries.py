@@ -63,7 +63,9 @@ class Counted:
         self.cache = CompileCache(EntryStore(folder))
         self.runs = 0
 
-    def compiled(self, module: Module, schedule: Schedule | None = None, **options: Any) -> Scheduled:
+    def compiled(
+        self, module: Module, schedule: Schedule | None = None, **options: Any
+    ) -> Scheduled:
         pipeline_of = functools.partial(default_pipeline, **options)
 
         def make() -> Scheduled:
@@ -152,7 +154,7 @@ def test_a_program_that_is_made_fast_is_not_kept(module: Module, tmp_path: Path)
     "change",
     [
         lambda text: text.replace("phase=scheduled", "phase=traced"),
-        lambda text: text.replace("return(", "retrun("),
+        lambda text: text.replace("return(", "go back("),
         lambda text: text.replace("%x", "%y", 1),
         lambda text: text.replace('"choice"', '"chance"'),
         lambda text: "",

@@ -63,7 +63,15 @@ def test_other_functions_have_no_name(function: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["os:system", "torch:os.system", "torch", "torch:", "torch:Tensor.add.__get__", "torch.x:y", ""],
+    [
+        "os:system",
+        "torch:os.system",
+        "torch",
+        "torch:",
+        "torch:Tensor.add.__get__",
+        "torch.x:y",
+        "",
+    ],
 )
 def test_names_that_are_not_of_torchs_functions_are_damaged(name: str) -> None:
     if name == "torch:os.system":
@@ -73,7 +81,9 @@ def test_names_that_are_not_of_torchs_functions_are_damaged(name: str) -> None:
         function_named(name)
 
 
-@pytest.mark.parametrize("name", ["torch.ops.user.f.default", "torch.ops.aten.no.default", "aten.x"])
+@pytest.mark.parametrize(
+    "name", ["torch.ops.user.f.default", "torch.ops.aten.no.default", "aten.x"]
+)
 def test_operators_of_others_are_damaged(name: str) -> None:
     with pytest.raises(Damaged):
         operator_named(name)

@@ -20,7 +20,9 @@ def test_a_function_that_somebody_has_replaced_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(functional, name, lambda x, *rest: x)
-    with pytest.raises(Replaced, match=rf"torch\.nn\.functional\.{name} is a function of .*test_torch"):
+    with pytest.raises(
+        Replaced, match=rf"torch\.nn\.functional\.{name} is a function of .*test_torch"
+    ):
         torch_build()
 
 

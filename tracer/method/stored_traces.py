@@ -37,10 +37,10 @@ class TraceStore(Protocol):
         """Keep a trace. `make_text` is called later, and may raise `NotStorable`."""
 
     def take(self, what: str) -> None:
-        """Note that a call has the trace of an earlier start."""
+        """Say that a call has the trace of an earlier start."""
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Note that a call is not kept, or that what was kept does not serve, and why."""
+        """Say why a call is not kept, or why kept traces do not serve it."""
 
 
 def trace_key(call: TracedCall, wanted: Wanted | None, outline: Hashable | None) -> str:

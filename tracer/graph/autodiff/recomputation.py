@@ -24,7 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ....ir.pipeline.tradeoff import Tradeoff
 from ...errors import TraceError
 from ...method.joint import Joint
-from ...method.saving_marks import KEEP, RECOMPUTE, mark_of
+from ...method.reuse.saving_functions import KEEP, RECOMPUTE
+from ...method.saving_marks import mark_of
 from ...values.interface import MethodTarget, Target, TracedCall, Write
 from ...values.operators import is_random, storage_key, written_values
 from .backward_cut import BackwardCut
@@ -247,7 +248,7 @@ def _as_torch_has_it(joint: Joint, fixed: set[fx.Node]) -> tuple[fx.Graph, dict[
     Placeholders are primals, then tangents. Equal views become one node, since the partitioner
     would count the bytes of each.
     """
-    graph = fx.Graph(joint.owner)
+    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for kind, nodes in (
         ("primals", [*(n for n, _ in joint.state), *joint.inputs]),

@@ -21,7 +21,8 @@ from ....ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from ...errors import TraceError
 from ...method.joint import Joint
 from ...method.purity.flops import flops_of
-from ...method.saving_marks import KEEP, RECOMPUTE, mark_of
+from ...method.reuse.saving_functions import KEEP, RECOMPUTE
+from ...method.saving_marks import mark_of
 from ...values.operators import storage_key, written_values
 from .backward_cut import BackwardCut
 from .saving_problem import Frontier, SavingChoice, SavingProblem

@@ -136,7 +136,7 @@ def _searched(function: Any) -> str:
 
 
 def _found(name: str) -> Any:
-    """What torch has by a name, without calling anything; None if there is nothing."""
+    """The object that torch has by a name, without calling anything; None if there is none."""
     module, _, path = name.removesuffix(_GET).partition(":")
     value: Any = sys.modules.get(module) if module.partition(".")[0] == "torch" else None
     for part in path.split("."):

@@ -78,7 +78,7 @@ def read_graph(json: Json, mode: FakeTensorMode) -> tuple[torch.nn.Module, fx.Gr
         owner = torch.nn.Module()
         for name, constant in json["constants"].items():
             owner.register_buffer(name, _read_constant(constant), persistent=False)
-        graph = fx.Graph(owner)
+        graph = fx.Graph()
         reader = FakeReader(mode, json["storages"])
         nodes: list[fx.Node] = []
         for row in json["nodes"]:
@@ -122,9 +122,7 @@ def _target(node: fx.Node) -> str:
     return operator_name(node.target)
 
 
-def _read_node(
-    graph: fx.Graph, row: Json, nodes: list[fx.Node], reader: FakeReader
-) -> fx.Node:
+def _read_node(graph: fx.Graph, row: Json, nodes: list[fx.Node], reader: FakeReader) -> fx.Node:
     op, name, target, arguments, named, value, mark = row
     if op not in ("placeholder", "get_attr", "call_function", "output"):
         raise Damaged(f"a node of kind {str(op)[:80]}")

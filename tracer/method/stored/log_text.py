@@ -210,5 +210,3 @@ def _read_form(json: Json) -> Any:
         return (type_named(parts[0]), *parts[1:])
     value = decoded(json)
     return (type(value), value)
-
-

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.utils._pytree as pytree
 
-
 Json: TypeAlias = Any
 """Numbers, strings, lists and dictionaries."""
 
@@ -160,7 +159,10 @@ def _tree_form(spec: pytree.TreeSpec) -> Json:
     if spec.is_leaf():
         return []
     kind: Any = spec.type
-    if kind not in pytree.SUPPORTED_NODES or _loaded(kind.__module__, kind.__qualname__) is not kind:
+    if (
+        kind not in pytree.SUPPORTED_NODES
+        or _loaded(kind.__module__, kind.__qualname__) is not kind
+    ):
         raise NotStorable(f"a structure with a {kind.__module__}.{kind.__qualname__} has no text")
     children = map(_tree_form, spec.children())
     return [kind.__module__, kind.__qualname__, encoded(spec.context), *children]
@@ -212,7 +214,11 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 _TYPES: dict[type, str] = {
     **{kind: name for kind, (name, _) in _SIMPLE.items()},
-    **{torch.Size: "size", tuple: "tuple", list: "list", slice: "slice", dict: "dict"},
+    torch.Size: "size",
+    tuple: "tuple",
+    list: "list",
+    slice: "slice",
+    dict: "dict",
     torch.nn.Parameter: "parameter",
     torch.Tensor: "tensor",
 }
@@ -254,7 +260,5 @@ def _enum_member(module: str, name: str, member: str) -> enum.Enum:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """What a module that is there has by a name; None if there is nothing."""
+    """The object that a loaded module has by a name; None if there is none."""
     return vars(sys.modules.get(module, enum)).get(name)
-
-
