@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.library
 import typing_extensions
+from torch.backends import opt_einsum
 
 from ...backends import fake
 from ...tracer.torch_modes import default_device, default_dtype
@@ -83,6 +84,7 @@ def torch_build() -> str:
         str(default_dtype()),
         str(default_device()),
         str(torch.backends.mha.get_fastpath_enabled()),
+        str((opt_einsum.is_available(), opt_einsum.enabled, opt_einsum.strategy)),
         *(f"{name}={text}" for name, text in variables),
     ]
     return "\n".join(here)

@@ -59,7 +59,12 @@ def _fastpath(patch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: torch.backends.mha.set_fastpath_enabled(True)
 
 
-@pytest.mark.parametrize("change", [_default_dtype, _variable, _fastpath])
+def _paths_of_einsum(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    patch.setattr(torch.backends.opt_einsum, "enabled", False)
+    return patch.undo
+
+
+@pytest.mark.parametrize("change", [_default_dtype, _variable, _fastpath, _paths_of_einsum])
 def test_a_setting_is_part_of_it(
     change: Callable[[pytest.MonkeyPatch], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
