@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import os
 import platform
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -56,9 +58,19 @@ _FUNCTIONS = (
     "torch._C._fft",
     "torch._C._special",
     "torch._C._VariableFunctions",
+    "torch._decomp",
+    "torch._decomp.decompositions",
+    "torch._prims",
+    "torch._prims_common",
+    "torch._prims_common.wrappers",
+    "torch._refs",
+    "torch._refs._conversions",
+    "torch._refs.fft",
+    "torch._refs.linalg",
+    "torch._refs.nn.functional",
+    "torch._refs.special",
 )
 """Modules whose functions run below the functions that a method calls."""
-_DECOMPOSITIONS = ("torch._refs", "torch._prims", "torch._decomp")
 _CLASSES = ("Tensor", "TensorBase")
 _OPERATORS = ("aten/", "prims/")
 
@@ -67,19 +79,47 @@ class Replaced(Exception):
     """A function or an operator of torch is not torch's own; the message says which."""
 
 
-def torch_build() -> str:
+@dataclass(eq=False)
+class TorchBuild:
     """The text of all that torch's functions depend on in this process.
 
-    Raises:
-        Replaced: a function or an operator is not torch's own.
+    It takes milliseconds, and a tenth of that where no name of torch has another value since.
     """
-    aliases = hashlib.sha256()
-    for line in _functions():
-        aliases.update(line.encode())
+
+    _digest: str = ""
+    _names: list[list[str]] = field(default_factory=list)
+    _values: list[list[Any]] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The text, as of now.
+
+        Raises:
+            Replaced: a function or an operator is not torch's own.
+        """
+        spaces = list(_spaces())
+        names = [list(members) for _, members in spaces]
+        values = [list(members.values()) for _, members in spaces]
+        if names != self._names or not all(map(_identical, values, self._values)):
+            self._digest = ""
+            lines = "".join(line for name, members in spaces for line in _members(name, members))
+            self._digest = hashlib.sha256(lines.encode()).hexdigest()
+            self._names, self._values = names, values
+        return f"{self._digest}\n{_surroundings()}"
+
+
+def _identical(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _surroundings() -> str:
+    """The settings, variables and kernels that torch has here.
+
+    Raises:
+        Replaced: an operator has a kernel of another's.
+    """
     variables = sorted(config().torch_variables.items())
     here = [
         _static_build(),
-        aliases.hexdigest(),
         _kernels(),
         str(default_dtype()),
         str(default_device()),
@@ -102,20 +142,15 @@ def _static_build() -> str:
     return "\n".join(texts)
 
 
-def _functions() -> Iterator[str]:
-    """A line for each function of torch that Python could replace.
-
-    Raises:
-        Replaced: one is not in torch's own files.
-    """
-    names = [name for name in list(sys.modules) if name.startswith(_DECOMPOSITIONS)]
-    for name in (*_FUNCTIONS, *sorted(names)):
-        yield from _members(name, _names_in(name))
+def _spaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The modules and classes whose functions Python could replace, with their members."""
+    for name in _FUNCTIONS:
+        yield name, _names_in(name)
     for name in _CLASSES:
         for space in (torch, torch._C):
             cls = vars(space).get(name)
             if isinstance(cls, type):
-                yield from _members(f"torch.{name}", vars(cls))
+                yield f"torch.{name}", vars(cls)
 
 
 def _names_in(name: str) -> Mapping[str, Any]:
@@ -125,10 +160,15 @@ def _names_in(name: str) -> Mapping[str, Any]:
         module = getattr(torch._C, name.rpartition(".")[2], None)
     if module is None or isinstance(module, ModuleType):
         return {} if module is None else vars(module)
-    return {member: getattr(module, member) for member in dir(module)}
+    return {**vars(type(module)), **getattr(module, "__dict__", {})}
 
 
-def _members(space: str, members: Any) -> Iterator[str]:
+def _members(space: str, members: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each function of a space.
+
+    Raises:
+        Replaced: one is not in torch's own files.
+    """
     for name, value in list(members.items()):
         kind = type(value)
         if kind is FunctionType:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...tracer.method.alike import Traces
 from ...tracer.method.stored.plain_text import NotStorable
 from ..world.world import world
 from .compile_cache import CompileCache, cache_of
-from .torch_build import Replaced, torch_build
+from .torch_build import Replaced, TorchBuild
 
 _LOG = logging.getLogger("cg")
 _KIND = "traces"
@@ -21,13 +21,7 @@ _MANY = 3
 def new_traces() -> Traces:
     """The traces of a step that has none so far, with those of earlier starts behind them."""
     cache = cache_of(world())
-    if not cache.is_on:
-        return Traces()
-    try:
-        return Traces(StoredTraces(cache, torch_build()))
-    except Replaced as reason:
-        _LOG.info("compile cache: methods are traced anew: %s", reason)
-        return Traces()
+    return Traces(StoredTraces(cache)) if cache.is_on else Traces()
 
 
 @dataclass(frozen=True)
@@ -36,18 +30,22 @@ class StoredTraces:
 
     Attributes:
         cache: has them.
-        build: what functions of torch depend on beside their arguments.
+        build: says what functions of torch depend on beside their arguments.
     """
 
     cache: CompileCache
-    build: str
+    build: TorchBuild = field(default_factory=TorchBuild)
 
     def read(self, key: str) -> Iterator[str]:
-        """The texts of traces with a key, the youngest first."""
-        return self.cache.read(_KIND, f"{self.build}\0{key}", _MANY)
+        """The texts of traces with a key, the youngest first; none if torch is not torch's own."""
+        try:
+            build = self.build.text()
+        except Replaced:
+            return  # the reason is given where the trace would be kept
+        yield from self.cache.read(_KIND, f"{build}\0{key}", _MANY)
 
     def keep(self, key: str, make_text: Callable[[], str]) -> None:
-        """Keep a trace, unless it has no text."""
+        """Keep a trace, unless it has no text, or torch is not torch's own."""
 
         def text() -> str | None:
             try:
@@ -56,7 +54,12 @@ class StoredTraces:
                 _LOG.info("compile cache: a method's trace is not kept: %s", reason)
                 return None
 
-        self.cache.keep(_KIND, f"{self.build}\0{key}", text, _MANY)
+        try:
+            build = self.build.text()
+        except Replaced as reason:
+            _LOG.info("compile cache: a method's trace is not kept: %s", reason)
+            return
+        self.cache.keep(_KIND, f"{build}\0{key}", text, _MANY)
 
     def take(self, what: str) -> None:
         """Say that a call has the trace of an earlier start."""

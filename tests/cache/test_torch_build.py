@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cg.launch.cache.torch_build import Replaced, torch_build
+from cg.launch.cache.torch_build import Replaced, TorchBuild
+
+BUILD = TorchBuild()
+"""Remembers what it has seen, as in a process."""
 
 
 def test_it_is_the_same_at_each_call() -> None:
-    assert torch_build() == torch_build()
+    assert BUILD.text() == BUILD.text() == TorchBuild().text()
 
 
 @pytest.mark.parametrize("name", ["gelu", "layer_norm"])
@@ -23,15 +26,15 @@ def test_a_function_that_somebody_has_replaced_is_named(
     with pytest.raises(
         Replaced, match=rf"torch\.nn\.functional\.{name} is a function of .*test_torch"
     ):
-        torch_build()
+        BUILD.text()
 
 
 def test_a_function_of_torch_under_another_name_is_another_build(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = torch_build()
+    before = BUILD.text()
     monkeypatch.setattr(functional, "gelu", functional.relu)
-    assert torch_build() != before
+    assert BUILD.text() != before
 
 
 def test_a_kernel_of_another_is_named() -> None:
@@ -39,7 +42,7 @@ def test_a_kernel_of_another_is_named() -> None:
     try:
         library.impl("gelu_backward", lambda *args, **kwargs: args[0], "AutogradOther")
         with pytest.raises(Replaced, match="aten/gelu_backward has a kernel for AutogradOther"):
-            torch_build()
+            BUILD.text()
     finally:
         library._destroy()
 
@@ -60,7 +63,7 @@ def _fastpath(patch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def _paths_of_einsum(patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    patch.setattr(torch.backends.opt_einsum, "enabled", False)
+    patch.setattr(torch.backends.opt_einsum, "enabled", not torch.backends.opt_einsum.enabled)
     return patch.undo
 
 
@@ -68,10 +71,10 @@ def _paths_of_einsum(patch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_setting_is_part_of_it(
     change: Callable[[pytest.MonkeyPatch], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = torch_build()
+    before = BUILD.text()
     undo = change(monkeypatch)
     try:
-        assert torch_build() != before
+        assert BUILD.text() != before
     finally:
         undo()
-    assert torch_build() == before
+    assert BUILD.text() == before
