@@ -61,10 +61,10 @@ class StoredTraces:
             return
         self.cache.keep(_KIND, f"{build}\0{key}", text, _MANY)
 
-    def take(self, what: str) -> None:
+    def take(self, call: str) -> None:
         """Say that a call has the trace of an earlier start."""
-        _LOG.debug("compile cache: %s has the trace of an earlier start", what)
+        _LOG.debug("compile cache: %s has the trace of an earlier start", call)
 
-    def leave_out(self, what: str, reason: str) -> None:
+    def leave_out(self, call: str, reason: str) -> None:
         """Say why a call is not kept, or why kept traces do not serve it."""
-        _LOG.info("compile cache: %s is traced anew: %s", what, reason)
+        _LOG.info("compile cache: %s is traced anew: %s", call, reason)

@@ -194,10 +194,10 @@ class MemoryStore:
         self.kept += 1
         self.texts.setdefault(key, []).append(make_text())
 
-    def take(self, what: str) -> None:
+    def take(self, call: str) -> None:
         self.taken += 1
 
-    def leave_out(self, what: str, reason: str) -> None:
+    def leave_out(self, call: str, reason: str) -> None:
         self.reasons.append(reason)
 
 

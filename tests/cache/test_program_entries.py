@@ -1,4 +1,4 @@
-"""Programs of the cache: found by the same step and options, and made anew for any other."""
+"""Programs of the cache: read for the same step and options, and made anew for any other."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class Counted:
 
 def test_a_second_start_has_the_same_programs(module: Module, tmp_path: Path) -> None:
     first, second = Counted(tmp_path), Counted(tmp_path)
-    fresh, found = first.compiled(module), second.compiled(module)
+    fresh, again = first.compiled(module), second.compiled(module)
     assert (first.runs, second.runs) == (1, 0)
-    assert format_module(found.module, True) == format_module(fresh.module, True)
-    assert found.reports == fresh.reports
+    assert format_module(again.module, True) == format_module(fresh.module, True)
+    assert again.reports == fresh.reports
 
 
 def renamed(module: Module) -> Module:

@@ -36,10 +36,10 @@ class TraceStore(Protocol):
     def keep(self, key: str, make_text: Callable[[], str]) -> None:
         """Keep a trace. `make_text` is called later, and may raise `NotStorable`."""
 
-    def take(self, what: str) -> None:
+    def take(self, call: str) -> None:
         """Say that a call has the trace of an earlier start."""
 
-    def leave_out(self, what: str, reason: str) -> None:
+    def leave_out(self, call: str, reason: str) -> None:
         """Say why a call is not kept, or why kept traces do not serve it."""
 
 

@@ -53,11 +53,11 @@ def name_of(function: Any) -> str:
         name = f"{_searched(held)}{_GET}"
     elif isinstance(function, FunctionType):
         name = f"{function.__module__}:{function.__qualname__}"
-        if _found(name) is not function:
+        if _object_named(name) is not function:
             name = _searched(function)
     else:
         name = _searched(function)
-    if _found(name) != function:
+    if _object_named(name) != function:
         raise NotStorable(f"{function!r} has no name")
     return name
 
@@ -73,10 +73,10 @@ def function_named(name: str) -> Any:
         return operator_named(name)
     if name.startswith(_MARK):
         return SavingMark(name.removeprefix(_MARK))
-    found = _found(name)
-    if found is None:
+    function = _object_named(name)
+    if function is None:
         raise Damaged(f"torch has no function {name[:80]}")
-    return found
+    return function
 
 
 _OPERATOR = "torch.ops."
@@ -125,17 +125,17 @@ def _searched(function: Any) -> str:
     own = getattr(function, "__name__", "")
     for space in _SPACES:
         name = f"{space}.{own}" if ":" in space else f"{space}:{own}"
-        if own and _found(name) == function:
+        if own and _object_named(name) == function:
             return name
     for space in _SPACES[:2]:  # a method of tensors may have another name there than its own
-        owner = _found(space) if ":" in space else sys.modules[space]
+        owner = _object_named(space) if ":" in space else sys.modules[space]
         for member in dir(owner):
             if inspect.getattr_static(owner, member, None) is function:
                 return f"{space}.{member}" if ":" in space else f"{space}:{member}"
     raise NotStorable(f"{function!r} is in no module of torch")
 
 
-def _found(name: str) -> Any:
+def _object_named(name: str) -> Any:
     """The object that torch has by a name, without calling anything; None if there is none."""
     module, _, path = name.removesuffix(_GET).partition(":")
     value: Any = sys.modules.get(module) if module.partition(".")[0] == "torch" else None

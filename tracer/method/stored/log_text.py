@@ -81,25 +81,29 @@ class _LogWriter:
         """The entries of a block, on the tensors that it takes here and on those that it makes."""
         block = entry.function.block
         taken = [self._log.tensor(number) for number in entry.arguments[0]]
-        made = dict(zip(made_numbers(block.ends), entry.result, strict=True))
+        own_tensors = dict(zip(made_numbers(block.ends), entry.result, strict=True))
         positions = {id(tensor): i for i, tensor in enumerate(block.stand_ins)}
         for number, tensor in enumerate(block.stand_ins):
-            if number not in made:
-                made[number] = _Own(tensor)
+            if number not in own_tensors:
+                own_tensors[number] = _Own(tensor)
 
         def number_of(number: int) -> int:
-            return self._number(taken[~number]) if number < 0 else self._made(made[number])
+            return (
+                self._number(taken[~number])
+                if number < 0
+                else self._own_tensor_number(own_tensors[number])
+            )
 
         def own(value: Any) -> Any:
             if isinstance(value, Taken):
                 return taken[value.position]
             if isinstance(value, torch.Tensor):
-                return made[positions[id(value)]]
+                return own_tensors[positions[id(value)]]
             return type(value)(map(own, value)) if type(value) in (tuple, list) else value
 
         return [self._entry(inner, number_of, own(inner.result)) for inner in block.entries]
 
-    def _made(self, value: Any) -> int:
+    def _own_tensor_number(self, value: Any) -> int:
         """The number of a tensor that a block makes."""
         if not isinstance(value, _Own):
             return self._number(value)
@@ -126,7 +130,7 @@ class _LogWriter:
 
     def _reference(self, value: Any) -> int | None:
         is_tensor = isinstance(value, (torch.Tensor, _Own))
-        return self._made(value) if is_tensor else None
+        return self._own_tensor_number(value) if is_tensor else None
 
     def _setting(self, settings: Form) -> int:
         return self._settings.setdefault(settings, len(self._settings))
