@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...backends.base import World
@@ -29,9 +29,11 @@ class CompileCache:
 
     Attributes:
         store: the files.
+        torch_variables: the variables that torch reads, when the cache was opened.
     """
 
     store: EntryStore | None = None
+    torch_variables: Mapping[str, str] = field(default_factory=dict)
     _pending: list[Write] = field(default_factory=list)
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,9 +91,9 @@ def cache_of(world: World) -> CompileCache:
 
 
 def _opened() -> CompileCache:
-    folder = config().cache
-    if folder is None:
+    settings = config()
+    if settings.cache is None:
         return CompileCache()
-    cache = CompileCache(EntryStore(folder))
+    cache = CompileCache(EntryStore(settings.cache), settings.torch_variables)
     atexit.register(cache.flush)
     return cache

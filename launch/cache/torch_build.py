@@ -25,7 +25,6 @@ from torch.backends import opt_einsum
 
 from ...backends import fake
 from ...tracer.torch_modes import default_device, default_dtype
-from ..environment.config import config
 from .source_digest import source_digest
 
 _ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -84,8 +83,12 @@ class TorchBuild:
     """The text of all that torch's functions depend on in this process.
 
     It takes milliseconds, and a tenth of that where no name of torch has another value since.
+
+    Attributes:
+        variables: those that torch reads, as they were when it began: it sets some itself.
     """
 
+    variables: Mapping[str, str] = field(default_factory=dict)
     _digest: str = ""
     _names: list[list[str]] = field(default_factory=list)
     _values: list[list[Any]] = field(default_factory=list)
@@ -104,30 +107,28 @@ class TorchBuild:
             lines = "".join(line for name, members in spaces for line in _members(name, members))
             self._digest = hashlib.sha256(lines.encode()).hexdigest()
             self._names, self._values = names, values
-        return f"{self._digest}\n{_surroundings()}"
+        read = [f"{name}={text}" for name, text in sorted(self.variables.items())]
+        return "\n".join([self._digest, *_surroundings(), *read])
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _surroundings() -> str:
-    """The settings, variables and kernels that torch has here.
+def _surroundings() -> list[str]:
+    """The settings, and the machine, that torch has here.
 
     Raises:
         Replaced: an operator has a kernel of another's.
     """
-    variables = sorted(config().torch_variables.items())
-    here = [
+    _check_kernels()
+    return [
         _static_build(),
-        _kernels(),
         str(default_dtype()),
         str(default_device()),
         str(torch.backends.mha.get_fastpath_enabled()),
         str((opt_einsum.is_available(), opt_einsum.enabled, opt_einsum.strategy)),
-        *(f"{name}={text}" for name, text in variables),
     ]
-    return "\n".join(here)
 
 
 @functools.cache
@@ -191,19 +192,17 @@ def _is_generated(function: FunctionType) -> bool:
     )
 
 
-def _kernels() -> str:
-    """The digest of the names of kernels that Python has registered.
+def _check_kernels() -> None:
+    """Return if all kernels that Python has registered for torch's operators are torch's own.
 
     Raises:
         Replaced: one is for an operator of torch, and not torch's own.
     """
-    registered = [key for key in torch.library._impls if key.startswith(_OPERATORS)]
-    for key in registered:
-        if key not in _known_kernels():
+    for key in list(torch.library._impls):
+        if key.startswith(_OPERATORS) and key not in _known_kernels():
             operator, _, dispatch = key.rpartition("/")
             if not _is_torchs(operator.replace("/", "::"), dispatch):
                 raise Replaced(f"the operator {operator} has a kernel for {dispatch} of another's")
-    return hashlib.sha256("\n".join(sorted(registered)).encode()).hexdigest()
 
 
 @functools.cache

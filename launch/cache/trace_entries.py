@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...tracer.method.alike import Traces
 from ...tracer.method.stored.plain_text import NotStorable
@@ -21,7 +21,9 @@ _MANY = 3
 def new_traces() -> Traces:
     """The traces of a step that has none so far, with those of earlier starts behind them."""
     cache = cache_of(world())
-    return Traces(StoredTraces(cache)) if cache.is_on else Traces()
+    if not cache.is_on:
+        return Traces()
+    return Traces(StoredTraces(cache, TorchBuild(cache.torch_variables)))
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class StoredTraces:
     """
 
     cache: CompileCache
-    build: TorchBuild = field(default_factory=TorchBuild)
+    build: TorchBuild
 
     def read(self, key: str) -> Iterator[str]:
         """The texts of traces with a key, the youngest first; none if torch is not torch's own."""

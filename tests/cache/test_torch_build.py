@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from cg.launch.cache.torch_build import Replaced, TorchBuild
+from cg.launch.environment.config import Config
 
 BUILD = TorchBuild()
 """Remembers what it has seen, as in a process."""
@@ -52,11 +53,6 @@ def _default_dtype(patch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: torch.set_default_dtype(torch.float32)
 
 
-def _variable(patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    patch.setenv("TORCH_OF_A_TEST", "1")
-    return lambda: patch.delenv("TORCH_OF_A_TEST")
-
-
 def _fastpath(patch: pytest.MonkeyPatch) -> Callable[[], None]:
     torch.backends.mha.set_fastpath_enabled(False)
     return lambda: torch.backends.mha.set_fastpath_enabled(True)
@@ -67,7 +63,7 @@ def _paths_of_einsum(patch: pytest.MonkeyPatch) -> Callable[[], None]:
     return patch.undo
 
 
-@pytest.mark.parametrize("change", [_default_dtype, _variable, _fastpath, _paths_of_einsum])
+@pytest.mark.parametrize("change", [_default_dtype, _fastpath, _paths_of_einsum])
 def test_a_setting_is_part_of_it(
     change: Callable[[pytest.MonkeyPatch], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,3 +74,9 @@ def test_a_setting_is_part_of_it(
     finally:
         undo()
     assert BUILD.text() == before
+
+
+def test_variables_of_torch_are_part_of_it() -> None:
+    variables = Config.from_environ({"TORCH_OF_A_TEST": "1", "OTHER": "1"}).torch_variables
+    assert variables == {"TORCH_OF_A_TEST": "1"}
+    assert TorchBuild(variables).text() != TorchBuild().text()
