@@ -57,7 +57,7 @@ def trace_key(call: TracedCall, wanted: Wanted | None, outline: Hashable | None)
     if outline is None:
         raise NotStorable("a tensor of its actor cannot be compared")
     parts = [
-        call.what,
+        call.shown,
         encoded(call.signature.spec),
         [_leaf_key(leaf) for leaf in call.signature.leaves],
         str(call.device),
