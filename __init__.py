@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .tracer.graph.layouts.cases import LayoutError
     from .tracer.graph.layouts.rules.einsum import layout_rule
     from .tracer.method.experts.expert_products import expert_linear
-    from .tracer.method.saving_marks import keep, recompute
+    from .tracer.method.saving_marks import keep, offload, recompute
     from .tracer.record.actors.actors import ActorError, ActorHandle, remat
     from .tracer.record.intrinsics.asked_layouts import layout
     from .tracer.record.intrinsics.clipping import clip_grad_norm
@@ -88,6 +88,7 @@ _HOMES = {
     "carry": "launch.api.carry",
     "remat": "tracer.record.actors.actors",
     "keep": "tracer.method.saving_marks",
+    "offload": "tracer.method.saving_marks",
     "recompute": "tracer.method.saving_marks",
     "mesh": "tracer.values.mesh",
     "plan": "tracer.values.plan",
@@ -176,6 +177,7 @@ __all__ = [
     "carry",
     "remat",
     "keep",
+    "offload",
     "recompute",
     "mesh",
     "plan",

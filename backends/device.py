@@ -127,7 +127,7 @@ class Device(Protocol):
         """Set the state of that generator."""
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Host memory of the shape and type of `like` that the device can copy to by itself."""
+        """Host memory of the shape and type of `like` that the device can copy to and from."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: DeviceQueue) -> None:
         """Put a copy on a stream, between the device and a `host_buffer`; neither is kept alive."""

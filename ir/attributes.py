@@ -99,6 +99,8 @@ class Stream(FastEnum):
     gradients; COLLECTIVE takes all others.
     MESSAGE takes the sends and receives of a transport that does a rank's messages one by one.
     COPY takes the copies between a device and its host for messages that travel by way of hosts.
+    OFFLOAD takes the copies of tensors to the host, and FETCH those back: a link to a host carries
+    both at once.
     TAIL takes the tails of programs (see the pass `split-tails`), whose ops name COMPUTE. No op of
     a program names COPY or TAIL.
     """
@@ -111,6 +113,8 @@ class Stream(FastEnum):
     GATHER = "gather"
     REDUCE = "reduce"
     COPY = "copy"
+    OFFLOAD = "offload"
+    FETCH = "fetch"
     TAIL = "tail"
 
 
@@ -121,6 +125,9 @@ COMMUNICATION_STREAMS: Final = frozenset(
     }
 )
 """The streams of sends, receives and collectives, which may still run when the next op begins."""
+
+HOST_STREAMS: Final = frozenset({Stream.OFFLOAD, Stream.FETCH})
+"""The streams of copies between a device and its host, which may still run then, too."""
 
 
 MAIN: Final = 0

@@ -7,6 +7,18 @@ from dataclasses import dataclass
 
 from .types import DType
 
+WORK_OF_BYTE = 100
+"""The floating-point operations that take as long as to read or write a byte.
+
+Of accelerators since 2020 it is between 100 and 300, in bfloat16.
+"""
+
+WORK_OF_MILLISECOND = 4e11
+"""The floating-point operations of a millisecond, where no time is measured.
+
+With `WORK_OF_BYTE` these are 4 TB/s of memory, as accelerators of 2024 have.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Flops:

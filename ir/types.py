@@ -66,6 +66,13 @@ class DType(FastEnum):
         return str(self.value)
 
 
+class MemorySpace(FastEnum):
+    """The memory that a tensor is in: that of its rank, or the host's beside a device."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 MOST_RANKS = 1 << 17
 """The most ranks of a world, so that a few letters in a file cannot take all memory."""
 
@@ -257,7 +264,7 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A dense tensor: `f32[8,512]@0`; in a scheduled program, `f32[8,512]`.
+    """A dense tensor: `f32[8,512]@0`; in a scheduled program, `f32[8,512]` or `f32[8,512]:host`.
 
     Attributes:
         dtype: the type of the elements.
@@ -265,12 +272,15 @@ class TensorType:
         place: the ranks that hold it, or parts of it; None in a scheduled program.
         layout: how it is laid out over the axes of the place, as in `f32[8/dp,64|+tp]@m`. None:
             each rank holds a copy of the whole.
+        space: the memory that it is in. Only copies between memories name the host's, in scheduled
+            programs.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     place: Place | None = None
     layout: Layout | None = None
+    space: MemorySpace = MemorySpace.DEVICE
     _regions: dict[int, Region] | None = field(init=False, repr=False, compare=False, default=None)
 
     @property
@@ -311,7 +321,8 @@ class TensorType:
         dims = ",".join(map(str, self.shape))
         if self.layout is not None:
             dims = _layout(self.shape, self.layout)
-        return f"{self.dtype}[{dims}]{_suffix(self.place)}"
+        space = ":host" if self.space is MemorySpace.HOST else ""
+        return f"{self.dtype}[{dims}]{_suffix(self.place)}{space}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +374,17 @@ def tensor_bytes(type_: Type) -> int:
     return value.nbytes if isinstance(value, TensorType) else 0
 
 
+def is_on_host(type_: Type) -> bool:
+    """True for a tensor, or a promised one, in the memory of the host beside a device."""
+    value = promised(type_)
+    return isinstance(value, TensorType) and value.space is MemorySpace.HOST
+
+
+def device_bytes(type_: Type) -> int:
+    """The bytes of a tensor, or of a promised one, that is not in a host's memory; 0 for others."""
+    return 0 if is_on_host(type_) else tensor_bytes(type_)
+
+
 def _layout(shape: tuple[int, ...], layout: Layout) -> str:
     """The dimensions of a tensor with their cuts, then the axes of summands.
 
@@ -391,7 +413,7 @@ def _suffix(place: Place | None) -> str:
 def relocate(type_: Type, place: Place | None) -> Type:
     """The same type at another place; None: the place that the program implies."""
     if type(type_) is TensorType:  # the most frequent case; `replace` takes three times as long
-        return TensorType(type_.dtype, type_.shape, place, type_.layout)
+        return TensorType(type_.dtype, type_.shape, place, type_.layout, type_.space)
     if isinstance(type_, FutureType):
         return FutureType(replace(type_.value, place=place))
     return replace(type_, place=place)

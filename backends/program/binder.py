@@ -19,6 +19,7 @@ from ...ir.ops import (
     Collective,
     Constant,
     Copy,
+    CopyStart,
     Free,
     Op,
     Recv,
@@ -47,6 +48,7 @@ from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
 from . import builtins, instructions
 from .code import Code
+from .host_copies import HostCopyPort
 from .instruction_info import CLEAR, KEEP, InstructionInfo, Role
 from .instructions import Instruction
 from .linked import LinkedProgram
@@ -119,8 +121,6 @@ class Binder:
                 self._emit(release, KEEP)
         self._finish()
         return code
-
-    # -- plumbing ---------------------------------------------------------------------------
 
     def _bind_op(self, op: Op, arena: Tensor) -> None:
         if isinstance(op, Alloc):
@@ -344,6 +344,9 @@ class Binder:
         port = communicator.collective_port(op, channel, operand, _promised(op.result))
         self._issue(op, port)
 
+    def _bind_copy_start(self, op: CopyStart) -> None:
+        self._issue(op, HostCopyPort(op.is_to_host))
+
     def _issue(self, op: Op, port: Port) -> None:
         self._ports[op.result] = port
         self._indices[op.result] = self._at
@@ -379,8 +382,7 @@ class Binder:
 
     def _is_releasing(self, port: Port) -> TypeGuard[ReleasingPort]:
         """True for a `ReleasingPort`; remembered for each class, since `isinstance` takes long."""
-        kind = type(port)
-        if kind not in self._releasing:
+        if (kind := type(port)) not in self._releasing:
             self._releasing[kind] = isinstance(port, ReleasingPort)
         return self._releasing[kind]
 
@@ -424,6 +426,7 @@ _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
     Constant: lambda binder, op: binder._bind_constant(op),
     View: lambda binder, op: binder._bind_view(op),
     Copy: lambda binder, op: binder._bind_copy(op),
+    CopyStart: lambda binder, op: binder._bind_copy_start(op),
     Slice: lambda binder, op: binder._bind_slice(op),
     Reserve: lambda binder, op: binder._bind_reserve(op),
     Assemble: lambda binder, op: binder._bind_assemble(op),

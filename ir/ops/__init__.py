@@ -30,6 +30,7 @@ from .collectives import (
     RoutedRows,
     Scatter,
 )
+from .host_copies import CopyStart
 from .rank_local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
 from .regions import Assemble, Reserve, Slice
 from .row_collectives import AllGatherRows, ReduceScatterRows, RowCollective
@@ -37,6 +38,9 @@ from .transfers import PointToPoint, Recv, Send, Transfer, batch_of
 
 Communication: TypeAlias = PointToPoint | Collective
 """The ops by which ranks exchange values; they are asynchronous in a scheduled program."""
+
+Asynchronous: TypeAlias = PointToPoint | Collective | CopyStart
+"""The ops that give futures in a scheduled program."""
 
 __all__ = [
     "Adjoint",
@@ -46,6 +50,7 @@ __all__ = [
     "AllToAll",
     "Alloc",
     "Assemble",
+    "Asynchronous",
     "Backward",
     "Barrier",
     "Broadcast",
@@ -54,6 +59,7 @@ __all__ = [
     "Communication",
     "Constant",
     "Copy",
+    "CopyStart",
     "Exchange",
     "Free",
     "Gather",
@@ -86,6 +92,7 @@ OP_CLASSES: dict[str, type[Op]] = {
         Call,
         View,
         Copy,
+        CopyStart,
         Transfer,
         Slice,
         Reserve,

@@ -56,6 +56,8 @@ class Function:
             pieces, lays its gradient out to be reduced, or adds to its gradient.
         buckets: the buckets of its actor's gradients that it adds to or reduces. Empty stands for
             bucket 0, which has all gradients that are in no other bucket.
+        offloads: indices of outputs that the user wants in the host's memory while nothing uses
+            them, ascending (`cg.offload`).
     """
 
     name: str
@@ -76,6 +78,7 @@ class Function:
     body: str | None = None
     parameter: str | None = None
     buckets: tuple[int, ...] = ()
+    offloads: tuple[int, ...] = ()
 
     @property
     def is_work(self) -> bool:

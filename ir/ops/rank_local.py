@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..attributes import COMMUNICATION_STREAMS, Stream, Symbol
+from ..attributes import COMMUNICATION_STREAMS, HOST_STREAMS, Stream, Symbol
 from ..phases import Phase
 from ..types import DType, Place, TensorType, UnitType, promised
 from .base import Adjoint, Op, Value
@@ -203,7 +203,7 @@ class Wait(Op):
     gives: ClassVar[str] = "the value; none is needed for a unit"
     shares_operand: ClassVar[bool] = True
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.ASYNC, Phase.SCHEDULED})
-    streams: ClassVar[frozenset[Stream]] = Op.streams | COMMUNICATION_STREAMS
+    streams: ClassVar[frozenset[Stream]] = Op.streams | COMMUNICATION_STREAMS | HOST_STREAMS
     remedy: ClassVar[str] = "split-transfers makes it"
 
     def check(self, context: CheckContext) -> None:

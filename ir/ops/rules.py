@@ -43,7 +43,8 @@ def same_but_place(a: Type, b: Type) -> bool:
     if a is b:
         return True
     if type(a) is TensorType and type(b) is TensorType:
-        return a.dtype is b.dtype and a.shape == b.shape and a.layout == b.layout
+        is_alike = a.dtype is b.dtype and a.shape == b.shape and a.space is b.space
+        return is_alike and a.layout == b.layout
     if isinstance(a, FutureType) and isinstance(b, FutureType):
         return same_but_place(a.value, b.value)
     return type(a) is type(b) and not isinstance(a, TensorType | FutureType)
@@ -53,7 +54,7 @@ def same_but_layout(a: Type, b: Type) -> bool:
     """True if both types are of tensors of one shape and element type, whatever their layouts."""
     if not (isinstance(a, TensorType) and isinstance(b, TensorType)):
         return False
-    return a.dtype is b.dtype and a.shape == b.shape
+    return a.dtype is b.dtype and a.shape == b.shape and a.space is b.space
 
 
 def transferred(value: Value, type_: Type) -> str:

@@ -79,12 +79,15 @@ class Costs:
         functions: the time of each call of a function, by name. In a program these override `tf`,
             `tb` and `tw`.
         overhead: the time between a call of a program and the next op of its rank.
-        post: the time for which a rank is busy when it starts a send or a collective.
+        post: the time for which a rank is busy when it starts a send, a collective or a copy to or
+            from its host.
         buffered: whether a message of a program leaves for its slot before the receive is posted,
             as through the shared memory of CPU ranks. Collectives, and channels with a transport of
             their own, wait for all ends in any case.
         link: the cost of a message in a program; without it, `tcomm`, `tgather` and `treduce`.
         channels: the links of single channels, by id; they override `link`.
+        host: the link between a device and its host, for each direction. The default is PCI Express
+            5.0 with 16 lanes, as it is measured.
     """
 
     tf: PerStage = 1.0
@@ -104,6 +107,7 @@ class Costs:
     buffered: bool = False
     link: Link | None = None
     channels: Mapping[int, Link] = field(default_factory=dict)
+    host: Link = field(default_factory=lambda: Link(0.01, 50.0))
 
     def __post_init__(self) -> None:
         for name in ("tf", "tb", "tw", "tcomm", "activation_bytes", "weight_bytes", "mr"):
@@ -237,8 +241,8 @@ def _plain(costs: Costs) -> dict[str, Any]:
             data[item.name] = value
     if "functions" in data:
         data["functions"] = dict(data["functions"])
-    if "link" in data:
-        data["link"] = _plain_link(data["link"])
+    for name in {"link", "host"} & data.keys():
+        data[name] = _plain_link(data[name])
     if "channels" in data:
         data["channels"] = {str(key): _plain_link(link) for key, link in data["channels"].items()}
     return data
@@ -261,8 +265,9 @@ def _read(data: Any) -> Costs:
     }
     if "functions" in read and not isinstance(read["functions"], dict):
         raise ValueError("functions are an object of milliseconds by name")
-    if read.get("link") is not None:
-        read["link"] = _read_link("link", read["link"])
+    for name in ("link", "host"):
+        if read.get(name) is not None:
+            read[name] = _read_link(name, read[name])
     if "channels" in read:
         if not isinstance(read["channels"], dict):
             raise ValueError("channels are an object of links by id")

@@ -19,7 +19,7 @@ _TOKEN = re.compile(
     r"[%@][\w.$-]+"  # a value or a symbol
     r'|[%@]?"(?:[^"\\\n]|\\.)*+"?'  # a string, or a value or a symbol in quotes, closed or not
     r"|(?:future<){1,2}[^<>\n]*+>+"  # a future, or one of a future, which is refused later
-    rf"|\w+\[[^\[\]\n]*+\](?:{_PLACE})?"  # a tensor type
+    rf"|\w+\[[^\[\]\n]*+\](?:{_PLACE})?(?::host{_END_OF_WORD})?"  # a tensor type
     rf"|(?:object|unit){_END_OF_WORD}(?:{_PLACE})?"
     rf"|\d+[FBW]\d+{_END_OF_WORD}"  # a task
     rf"|-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|inf{_END_OF_WORD})"

@@ -18,6 +18,7 @@ from ..types import (
     MOST_RANKS,
     DType,
     FutureType,
+    MemorySpace,
     Mesh,
     ObjectType,
     Place,
@@ -28,7 +29,7 @@ from ..types import (
 
 _TYPE = re.compile(
     r"(?:(?P<kind>object|unit)|(?P<dtype>\w+)\[(?P<dims>[^|]*?)(?:\|(?P<summands>.*))?\])"
-    r"(?:@(?P<place>(?P<rank>\d+)|\{.*\}|(?P<mesh>[A-Za-z_]\w*)))?",
+    r"(?:@(?P<place>(?P<rank>\d+)|\{.*\}|(?P<mesh>[A-Za-z_]\w*)))?(?P<host>:host)?",
     re.DOTALL,
 )
 _DIM = re.compile(
@@ -78,12 +79,15 @@ def parse_type(text: str, meshes: Mapping[str, Mesh] = NO_MESHES) -> Type:
             "with a place such as @0, @{0..3} or the name of a mesh behind it"
         )
     place = _place_of(match, meshes)
-    if match["kind"] is not None:
+    if match["kind"] is not None and match["host"] is None:
         return ObjectType(place) if match["kind"] == "object" else UnitType(place)
+    if match["kind"] is not None:
+        raise ValueError(f"'{text}' is no tensor; only tensors are in a host's memory")
     dtype = parse_enum(DType, match["dtype"])
     shape, cuts = _dims(text, match["dims"])
     summands, reduce = _summands(text, match["summands"])
-    return TensorType(dtype, shape, place, Layout.of(cuts, summands, reduce))
+    space = MemorySpace.DEVICE if match["host"] is None else MemorySpace.HOST
+    return TensorType(dtype, shape, place, Layout.of(cuts, summands, reduce), space)
 
 
 def _place_of(match: re.Match[str], meshes: Mapping[str, Mesh]) -> Place | None:

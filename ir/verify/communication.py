@@ -7,6 +7,8 @@ The pass `check-deadlock` and the simulations use this model:
   completes there too.)
 - A message is complete once all its ends have been posted: a send and its receive, or the
   collective of every rank of a group. There is no buffering: a send alone completes nothing.
+- A copy between a device and its host is a message with one end: it is complete once the copies
+  before it on its stream are.
 - Communication ops of one rank that share a stream complete in the order in which they were posted.
   The messages of a batch complete together, as soon as all of them can.
 - A message with a slot is not complete before the receiver has freed the slot's last message.
@@ -28,7 +30,20 @@ from math import inf
 from typing import TypeAlias
 
 from ..attributes import Stream
-from ..ops import Collective, Communication, Free, Op, Recv, Return, Value, View, Wait, batch_of
+from ..ops import (
+    Asynchronous,
+    Collective,
+    Communication,
+    CopyStart,
+    Free,
+    Op,
+    Recv,
+    Return,
+    Value,
+    View,
+    Wait,
+    batch_of,
+)
 from ..ops.module import Module, Program
 from ..ops.storage import SharedStorage
 from ..text.diagnostics import IRError
@@ -37,10 +52,10 @@ from .channel_rules import unmatched
 
 @dataclass(eq=False, slots=True)
 class Message:
-    """A send and its receive, or the parts of a collective.
+    """A send and its receive, the parts of a collective, or a copy of one rank.
 
     Attributes:
-        chan, seq: the channel, and the number of the message on it.
+        chan, seq: the channel, and the number of the message on it; of a copy -1, and its number.
         ends: the op of each rank that takes part.
         unit: the messages that complete together: those of its batch, or itself alone.
         previous, following: the messages that use the slot before and after it.
@@ -55,7 +70,7 @@ class Message:
 
     chan: int
     seq: int
-    ends: dict[int, Communication] = field(default_factory=dict)
+    ends: dict[int, Asynchronous] = field(default_factory=dict)
     unit: tuple[Message, ...] = ()
     previous: Message | None = None
     following: Message | None = None
@@ -69,6 +84,8 @@ class Message:
 
     def __str__(self) -> str:
         op = next(iter(self.ends.values()))
+        if isinstance(op, CopyStart):
+            return f"copy {self.seq} {'to' if op.is_to_host else 'from'} the host"
         kind = op.opcode if isinstance(op, Collective) else "message"
         return f"{kind} {self.seq} of channel {self.chan}"
 
@@ -166,6 +183,7 @@ class Progress:
     Attributes:
         programs: the program of each rank.
         messages: the messages by channel and number.
+        copies: the copies of each rank between its device and its host, by rank and number.
         freed: the messages whose slots their receivers free at some point.
         events: the events of each rank, in program order.
         at: for each rank, the number of its events that have happened.
@@ -202,6 +220,7 @@ class Progress:
         """
         self.programs = {program.rank or 0: program for program in module.programs}
         self.messages = match(module)
+        self.copies: dict[tuple[int, int], Message] = {}
         self.freed: set[Message] = set()
         self._on_devices = on_devices
         self.events = {
@@ -280,6 +299,9 @@ class Progress:
                 events.append((EventKind.POST, message, op))
                 if message.chan in self._on_devices:
                     on_device[message] = None
+            elif isinstance(op, CopyStart):
+                message = promised[op.result] = self._copy(program.rank or 0, op)
+                events.append((EventKind.POST, message, op))
             elif isinstance(op, Free):
                 group = group_of(op.operands[0])
                 if group not in received:
@@ -293,6 +315,12 @@ class Progress:
             elif cost is not None:
                 events.append((EventKind.WORK, None, op))
         return [event for event in events if event[2] not in early] if early else events
+
+    def _copy(self, rank: int, op: CopyStart) -> Message:
+        number = len(self.copies)
+        copy = self.copies[rank, number] = Message(-1, number, {rank: op}, missing=1)
+        copy.unit = (copy,)
+        return copy
 
     def _of_device(self, on_device: dict[Message, None], rank: int, op: Op) -> list[Event]:
         """The waits of a host for its device at an op; their messages are removed from `on_device`.
@@ -391,7 +419,7 @@ class Progress:
         )
         return [(rank, stream) for rank, stream in streams if stream is not None]
 
-    def stream_of(self, op: Communication) -> Stream | None:
+    def stream_of(self, op: Asynchronous) -> Stream | None:
         """The stream on which an op waits for earlier ops."""
         if self._one_queue and op.stream is not None and isinstance(op, Collective):
             return Stream.COLLECTIVE

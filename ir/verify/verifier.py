@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator
 
 from ..attributes import Stream
-from ..ops import Call, Communication, Free, Op, Return, Value, Wait
+from ..ops import Call, Communication, CopyStart, Free, Op, Return, Value, Wait
 from ..ops.module import Function, Module, Program, Vjp
 from ..ops.rules import CheckContext, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..text.diagnostics import Diagnostic, IRError
-from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType
+from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType, is_on_host
 from .batch_rules import check_batches
 from .body_rules import check_bodies
 from .channel_rules import check_channel, check_channel_op, unmatched
@@ -75,6 +75,10 @@ def _function(name: str, function: Function) -> str | None:
     for output, input_ in function.aliases:
         if not (0 <= output < len(function.outputs) and 0 <= input_ < len(function.inputs)):
             return f"function @{name} has the alias {output} -> {input_}, which is out of range"
+    if any(map(is_on_host, (*function.inputs, *function.outputs))):
+        return f"function @{name} takes or returns what is in a host's memory; a call takes it back"
+    if not _are_indices(function.offloads, len(function.outputs)):
+        return f"offloads of function @{name} are not ascending indices of its outputs"
     return None
 
 
@@ -222,6 +226,8 @@ class _ProgramChecker:
                 self._define(value)
                 if isinstance(value.type, FutureType):
                     raise Problem(f"parameter %{value.name} is a future")
+                if is_on_host(value.type):
+                    raise Problem(f"parameter %{value.name} is in the memory of a host")
             except Problem as problem:
                 yield Diagnostic(problem.message, program=self._program, help=problem.help)
         for index, op in enumerate(self._program.ops):
@@ -260,6 +266,7 @@ class _ProgramChecker:
             return  # reported where they are made
         if self.laid_out and not (self._is_body and isinstance(op, Return)):
             check_op(op, phase)  # except for returns of bodies, which have the function's layouts
+        _check_memory(op)
         op.check(self._context)
         if self._placed:
             op.check_places(self._context)
@@ -325,6 +332,23 @@ class _ProgramChecker:
                 f"%{value.name} is made on stream {maker.stream.value}, "
                 f"but {op.opcode} runs on stream {stream.value}",
                 f"wait for it: %x = wait(%{value.name}) {{stream = {stream.value}}}",
+                value,
+            )
+
+
+_OF_HOSTS = (CopyStart, Wait, Free)
+"""The ops that have to do with tensors in the memory of a host."""
+
+
+def _check_memory(op: Op) -> None:
+    """Check that only copies between memories, and waits for them, name a host's memory."""
+    if isinstance(op, _OF_HOSTS):
+        return
+    for value in (*op.operands, *op.results):
+        if is_on_host(value.type):
+            raise Problem(
+                f"{op.opcode} works on the rank's own memory, %{value.name} is in the host's",
+                "a copy_start brings it back",
                 value,
             )
 

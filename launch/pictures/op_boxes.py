@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...backends.program.instruction_info import Role
 from ...ir.attributes import Effect, Stream
-from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
+from ...ir.ops import Asynchronous, Call, Collective, CopyStart, Op, Recv, Send, Value, Wait
 from ...ir.ops.module import Module, Program
 from ...ir.text.printer import format_op
 from ...ir.types import TensorType, promised
@@ -41,7 +41,7 @@ class OpBoxes:
         """
         op = self._ops[index]
         box = self.of(op)
-        communicates = isinstance(op, Send | Recv | Collective)
+        communicates = isinstance(op, Asynchronous)
         if role is Role.AWAIT:
             awaited_name = (
                 "the others' reports" if awaited is None else self._name(self._ops[awaited])
@@ -86,7 +86,7 @@ class OpBoxes:
     def _kind(self, op: Op) -> WorkKind:
         if isinstance(op, Wait):
             return WorkKind.WAIT
-        if isinstance(op, Send | Recv | Collective):
+        if isinstance(op, Asynchronous):
             return WorkKind.MESSAGE
         if not isinstance(op, Call):
             return WorkKind.OTHER
@@ -106,9 +106,11 @@ class OpBoxes:
             return f"{task}send to rank {op.peer}"
         if isinstance(op, Recv):
             return f"{task}recv from rank {op.peer}"
+        if isinstance(op, CopyStart):
+            return f"{task}copy {'to' if op.is_to_host else 'from'} the host"
         if isinstance(op, Wait):
             maker = self._makers.get(op.operands[0])
-            if isinstance(maker, Send | Recv | Collective):
+            if isinstance(maker, Asynchronous):
                 return f"wait: {self._name(maker)}"
         return task + op.opcode
 

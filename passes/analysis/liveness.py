@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...ir.ops import Communication, Constant, Op, Recv, Return, Slice, Value, View, Wait
+from ...ir.ops import Asynchronous, Constant, Op, Recv, Return, Slice, Value, View, Wait
 from ...ir.ops.module import Function, Program
 from ...ir.ops.storage import SharedStorage
 from ...ir.types import FutureType, TensorType, UnitType
@@ -71,7 +71,7 @@ class Storages:
                 storage.last = index
         if isinstance(op, Wait):
             self._visit_wait(op, index)
-        elif isinstance(op, Communication):
+        elif isinstance(op, Asynchronous):
             self._makers[op.result] = op
             if op.operands and not isinstance(op, Recv):
                 self._reading[op.result] = op.operands

@@ -14,6 +14,7 @@ from ...ir.ops import (
     Collective,
     Constant,
     Copy,
+    CopyStart,
     Free,
     Op,
     Recv,
@@ -50,6 +51,7 @@ class CheckRaces(Pass):
       is no buffer.
     - The bytes of an `alloc` overlap with no other that is alive; if they were freed, the `free` is
       known to be over. They are only read as the result of a receive or copy.
+    - A copy to the host, or back, uses its operand as a communication does.
     - A value that lives in a slot is not handed out as an output, or to an opaque call.
     - When an `all_reduce` with a donated operand starts, all uses of the operand are over, and only
       the result is used afterwards. The operand is the program's own, and in no slot.
@@ -188,7 +190,7 @@ class _RaceChecker:
 
     def _make(self, index: int, op: Op) -> None:
         """Note the storage that an op writes, except where a result shares an operand's storage."""
-        if isinstance(op, (View, Slice, Send, Collective)):
+        if isinstance(op, (View, Slice, Send, Collective, CopyStart)):
             return
         shared: set[int] = set()
         if isinstance(op, Call):
@@ -205,7 +207,7 @@ class _RaceChecker:
             return
         maker = self._program.ops[source]
         is_shared = isinstance(maker, Collective) and maker.shares_operand and maker.operands
-        if isinstance(maker, Recv | Collective) and not is_shared:
+        if isinstance(maker, Recv | Collective | CopyStart) and not is_shared:
             uses = self._of(op.result)
             if uses is not None:
                 uses.written[self._clocks.lines[source]] = source

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.ops import Collective, CopyStart, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.ops.module import Channel, Module, Program
 from ...ir.ops.names import Names
 from ...ir.phases import Phase
@@ -17,7 +17,7 @@ from ..placement.fabrics import is_by_stream, one_by_one
 
 @dataclass(frozen=True)
 class AssignStreams(Pass):
-    """Put sends, receives, collectives of each traffic and all other work on a stream each.
+    """Put each kind of communication, copies to a host, copies back and all other work on a stream.
 
     A receive between devices is on the compute stream. It is a kernel that occupies multiprocessors
     until its message has come, and work beside it is slowed down by far more than their share. On
@@ -81,6 +81,8 @@ def _stream_of(op: Op, streams: Mapping[int, _ChannelStreams]) -> Stream | None:
         return streams[op.chan].send
     if isinstance(op, Recv):
         return streams[op.chan].recv
+    if isinstance(op, CopyStart):
+        return op.home_stream
     if isinstance(op, Collective):
         return Stream.COLLECTIVE if op.chan is None else streams[op.chan].collective
     return Stream.COMPUTE

@@ -16,6 +16,7 @@ from ...ir.ops import (
     Communication,
     Constant,
     Copy,
+    CopyStart,
     Free,
     Op,
     Recv,
@@ -34,6 +35,9 @@ from ..placement.fabrics import Fabrics
 
 LEAST = 2
 """The least number of ops worth a graph. A single call is enough, as it may be a whole model."""
+
+_KINDS = {"recv": "receive", "copy_start": "copy"}
+"""Words for ops that go on beside others, by opcode."""
 
 _GIVEN_BACK = "the memory of a message from host to host is given back"
 
@@ -181,16 +185,17 @@ def _crossing(program: Program, reasons: Mapping[int, str]) -> dict[int, str]:
     posted: dict[Value, int] = {}
     crossing: dict[int, str] = {}
     for index, op in enumerate(program.ops):
-        if isinstance(op, Recv | Collective):
+        if isinstance(op, Recv | Collective | CopyStart):
             posted[op.result] = index
         elif isinstance(op, Wait):
             at = posted.pop(op.operands[0], None)
             if at is not None and at not in reasons and parts[at] != parts[index]:
-                kind = "receive" if isinstance(program.ops[at], Recv) else "collective"
+                kind = _KINDS.get(program.ops[at].opcode, "collective")
                 crossing[at] = f"a {kind} that goes on beside what the host does"
             if at is not None and index not in reasons and (at in reasons or at in crossing):
                 crossing[index] = "a wait for what goes on beside that"
     crossing |= _torn(program, reasons, parts)
+    crossing |= _resting(program, reasons, parts)
     return crossing | _mates(program, reasons.keys() | crossing.keys())
 
 
@@ -226,6 +231,25 @@ def _torn(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) ->
         for index in indices
         if index not in reasons
     }
+
+
+def _resting(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
+    """Find tensors that go to the host in one part and come back in another.
+
+    What a graph reads from outside is copied into its memory, which is that of the device.
+    """
+    waits = {op.result: op.operands[0] for op in program.ops if isinstance(op, Wait) and op.results}
+    sent = {op.result: i for i, op in enumerate(program.ops) if isinstance(op, CopyStart)}
+    apart: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, CopyStart) and not op.is_to_host:
+            source = op.operands[0]
+            while source not in sent:  # a wait brings it from stream to stream
+                source = waits[source]
+            out = sent[source]
+            if parts[out] != parts[index] or out in reasons or index in reasons:
+                apart |= dict.fromkeys((out, index), "a tensor that rests beside what the host does")
+    return {index: reason for index, reason in apart.items() if index not in reasons}
 
 
 def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> dict[int, str]:
@@ -342,7 +366,7 @@ def _is_worth_it(ops: Collection[Op], messages: bool) -> bool:
 
 def _work(ops: Iterable[Op]) -> int:
     """The number of ops that the host would put on streams one by one."""
-    work = Call | Copy | Slice | Assemble | Communication | Constant
+    work = Call | Copy | CopyStart | Slice | Assemble | Communication | Constant
     return sum(
         isinstance(op, work) and not (isinstance(op, Assemble) and op.is_in_place) for op in ops
     )

@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.ops import Call, Collective, Communication, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.ops import (
+    Call,
+    Collective,
+    Communication,
+    CopyStart,
+    Free,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    Wait,
+)
 from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import error
@@ -68,6 +80,8 @@ class Overlap(Pass):
     An opaque method may make the host wait for its device in any case. It also cuts the graphs of a
     device, and these end once all that they have begun has ended. So waits for messages on their
     way to a device do not move past such a call.
+
+    The wait for a copy to the host stays, too, as the tensor is freed behind it.
 
     Attributes:
         lookahead: the most messages of a channel that this pass leaves in flight at each end.
@@ -150,7 +164,7 @@ def _wait_late(ops: Sequence[Op], module: Module, lookahead: int, stays: Set[Op]
 
     Waits for messages on their way to a device come no later than the next opaque method.
     """
-    barriers = {value for op in ops if op.synchronizes for value in op.results}
+    fixed = {value for op in ops if _is_fixed(op) for value in op.results}
     used = {value for op in ops for value in op.operands}
     to_device = _waits_of_devices(ops, module)
     moved: dict[Op, None] = {}
@@ -166,7 +180,7 @@ def _wait_late(ops: Sequence[Op], module: Module, lookahead: int, stays: Set[Op]
             continue
         if isinstance(op, Communication) and op.result in to_device:
             coming[to_device[op.result]] = None
-        if isinstance(op, Wait) and op not in stays and _may_wait_late(op, barriers):
+        if isinstance(op, Wait) and op not in stays and _may_wait_late(op, fixed):
             future = op.operands[0]
             result = op.results[0] if op.results else future
             held[result if result in used else future] = op
@@ -205,8 +219,16 @@ def _only_gives(op: Communication) -> bool:
     return bool(op.operands) and isinstance(type_, FutureType) and isinstance(type_.value, UnitType)
 
 
-def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:
-    return isinstance(op.operands[0].type, FutureType) and op.operands[0] not in barriers
+def _is_fixed(op: Op) -> bool:
+    """True if the wait for an op stays where it is.
+
+    At a barrier ranks meet, and behind the wait for a copy to the host the tensor is freed.
+    """
+    return op.synchronizes or (isinstance(op, CopyStart) and op.is_to_host)
+
+
+def _may_wait_late(op: Wait, fixed: set[Value]) -> bool:
+    return isinstance(op.operands[0].type, FutureType) and op.operands[0] not in fixed
 
 
 def _post_early(ops: Sequence[Op], module: Module, lookahead: int) -> list[Op]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value
+from ...ir.ops import Call, Copy, CopyStart, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.ops.module import Function, FunctionKind, Module, Program
 from ...ir.ops.names import Names
 from ...ir.phases import Phase
@@ -23,12 +23,15 @@ LARGE = 256 * 1024
 
 @dataclass(frozen=True)
 class PlanBuffers(Pass):
-    """Free each storage after its last use, and give each received tensor a slot of its channel.
+    """Free each storage after its last use, and give received and offloaded tensors slots.
 
     A slot is occupied from the post of its receive until the received value is freed. The slots
     follow from the receiver's program, and a send uses the slot of its receive, so that sender and
     receiver exchange nothing about slots at run time. Objects have no slot, as their size is not
     known; the receiver gets an object of its own.
+
+    A copy to the host has a slot of its rank's host until it is freed. A slot takes copies of one
+    size.
 
     A value that leaves the plan's control, as an operand of an opaque call or as an output, is
     copied first if it may live in a slot. If a device's transport brings it, or if it has `LARGE`
@@ -72,6 +75,7 @@ class PlanBuffers(Pass):
                 storages = Storages(program, module.functions)
             ends = _insert_frees(program, storages, private)
             _choose_slots(program, module, ends, slots, sizes)
+            _choose_host_slots(program)
         for program in module.programs:
             for op in program.ops:
                 if isinstance(op, Send):
@@ -216,3 +220,23 @@ def _choose_slots(
             for recv in ends.get(op, ()):
                 assert recv.slot is not None, "a receive comes before what it brings is freed"
                 free[recv.chan].append(recv.slot)
+
+
+def _choose_host_slots(program: Program) -> None:
+    """Choose a slot for each copy to the host: of the free ones of its size, that freed first."""
+    copies: dict[Value, CopyStart] = {}
+    free: defaultdict[int, deque[int]] = defaultdict(deque)
+    count = 0
+    for op in program.ops:
+        if isinstance(op, CopyStart) and op.is_to_host:
+            copies[op.result] = op
+            ready = free[tensor_bytes(op.result.type)]
+            if ready:
+                op.slot = ready.popleft()
+            else:
+                op.slot, count = count, count + 1
+        elif isinstance(op, Wait) and op.results and op.operands[0] in copies:
+            copies[op.result] = copies[op.operands[0]]
+        elif isinstance(op, Free) and (copy := copies.get(op.operands[0])) is not None:
+            assert copy.slot is not None, "a copy starts before it is freed"
+            free[tensor_bytes(copy.result.type)].append(copy.slot)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...ir.ops.clone import clone
 from ...ir.ops.module import Module
 from ...ir.phases import Phase
@@ -23,6 +25,7 @@ from ..lower.fuse_accumulation import FuseAccumulation
 from ..lower.overlap import Overlap
 from ..lower.plan_buffers import PlanBuffers
 from ..lower.split_tails import SplitTails
+from ..memory.offload import Offload
 from ..order.assign_stages import AssignStages
 from ..order.schedule import SchedulePrograms
 from ..placement.choose_dispatch import ChooseDispatch
@@ -47,6 +50,7 @@ def default_pipeline(
     prefetch: int = 1,
     dispatch: str = "auto",
     tasks_in_flight: int = 1,
+    offload: Offload | None = None,
 ) -> Pipeline:
     """The pipeline from a traced module to a checked program for each rank.
 
@@ -61,6 +65,7 @@ def default_pipeline(
         prefetch: as in `SchedulePrograms`.
         dispatch: as in `ChooseDispatch`.
         tasks_in_flight: as in `SchedulePrograms`.
+        offload: the pass that moves tensors to hosts; None: it moves what `cg.offload` has marked.
 
     Raises:
         TypeError: `schedule` is not a `Schedule`.
@@ -102,6 +107,8 @@ def default_pipeline(
         SplitTransfers(),
         # Needs all communication as ops, to keep it in one order on all ranks.
         SchedulePrograms(schedule, prefetch, tasks_in_flight),
+        # The order of calls is final, so it is known how long tensors rest.
+        Offload() if offload is None else offload,
         # One rank at a time from here on: hosts post receives early, and waits sink to first uses.
         Overlap(),
         # Receives stand where they are posted, and waits where their results are needed; between
@@ -135,7 +142,9 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, in_flight: int) -> list[Pa
     """
     passes: list[Pass] = []
     for step in steps:
-        if isinstance(step, AssembleInPlace):
+        if isinstance(step, Offload):
+            passes.append(replace(step, ranks=fabrics.ranks, driven=in_flight > 0))
+        elif isinstance(step, AssembleInPlace):
             passes.append(AssembleInPlace(fabrics.ranks))
         elif isinstance(step, AssignStreams):
             order = BatchMessages(fabrics.rendezvous, batches=not in_flight)

@@ -29,6 +29,7 @@ from ..lower.fuse_accumulation import FuseAccumulation
 from ..lower.overlap import Overlap
 from ..lower.plan_buffers import PlanBuffers
 from ..lower.split_tails import SplitTails
+from ..memory.offload import Offload
 from ..order.assign_stages import AssignStages
 from ..order.schedule import SchedulePrograms
 from ..placement.choose_dispatch import ChooseDispatch
@@ -78,6 +79,7 @@ for _pass in (
     AssignStreams,
     BatchMessages,
     Capture,
+    Offload,
     Overlap,
     PlanBuffers,
     SplitTails,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...ir.attributes import Action
-from ...ir.ops import Call, Constant, Free, Op, Recv, Reserve, Slice, Value
+from ...ir.ops import Call, Constant, CopyStart, Free, Op, Recv, Reserve, Slice, Value
 from ...ir.ops.module import Function, Module, Program
 from ...ir.ops.storage import SharedStorage
-from ...ir.types import tensor_bytes
+from ...ir.types import device_bytes, tensor_bytes
 from ..frontend.stored_values import Way, ways_of
 
 
@@ -28,6 +29,8 @@ class MemoryPlan:
         inside: the part of `working` that a call holds inside.
         largest: the value that holds the most bytes of `working`, and these bytes.
         at: the op at which that is, its task and the user's line; empty if no op makes any value.
+        host: the bytes of the host's memory that belong to the program, beside a device.
+        moved: the bytes that an execution copies there; it copies as many back.
     """
 
     inputs: int
@@ -40,6 +43,8 @@ class MemoryPlan:
     inside: int = 0
     largest: tuple[str, int] = ("", 0)
     at: str = ""
+    host: int = 0
+    moved: int = 0
 
     @property
     def peak(self) -> int:
@@ -71,7 +76,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
                 parameters.pop(group, None)
             continue
         for value in brings(op, module.functions):
-            size = tensor_bytes(value.type)
+            size = device_bytes(value.type)
             group = storage.of(value)
             held[group] = held.get(group, 0) + size
             live += size
@@ -92,6 +97,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
         for values in (program.params, program.outputs)
     )
     saved = _saved(program, storage)
+    copies = [op for op in program.ops if isinstance(op, CopyStart) and op.is_to_host]
     return MemoryPlan(
         inputs,
         slots,
@@ -103,7 +109,22 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
         peak.inside,
         peak.largest,
         peak.at,
+        sum(host_buffers(copies)),
+        sum(tensor_bytes(op.result.type) for op in copies),
     )
+
+
+def host_buffers(copies: Iterable[CopyStart]) -> list[int]:
+    """The bytes of each buffer of a rank's host that copies fill: one a slot, or one a copy."""
+    shared: dict[int, int] = {}
+    own: list[int] = []
+    for op in copies:
+        size = tensor_bytes(op.result.type)
+        if op.slot is None:
+            own.append(size)
+        else:
+            shared[op.slot] = max(shared.get(op.slot, 0), size)
+    return [*shared.values(), *own]
 
 
 @dataclass(frozen=True)

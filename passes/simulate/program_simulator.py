@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...ir.attributes import Action, Task, Traffic
-from ...ir.ops import Call, Collective, Op, Recv, RowCollective, Send
+from ...ir.ops import Call, Collective, CopyStart, Op, Recv, RowCollective, Send
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.diagnostics import error
@@ -40,11 +40,12 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     the task on its rank. Each rank of a group does all of them. A W without B, as on the first
     stage, is a whole backward and takes `tb + tw`.
 
-    After each call its rank is idle for `costs.overhead`, and before each send or collective for
-    `costs.post`. All other ops take no time. A message takes the time that the link of its channel,
+    After each call its rank is idle for `costs.overhead`, and before each send, collective or copy
+    to or from the host for `costs.post`. All other ops take no time. A message takes the time that the link of its channel,
     or else `costs.link`, gives for its bytes. Without links, a message from a task to ranks of
     another stage takes `tcomm`, a gather of stored parameters takes `tgather`, a reduction of their
-    gradients takes `treduce`, and other messages take no time.
+    gradients takes `treduce`, and other messages take no time. A copy to the host, or back, takes
+    the time that `costs.host` gives.
 
     Raises:
         IRError: the programs wait for each other for ever, or their ends do not match.
@@ -124,7 +125,7 @@ def _occupied(work: Mapping[int, float], costs: Costs) -> Callable[[Op], float]:
     def time(op: Op) -> float:
         if isinstance(op, Call):
             return work.get(id(op), 0.0) + costs.overhead
-        return costs.post if isinstance(op, Send | Collective) else 0.0
+        return costs.post if isinstance(op, Send | Collective | CopyStart) else 0.0
 
     return time
 
@@ -141,6 +142,8 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
 
     def time(message: Message) -> float:
         op = next(op for op in message.ends.values() if not isinstance(op, Recv))
+        if isinstance(op, CopyStart):
+            return costs.host.time(tensor_bytes(op.result.type))
         link = costs.channels.get(message.chan, costs.link)
         if link is not None:
             return link.time(_volume(message))

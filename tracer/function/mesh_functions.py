@@ -17,6 +17,7 @@ from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.propagation.joints import propagate_joint
 from ..graph.layouts.propagation.sections import LaidOutSection, SectionCutter
 from ..graph.layouts.versions import Version
+from ..method.saving_marks import OFFLOAD, mark_of
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import Buckets, GradientLayout
 from ..values.group import Group
@@ -50,6 +51,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         self._refuse_changes(written, " in its backward")
         self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
         self._refuse_without_gradients()
+        self._refuse_offloading()
         cutter = self._cutter()
         self.buckets.enter(self._sums(cutter.gradients))
         cutter.buckets = self.buckets.of
@@ -88,6 +90,16 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             loc=writes[0].loc or self.call.loc,
             remedy="call cg.backward first",
         )
+
+    def _refuse_offloading(self) -> None:
+        for node in self.joint.graph.nodes:
+            if mark_of(node) == OFFLOAD:
+                raise TraceError(
+                    f"cg.offload is given a value of {self.call.what}, which the ranks of a mesh "
+                    "compute in pieces",
+                    loc=self.joint.recorder.locations.get(node.name) or self.call.loc,
+                    remedy="call cg.keep instead; compile(memory=...) moves pieces to hosts itself",
+                )
 
     def _sums(self, gradients: Iterable[tuple[StateTensor, Version]]) -> Iterator[tuple[str, int]]:
         """The path of each gradient that has to be reduced, and its bytes on a rank."""

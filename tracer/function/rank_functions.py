@@ -116,6 +116,7 @@ class RankFunctions(CallFunctions[Subgraph]):
             loc=self.call.declared_at,
             flops=self.pieces.flops(section),
             workspace=self.pieces.workspace(section),
+            offloads=section.offloads,
         )
         source = self.pieces.source(section)
         actor = None if self.target.group is None else self.target.group.actor

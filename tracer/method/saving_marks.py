@@ -1,4 +1,4 @@
-"""`cg.keep` and `cg.recompute`: what a method says about values that its backward may need."""
+"""What a method says about values that its backward may need: keep, recompute or offload them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ...ir.location import Location
 from ..errors import TraceError
 from ..values.values import TracedTensor
-from .reuse.saving_functions import KEEP, META, RECOMPUTE, SavingMark, noted
+from .reuse.saving_functions import KEEP, META, OFFLOAD, RECOMPUTE, SavingMark, noted
 from .reuse.templates import node_of
 
 
@@ -54,8 +54,28 @@ def recompute(value: torch.Tensor) -> torch.Tensor:
     return _marked(value, RECOMPUTE)
 
 
+def offload(value: torch.Tensor) -> torch.Tensor:
+    """Save a value of a method for the backward in the memory of the host, beside a device.
+
+    The device copies it there behind its last use in the forward, and back ahead of its use in the
+    backward, if another call of the rank's program runs in between. The bits stay. As with
+    `cg.keep`, the value is never computed again.
+
+    Args:
+        value: a tensor that a method of an actor has computed.
+
+    Returns:
+        The same tensor. Outside of a trace, the call does nothing else. `compile` refuses it for
+        ranks without a device, and for steps that one rank drives.
+
+    Raises:
+        TypeError, ValueError: as in `cg.keep`.
+    """
+    return _marked(value, OFFLOAD)
+
+
 def mark_of(node: fx.Node) -> str | None:
-    """The mark of a node: `KEEP`, `RECOMPUTE` or None."""
+    """The mark of a node: `KEEP`, `RECOMPUTE`, `OFFLOAD` or None."""
     mark: str | None = node.meta.get(META)
     return mark
 
@@ -76,7 +96,8 @@ def pass_marks(
         mark = mark_of(node)
         if mark is not None and replacement.meta.setdefault(META, mark) != mark:
             raise TraceError(
-                "cg.keep and cg.recompute are given one value, once as a view that changes nothing",
+                f"cg.{mark} and cg.{mark_of(replacement)} are given one value, once as a view that "
+                "changes nothing",
                 loc=locations.get(node.name) or locations.get(replacement.name),
                 remedy="give it to one of them",
             )
@@ -102,6 +123,7 @@ def _mark_node(mark: str, value: torch.Tensor) -> torch.Tensor:
             "its actor's state"
         )
     if node.meta.get(META, mark) != mark:
-        raise ValueError("a value is given to cg.keep and to cg.recompute; give it to one of them")
+        other = node.meta[META]
+        raise ValueError(f"a value is given to cg.{other} and to cg.{mark}; give it to one of them")
     node.meta[META] = mark
     return value

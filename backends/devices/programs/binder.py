@@ -23,6 +23,7 @@ from ....ir.ops import (
     Call,
     Collective,
     Copy,
+    CopyStart,
     Free,
     Op,
     Recv,
@@ -47,6 +48,7 @@ from ...program.linked import LinkedProgram
 from ...program.random import seeded_on
 from ...program.ticket_locks import Tickets
 from ...program.type_checks import checked
+from ..host_copies import FetchPort, OffloadPort, PinnedBuffers
 from ..ports import ReceivingPort, StreamPort
 from ..staging import Copies, StagedPort
 from ..stream_order import StreamEvent, StreamOrder
@@ -76,6 +78,7 @@ class DeviceBinder(Binder):
         super().__init__(linked, tickets, target=device.torch_device)
         self.device = device
         self.copies = Copies(device)
+        self._pinned = PinnedBuffers(device)
         self._code.progress.append(self.copies.move_on)
         self.order = StreamOrder(device)
         self.segments: tuple[CapturedSegment, ...] = ()
@@ -188,6 +191,13 @@ class DeviceBinder(Binder):
         producers = (self.copies.compute, self.order.use(stream_of(op)))
         return StagedPort(port, self.copies, sends, landing, producers, changes)
 
+    def _bind_copy_start(self, op: CopyStart) -> None:
+        device, queue = self.device, self.order.use(stream_of(op))
+        if op.is_to_host:
+            self._issue(op, OffloadPort(device, queue, self._pinned.of(op)))
+        else:
+            self._issue(op, FetchPort(device, queue))
+
     def _on_stream(self, op: Op, port: StreamPort) -> Instruction:
         """The instruction that puts a communication op on its stream."""
         order, queue = self.order, self.order.use(port.stream)
@@ -199,8 +209,9 @@ class DeviceBinder(Binder):
         self._streamed[future] = port
         done = self._done[future] = self._event_behind(op)
         freed = None
-        if isinstance(op, Recv) and op.slot is not None:
-            freed = self._freed.setdefault((op.chan, op.slot), StreamEvent(order))
+        if isinstance(op, Recv | CopyStart) and op.slot is not None:
+            chan = op.chan if isinstance(op, Recv) else _OF_HOST
+            freed = self._freed.setdefault((chan, op.slot), StreamEvent(order))
             self._slots[future] = freed
         source = self._register(op.operands[0]) if op.operands else None
         return instructions.issue(
@@ -278,6 +289,10 @@ class DeviceBinder(Binder):
             super()._release(future)
 
 
+_OF_HOST = -1
+"""Stands for a channel where slots are the host's."""
+
+
 def stream_of(op: Op) -> Stream:
     """The stream of an op: the one that the program names, else the usual one of its kind."""
     if op.stream is not None:
@@ -286,6 +301,8 @@ def stream_of(op: Op) -> Stream:
         return Stream.SEND
     if isinstance(op, Recv):
         return Stream.RECV
+    if isinstance(op, CopyStart):
+        return op.home_stream
     return Stream.COLLECTIVE if isinstance(op, Collective) else Stream.COMPUTE
 
 

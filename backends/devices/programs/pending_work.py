@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
-from ....ir.ops import Collective, Op, Recv, Send
+from ....ir.ops import Collective, CopyStart, Op, Recv, Send
 from ....ir.ops.module import Module, Program
 from ....ir.text.printer import format_op
 from ....ir.types import format_ranks
@@ -160,6 +160,8 @@ def _message(op: Op) -> str:
     if isinstance(op, Collective):
         ranks = format_ranks(op.group.ranks)
         return f"{op.opcode} {op.seq} of channel {op.chan} among ranks {ranks}"
+    if isinstance(op, CopyStart):
+        return f"the copy of %{op.operands[0].name} {'to' if op.is_to_host else 'from'} the host"
     assert isinstance(op, Send | Recv), "nothing else goes by a stream"
     way = f"to rank {op.peer}" if isinstance(op, Send) else f"from rank {op.peer}"
     return f"message {op.seq} of channel {op.chan} {way}"

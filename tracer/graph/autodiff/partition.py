@@ -7,12 +7,13 @@ of its values are saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from torch import fx
 
 from ...method.joint import Joint
+from ...method.saving_marks import OFFLOAD, mark_of
 from ...values.actor_state import StateTensor
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
 from .recomputation import Recomputation, Recompute, recomputed
@@ -89,7 +90,11 @@ def split(
         cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads
     )
     backward = backward_piece(joint, cut, whole)
-    forward = forward_piece(joint, saved, volatile)
+    marked = {cut.origin(n) for n in joint.graph.nodes if mark_of(n) == OFFLOAD}
+    forward = replace(
+        forward_piece(joint, saved, volatile),
+        offloads=tuple(i for i, n in enumerate(saved, len(joint.outputs)) if n in marked),
+    )
     if not joint.wanted_inputs and backward.gradients:
         kept_indices = tuple(range(len(whole.inputs)))
         return Sections(forward, backward, weight=backward, kept=kept_indices)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ....ir.pipeline.tradeoff import Tradeoff
 from ...errors import TraceError
 from ...method.joint import Joint
-from ...method.reuse.saving_functions import KEEP, RECOMPUTE
+from ...method.reuse.saving_functions import RECOMPUTE, SAVED
 from ...method.saving_marks import mark_of
 from ...values.interface import MethodTarget, Target, TracedCall, Write
 from ...values.operators import is_random, storage_key, written_values
@@ -137,7 +137,7 @@ def recomputed(
     chosen = _chosen(joint, volatile, recomputation)
     if RECOMPUTE in marks:
         chosen |= Savings(joint, volatile).again(None)
-    return chosen - _kept(joint) if KEEP in marks else chosen
+    return chosen - _kept(joint) if SAVED & marks else chosen
 
 
 def _chosen(joint: Joint, volatile: Collection[int], recompute: Recompute) -> frozenset[fx.Node]:
@@ -158,7 +158,7 @@ def _chosen(joint: Joint, volatile: Collection[int], recompute: Recompute) -> fr
 
 def _kept(joint: Joint) -> set[fx.Node]:
     """The operators that give memory of values that the user keeps."""
-    kept = {memory_of(node) for node in joint.graph.nodes if mark_of(node) == KEEP} - {None}
+    kept = {memory_of(node) for node in joint.graph.nodes if mark_of(node) in SAVED} - {None}
     return {node for node in joint.graph.nodes if _memory_given(node) & kept}
 
 

@@ -16,23 +16,18 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from ....ir.flops import WORK_OF_BYTE
 from ....ir.location import Location
 from ....ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from ...errors import TraceError
 from ...method.joint import Joint
 from ...method.purity.flops import flops_of
-from ...method.reuse.saving_functions import KEEP, RECOMPUTE
+from ...method.reuse.saving_functions import KEEP, OFFLOAD, RECOMPUTE
 from ...method.saving_marks import mark_of
 from ...values.operators import storage_key, written_values
 from .backward_cut import BackwardCut
 from .saving_problem import Frontier, SavingChoice, SavingProblem
 from .subgraphs import fake_of, has_effect, memory_of
-
-WORK_OF_BYTE = 100
-"""The floating-point operations that take as long as to read or write a byte.
-
-Of accelerators since 2020 it is between 100 and 300, in bfloat16.
-"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class Savings:
         self._joint = joint
         self._cut = BackwardCut(joint, volatile)
         graph = joint.graph
-        kept = self._marked(KEEP)
+        kept = self._marked(KEEP) | self._marked(OFFLOAD)
         fixed = unrepeatable(joint) | kept.keys()
         inner = [n for n in graph.nodes if n.name in joint.forward and n.op == "call_function"]
         self.operators = [n for n in inner if self._is_operator(n)]
@@ -126,7 +121,9 @@ class Savings:
         makers = ((self._maker(self._cut.origin(n)), n) for n in marked)
         return {maker: n for maker, n in makers if maker is not None}
 
-    def _unsaved(self, fixed: Collection[fx.Node], kept: Collection[fx.Node]) -> frozenset[int]:
+    def _unsaved(
+        self, fixed: Collection[fx.Node], kept: Mapping[fx.Node, fx.Node]
+    ) -> frozenset[int]:
         """The values that the user wants to be computed again."""
         chosen = self._marked(RECOMPUTE)
         locations = self._joint.locations
@@ -134,7 +131,8 @@ class Savings:
             loc = locations.get(node.name) or locations.get(marked.name)
             if node in kept:
                 raise TraceError(
-                    f"cg.keep and cg.recompute are given what {_operator(node)} computes: the one "
+                    f"cg.{mark_of(kept[node])} and cg.recompute are given what {_operator(node)} "
+                    "computes: the one "
                     "a tensor, and the other a view of it or another result",
                     loc=loc,
                     remedy="give it to one of them; a view is in the memory of its base",

@@ -56,6 +56,7 @@ class Subgraph:
         aliases: pairs (returned value, input) that may share memory.
         draws: whether it draws random numbers.
         locations: the user's line of each node.
+        offloads: indices of the returned values that the user wants on the host while they rest.
     """
 
     graph: fx.Graph
@@ -69,6 +70,7 @@ class Subgraph:
     aliases: tuple[tuple[int, int], ...]
     draws: bool
     locations: Mapping[fx.Node, Location]
+    offloads: tuple[int, ...] = ()
 
     @property
     def graded(self) -> tuple[StateTensor, ...]:

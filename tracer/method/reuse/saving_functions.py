@@ -1,4 +1,4 @@
-"""`cg.keep` and `cg.recompute` as functions that a method calls, for its log of functions."""
+"""The marks of `cg.keep` and its kin as functions that a method calls, for its log of functions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from ..purity.function_log import OfGraph
 
 KEEP = "keep"
 RECOMPUTE = "recompute"
+OFFLOAD = "offload"
+
+SAVED = frozenset({KEEP, OFFLOAD})
+"""The marks of values that are never computed again."""
+
 META = "cg.saving"
 """The key of a node's mark."""
 
@@ -20,7 +25,7 @@ class SavingMark(OfGraph):
     """Marks a value of a method, and returns it.
 
     Args:
-        mark: `KEEP` or `RECOMPUTE`. Functions with the same mark are equal.
+        mark: `KEEP`, `RECOMPUTE` or `OFFLOAD`. Functions with the same mark are equal.
         apply: marks a tensor.
     """
 
