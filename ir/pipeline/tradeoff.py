@@ -44,6 +44,10 @@ class Tradeoff:
         """The fewest bytes that can be saved."""
         return self.points[-1].saved
 
+    def share_within(self, limit: int) -> float:
+        """The share of the forward's work that is done again within a limit."""
+        return self.within(limit).again / max(1, self.work)
+
     def within(self, limit: int) -> SavingPoint:
         """The choice with the least work of those that save at most `limit` bytes, or the last."""
         return next((point for point in self.points if point.saved <= limit), self.points[-1])

@@ -9,13 +9,18 @@ from pathlib import Path
 
 from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
+from ...ir.pipeline.costs import Costs, Link
 from ...ir.text.plan_file import PlanFile
 from ...passes.manager.registry import Switches, parse_switches
 from ...passes.memory.memory_limit import MemoryLimit
+from ...passes.memory.offload import Offload
+from ...passes.memory.saving_levels import HostMemory
 from ...passes.placement.choose_dispatch import DISPATCHES, Dispatch
+from ...passes.placement.fabrics import Fabrics
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ..environment.config import Config, config
+from .select_schedule import costs_of
 
 _MAY_DIFFER = frozenset({"dump", "timeout", "settings", "plan"})
 """The fields that need not be equal on all ranks, or are, since rank 0 has read the plan."""
@@ -50,6 +55,7 @@ class CompileOptions:
     dispatch: Dispatch = "auto"
     plan: PlanFile | None = None
     memory: str | int | Sequence[str | int] | None = None
+    host_link: Link | None = None
     tasks_in_flight: int = 1
     settings: Config = field(default_factory=config)
 
@@ -73,6 +79,8 @@ class CompileOptions:
         _check_interval(self.check_inputs)
         if self.memory is not None:
             MemoryLimit.of(self.memory)
+        if self.host_link is not None and not isinstance(self.host_link, Link):
+            raise TypeError(f"host_link={self.host_link!r}: a cg.Link(latency, bandwidth), or None")
         if self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}: it is {', '.join(DISPATCHES)}")
         tasks = self.tasks_in_flight
@@ -114,6 +122,21 @@ class CompileOptions:
     def memory_limit(self) -> MemoryLimit | None:
         """The limit of what programs hold; None: there is none."""
         return None if self.memory is None else MemoryLimit.of(self.memory)
+
+    @property
+    def host_costs(self) -> Costs:
+        """The times of functions that a search knows, and the link to hosts."""
+        known = costs_of(self.schedule) or Costs()
+        link = known.host if self.host_link is None else self.host_link
+        return Costs(functions=known.functions, host=link)
+
+    def hosts(self, fabrics: Fabrics | None, is_driven: bool) -> HostMemory:
+        """The memory of hosts that tensors may move to; none in a step that one rank drives."""
+        if fabrics is None or is_driven or Offload.name in self.switches.off:
+            return HostMemory(costs=self.host_costs)
+        count = len(fabrics.ranks.split("+"))
+        ranks = frozenset(rank for rank in range(count) if fabrics.of_rank(rank) is not None)
+        return HostMemory(ranks, self.host_costs)
 
     @property
     def compared_every(self) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,24 @@ from ...ir.ops.module import Channel, Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.printer import format_program
 from ...ir.types import tensor_bytes
+from ...passes.base import Pipeline
 from ...passes.frontend.stored_values import Way, ways_of
 from ...passes.manager.manager import PassReport
 from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
 from ...tracer.record.trace import Trace
+from ..cache.compile_cache import cache_of
 from ..cache.program_entries import Scheduled
 from ..pictures.compiled_picture import timeline_of, write_compiled
 from ..runtime.plans_on_disk import write_plan
+from .compile_options import CompileOptions
+from .dumps import dump_graphs, fallbacks_of, make_dump
+from .fit_trace import FittedTrace
 from .fusing import Fused
+from .select_schedule import compile_module, costs_of
+
+_LOG = logging.getLogger("cg")
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,58 @@ class PlanFacts:
     max_inflight: int | None
     remat: tuple[str, ...]
     limits: Mapping[str, int] = field(default_factory=dict)
+
+
+def make_variant(
+    fit: FittedTrace,
+    options: CompileOptions,
+    pipeline_of: Callable[..., Pipeline],
+    step: str,
+    loc: Location | None,
+    facts: PlanFacts,
+    world: World,
+    is_driven: bool,
+) -> Variant:
+    """Compile a trace; collective.
+
+    Args:
+        fit: the trace, with what keeps it to a limit of memory.
+        options: with the schedule of the trace.
+        pipeline_of: the passes for a schedule.
+        step: the step's name.
+        loc: its first line.
+        facts: for the plan's file.
+        world: all ranks.
+        is_driven: whether one rank starts its executions.
+    """
+    trace = fit.trace
+    dumped = make_dump(options, step, world)
+    sink = dumped if dumped is not None and dumped.is_wanted else None
+    if fit.offload is not None:
+        pipeline_of = partial(pipeline_of, offload=fit.offload)
+    if options.plan is not None:
+        scheduled = Scheduled(options.plan.module, [], "")
+    else:
+        more = pipeline_of, sink, cache_of(world)
+        scheduled = compile_module(options.fsdp, options.schedule, trace.module, *more)
+    module = scheduled.module
+    if world.rank == 0:
+        for remark in scheduled.remarks:
+            _LOG.info("step %s: %s", step, remark)
+    if sink is not None:
+        sink.finish(module, scheduled.reports)
+        if scheduled.choice:
+            sink.add("schedule.txt", f"{scheduled.choice}\n")
+        costs = costs_of(options.schedule)
+        if costs is not None:
+            sink.add("costs.json", replace(costs, remat=()).to_json())
+        dump_graphs(module, world, sink, is_driven)
+    fallbacks = fallbacks_of(module, world, dumped)
+    make_bodies = fit.fusing.plain if options.fuse is None else fit.fusing.apply
+    fused = make_bodies(module, world)
+    if sink is not None and options.fuse is not None:
+        sink.add("fused.txt", fused.describe())
+    return Variant(trace, scheduled, fused, fallbacks, loc, facts, fit.report)
 
 
 @dataclass(frozen=True)

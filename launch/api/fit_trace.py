@@ -12,6 +12,8 @@ from ...ir.ops.module import Module
 from ...passes.base import Pipeline
 from ...passes.memory.early_weights import can_run_early, with_early_weights
 from ...passes.memory.fit import MemoryLimitError, fit
+from ...passes.memory.offload import Offload
+from ...passes.memory.saving_levels import HostMemory
 from ...passes.schedules import Schedule
 from ...tracer.errors import TraceError
 from ...tracer.graph.autodiff.saved_tensors import SavingLimits
@@ -19,7 +21,7 @@ from ...tracer.record.trace import Trace
 from ...tracer.torch_modes import Ambient
 from .compile_options import CompileOptions
 from .fusing import Fusing
-from .select_schedule import choose_residency, narrower, run_passes
+from .select_schedule import choose_residency, narrower, run_passes, with_recomputation
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class FittedTrace:
         fusing: makes its bodies.
         report: what its forwards save, in words; empty without a limit.
         limits: the most bytes that forwards save, by derivative; empty if they save all.
+        offload: the pass that moves tensors to hosts; None: the default.
     """
 
     trace: Trace
@@ -51,6 +54,7 @@ class FittedTrace:
     fusing: Fusing
     report: str = ""
     limits: Mapping[str, int] = field(default_factory=dict)
+    offload: Offload | None = None
 
 
 def fit_trace(
@@ -60,6 +64,7 @@ def fit_trace(
     memory: Sequence[int],
     loc: Location | None,
     pipeline_of: Callable[..., Pipeline],
+    hosts: HostMemory,
 ) -> FittedTrace:
     """Trace a step so that its programs keep to the memory of each rank; collective.
 
@@ -73,6 +78,7 @@ def fit_trace(
         memory: the limit of each rank, in bytes.
         loc: the step's first line.
         pipeline_of: the passes for a schedule.
+        hosts: the memory that tensors may move to.
 
     Raises:
         TraceError: nothing that was tried keeps to the memory.
@@ -87,26 +93,43 @@ def fit_trace(
         return traces[key] if key in traces else again(limits=known.to(limits))
 
     def compiled(
-        schedule: Schedule | None, limits: Mapping[str, int], early: frozenset[int]
+        schedule: Schedule | None,
+        limits: Mapping[str, int],
+        early: frozenset[int],
+        amounts: Mapping[int, int],
     ) -> Module:
         module = traced(limits).module
         schedule = with_early_weights(schedule, early)
-        fsdp = choose_residency(options.fsdp, schedule, module, pipeline_of)
-        return run_passes(schedule, module, partial(pipeline_of, fsdp=fsdp), None).module
+        passes = partial(pipeline_of, offload=_offload(amounts, hosts, len(memory)))
+        schedule = with_recomputation(schedule, plain.module, tradeoffs, limits)
+        fsdp = choose_residency(options.fsdp, schedule, module, passes)
+        return run_passes(schedule, module, partial(passes, fsdp=fsdp), None).module
 
     errors: list[MemoryLimitError] = []
     for schedule in narrower(options.schedule, len(memory)):
         may_run_early = can_run_early(schedule)
         compile_trial = partial(compiled, schedule)
         try:
-            fitted = fit(plain.module.vjps, tradeoffs, memory, compile_trial, may_run_early)
+            fitted = fit(plain.module.vjps, tradeoffs, memory, compile_trial, may_run_early, hosts)
         except MemoryLimitError as error:
             errors.append(error)
             continue
         chosen = traced(fitted.limits)
         schedule = with_early_weights(schedule, fitted.early)
+        schedule = with_recomputation(schedule, plain.module, tradeoffs, fitted.limits)
         return FittedTrace(
-            chosen, schedule, Fusing(chosen.bodies), fitted.report, dict(fitted.limits)
+            chosen,
+            schedule,
+            Fusing(chosen.bodies),
+            fitted.report,
+            dict(fitted.limits),
+            _offload(fitted.amounts, hosts, len(memory)),
         )
     last = errors[-1]
     raise TraceError(last.reason, loc=loc, remedy=last.remedy)
+
+
+def _offload(amounts: Mapping[int, int], hosts: HostMemory, ranks: int) -> Offload:
+    """The pass that moves so much on each rank."""
+    each = "+".join(str(amounts.get(rank, 0)) for rank in range(ranks))
+    return Offload(amounts=each if any(amounts.values()) else "", costs=hosts.costs)

@@ -12,11 +12,12 @@ from typing import Any
 
 from ...backends.base import World
 from ...ir.phases import Phase
-from ...ir.pipeline.costs import Costs
+from ...ir.pipeline.costs import Costs, Link
 from ...ir.text.printer import format_module
 from ...passes.base import Pipeline
 from ...passes.lower.fuse import Fuse
 from ...passes.manager.pipelines import default_pipeline, run_to
+from ...passes.memory.offload import Offload
 from ...passes.placement.choose_dispatch import Dispatch
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
@@ -25,8 +26,6 @@ from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.method.binding import definition
 from ...tracer.record.actors.undo import Undo
 from ...tracer.record.trace import Trace
-from ..cache.compile_cache import cache_of
-from ..cache.program_entries import Scheduled
 from ..runtime.agreement import check_compilation, check_fuse, check_memory
 from ..runtime.numbering import Definition, Numbering
 from ..runtime.step_lock import lock_of
@@ -35,8 +34,7 @@ from ..world.devices import fabrics_of
 from ..world.world import check_late_settings
 from .compile_options import CompileOptions
 from .compiled import Compiled
-from .compiled_programs import PlanFacts, Variant
-from .dumps import dump_graphs, fallbacks_of, make_dump
+from .compiled_programs import PlanFacts, make_variant
 from .fit_trace import Again, FittedTrace, fit_trace
 from .fusing import Fusing
 from .optimistic import Optimistic
@@ -44,8 +42,6 @@ from .parameter_names import check_keywords
 from .select_schedule import (
     check_costs,
     choose_remat,
-    compile_module,
-    costs_of,
     refuse_two_limits,
     wants_costs,
     wants_memory,
@@ -136,6 +132,7 @@ class Lowered:
         check_inputs: bool | int | None = None,
         dispatch: Dispatch = "auto",
         memory: str | int | Sequence[str | int] | None = None,
+        host_link: Link | None = None,
         tasks_in_flight: int = 1,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
@@ -170,7 +167,10 @@ class Lowered:
                 `memory_analysis()` counts them: without what actors keep. An int, or a text such as
                 `40GiB`; or a list of one for each rank. Where it is short, backwards compute some
                 values of their forwards again, on each rank as many as it needs, with the same
-                bits. `compiled.memory_report` says what is saved. None: any number.
+                bits, and devices move some to their hosts while they rest. `compiled.memory_report`
+                says what is saved. None: any number.
+            host_link: between a device and its host, by which it is chosen what rests there: its
+                latency and bandwidth in one direction. None: as `cg.Costs().host`.
             tasks_in_flight: how many tasks a rank may have begun that have not ended. With 2 it
                 computes for the next task of its schedule while an exchange of a task travels, for
                 instance that of experts' rows. Results are the same bits; a rank may hold the
@@ -186,7 +186,7 @@ class Lowered:
                 `execute`; or `fsdp` does not fit the step; or its memory, or `memory`, does not
                 suffice.
             TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
-                or `passes` no string.
+                `passes` no string, or `host_link` no `cg.Link`.
             ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
                 `tasks_in_flight` is less than 1, `memory` is no number of bytes, or there is no
                 such `fuse` or `dispatch`.
@@ -208,6 +208,7 @@ class Lowered:
             check_inputs=check_inputs,
             dispatch=dispatch,
             memory=memory,
+            host_link=host_link,
             tasks_in_flight=tasks_in_flight,
         )
         if memory is not None:
@@ -358,8 +359,9 @@ class Lowered:
         in_flight = options.in_flight if self._driver(options) is not None else 0
         memory = limit.of_ranks(self._world.size, in_flight)
         more = options, memory, definition(self._step.fn), self._pipeline_of(options)
+        hosts = options.hosts(fabrics_of(self._world), self._driver(options) is not None)
         return [
-            fit_trace(trace, again, *more)
+            fit_trace(trace, again, *more, hosts)
             for trace, again in zip(self.traces, self._again, strict=True)
         ]
 
@@ -384,6 +386,7 @@ class Lowered:
             prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
             dispatch=options.dispatch,
             tasks_in_flight=options.tasks_in_flight,
+            offload=Offload(costs=options.host_costs),
         )
 
     def _compile(
@@ -407,43 +410,8 @@ class Lowered:
         variants = []
         for fit in fitted:
             chosen = replace(options, schedule=fit.schedule)
-            variants.append(self._variant(fit, chosen, pipeline_of, driver is not None))
+            loc, remat = definition(self._step.fn), tuple(sorted(self._remat))
+            facts = PlanFacts(options.fuse, options.max_inflight, remat, dict(fit.limits))
+            more = self._step.name, loc, facts, self._world, driver is not None
+            variants.append(make_variant(fit, chosen, pipeline_of, *more))
         return Compiled(variants, self._world, options, driver, numbering)
-
-    def _variant(
-        self,
-        fit: FittedTrace,
-        options: CompileOptions,
-        pipeline_of: Callable[..., Pipeline],
-        is_driven: bool,
-    ) -> Variant:
-        """Compile one of the traces."""
-        trace = fit.trace
-        dumped = make_dump(options, self._step.name, self._world)
-        sink = dumped if dumped is not None and dumped.is_wanted else None
-        if options.plan is not None:
-            scheduled = Scheduled(options.plan.module, [], "")
-        else:
-            more = pipeline_of, sink, cache_of(self._world)
-            scheduled = compile_module(options.fsdp, options.schedule, trace.module, *more)
-        module = scheduled.module
-        if self._world.rank == 0:
-            for remark in scheduled.remarks:
-                _LOG.info("step %s: %s", self._step.name, remark)
-        if sink is not None:
-            sink.finish(module, scheduled.reports)
-            if scheduled.choice:
-                sink.add("schedule.txt", f"{scheduled.choice}\n")
-            costs = costs_of(options.schedule)
-            if costs is not None:
-                sink.add("costs.json", replace(costs, remat=()).to_json())
-            dump_graphs(module, self._world, sink, is_driven)
-        fallbacks = fallbacks_of(module, self._world, dumped)
-        make_bodies = fit.fusing.plain if options.fuse is None else fit.fusing.apply
-        fused = make_bodies(module, self._world)
-        if sink is not None and options.fuse is not None:
-            sink.add("fused.txt", fused.describe())
-        loc = definition(self._step.fn)
-        remat = tuple(sorted(self._remat))
-        facts = PlanFacts(options.fuse, options.max_inflight, remat, dict(fit.limits))
-        return Variant(trace, scheduled, fused, fallbacks, loc, facts, fit.report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from ...backends.base import World
 from ...ir.attributes import Action
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
+from ...ir.pipeline.tradeoff import Tradeoff
 from ...ir.text.diagnostics import IRError
 from ...ir.text.files import read_text
 from ...passes.base import Pipeline
@@ -121,6 +122,45 @@ def narrower(schedule: Schedule | None, ranks: int) -> list[Schedule | None]:
         return [schedule]
     fewer = (share for share in (ranks / 2, ranks / 4, 1.0) if share >= 1)
     return [schedule, *(_with(schedule, max_activations=most) for most in dict.fromkeys(fewer))]
+
+
+def with_recomputation(
+    schedule: Schedule | None,
+    module: Module,
+    tradeoffs: Mapping[str, Tradeoff],
+    limits: Mapping[str, int],
+) -> Schedule | None:
+    """A search whose costs have the time of what backwards compute again.
+
+    A backward takes the time of its forward more, in the share of its work that is done again.
+
+    Args:
+        schedule: as `default_pipeline` takes it.
+        module: traced without limits.
+        tradeoffs: the choices of its derivatives.
+        limits: the most bytes that forwards save, by derivative.
+    """
+    costs = costs_of(schedule)
+    if schedule is None or costs is None or not limits:
+        return schedule
+    shares = {name: tradeoffs[name].share_within(limit) for name, limit in limits.items()}
+    functions = dict(costs.functions)
+    for name, share in shares.items():
+        vjp = module.vjps[name]
+        for backward in {vjp.backward, vjp.input or vjp.backward}:
+            if backward in functions and vjp.forward in functions:
+                functions[backward] += share * functions[vjp.forward]
+    actors = _stages(module)[0].actors
+    backward_times = []
+    for stage, actor in enumerate(actors):
+        names = [
+            n for n, vjp in module.vjps.items() if module.functions[vjp.forward].actor == actor
+        ]
+        works = {name: tradeoffs[name].work for name in names if name in tradeoffs}
+        again = sum(shares.get(name, 0.0) * work for name, work in works.items())
+        extra = again / max(1, sum(works.values())) * costs.of(Action.FORWARD, stage, True)
+        backward_times.append(costs.of(Action.BACKWARD, stage, True) + extra)
+    return _with(schedule, costs=replace(costs, functions=functions, tb=tuple(backward_times)))
 
 
 def wants_memory(schedule: Schedule | None) -> bool:

@@ -248,7 +248,9 @@ def _resting(program: Program, reasons: Mapping[int, str], parts: Sequence[int])
                 source = waits[source]
             out = sent[source]
             if parts[out] != parts[index] or out in reasons or index in reasons:
-                apart |= dict.fromkeys((out, index), "a tensor that rests beside what the host does")
+                apart |= dict.fromkeys(
+                    (out, index), "a tensor that rests beside what the host does"
+                )
     return {index: reason for index, reason in apart.items() if index not in reasons}
 
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from ...ir.ops.module import Module, Vjp
 from ...ir.pipeline.tradeoff import Tradeoff
 from ..simulate.memory_plan import MemoryPlan, memory_plan
-from .saving_levels import SavingLevels, saving_levels
+from .saving_levels import NO_HOSTS, HostMemory, SavingLevels, saving_levels
 
 Limits = Mapping[str, int]
 """The most bytes that forwards save, by the name of the derivative."""
 
-Compiled = Callable[[Limits, frozenset[int]], Module]
-"""Compiles a step with limits, and with W right behind its B on some ranks."""
+Amounts = Mapping[int, int]
+"""How much moves to hosts, by rank, as in `Offload`; 0 where a rank is missing."""
+
+Compiled = Callable[[Limits, frozenset[int], Amounts], Module]
+"""Compiles a step with limits, with W right behind its B on some ranks, and with moves to hosts."""
 
 _PARTS = 8
 """The parts in which levels are tried where the last one does not fit."""
@@ -39,11 +42,13 @@ class Fit:
 
     Attributes:
         limits: the limits; empty if the programs keep to them anyway.
+        amounts: how much moves to hosts.
         early: the ranks on which W follows its B.
         report: for users: a line for each rank and forward.
     """
 
     limits: Limits
+    amounts: Amounts
     early: frozenset[int]
     report: str
 
@@ -54,6 +59,7 @@ def fit(
     memory: Sequence[int],
     compiled: Compiled,
     may_run_early: bool,
+    hosts: HostMemory = NO_HOSTS,
 ) -> Fit:
     """Choose limits with as little work as keeps each rank to its memory.
 
@@ -70,26 +76,27 @@ def fit(
         memory: the limit of each rank, in bytes.
         compiled: compiles the step.
         may_run_early: whether ranks may run W behind its B.
+        hosts: the memory of hosts, where tensors may rest.
 
     Raises:
         MemoryLimitError: nothing that was tried fits.
     """
     trials = _Trials(compiled)
-    plans = trials.plans({})
+    plans = trials.plans({}, {})
     if all(plan.peak <= limit for plan, limit in zip(plans, memory, strict=True)):
-        return Fit({}, trials.early, _report(plans, memory, {}, tradeoffs, []))
+        return Fit({}, {}, trials.early, _report(plans, memory, {}, tradeoffs, []))
     while True:
-        groups = saving_levels(trials.plain(), vjps, tradeoffs)
+        groups = saving_levels(trials.plain(), vjps, tradeoffs, hosts)
         chosen = _bisect(groups, memory, trials)
-        stuck = [g for g in groups if not _fits(g, trials.plans(_limits(groups, chosen)), memory)]
+        stuck = [g for g in groups if not _fits(g, trials.at(groups, chosen), memory)]
         if stuck:
             chosen = _scan(groups, stuck, chosen, memory, trials)
-        limits = _limits(groups, chosen)
-        plans = trials.plans(limits)
+        limits, amounts = _limits(groups, chosen), _amounts(groups, chosen)
+        plans = trials.plans(limits, amounts)
         over = {r for r, plan in enumerate(plans) if plan.peak > memory[r]}
         if not over:
             report = _report(plans, memory, limits, tradeoffs, groups, trials.early)
-            return Fit(limits, trials.early, report)
+            return Fit(limits, amounts, trials.early, report)
         if not may_run_early or over <= trials.early:
             raise _error(plans, memory, trials)
         trials.early |= over
@@ -111,14 +118,19 @@ class _Trials:
     def plain(self) -> Module:
         """The module without limits."""
         if self.early not in self._plain:
-            self._plain[self.early] = self._compiled({}, self.early)
+            self._plain[self.early] = self._compiled({}, self.early, {})
         return self._plain[self.early]
 
-    def plans(self, limits: Limits) -> list[MemoryPlan]:
+    def at(self, groups: Sequence[SavingLevels], level: Sequence[int]) -> list[MemoryPlan]:
+        """The memory of each rank on levels of groups."""
+        return self.plans(_limits(groups, level), _amounts(groups, level))
+
+    def plans(self, limits: Limits, amounts: Amounts) -> list[MemoryPlan]:
         """The memory of each rank."""
-        key = (self.early, *sorted(limits.items()))
+        key = (self.early, *sorted(limits.items()), *sorted(amounts.items()))
         if key not in self._plans:
-            module = self._compiled(limits, self.early) if limits else self.plain()
+            is_plain = not limits and not any(amounts.values())
+            module = self.plain() if is_plain else self._compiled(limits, self.early, amounts)
             self._plans[key] = [memory_plan(module, rank) for rank in range(module.world)]
         return self._plans[key]
 
@@ -134,6 +146,14 @@ def _limits(groups: Sequence[SavingLevels], level: Sequence[int]) -> Limits:
     return limits
 
 
+def _amounts(groups: Sequence[SavingLevels], level: Sequence[int]) -> Amounts:
+    return {
+        rank: group.amounts[index]
+        for group, index in zip(groups, level, strict=True)
+        for rank in group.ranks
+    }
+
+
 def _fits(group: SavingLevels, plans: Sequence[MemoryPlan], memory: Sequence[int]) -> bool:
     return all(plans[rank].peak <= memory[rank] for rank in group.ranks)
 
@@ -144,7 +164,7 @@ def _bisect(groups: Sequence[SavingLevels], memory: Sequence[int], trials: _Tria
     high = [group.last for group in groups]
     trial = [0] * len(groups)
     while any(b - a > 1 for a, b in zip(low, high, strict=True)):
-        plans = trials.plans(_limits(groups, trial))
+        plans = trials.at(groups, trial)
         for index, group in enumerate(groups):
             if high[index] - low[index] > 1:
                 (high if _fits(group, plans, memory) else low)[index] = trial[index]
@@ -168,7 +188,7 @@ def _scan(
             group.last * part // _PARTS if group in stuck else index
             for group, index in zip(groups, level, strict=True)
         ]
-        plans = trials.plans(_limits(groups, tried))
+        plans = trials.at(groups, tried)
         for number, group in enumerate(groups):
             excess = max(0, *(plans[rank].peak - memory[rank] for rank in group.ranks))
             if group in stuck and (number not in peaks or excess < peaks[number]):
@@ -204,13 +224,18 @@ def _report(
     lines = []
     for rank, (plan, limit) in enumerate(zip(plans, memory, strict=True)):
         lines.append(f"rank {rank}: {plan.peak:,} of {limit:,} bytes, at {plan.at or 'its start'}")
+        if plan.moved:
+            lines.append(
+                f"  moves {plan.moved:,} bytes to its host and back, through {plan.host:,} bytes "
+                "of pinned memory"
+            )
         if rank in early:
             lines.append("  each W follows its B, as what B leaves to W cannot be computed again")
         for group in groups:
             for name in sorted(group.limits[-1]) if rank in group.ranks else ():
                 tradeoff = tradeoffs[name]
                 point = tradeoff.within(limits.get(name, tradeoff.most))
-                share = 100 * point.again / max(1, tradeoff.work)
+                share = 100 * tradeoff.share_within(limits.get(name, tradeoff.most))
                 lines.append(
                     f"  @{name}: saves {point.saved:,} of {tradeoff.most:,} bytes, and computes "
                     f"{share:.1f} % of the forward again"

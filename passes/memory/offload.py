@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ...ir.ops import CopyStart, Op, Value, Wait
@@ -63,7 +63,7 @@ class Offload(Pass):
     ranks: str = ""
     amounts: str = ""
     driven: bool = False
-    costs: Costs = Costs()
+    costs: Costs = field(default_factory=Costs)
 
     name: ClassVar[str] = "offload"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
@@ -108,9 +108,7 @@ class Offload(Pass):
 
 def _refuse(module: Module, program: Program, driven: bool) -> None:
     """Raise if a value is marked by `cg.offload` where nothing moves."""
-    reason = (
-        f"rank {program.rank} has no device: its tensors are in the memory of the host anyway"
-    )
+    reason = f"rank {program.rank} has no device: its tensors are in the memory of the host anyway"
     remedy = "give the rank a device (CG_DEVICE=fake rehearses one)"
     if driven:
         reason = "one rank starts the executions of the step, and its programs move nothing"

@@ -4,19 +4,26 @@ Ranks that share a forward decide together, as the ranks of a mesh do; other ran
 themselves. A byte of a forward counts as often as microbatches hold it at once on a rank, and work
 as often as it is done. So an early stage of a pipeline, which holds many microbatches, saves less
 of each than a late one.
+
+On a rank with a device, tensors may also rest on its host. Where copies are done while a tensor
+rests, its bytes have no price, so such tensors move first. Others have that of the link: two copies
+for each byte.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 
+from ...ir.flops import WORK_OF_MILLISECOND
 from ...ir.ops import Call
 from ...ir.ops.module import Module, Vjp
+from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.tradeoff import SavingPoint, Tradeoff
+from .offload import ALL, HIDDEN
 
 
 @dataclass(frozen=True)
@@ -27,18 +34,44 @@ class SavingLevels:
         ranks: the ranks.
         limits: for each level the most bytes that forwards save, by derivative. Level 0 has no
             limits; on the last each forward saves as little as it can.
+        amounts: for each level how much moves to hosts, as in `Offload`.
     """
 
     ranks: tuple[int, ...]
     limits: tuple[Mapping[str, int], ...]
+    amounts: tuple[int, ...]
 
     @property
     def last(self) -> int:
         return len(self.limits) - 1
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The hosts' memory, beside devices.
+
+    Attributes:
+        ranks: the ranks with a device.
+        costs: the times of functions, and the link between a device and its host.
+    """
+
+    ranks: frozenset[int] = frozenset()
+    costs: Costs = field(default_factory=Costs)
+
+    @property
+    def price(self) -> Fraction:
+        """The work in whose time a byte goes to the host and back."""
+        return Fraction(2 * WORK_OF_MILLISECOND * self.costs.host.time(1 << 30)) / (1 << 30)
+
+
+NO_HOSTS = HostMemory()
+
+
 def saving_levels(
-    module: Module, vjps: Mapping[str, Vjp], tradeoffs: Mapping[str, Tradeoff]
+    module: Module,
+    vjps: Mapping[str, Vjp],
+    tradeoffs: Mapping[str, Tradeoff],
+    hosts: HostMemory = NO_HOSTS,
 ) -> list[SavingLevels]:
     """The levels of all ranks that run forwards with a choice.
 
@@ -46,6 +79,7 @@ def saving_levels(
         module: scheduled, without limits.
         vjps: the derivatives of the traced module.
         tradeoffs: the choices of each derivative that has any, by its name.
+        hosts: the memory that tensors may move to.
     """
     sections = _sections(vjps, tradeoffs)
     uses = {rank: _uses(module, rank, sections) for rank in range(module.world)}
@@ -65,7 +99,8 @@ def saving_levels(
             name: max(uses[rank].get(name, _ForwardUse(0, 0)) for rank in ranks)
             for name in sorted(names)
         }
-        levels.append(SavingLevels(tuple(sorted(ranks)), _levels(most, tradeoffs)))
+        price = hosts.price if hosts.ranks >= ranks else None
+        levels.append(SavingLevels(tuple(sorted(ranks)), *_levels(most, tradeoffs, price)))
     return sorted(levels, key=lambda level: level.ranks)
 
 
@@ -124,13 +159,23 @@ def _sections(
 
 
 def _levels(
-    uses: Mapping[str, _ForwardUse], tradeoffs: Mapping[str, Tradeoff]
-) -> tuple[Mapping[str, int], ...]:
-    """The limits of each level: one step down the hull of some derivative after the other.
+    uses: Mapping[str, _ForwardUse], tradeoffs: Mapping[str, Tradeoff], moving: Fraction | None
+) -> tuple[tuple[Mapping[str, int], ...], tuple[int, ...]]:
+    """The limits and amounts of each level: one step of the least price after the other.
 
-    A step over points above the hull is taken in parts, which serve where the whole is too much.
+    A step goes down the hull of some derivative, or moves more. One over points above the hull is
+    taken in parts, which serve where the whole is too much.
+
+    Args:
+        uses: of each derivative.
+        tradeoffs: of each derivative.
+        moving: the price of a byte that moves late; None where nothing may move.
     """
     steps: list[tuple[Fraction, str, Sequence[int]]] = []
+    if moving is not None:
+        often = max(Fraction(use.calls, max(1, use.held)) for use in uses.values())
+        steps.append((Fraction(-1), "", range(1, HIDDEN + 1)))
+        steps.append((moving * often, "", range(HIDDEN + 1, ALL + 1)))
     for name, use in uses.items():
         points = tradeoffs[name].points
         for more, less in pairwise(_hull(points)):
@@ -138,11 +183,13 @@ def _levels(
             price = Fraction(use.calls * (less.again - more.again), spared)
             between = [p.saved for p in points if less.saved <= p.saved < more.saved]
             steps.append((price, name, between))
-    levels: list[Mapping[str, int]] = [{}]
+    limits: list[Mapping[str, int]] = [{}]
+    amounts = [0]
     for _, name, parts in sorted(steps, key=lambda step: step[0]):
-        for saved in parts:
-            levels.append({**levels[-1], name: saved})
-    return tuple(levels)
+        for part in parts:
+            limits.append({**limits[-1], name: part} if name else limits[-1])
+            amounts.append(amounts[-1] if name else part)
+    return tuple(limits), tuple(amounts)
 
 
 def _hull(points: Sequence[SavingPoint]) -> list[SavingPoint]:

@@ -41,11 +41,11 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     stage, is a whole backward and takes `tb + tw`.
 
     After each call its rank is idle for `costs.overhead`, and before each send, collective or copy
-    to or from the host for `costs.post`. All other ops take no time. A message takes the time that the link of its channel,
-    or else `costs.link`, gives for its bytes. Without links, a message from a task to ranks of
-    another stage takes `tcomm`, a gather of stored parameters takes `tgather`, a reduction of their
-    gradients takes `treduce`, and other messages take no time. A copy to the host, or back, takes
-    the time that `costs.host` gives.
+    to or from the host for `costs.post`. All other ops take no time. A message takes the time that
+    the link of its channel, or else `costs.link`, gives for its bytes. Without links, a message
+    from a task to ranks of another stage takes `tcomm`, a gather of stored parameters takes
+    `tgather`, a reduction of their gradients takes `treduce`, and other messages take no time. A
+    copy to the host, or back, takes the time that `costs.host` gives.
 
     Raises:
         IRError: the programs wait for each other for ever, or their ends do not match.

@@ -17,7 +17,8 @@ from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.propagation.joints import propagate_joint
 from ..graph.layouts.propagation.sections import LaidOutSection, SectionCutter
 from ..graph.layouts.versions import Version
-from ..method.saving_marks import OFFLOAD, mark_of
+from ..method.reuse.saving_functions import OFFLOAD
+from ..method.saving_marks import mark_of
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import Buckets, GradientLayout
 from ..values.group import Group
@@ -95,9 +96,9 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         for node in self.joint.graph.nodes:
             if mark_of(node) == OFFLOAD:
                 raise TraceError(
-                    f"cg.offload is given a value of {self.call.what}, which the ranks of a mesh "
+                    f"cg.offload is given a value of {self.call.shown}, which the ranks of a mesh "
                     "compute in pieces",
-                    loc=self.joint.recorder.locations.get(node.name) or self.call.loc,
+                    loc=self.joint.locations.get(node.name) or self.call.loc,
                     remedy="call cg.keep instead; compile(memory=...) moves pieces to hosts itself",
                 )
 

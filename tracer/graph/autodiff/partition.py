@@ -13,7 +13,8 @@ from typing import Generic, Protocol, TypeVar
 from torch import fx
 
 from ...method.joint import Joint
-from ...method.saving_marks import OFFLOAD, mark_of
+from ...method.reuse.saving_functions import OFFLOAD
+from ...method.saving_marks import mark_of
 from ...values.actor_state import StateTensor
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
 from .recomputation import Recomputation, Recompute, recomputed
