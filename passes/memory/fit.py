@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from ...ir.ops.module import Module, Vjp
+from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.tradeoff import Tradeoff
 from ..simulate.memory_plan import MemoryPlan, memory_plan
+from .choice_times import choice_time
 from .saving_levels import NO_HOSTS, HostMemory, SavingLevels, saving_levels
 
 Limits = Mapping[str, int]
@@ -18,6 +21,9 @@ Amounts = Mapping[int, int]
 
 Compiled = Callable[[Limits, frozenset[int], Amounts], Module]
 """Compiles a step with limits, with W right behind its B on some ranks, and with moves to hosts."""
+
+SHARES = tuple(Fraction(quarter, 4) for quarter in range(5))
+"""The choices that all forwards share, as shares of the way to save the least."""
 
 _PARTS = 8
 """The parts in which levels are tried where the last one does not fit."""
@@ -66,7 +72,9 @@ def fit(
     Ranks search side by side, each by bisection over its levels (`saving_levels`), and each trial
     is compiled as a whole: what messages, gathered parameters and the work inside of calls take is
     counted as it is. Inside of a backward, what it computes again takes memory, too. So where the
-    last level does not fit, the ones before it are tried in equal parts. Nothing computes again the
+    last level does not fit, the ones before it are tried in equal parts. Prices know the work of a
+    rank, and not which rank others wait for. So with several groups of ranks the choice is compared
+    on paper with those that all forwards share, and the fastest wins. Nothing computes again the
     cotangents that B leaves to W. So ranks that nothing else helps run each W behind its B, and
     search anew.
 
@@ -95,6 +103,9 @@ def fit(
         plans = trials.plans(limits, amounts)
         over = {r for r, plan in enumerate(plans) if plan.peak > memory[r]}
         if not over:
+            if len(groups) > 1:
+                limits = _fastest(limits, amounts, vjps, tradeoffs, memory, trials, hosts.costs)
+                plans = trials.plans(limits, amounts)
             report = _report(plans, memory, limits, tradeoffs, groups, trials.early)
             return Fit(limits, amounts, trials.early, report)
         if not may_run_early or over <= trials.early:
@@ -121,6 +132,12 @@ class _Trials:
             self._plain[self.early] = self._compiled({}, self.early, {})
         return self._plain[self.early]
 
+    def module(self, limits: Limits, amounts: Amounts) -> Module:
+        """The module of a trial."""
+        if not limits and not any(amounts.values()):
+            return self.plain()
+        return self._compiled(limits, self.early, amounts)
+
     def at(self, groups: Sequence[SavingLevels], level: Sequence[int]) -> list[MemoryPlan]:
         """The memory of each rank on levels of groups."""
         return self.plans(_limits(groups, level), _amounts(groups, level))
@@ -129,8 +146,7 @@ class _Trials:
         """The memory of each rank."""
         key = (self.early, *sorted(limits.items()), *sorted(amounts.items()))
         if key not in self._plans:
-            is_plain = not limits and not any(amounts.values())
-            module = self.plain() if is_plain else self._compiled(limits, self.early, amounts)
+            module = self.module(limits, amounts)
             self._plans[key] = [memory_plan(module, rank) for rank in range(module.world)]
         return self._plans[key]
 
@@ -144,6 +160,34 @@ def _limits(groups: Sequence[SavingLevels], level: Sequence[int]) -> Limits:
     for group, index in zip(groups, level, strict=True):
         limits.update(group.limits[index])
     return limits
+
+
+def _fastest(
+    chosen: Limits,
+    amounts: Amounts,
+    vjps: Mapping[str, Vjp],
+    tradeoffs: Mapping[str, Tradeoff],
+    memory: Sequence[int],
+    trials: _Trials,
+    costs: Costs,
+) -> Limits:
+    """The fastest of the chosen limits, and of those that all forwards share and that fit."""
+    candidates = [chosen]
+    for share in SHARES:
+        points = {
+            name: t.points[round(share * (len(t.points) - 1))] for name, t in tradeoffs.items()
+        }
+        candidates.append({name: point.saved for name, point in points.items()})
+
+    def time(limits: Limits) -> float:
+        module = trials.module(limits, amounts)
+        return round(choice_time(module, vjps, tradeoffs, limits, costs), 9)
+
+    def fits(limits: Limits) -> bool:
+        plans = trials.plans(limits, amounts)
+        return all(plan.peak <= limit for plan, limit in zip(plans, memory, strict=True))
+
+    return min(filter(fits, candidates), key=time)
 
 
 def _amounts(groups: Sequence[SavingLevels], level: Sequence[int]) -> Amounts:

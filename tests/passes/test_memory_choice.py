@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,13 @@ class Pipe:
     schedule: schedules.Schedule
     tradeoffs: Mapping[str, Tradeoff]
 
-    def compiled(self, limits: Mapping[str, int], early: frozenset[int] = frozenset()) -> Module:
+    def compiled(
+        self,
+        limits: Mapping[str, int],
+        early: frozenset[int] = frozenset(),
+        amounts: Mapping[int, int] = MappingProxyType({}),
+    ) -> Module:
+        assert not any(amounts.values()), "no rank has a device"
         module = clone(self.module)
         for name, tradeoff in self.tradeoffs.items():
             size = limits.get(name, tradeoff.most)
