@@ -420,14 +420,17 @@ def main() -> None:
     schedule = cg.schedules.by_name(args.schedule)
     lowered = train.lower(*draw(texts, 0, args))
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp)
-    compiled = lowered.compile(
-        schedule=schedule,
-        fuse=args.fuse,
-        fsdp=fsdp,
-        dispatch=args.dispatch,
-        memory=args.memory,
-        tasks_in_flight=args.tasks_in_flight,
-    )
+    try:
+        compiled = lowered.compile(
+            schedule=schedule,
+            fuse=args.fuse,
+            fsdp=fsdp,
+            dispatch=args.dispatch,
+            memory=args.memory,
+            tasks_in_flight=args.tasks_in_flight,
+        )
+    except (ValueError, cg.TraceError) as error:  # such as a memory that does not suffice
+        raise SystemExit(str(error)) from error
     if cg.rank() == 0 and args.memory is not None:
         print(compiled.memory_report)
     run = Run(args, model, stages, texts, compiled, evaluate, Record())

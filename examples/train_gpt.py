@@ -371,9 +371,11 @@ def main() -> None:
     batch = text.batch(text.train, config, args.batch, seed=0)
     schedule = cg.schedules.by_name(args.schedule)
     fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp, bucket="blocks.*")
-    compiled = train.lower(*batch).compile(
-        schedule=schedule, fsdp=fsdp, dump=args.dump, memory=args.memory
-    )
+    lowered = train.lower(*batch)
+    try:
+        compiled = lowered.compile(schedule=schedule, fsdp=fsdp, dump=args.dump, memory=args.memory)
+    except (ValueError, cg.TraceError) as error:  # such as a memory that does not suffice
+        raise SystemExit(str(error)) from error
     if cg.rank() == 0 and args.memory is not None:
         print(compiled.memory_report)
     record, start = Record(), 0

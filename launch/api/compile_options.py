@@ -22,6 +22,9 @@ from ...passes.simulate.residency import Residency
 from ..environment.config import Config, config
 from .select_schedule import costs_of
 
+SAVED_TYPES = (None, "bf16")
+"""The types in which forwards may save tensors; None: each in its own."""
+
 _MAY_DIFFER = frozenset({"dump", "timeout", "settings", "plan"})
 """The fields that need not be equal on all ranks, or are, since rank 0 has read the plan."""
 
@@ -40,7 +43,7 @@ class CompileOptions:
     Raises:
         TypeError: an option is of another type.
         ValueError: `timeout` is no time, `check_inputs` or `tasks_in_flight` is less than 1,
-            `memory` is no number of bytes, or there is no such `fuse` or `dispatch`.
+            `memory` is no number of bytes, or there is no such `fuse`, `dispatch` or `saved`.
     """
 
     schedule: Schedule | None = None
@@ -56,6 +59,7 @@ class CompileOptions:
     plan: PlanFile | None = None
     memory: str | int | Sequence[str | int] | None = None
     host_link: Link | None = None
+    saved: str | None = None
     tasks_in_flight: int = 1
     settings: Config = field(default_factory=config)
 
@@ -81,6 +85,10 @@ class CompileOptions:
             MemoryLimit.of(self.memory)
         if self.host_link is not None and not isinstance(self.host_link, Link):
             raise TypeError(f"host_link={self.host_link!r}: a cg.Link(latency, bandwidth), or None")
+        if self.saved not in SAVED_TYPES:
+            raise ValueError(
+                f"saved={self.saved!r}: None, to save tensors as they are, or 'bf16', to round them"
+            )
         if self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}: it is {', '.join(DISPATCHES)}")
         tasks = self.tasks_in_flight

@@ -47,12 +47,14 @@ class PlanFacts:
         max_inflight: likewise; None if all ranks run the step together.
         remat: the actors that recompute since a search has chosen them.
         limits: the most bytes that forwards save, by derivative, where memory is limited.
+        narrows: whether forwards save in a smaller type, where they can.
     """
 
     fuse: str | None
     max_inflight: int | None
     remat: tuple[str, ...]
     limits: Mapping[str, int] = field(default_factory=dict)
+    narrows: bool = False
 
 
 def make_variant(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...ir.location import Location
 from ...ir.ops.module import Module
+from ...ir.types import tensor_bytes
 from ...passes.base import Pipeline
 from ...passes.memory.early_weights import can_run_early, with_early_weights
 from ...passes.memory.fit import MemoryLimitError, fit
@@ -65,6 +66,7 @@ def fit_trace(
     loc: Location | None,
     pipeline_of: Callable[..., Pipeline],
     hosts: HostMemory,
+    known: SavingLimits,
 ) -> FittedTrace:
     """Trace a step so that its programs keep to the memory of each rank; collective.
 
@@ -79,14 +81,16 @@ def fit_trace(
         loc: the step's first line.
         pipeline_of: the passes for a schedule.
         hosts: the memory that tensors may move to.
+        known: says whether forwards save in a smaller type.
 
     Raises:
         TraceError: nothing that was tried keeps to the memory.
         IRError, ValueError: as the passes do.
     """
-    known = SavingLimits()
-    tradeoffs = again(limits=known).tradeoffs
-    traces = {(): plain}
+    asked = again(limits=known)
+    tradeoffs = asked.tradeoffs
+    traces = {(): asked if known.narrows else plain}
+    report = narrowed_report(plain.module, asked.module) if known.narrows else ""
 
     def traced(limits: Mapping[str, int]) -> Trace:
         key = tuple(sorted(limits.items()))
@@ -121,12 +125,39 @@ def fit_trace(
             chosen,
             schedule,
             Fusing(chosen.bodies),
-            fitted.report,
+            "\n".join(filter(None, (fitted.report, report))),
             dict(fitted.limits),
             _offload(fitted.amounts, hosts, len(memory)),
         )
     last = errors[-1]
     raise TraceError(last.reason, loc=loc, remedy=last.remedy)
+
+
+def narrowed_trace(plain: Trace, narrow: Trace, schedule: Schedule | None) -> FittedTrace:
+    """A trace whose forwards save in a smaller type, without a limit of memory."""
+    report = narrowed_report(plain.module, narrow.module)
+    return FittedTrace(narrow, schedule, Fusing(narrow.bodies), report)
+
+
+def narrowed_report(plain: Module, narrow: Module) -> str:
+    """What derivatives save in bfloat16, a line for each.
+
+    Args:
+        plain: a traced module that saves tensors as they are.
+        narrow: the same with smaller types, where that is allowed.
+    """
+    lines = []
+    for name, vjp in sorted(narrow.vjps.items()):
+        before, after = (_saved_bytes(module, vjp.forward) for module in (plain, narrow))
+        lines.append(f"@{name}: saves {after:,} bytes instead of {before:,}, rounded to bfloat16")
+    return "\n".join(lines)
+
+
+def _saved_bytes(module: Module, forward: str) -> int:
+    """The bytes of what a forward gives, without those of what it is given."""
+    function = module.functions[forward]
+    shared = {output for output, _ in function.aliases}
+    return sum(tensor_bytes(type_) for i, type_ in enumerate(function.outputs) if i not in shared)
 
 
 def _offload(amounts: Mapping[int, int], hosts: HostMemory, ranks: int) -> Offload:

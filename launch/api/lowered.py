@@ -35,7 +35,7 @@ from ..world.world import check_late_settings
 from .compile_options import CompileOptions
 from .compiled import Compiled
 from .compiled_programs import PlanFacts, make_variant
-from .fit_trace import Again, FittedTrace, fit_trace
+from .fit_trace import Again, FittedTrace, fit_trace, narrowed_trace
 from .fusing import Fusing
 from .optimistic import Optimistic
 from .parameter_names import check_keywords
@@ -133,6 +133,7 @@ class Lowered:
         dispatch: Dispatch = "auto",
         memory: str | int | Sequence[str | int] | None = None,
         host_link: Link | None = None,
+        saved: str | None = None,
         tasks_in_flight: int = 1,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
@@ -171,6 +172,9 @@ class Lowered:
                 says what is saved. None: any number.
             host_link: between a device and its host, by which it is chosen what rests there: its
                 latency and bandwidth in one direction. None: as `cg.Costs().host`.
+            saved: `bf16` lets forwards save float32 and float64 tensors in bfloat16, where that
+                takes fewer bytes: gradients are those of rounded activations. `memory_report` says
+                how many bytes that are. None: each in its own type.
             tasks_in_flight: how many tasks a rank may have begun that have not ended. With 2 it
                 computes for the next task of its schedule while an exchange of a task travels, for
                 instance that of experts' rows. Results are the same bits; a rank may hold the
@@ -209,6 +213,7 @@ class Lowered:
             dispatch=dispatch,
             memory=memory,
             host_link=host_link,
+            saved=saved,
             tasks_in_flight=tasks_in_flight,
         )
         if memory is not None:
@@ -344,24 +349,32 @@ class Lowered:
         """The step as the trace of a plan has it."""
         if facts.remat:
             return self._recomputing(frozenset(facts.remat))
-        if not facts.limits:
+        if not (facts.limits or facts.narrows):
             return self
         (again,) = self._again
-        trace = again(limits=SavingLimits(facts.limits))
+        trace = again(limits=SavingLimits(facts.limits, facts.narrows))
         return Lowered(self._step, [trace], self._world, limits=facts.limits)
 
     def _within_memory(self, options: CompileOptions) -> list[FittedTrace]:
         """The traces whose forwards save as little as the memory needs; collective."""
-        check_memory(self._world, self._step.name, options.agreed()["memory"])
-        limit = options.memory_limit
-        if limit is None:
+        agreed = options.agreed()["memory"]
+        check_memory(
+            self._world, self._step.name, (agreed, options.saved) if options.saved else agreed
+        )
+        limit, known = options.memory_limit, SavingLimits(narrows=options.saved is not None)
+        if limit is None and not known.narrows:
             return self._as_traced(options)
+        if limit is None:
+            return [
+                narrowed_trace(trace, again(limits=known), options.schedule)
+                for trace, again in zip(self.traces, self._again, strict=True)
+            ]
         in_flight = options.in_flight if self._driver(options) is not None else 0
         memory = limit.of_ranks(self._world.size, in_flight)
         more = options, memory, definition(self._step.fn), self._pipeline_of(options)
         hosts = options.hosts(fabrics_of(self._world), self._driver(options) is not None)
         return [
-            fit_trace(trace, again, *more, hosts)
+            fit_trace(trace, again, *more, hosts, known)
             for trace, again in zip(self.traces, self._again, strict=True)
         ]
 
@@ -411,7 +424,8 @@ class Lowered:
         for fit in fitted:
             chosen = replace(options, schedule=fit.schedule)
             loc, remat = definition(self._step.fn), tuple(sorted(self._remat))
-            facts = PlanFacts(options.fuse, options.max_inflight, remat, dict(fit.limits))
+            narrows, limits = options.saved is not None, dict(fit.limits)
+            facts = PlanFacts(options.fuse, options.max_inflight, remat, limits, narrows)
             more = self._step.name, loc, facts, self._world, driver is not None
             variants.append(make_variant(fit, chosen, pipeline_of, *more))
         return Compiled(variants, self._world, options, driver, numbering)

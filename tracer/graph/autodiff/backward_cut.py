@@ -9,13 +9,16 @@ up again, unless it changes before the backward runs: then its old value is save
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from ....ir.types import TensorType
 from ...method.joint import Joint
 from ...method.purity.simplify import reshapes_in_place
 from ...values.actor_state import StateTensor
+from ...values.specs import ir_dtype
+from .narrowing import NARROW
 from .subgraphs import (
     Subgraph,
     SubgraphBuilder,
@@ -38,12 +41,14 @@ class BackwardCut:
         volatile: indices of state that other calls change before the backward runs.
         recomputed: operators of the forward that the backward computes again, if it needs them,
             instead of taking their results.
+        narrowable: values that are saved in a smaller type.
 
     Attributes:
         body: the nodes of the backward, in order. If nothing is written in place, a node that is
             computed again stands right before the node that needs it first.
         saved: the values to be saved.
         looked_up: state that the backward reads where it lives.
+        narrow: those of `saved` that are saved in the type `NARROW`.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class BackwardCut:
         joint: Joint,
         volatile: Collection[int] = (),
         recomputed: Collection[fx.Node] = (),
+        narrowable: Collection[fx.Node] = (),
     ) -> None:
         self._joint = joint
         self._state = {n: i for i, (n, _) in enumerate(joint.state)}
@@ -67,6 +73,12 @@ class BackwardCut:
                 self._need(source)
         for node in self.results():
             self._need(node)
+        self.narrow = self.saved.intersection(narrowable)
+
+    def type_of(self, node: fx.Node) -> TensorType:
+        """The type in which a value is saved."""
+        type_ = type_of(node)
+        return replace(type_, dtype=ir_dtype(NARROW)) if node in self.narrow else type_
 
     def results(self) -> list[fx.Node]:
         """The gradients that the backward computes."""
@@ -171,7 +183,10 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
     state = [(n, t) for n, t in joint.state if n in cut.looked_up and n in used]
     builder = SubgraphBuilder(joint.locations)
     for node in (*(n for n, _ in state), *part.inputs):
-        builder.placeholder(node)
+        if node in cut.narrow:
+            builder.narrow_placeholder(node, NARROW)
+        else:
+            builder.placeholder(node)
     for node in part.nodes:
         for source in node.all_input_nodes:
             _provide(builder, cut, source)
@@ -191,7 +206,7 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
         graph=builder.graph,
         owner=joint.owner,
         reads=tuple(t for _, t in state),
-        takes=tuple(map(type_of, part.inputs)),
+        takes=tuple(map(cut.type_of, part.inputs)),
         dense=tuple(n in cotangents for n in part.inputs),
         gives=(*(map(type_of, sources)), *map(type_of, part.left)),
         rebinds=(),
@@ -209,6 +224,9 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
 def _provide(builder: SubgraphBuilder, cut: BackwardCut, node: fx.Node) -> None:
     """Make a value available that the piece does not take or compute: a constant, or a view."""
     if builder.has(node):
+        return
+    if builder.is_narrow(node):
+        builder.widen(node)
         return
     base = cut.base(node)
     if base is None:

@@ -12,12 +12,15 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import fx
 
+from ....ir.types import TensorType
 from ...method.joint import Joint
 from ...method.reuse.saving_functions import OFFLOAD
 from ...method.saving_marks import mark_of
 from ...values.actor_state import StateTensor
+from ...values.specs import ir_dtype
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
-from .recomputation import Recomputation, Recompute, recomputed
+from .narrowing import NARROW, narrowable
+from .recomputation import Recomputation, Recompute, Within, recomputed
 from .split_backward import halve
 from .subgraphs import (
     Subgraph,
@@ -85,7 +88,9 @@ def split(
     Args:
         joint, volatile, recomputation: as those of `recomputed`.
     """
-    cut = BackwardCut(joint, volatile, recomputed(joint, volatile, recomputation))
+    is_narrow = isinstance(recomputation, Within) and recomputation.narrows
+    small = narrowable(joint) if is_narrow else frozenset()
+    cut = BackwardCut(joint, volatile, recomputed(joint, volatile, recomputation), small)
     saved = tuple(n for n in joint.graph.nodes if n in cut.saved)
     whole = BackwardPart(
         cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads
@@ -93,7 +98,7 @@ def split(
     backward = backward_piece(joint, cut, whole)
     marked = {cut.origin(n) for n in joint.graph.nodes if mark_of(n) == OFFLOAD}
     forward = replace(
-        forward_piece(joint, saved, volatile),
+        forward_piece(joint, saved, volatile, cut.narrow),
         offloads=tuple(i for i, n in enumerate(saved, len(joint.outputs)) if n in marked),
     )
     if not joint.wanted_inputs and backward.gradients:
@@ -104,7 +109,10 @@ def split(
 
 
 def forward_piece(
-    joint: Joint, saved: Sequence[fx.Node] = (), volatile: Collection[int] = ()
+    joint: Joint,
+    saved: Sequence[fx.Node] = (),
+    volatile: Collection[int] = (),
+    narrow: Collection[fx.Node] = (),
 ) -> Subgraph:
     """The forward of a joint graph, with the values of `saved` behind its outputs.
 
@@ -112,6 +120,7 @@ def forward_piece(
         joint: the joint graph.
         saved: nodes whose values are saved.
         volatile: indices of state that other calls change before the backward runs.
+        narrow: those of `saved` that are saved in the type `NARROW`.
     """
     graph = joint.graph
     rebound = [node for _, node in joint.rebinds]
@@ -123,10 +132,12 @@ def forward_piece(
     for node in graph.nodes:
         if node in live and node.name in joint.forward and not builder.has(node):
             builder.copy(node)
+            if node in narrow:
+                builder.narrow(node, NARROW)
     memory = {memory_of(n) for n, _ in joint.state}
     values, aliases = returned_values(builder, joint.outputs, joint.inputs, memory)
     changing = {memory_of(joint.state[i][0]) for i in (*joint.written, *volatile)}
-    values += _saved(builder, saved, changing)
+    values += _saved(builder, saved, changing, narrow)
     values += _rebound(builder, joint)
     builder.graph.output(tuple(values))
     return Subgraph(
@@ -135,7 +146,7 @@ def forward_piece(
         reads=tuple(t for _, t in state),
         takes=tuple(map(type_of, joint.inputs)),
         dense=(True,) * len(joint.inputs),
-        gives=(*joint.results.types(), *map(type_of, saved)),
+        gives=(*joint.results.types(), *(_saved_type(n, narrow) for n in saved)),
         rebinds=tuple(r.slot for r, _ in joint.rebinds),
         gradients=(),
         aliases=aliases + sharing(saved, joint.inputs, len(joint.outputs)),
@@ -144,13 +155,24 @@ def forward_piece(
     )
 
 
+def _saved_type(node: fx.Node, narrow: Collection[fx.Node]) -> TensorType:
+    type_ = type_of(node)
+    return replace(type_, dtype=ir_dtype(NARROW)) if node in narrow else type_
+
+
 def _saved(
-    builder: SubgraphBuilder, saved: Sequence[fx.Node], changing: set[int | None]
+    builder: SubgraphBuilder,
+    saved: Sequence[fx.Node],
+    changing: set[int | None],
+    narrow: Collection[fx.Node],
 ) -> list[fx.Node]:
     """Saved values. A value is copied if this call, or a later one, changes its memory."""
-    return [
-        builder.clone(n, dense=False) if memory_of(n) in changing else builder.of(n) for n in saved
-    ]
+    copies = {n: builder.narrowed(n) for n in narrow}
+    for node in saved:
+        if node not in copies:
+            is_copied = memory_of(node) in changing
+            copies[node] = builder.clone(node, dense=False) if is_copied else builder.of(node)
+    return [copies[node] for node in saved]
 
 
 def _rebound(builder: SubgraphBuilder, joint: Joint) -> list[fx.Node]:

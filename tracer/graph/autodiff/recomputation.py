@@ -52,11 +52,13 @@ class Within:
         plain: what is computed again without a limit.
         limit: the most bytes to save; None: any number.
         limits: knows the choices of joint graphs.
+        narrows: whether values are saved in a smaller type, where they can be.
     """
 
     plain: Recompute
     limit: int | None
     limits: SavingLimits = field(compare=False)
+    narrows: bool = False
 
     def savings(self, joint: Joint, volatile: Collection[int]) -> Savings:
         """The choices of a joint graph; what fused kernels run on the way costs nothing."""
@@ -96,7 +98,9 @@ def what_again(
     if not isinstance(target, MethodTarget) or between:
         return Recompute.NOTHING
     plain = Recompute.CHEAP if fused else Recompute.NOTHING
-    return plain if limits is None else Within(plain, limits.limits.get(name), limits)
+    if limits is None:
+        return plain
+    return Within(plain, limits.limits.get(name), limits, limits.narrows)
 
 
 def refuse_twice(call: TracedCall, joint: Joint) -> None:

@@ -26,6 +26,7 @@ from ...method.reuse.saving_functions import KEEP, OFFLOAD, RECOMPUTE
 from ...method.saving_marks import mark_of
 from ...values.operators import storage_key, written_values
 from .backward_cut import BackwardCut
+from .narrowing import narrowable, narrowed_bytes
 from .saving_problem import Frontier, SavingChoice, SavingProblem
 from .subgraphs import fake_of, has_effect, memory_of
 
@@ -63,6 +64,7 @@ class Savings:
         joint: a joint graph that was traced with a derivative.
         volatile: indices of state that other calls change before the backward runs.
         free: operators that cost nothing to run again.
+        narrows: whether values are saved in a smaller type, where they can be.
 
     Raises:
         TraceError: a value is marked by `cg.recompute`, and must not be computed again, or is
@@ -70,8 +72,13 @@ class Savings:
     """
 
     def __init__(
-        self, joint: Joint, volatile: Collection[int] = (), free: Collection[fx.Node] = ()
+        self,
+        joint: Joint,
+        volatile: Collection[int] = (),
+        free: Collection[fx.Node] = (),
+        narrows: bool = False,
     ) -> None:
+        self._narrow = narrowable(joint) if narrows else frozenset()
         self._joint = joint
         self._cut = BackwardCut(joint, volatile)
         graph = joint.graph
@@ -108,6 +115,8 @@ class Savings:
         return node
 
     def _size(self, node: fx.Node) -> int:
+        if node in self._narrow:
+            return narrowed_bytes(fake_of(node))
         is_state = any(node is n for n, _ in self._joint.state)
         return 0 if is_state and not self._cut.is_changed(node) else fake_of(node).nbytes
 
@@ -207,9 +216,11 @@ class SavingLimits:
 
     Attributes:
         limits: the most bytes that a forward saves, by the name of its derivative.
+        narrows: whether values are saved in a smaller type, where they can be.
     """
 
     limits: Mapping[str, int] = field(default_factory=dict)
+    narrows: bool = False
     _savings: dict[tuple[fx.Graph, frozenset[int], frozenset[fx.Node]], Savings] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -222,7 +233,7 @@ class SavingLimits:
         """The choices of a joint graph; takes the arguments of `Savings`."""
         key = joint.graph, volatile, free
         if key not in self._savings:
-            self._savings[key] = Savings(joint, volatile, free)
+            self._savings[key] = Savings(joint, volatile, free, self.narrows)
         return self._savings[key]
 
 

@@ -190,12 +190,39 @@ class SubgraphBuilder:
         self.locations: dict[fx.Node, Location] = {}
         self._by_name = locations
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._narrow: dict[fx.Node, fx.Node] = {}
 
     def placeholder(self, node: fx.Node) -> None:
         """Make an input of the new graph that stands for `node`."""
         new = self.graph.placeholder(node.name if node.name.isidentifier() else f"v_{node.name}")
         new.meta["val"] = node.meta.get("val")
         self._copies[node] = new
+
+    def narrow_placeholder(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Make an input that stands for `node` in another type, until `widen`."""
+        self.placeholder(node)
+        new = self._narrow[node] = self._copies.pop(node)
+        new.meta["val"] = _as(fake_of(node), dtype)
+
+    def is_narrow(self, node: fx.Node) -> bool:
+        return node in self._narrow
+
+    def widen(self, node: fx.Node) -> None:
+        """Let the input that stands for `node`, in the type of `node`, be its copy."""
+        self._copies[node] = self._converted(node, self._narrow[node], fake_of(node).dtype)
+
+    def narrow(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Compute the copy of a node in another type, right behind it."""
+        self._narrow[node] = self._converted(node, self._copies[node], dtype)
+
+    def narrowed(self, node: fx.Node) -> fx.Node:
+        """The copy of a node in another type."""
+        return self._narrow[node]
+
+    def _converted(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        new = self._add(node, torch.ops.aten._to_copy.default, (source,), {"dtype": dtype})
+        new.meta["val"] = _as(fake_of(node), dtype)
+        return new
 
     def copy(self, node: fx.Node) -> None:
         """Copy a node whose arguments have been copied."""
@@ -235,6 +262,11 @@ class SubgraphBuilder:
         if location is not None:
             self.locations[new] = location
         return new
+
+
+def _as(fake: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor like a fake one, in another type."""
+    return torch.empty_like(fake, dtype=dtype)
 
 
 def sharing(
