@@ -136,6 +136,17 @@ class Lean(Kept):
 
 print(Lean.on(0)())
 
+
+# cg.offload
+@cg.actor
+class Resting(Kept):
+    def forward(self, x):
+        hidden = cg.offload(self.up(x))  # in the host's memory until the backward
+        return self.down(torch.tanh(hidden))
+
+
+print(Resting.on(0)())
+
 # cg.mesh
 grid = cg.mesh(pp=2, tp=2)
 print(grid)

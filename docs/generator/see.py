@@ -10,6 +10,7 @@ SEE = {
     "remat": "guide/steps.md#memory-for-time",
     "keep": "guide/memory.md#by-hand",
     "recompute": "guide/memory.md#by-hand",
+    "offload": "guide/memory.md#on-the-host",
     "mesh": "guide/groups.md#an-actor-on-a-mesh",
     "plan": "guide/groups.md#an-actor-on-a-mesh",
     "plans": "guide/models.md#a-step",
