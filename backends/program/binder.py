@@ -48,7 +48,6 @@ from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
 from . import builtins, instructions
 from .code import Code
-from .host_copies import HostCopyPort
 from .instruction_info import CLEAR, KEEP, InstructionInfo, Role
 from .instructions import Instruction
 from .linked import LinkedProgram
@@ -57,7 +56,7 @@ from .registers import RegisterLayout, given_away, lay_out
 from .tensor_regions import assembling, reserving, taking
 from .ticket_locks import Tickets, locked_ops
 from .type_checks import checked, expected_tensors, misfit
-from .value_copies import duplicate_object
+from .value_copies import HostCopyPort, duplicate_object
 
 
 class Binder:

@@ -140,7 +140,7 @@ def narrowed_trace(plain: Trace, narrow: Trace, schedule: Schedule | None) -> Fi
 
 
 def narrowed_report(plain: Module, narrow: Module) -> str:
-    """What derivatives save in bfloat16, a line for each.
+    """Describe the bytes that derivatives save in bfloat16, a line for each.
 
     Args:
         plain: a traced module that saves tensors as they are.

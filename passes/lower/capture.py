@@ -236,7 +236,7 @@ def _torn(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) ->
 def _resting(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
     """Find tensors that go to the host in one part and come back in another.
 
-    What a graph reads from outside is copied into its memory, which is that of the device.
+    A graph copies all that it reads from outside into its memory, which is that of the device.
     """
     waits = {op.result: op.operands[0] for op in program.ops if isinstance(op, Wait) and op.results}
     sent = {op.result: i for i, op in enumerate(program.ops) if isinstance(op, CopyStart)}

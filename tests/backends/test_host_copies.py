@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cg.backends.program.host_copies import HostCopyPort, is_dense
+from cg.backends.program.value_copies import HostCopyPort, is_dense
 
 
 def back(tensor: Tensor) -> Tensor:

@@ -87,6 +87,10 @@ SCHEDULED = f"""module @m phase=scheduled world=2 {{{DECLARATIONS}
       : future<f32[]>
     %l0 = wait(%b) {{stream = compute}} : f32[]
     %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1, stream = collective}} : future<unit>
+    %xo = wait(%x) {{stream = offload}} : f32[4]
+    %xh = copy_start(%xo) {{slot = 0, stream = offload}} : future<f32[4]:host>
+    %xw = wait(%xh) {{stream = fetch}} : f32[4]:host
+    %xb = copy_start(%xw) {{stream = fetch}} : future<f32[4]>
     return(%l0)
   }}
   program @1(%x: f32[4], %o: object) {{
@@ -106,6 +110,10 @@ SCHEDULED = f"""module @m phase=scheduled world=2 {{{DECLARATIONS}
       : future<f32[]>
     %l0 = wait(%b) {{stream = compute}} : f32[]
     %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1, stream = collective}} : future<unit>
+    %xo = wait(%x) {{stream = offload}} : f32[4]
+    %xh = copy_start(%xo) {{slot = 0, stream = offload}} : future<f32[4]:host>
+    %xw = wait(%xh) {{stream = fetch}} : f32[4]:host
+    %xb = copy_start(%xw) {{stream = fetch}} : future<f32[4]>
     return(%l0)
   }}
 }}

@@ -48,7 +48,7 @@ from ...program.linked import LinkedProgram
 from ...program.random import seeded_on
 from ...program.ticket_locks import Tickets
 from ...program.type_checks import checked
-from ..host_copies import FetchPort, OffloadPort, PinnedBuffers
+from ..pinned_copies import FetchPort, OffloadPort, PinnedBuffers
 from ..ports import ReceivingPort, StreamPort
 from ..staging import Copies, StagedPort
 from ..stream_order import StreamEvent, StreamOrder

@@ -23,10 +23,10 @@ _SMALLEST_PART = 64
 def narrowable(joint: Joint) -> frozenset[fx.Node]:
     """The values of a joint graph that take fewer bytes in `NARROW`, if they are saved.
 
-    They are floating, wider than `NARROW`, and in memory that the forward makes. What it is given,
-    what it returns and what it writes to in place is left out, since that memory is held anyway or
-    changes. Left out are also small tensors: statistics of norms and of attention, whose rounding
-    would change gradients more than it spares.
+    They are floating, wider than `NARROW`, and in memory that the forward makes. Values in memory of
+    the forward's operands and results are exact, as that memory is held anyway, and so are those
+    in memory that is written in place. Small tensors are exact, too: statistics of norms and of
+    attention, whose rounding would change gradients more than it spares.
     """
     nodes = [n for n in joint.graph.nodes if n.op == "call_function" and n.name in joint.forward]
     tensors = {n: n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)}

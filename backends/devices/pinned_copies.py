@@ -17,7 +17,7 @@ from ...ir.types import TensorType, promised
 from ..device import Device, DeviceQueue
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
-from ..program.host_copies import HostCopy
+from ..program.value_copies import HostCopy
 
 
 class PinnedBuffers:
