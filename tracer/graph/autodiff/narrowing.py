@@ -23,7 +23,7 @@ _SMALLEST_PART = 64
 def narrowable(joint: Joint) -> frozenset[fx.Node]:
     """The values of a joint graph that take fewer bytes in `NARROW`, if they are saved.
 
-    They are floating, wider than `NARROW`, and in memory that the forward makes. Values in memory of
+    They are floating, wider than `NARROW`, in memory that the forward makes. Values in memory of
     the forward's operands and results are exact, as that memory is held anyway, and so are those
     in memory that is written in place. Small tensors are exact, too: statistics of norms and of
     attention, whose rounding would change gradients more than it spares.
