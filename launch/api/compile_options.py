@@ -160,6 +160,7 @@ class CompileOptions:
             "fsdp": None if self.fsdp is None else self.fsdp.text,
             "check_inputs": self.compared_every,
             "memory": None if self.memory_limit is None else self.memory_limit.bytes,
+            "host_link": (self.host_costs.host.latency, self.host_costs.host.bandwidth),
         }
 
 
