@@ -37,7 +37,7 @@ from ..placement.place import PlaceReplicated
 from ..placement.split_transfers import SplitTransfers
 from ..schedules import Schedule, one_f_one_b
 from .manager import PassManager
-from .registry import Switches
+from .registry import Switches, parse_switches
 
 
 def default_pipeline(
@@ -165,7 +165,8 @@ def run_to(phase: Phase, module: Module) -> Module:
     copy = clone(module)
     if copy.phase is phase:
         return copy
-    pipeline = default_pipeline()
+    # Nothing is known of devices here, so what rests on their hosts is left where it is.
+    pipeline = default_pipeline(switches=parse_switches(f"-{Offload.name}"))
     reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
     PassManager(pipeline[: reached[0] + 1]).run(copy)
     return copy

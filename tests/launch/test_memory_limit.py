@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.pipeline.tradeoff import SavingPoint, Tradeoff
+from cg.launch.api.select_schedule import costs_of, with_recomputation
 from cg.launch.world.world import use_world
 from cg.passes.memory.memory_limit import MemoryLimit
 
@@ -373,3 +374,22 @@ def test_a_tradeoff_gives_the_least_work_within_a_limit() -> None:
         points[2],
         points[2],
     ]
+
+
+def test_a_search_counts_what_is_computed_again() -> None:
+    with use_world(VirtualWorld(2)):
+        module = Pipe("1f1b", 2, 4, layers=1).lowered.trace.module
+    names = sorted(module.vjps)
+    tradeoff = Tradeoff((SavingPoint(100, 0), SavingPoint(10, 50)), 100)
+    first = next(n for n in names if module.functions[module.vjps[n].forward].actor == "gptstage0")
+    vjp = module.vjps[first]
+    measured = {vjp.forward: 4.0, vjp.backward: 8.0}
+    schedule = cg.schedules.auto(costs=cg.Costs(tf=3.0, functions=measured))
+    changed = with_recomputation(schedule, module, dict.fromkeys(names, tradeoff), {first: 10})
+    costs = costs_of(changed)
+    assert costs is not None
+    assert costs.functions == {vjp.forward: 4.0, vjp.backward: 10.0}
+    assert costs.tb == (2.5, 1.0)
+    assert with_recomputation(schedule, module, {}, {}) is schedule
+    plain = cg.schedules.by_name("1f1b")
+    assert with_recomputation(plain, module, {first: tradeoff}, {first: 10}) is plain

@@ -190,6 +190,7 @@ def test_ranks_without_a_device_refuse_marks() -> None:
         with pytest.raises(cg.IRError, match=r"cg\.offload is given .* has no device") as refused:
             training.lowered.compile()
         assert "part = layer.forward(part)" in str(refused.value)
+        assert "copy_start" not in training.lowered.as_text("scheduled")
         compiled = training.lowered.compile(passes="-offload")
         assert not copies(compiled)
         plain = Training()
