@@ -162,5 +162,5 @@ def _saved_bytes(module: Module, forward: str) -> int:
 
 def _offload(amounts: Mapping[int, int], hosts: HostMemory, ranks: int) -> Offload:
     """The pass that moves so much on each rank."""
-    each = "+".join(str(amounts.get(rank, 0)) for rank in range(ranks))
-    return Offload(amounts=each if any(amounts.values()) else "", costs=hosts.costs)
+    listed = "+".join(str(amounts.get(rank, 0)) for rank in range(ranks))
+    return Offload(amounts=listed if any(amounts.values()) else "", costs=hosts.costs)

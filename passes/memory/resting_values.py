@@ -133,15 +133,15 @@ def resting_values(
     for value in program.params:
         group_of(value).is_own = False
     for index, op in enumerate(program.ops):
-        made, taken = _is_made(op, functions), _is_taken(op, functions)
+        is_made, is_taken = _is_made(op, functions), _is_taken(op, functions)
         for value in op.results:
             group = group_of(value)
             group.values[value] = [index]
-            group.is_own &= made and isinstance(value.type, TensorType)
+            group.is_own &= is_made and isinstance(value.type, TensorType)
         for value in op.operands:
             group = group_of(value)
             group.values.setdefault(value, []).append(index)
-            group.is_own &= taken
+            group.is_own &= is_taken
         for value in wanted(op, functions):
             group_of(value).is_wanted = True
     rests = (group.rest(program, clock) for group in groups.values())
