@@ -232,7 +232,8 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> TracedCal
         )
     home = definition(function) if isinstance(target, MethodTarget) else None
     host = torch.device("cpu")
-    return TracedCall(target.name, function, ActorState(), signature, host, loc, home)
+    state, float8 = ActorState(), target.float8
+    return TracedCall(target.name, function, state, signature, host, loc, home, float8=float8)
 
 
 def _no_derivative(call: TracedCall) -> TraceError:

@@ -27,6 +27,7 @@ from ..values.interface import TracedCall
 from ..values.operators import storage_key
 from ..values.specs import static_key
 from .call_fakes import is_plain
+from .float8.linear import in_float8
 from .joint import Joint, Wanted, ends
 from .purity.changes import Rebind, sort_changes
 from .purity.dispatch_modes import FunctionGuard
@@ -235,7 +236,8 @@ class _AlikeCall(Scene):
                     derivative is not None,
                     None,
                 )
-                with FunctionGuard(self.call.shown, calls.run), calls.intercepted():
+                run = in_float8(calls.run, self.float8_weights())
+                with FunctionGuard(self.call.shown, run), calls.intercepted():
                     args, kwargs = self.call.signature.fill(self.inputs)
                     result = call_user(self.call.function, *args, **kwargs)
             leaves, spec = pytree.tree_flatten(result)

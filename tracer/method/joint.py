@@ -31,6 +31,7 @@ from ..values.operators import storage_key
 from ..values.specs import Static, Tree
 from .binding import explain_misfit
 from .call_fakes import input_fakes, state_fakes
+from .float8.linear import in_float8
 from .purity.changes import Initialization, Rebind, sort_changes
 from .purity.dispatch_modes import (
     FunctionGuard,
@@ -222,7 +223,8 @@ class _JointTrace(Scene):
         """
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            guard = FunctionGuard(self.call.shown, self.calls.run)
+            run = in_float8(self.calls.run, self.float8_weights())
+            guard = FunctionGuard(self.call.shown, run)
             with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)

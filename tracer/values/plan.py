@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,6 +15,8 @@ from torch import nn
 
 from ...ir.layout import WHOLE, Cut, Layout
 from ...ir.types import Mesh
+from .actor_state import StateTensor
+from .float8_layers import Float8Layers, Float8Recipe, unmatched
 from .mesh import describe
 
 
@@ -173,6 +175,39 @@ def cut(dim: int, *axes: str, blocks: int = 1) -> Sharding:
     return Sharding(((dim, Cut(axes, blocks)),))
 
 
+def float8(
+    *patterns: str, recipe: str = "tensorwise", skip: str | Iterable[str] = ()
+) -> ShardingPlan:
+    """Name the linear layers of an actor that compute in float8, for its plan.
+
+    The products of the forward and of the backward are of float8 tensors, which are scaled by their
+    greatest magnitudes. Weights keep their type. `Cls.on(0, plan=cg.float8("blocks.*"))` is an
+    actor on one rank; on a mesh, `plan | cg.float8("blocks.*")` is such a plan.
+
+    A layer is a call of `torch.nn.functional.linear`, such as that of `nn.Linear`, with a weight of
+    the actor. A matrix stays as it is if `skip` names its module, if it is not of float32, bfloat16
+    or float16, or if a size of it is no multiple of 16; dumps and the logger `cg` say so.
+
+    Args:
+        patterns: names of modules (`blocks.0.up`) with `*` and `?` as in file names; "*": all.
+        recipe: "tensorwise", one scale for a tensor, with gradients in e5m2; or "rowwise", a scale
+            for each row that a product contracts, with gradients in e4m3. They are those of
+            torchao (`Float8LinearConfig.from_recipe_name`).
+        skip: names of modules, with `*` and `?`, that stay as they are.
+
+    Raises:
+        ValueError: there is no such recipe, or no pattern. `Cls.on(...)(...)` raises it if a
+            pattern names no module with a matrix.
+    """
+    names = [each.value for each in Float8Recipe]
+    if recipe not in names:
+        raise ValueError(f"cg.float8: there is no recipe '{recipe}'; there are {', '.join(names)}")
+    if not patterns:
+        raise ValueError('cg.float8 needs names of modules, as in cg.float8("blocks.*")')
+    skipped = (skip,) if isinstance(skip, str) else tuple(skip)
+    return ShardingPlan(float8=(Float8Layers(patterns, Float8Recipe(recipe), skipped),))
+
+
 Matches: TypeAlias = Callable[[str], bool]
 
 _ARGUMENT = re.compile(r"(?P<method>\w+)\((?P<argument>\w+)\)")
@@ -190,6 +225,7 @@ class ShardingPlan:
     _alternatives: tuple[tuple[str, str, Sharding], ...] = field(default=(), repr=False)
     _optional: tuple[tuple[str, frozenset[str]], ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
+    float8: tuple[Float8Layers, ...] = ()
 
     @staticmethod
     def of(
@@ -229,12 +265,14 @@ class ShardingPlan:
             self._alternatives + other._alternatives,
             self._optional + other._optional,
             self.notes + other.notes,
+            self.float8 + other.float8,
         )
 
     def __str__(self) -> str:
         """Python that makes the plan, with its notes as comments."""
         lines = [f"    {_quoted(pattern)}: {sharding}," for pattern, sharding in self.items]
-        return "\n".join(["cg.plan({", *lines, "})", *(f"# {note}" for note in self.notes)])
+        float8 = [f"| {layers}" for layers in self.float8]
+        return "\n".join(["cg.plan({", *lines, "})", *float8, *(f"# {n}" for n in self.notes)])
 
     def of_tensor(self, path: str) -> Sharding | None:
         """The sharding of a tensor of the actor's state; None if no pattern matches its path."""
@@ -243,6 +281,25 @@ class ShardingPlan:
     def of_argument(self, method: str, argument: str) -> Sharding | None:
         """The sharding of a method's argument; None if no pattern names it."""
         return self._first(lambda form: form == f"{method}({argument})")
+
+    def check_float8(self, cls: type, tensors: Sequence[StateTensor]) -> None:
+        """Refuse patterns of `cg.float8` that name no module with a matrix.
+
+        Args:
+            cls: the actor's class, for messages.
+            tensors: its state.
+
+        Raises:
+            ValueError: a pattern names none.
+        """
+        pattern = unmatched(self.float8, tensors)
+        if pattern is not None:
+            names = [t.path.rpartition(".")[0] for t in tensors if len(t.shape) == 2]
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(
+                f"cg.float8: '{pattern}' names no module of {cls.__name__} that has a matrix; "
+                f"those that have one are {shown or 'none'}"
+            )
 
     def _first(self, matches: Matches) -> Sharding | None:
         shardings = (sharding for form, _, sharding in self._alternatives if matches(form))

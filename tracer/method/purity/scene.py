@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...values.actor_state import put_state
+from ...values.float8_layers import Float8Recipe, choose
 from ...values.heap.snapshot import Snapshot
 from ...values.interface import TracedCall
 from ..recurrence.whole_loops import WholeLoops
@@ -44,6 +45,16 @@ class Scene:
         self.inputs: Sequence[torch.Tensor] = ()
         self.watch = AttributeWatch(call.state)
         self.initial: list[Initialization] = []
+
+    def float8_weights(self) -> dict[int, Float8Recipe]:
+        """The recipes of the weights that are multiplied in float8, by the ids of their fakes."""
+        tensors = self.call.state.tensors
+        recipes = choose(self.call.float8, tensors).recipes if self.call.float8 else {}
+        return {
+            id(fake): recipes[tensor.path]
+            for fake, tensor in zip(self.state, tensors, strict=True)
+            if tensor.path in recipes
+        }
 
     @contextmanager
     def fakes_in_place(self) -> Iterator[None]:

@@ -10,7 +10,9 @@ import torch
 from ....ir.ops.module import FunctionKind
 from ....ir.types import Place
 from ...errors import TraceError
+from ...method.float8.eager import computing_in_float8
 from ...source import caller_location
+from ...values.float8_layers import Float8Layers
 from ...values.group import Group, GroupActor
 from ...values.holdings import Actors, Member
 from ...values.interface import MethodTarget, Peers
@@ -50,8 +52,8 @@ class ActorHandle(NotAValue):
     """
 
     __slots__ = (
-        *("__weakref__", "_actors", "_group", "_instance", "_member", "_methods", "_peers"),
-        *("_rank", "cls", "name", "place"),
+        *("__weakref__", "_actors", "_float8", "_group", "_instance", "_member", "_methods"),
+        *("_peers", "_rank", "cls", "name", "place"),
     )
 
     what_it_is = "an actor, which is not a value"
@@ -65,12 +67,14 @@ class ActorHandle(NotAValue):
         instance: object,
         actors: Actors | None = None,
         group: GroupActor | None = None,
+        float8: tuple[Float8Layers, ...] = (),
     ) -> None:
         self.name = name
         self.cls = cls
         self.place: Place = Place.of(rank) if group is None else group.mesh
         self._rank = rank
         self._group = group
+        self._float8 = float8
         self._peers = peers
         self._instance = instance
         self._methods: dict[str, ActorMethod] = {}
@@ -233,7 +237,8 @@ class ActorMethod(NotAValue):
             )
         if self.function is not None:
             return self.function(handle.local, *args, **kwargs)
-        return getattr(handle.local, self.name)(*args, **kwargs)
+        with computing_in_float8(handle.local, handle._float8):
+            return getattr(handle.local, self.name)(*args, **kwargs)
 
 
 def member_of(value: Any) -> Member | None:
@@ -362,5 +367,6 @@ def _subject(
         session.sharing.together.get(handle.name, ()),
         session.sharing.uses.get(handle.name),
         group,
+        handle._float8,
     )
     return target, owner, method.shown

@@ -97,6 +97,7 @@ class ActorFactory:
             cls: the actor's class.
             where: a rank, or a mesh.
             plan: on a mesh, the layouts of tensors and arguments; the plan leaves all others whole.
+                On a mesh or a rank, the layers that compute in float8, by `cg.float8`.
             store: on a mesh, further cuts of the trained tensors while they are not in use. An axis
                 along which the plan cuts a tensor already cuts it no further.
             init: the origin of the tensors. "whole": the constructor makes them. "meta", on a
@@ -151,14 +152,21 @@ class ActorFactory:
             return lambda *a, **k: self._make_group(
                 cls, mesh, chosen, store, init, bucket_bytes, peers, a, k
             )
-        if plan is not None or store != whole or init == "meta":
-            raise ActorError(f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it")
-        return lambda *a, **k: self._make(cls, ranks[0], init, peers, a, k)
+        own = plan if isinstance(plan, ShardingPlan) else None
+        if own is None or own.items:
+            own = ShardingPlan() if plan is None else None
+        if own is None or store != whole or init == "meta":
+            raise ActorError(
+                f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it; that of one "
+                "rank names layers by cg.float8, and cuts nothing"
+            )
+        return lambda *a, **k: self._make(cls, ranks[0], own, init, peers, a, k)
 
     def _make(
         self,
         cls: type[Any],
         rank: int,
+        plan: ShardingPlan,
         init: Init,
         peers: Peers,
         args: tuple[Any, ...],
@@ -172,9 +180,13 @@ class ActorFactory:
         instance: Any = ELSEWHERE
         if peers.plays(rank):
             instance = self._instance(cls, init, name, args, kwargs)
+            if plan.float8:
+                plan.check_float8(cls, collect(instance).tensors)
         if instance is not ELSEWHERE:
             self._refuse_shared(name, instance, peers)
-        handle = ActorHandle(name, rank, cls, peers, instance, self.actors)
+        handle = ActorHandle(
+            name, rank, cls, peers, instance, self.actors, float8=plan.float8
+        )
         return self._entered(handle, peers, (args, kwargs))
 
     def _make_group(
@@ -198,7 +210,9 @@ class ActorFactory:
         constructor = Constructor(name, cls, mesh, plan, store, init, bucket_bytes, peers, check)
         group = constructor.make(lambda: cls(*args, **kwargs), self.device())
         instance = group.instances[group.first] if group.instances else ELSEWHERE
-        handle = ActorHandle(name, mesh.ranks[0], cls, peers, instance, self.actors, group)
+        handle = ActorHandle(
+            name, mesh.ranks[0], cls, peers, instance, self.actors, group, plan.float8
+        )
         return self._entered(handle, peers, (args, kwargs))
 
     def _refuse_shared(
