@@ -15,6 +15,7 @@ from torch import fx
 
 from .....ir.layout import Intervals, shape_of, volume, whole
 from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
+from ....method.float8.formula import FLOAT8_MM
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
 from ..cuts import is_interval
 from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly, letters, sizes_of
@@ -157,6 +158,18 @@ def _stacked(text: str, free: str, linear: Linear, case: Case) -> Answer | Expan
     return solve(case, Factors(dims, result_dims, sizes, linear, keep), local=_local)
 
 
+def _float8_product(case: Case) -> Answer:
+    """Scales by row are cut as the rows are; those of a whole tensor are copies."""
+    operands, results = letters("mk,nk->mn")
+    dims = [(dims[0], ()) if case[name].shape else () for dims, name in zip(operands, _SCALES, strict=True)]
+    shapes = [operand.shape for operand in case.operands[:2]]
+    factors = Factors((*operands, *dims), results, sizes_of(operands, shapes), each(0, 1))
+    return solve(case, factors)
+
+
+_SCALES = ("left_scale", "right_scale")
+
+
 def _expert_linear(case: Case) -> Answer:
     """Tokens may be cut anywhere. If experts are cut, a rank gives zeros for those of others."""
     text = {2: "ti,eoi,tk->tko", 3: "tki,eoi,tk->tko"}[_rank(case, "input")]
@@ -236,6 +249,7 @@ RULES: Mapping[object, Rule] = {
     EXPERT_LINEAR: _expert_linear,
     EXPERT_OUTER: _expert_outer,
     GROUPED_MM: _grouped_mm,
+    FLOAT8_MM: _float8_product,
 }
 
 
