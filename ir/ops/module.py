@@ -58,6 +58,8 @@ class Function:
             bucket 0, which has all gradients that are in no other bucket.
         offloads: indices of outputs that the user wants in the host's memory while nothing uses
             them, ascending (`cg.offload`).
+        once: whether a step calls it once for all its uses, as long as nothing changes its actor's
+            parameters; it takes nothing, and reads them.
     """
 
     name: str
@@ -79,11 +81,12 @@ class Function:
     parameter: str | None = None
     buckets: tuple[int, ...] = ()
     offloads: tuple[int, ...] = ()
+    once: bool = False
 
     @property
     def is_work(self) -> bool:
         """True if it does an actor's work, and does not just hand over a parameter or gradient."""
-        hands_over = self.parameter is not None or self.effect is Effect.REDUCE
+        hands_over = self.parameter is not None or self.effect is Effect.REDUCE or self.once
         return self.actor is not None and not hands_over
 
     @property

@@ -245,7 +245,7 @@ class _Rewriter:
             for state, effect in function.touches:
                 if effect.changes_parameters:
                     versions[state] = versions.get(state, 0) + 1
-            if function.parameter is None or len(op.operands) != 1:
+            if function.parameter is None or function.effect is Effect.READ or not op.operands:
                 continue
             transfer = makers.get(op.operands[0])
             if not isinstance(transfer, Transfer):

@@ -16,6 +16,7 @@ from ..frontend.dce import DeadCodeElimination
 from ..frontend.differentiate import Differentiate
 from ..frontend.fsdp import Fsdp
 from ..frontend.inline import Inline
+from ..frontend.share_reads import ShareReads
 from ..lower.assemble_in_place import AssembleInPlace
 from ..lower.assign_streams import AssignStreams
 from ..lower.batch_messages import BatchMessages
@@ -88,6 +89,8 @@ def default_pipeline(
         Differentiate(schedule.splits),
         # Gradients are those of whole functions; from here on their transfers are ops of the step.
         Inline(),
+        # Calls of functions are calls of their parts now, some of which read the same each time.
+        ShareReads(),
         # The gathers of stored parameters, and the reductions of their gradients, are ops now.
         # Parameters that are gathered once are one value from here on.
         Fsdp() if fsdp is None else fsdp,

@@ -20,6 +20,7 @@ from ..frontend.dce import DeadCodeElimination
 from ..frontend.differentiate import Differentiate
 from ..frontend.fsdp import Fsdp
 from ..frontend.inline import Inline
+from ..frontend.share_reads import ShareReads
 from ..lower.assemble_in_place import AssembleInPlace
 from ..lower.assign_streams import AssignStreams
 from ..lower.batch_messages import BatchMessages
@@ -73,6 +74,7 @@ for _pass in (
     Differentiate,
     Fsdp,
     Inline,
+    ShareReads,
     Fuse,
     FuseAccumulation,
     AssembleInPlace,

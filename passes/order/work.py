@@ -124,7 +124,7 @@ def _find_stored(work: ProgramWork, module: Module) -> None:
                 work.ahead.add(index)
         elif isinstance(op, Call) and not module.functions[op.fn.name].is_work:
             taken = {ways[value] for value in op.operands if value in ways}
-            if not op.operands:
+            if not taken:
                 taken = {ways[value] for value in op.results if value in ways}
             if len(taken) == 1 and (way := taken.pop()) in kinds:
                 kinds[way].add(index)

@@ -40,7 +40,8 @@ class Effects:
         return frozenset(
             index
             for index, (_, state) in enumerate(joint.state)
-            if storage_key(state.tensor) in memory and index not in joint.backward_written
+            if any(storage_key(held.tensor) in memory for held in state.held)
+            and index not in joint.backward_written
         )
 
     def written_by(self, write: Write) -> set[int | None]:

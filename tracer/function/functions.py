@@ -23,6 +23,7 @@ from ..graph.autodiff.recomputation import refuse_twice, what_again
 from ..graph.autodiff.saved_tensors import SavingLimits
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
+from ..method.float8.prepared import prepared
 from ..method.joint import Joint, Wanted
 from ..method.purity.watch import UsesGradients
 from ..method.twice import settled
@@ -42,6 +43,7 @@ from ..values.interface import (
 from ..values.opaque import OpaqueMark, opaque_mark
 from ..values.specs import ObjectSpec, Tree
 from .effects import Effects
+from .groups.float8_weights import Float8Weights
 from .groups.pieces_only import OperatorWatch
 from .mesh_functions import MeshFunctions
 from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
@@ -156,6 +158,8 @@ class Functions:
         if group.actor is not None:
             new = Buckets(group.actor.bucket_bytes)
             buckets = self._buckets.setdefault(group.actor.name, new)
+            weights = Float8Weights(group.actor).paths
+            joint = prepared(joint, weights, group.actor.gathered) if weights else joint
         return MeshFunctions(target, call, joint, effects, group, buckets)
 
     def _joint(

@@ -17,6 +17,7 @@ from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.propagation.joints import propagate_joint
 from ..graph.layouts.propagation.sections import LaidOutSection, SectionCutter
 from ..graph.layouts.versions import Version
+from ..method.float8.prepared import cast_path
 from ..method.reuse.saving_functions import OFFLOAD
 from ..method.saving_marks import mark_of
 from ..values.actor_state import StateTensor
@@ -24,6 +25,7 @@ from ..values.gradient_buckets import Buckets, GradientLayout
 from ..values.group import Group
 from ..values.interface import TracedPart, TracedVjp, Write
 from .call_functions import CallFunctions
+from .groups.float8_weights import Float8Weights
 from .groups.stored import Stored
 from .section_programs import SectionProgram
 
@@ -73,6 +75,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             shares,
             loc,
             None if actor is None else Stored(actor, loc, self.buckets.of),
+            None if actor is None else Float8Weights(actor, loc),
             self.buckets.of,
         ).make()
 
@@ -114,6 +117,9 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         joint, group, actor = self.joint, self.group, self.group.actor
         layouts: dict[str, Layout] = {} if actor is None else actor.layouts
         gathered: dict[str, Layout] = {} if actor is None else actor.gathered
+        for path in [*gathered]:  # the cast of a stored weight rests as the weight does
+            layouts[cast_path(path)] = layouts[path]
+            gathered[cast_path(path)] = gathered[path]
         pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
         layers = {path: layer_of(path) for path in gathered}
         try:

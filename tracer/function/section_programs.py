@@ -19,7 +19,7 @@ from ...ir.ops import Return, Value
 from ...ir.ops import Transfer as TransferOp
 from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.names import Names
-from ...ir.types import DType, TensorType, UnitType
+from ...ir.types import DType, TensorType, UnitType, ValueType
 from ..graph.autodiff.subgraphs import (
     Subgraph,
     SubgraphBuilder,
@@ -42,6 +42,7 @@ from ..values.gradient_buckets import buckets_of
 from ..values.interface import Body, RankBodies, TracedPart
 from ..values.operators import is_random
 from ..values.specs import ir_dtype
+from .groups.float8_weights import Float8Weights
 from .groups.stored import GradientReduction, ParameterGather, Stored
 
 Gradients: TypeAlias = Sequence[tuple[StateTensor, Version]]
@@ -61,6 +62,7 @@ class SectionProgram:
         effect, shares: the effects of the function, and of its parts that use state.
         loc: the user's line.
         stored: the actor's stored parameters; None without an actor.
+        float8: the actor's weights that are prepared for float8; None without an actor.
         buckets: the buckets of the gradients that are reduced, by path.
     """
 
@@ -74,6 +76,7 @@ class SectionProgram:
     shares: Shares
     loc: Location | None
     stored: Stored | None
+    float8: Float8Weights | None
     buckets: Mapping[str, int]
 
     def make(self) -> TracedPart:
@@ -143,13 +146,13 @@ class SectionProgram:
         for rank, own in self.state.items():
             which = plan.graph_of(rank)
             if which not in pieces:
-                piece = plan.piece(rank, self.section.state, self.owner)
+                piece = plan.piece(rank, self.section.in_place, self.owner)
                 pieces[which] = piece, source_of(piece)
             if rank in self.played:
                 piece, source = pieces[which]
                 bodies[rank] = make_body(piece.on_tensors(own), name, source)
         first, _ = next(iter(pieces.values()))
-        touches = plan.gradients or plan.reads(self.section.state)
+        touches = plan.gradients or plan.reads(self.section.in_place)
         function = Function(
             name,
             inputs=first.takes,
@@ -172,14 +175,24 @@ class SectionProgram:
         parts: Sequence[TracedPart | None],
         reductions: Mapping[LayoutTransfer, GradientReduction],
     ) -> Program:
-        partition = self.section.partition
+        partition, in_place = self.section.partition, self.section.in_place
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True)):
             for transfer in partition.gathers.get(index, ()):
                 assert self.stored is not None, "an actor stores what is gathered"
-                path = self.section.state[transfer.before].path
-                writer.gather(self.stored.gathers(path), transfer.after)
+                tensor = self.section.state[transfer.before]
+                if tensor.sources:
+                    assert self.float8 is not None, "a plan says what is cast"
+                    (source,) = tensor.sources
+                    gather = self.float8.gathers(source.path)
+                    writer.gather(gather, transfer.after, writer.maxima(self.float8))
+                else:
+                    writer.gather(self.stored.gathers(tensor.path), transfer.after)
             if part is not None:
-                writer.call(part.declaration, plan.inputs(self.section.state), plan.returned)
+                inputs = plan.inputs(in_place)
+                for version in inputs:
+                    if version in self.section.state and self.float8 is not None:
+                        writer.take_maxima(self.float8, version)
+                writer.call(part.declaration, inputs, plan.returned)
             for transfer in partition.steps[index][1] if index < len(partition.steps) else ():
                 if transfer in reductions:
                     writer.reduce(reductions[transfer], transfer.before)
@@ -303,6 +316,7 @@ class _SectionWriter:
         self._params = [self._value(version) for version in takes]
         self._values = dict(zip(takes, self._params, strict=True))
         self._done: Value | None = None
+        self._maxima: Value | None = None
         self._ops: list[CallOp | TransferOp | Return] = []
 
     def _value(self, version: Version) -> Value:
@@ -337,10 +351,25 @@ class _SectionWriter:
             op.experts, op.lead = rows.experts, rows.lead
         self._ops.append(op)
 
-    def gather(self, gather: ParameterGather, version: Version) -> None:
-        """Gather a stored parameter."""
+    def maxima(self, weights: Float8Weights) -> Value:
+        """The greatest magnitudes of an actor's weights, which ranks reduce once."""
+        if self._maxima is None:
+            terms, type_ = self._hand(weights.maxima(), (), "maxima.terms"), weights.reduced
+            self._maxima = terms if terms.type == type_ else self._moved(terms, type_, "maxima")
+        return self._maxima
+
+    def take_maxima(self, weights: Float8Weights, version: Version) -> None:
+        """Let a version be the greatest magnitudes of an actor's weights."""
+        if version not in self._values:
+            self._values[version] = self.maxima(weights)
+
+    def gather(
+        self, gather: ParameterGather, version: Version, maxima: Value | None = None
+    ) -> None:
+        """Gather a stored parameter; as float8 if there are magnitudes."""
         base = version.node.name
-        rest = self._hand(gather.read, (), f"{base}.rest")
+        takes = () if maxima is None else (maxima,)
+        rest = self._hand(gather.read, takes, f"{base}.rest")
         full = self._travel(rest, gather.make, f"{base}.full")
         self._values[version] = self._hand(gather.make, (full,), base)
 
@@ -362,6 +391,9 @@ class _SectionWriter:
     def _travel(self, value: Value, to: TracedPart, name: str) -> Value:
         """Transfer a value to the layout in which a function takes it."""
         (type_,) = to.declaration.inputs
+        return self._moved(value, type_, name)
+
+    def _moved(self, value: Value, type_: ValueType, name: str) -> Value:
         result = Value(self._names.fresh(name), type_)
         self._ops.append(TransferOp((value,), (result,), loc=self._loc))
         return result

@@ -80,11 +80,18 @@ class StateTensor:
 
     Attributes:
         whole: the shape of the logical tensor, where `tensor` is a piece of one.
+        sources: where it is no tensor of the state, but is computed from some, these.
     """
 
     tensor: torch.Tensor
     slots: list[StateAttribute]
     whole: tuple[int, ...] | None = None
+    sources: tuple[StateTensor, ...] = ()
+
+    @property
+    def held(self) -> tuple[StateTensor, ...]:
+        """The tensors of the state that are read for it: itself, or its sources."""
+        return self.sources or (self,)
 
     @property
     def path(self) -> str:

@@ -65,19 +65,9 @@ class Stored:
             loc=self.loc,
             parameter=path,
         )
-        make = Function(
-            f"{name}.whole",
-            (full,),
-            (used,),
-            actor=self.group.name,
-            loc=self.loc,
-            parameter=path,
-            aliases=((0, 0),) if flat.is_dense else (),
-        )
-        pieces = {rank: flat.at(rank) for rank in tensors}
         reading = {rank: _PieceReader(tensor, flat.numel) for rank, tensor in tensors.items()}
-        making = {rank: _Making(at) for rank, at in pieces.items()}
-        return ParameterGather(_part(read, reading), _part(make, making))
+        making = whole_of(name, self.group, flat, full, used, path, self.loc)
+        return ParameterGather(_part(read, reading), making)
 
     def reduces(self, path: str, before: Layout, after: Layout) -> GradientReduction | None:
         """The reduction of a gradient to pieces; None if the layouts ask for something else.
@@ -162,6 +152,37 @@ class GradientReduction:
 
     lay: TracedPart
     add: TracedPart
+
+
+def whole_of(
+    name: str,
+    group: GroupActor,
+    flat: FlatParameter,
+    full: TensorType,
+    used: TensorType,
+    path: str,
+    loc: Location | None,
+) -> TracedPart:
+    """The function `name.whole`, which makes a parameter of its gathered pieces.
+
+    Args:
+        name: see above.
+        group: the actor.
+        flat: the flat form of the parameter.
+        full, used: the types of the gathered pieces, and of the parameter.
+        path: the path of the parameter.
+        loc: the user's line that calls the actor.
+    """
+    function = Function(
+        f"{name}.whole",
+        (full,),
+        (used,),
+        actor=group.name,
+        loc=loc,
+        parameter=path,
+        aliases=((0, 0),) if flat.is_dense else (),
+    )
+    return _part(function, {rank: _Making(flat.at(rank)) for rank in group.instances})
 
 
 def _part(function: Function, bodies: Mapping[int, Body]) -> TracedPart:
@@ -286,10 +307,10 @@ class _PieceReader:
 
     def __call__(self) -> Sequence[Tensor]:
         with torch.no_grad():
-            return (_filled_up(self.tensor.detach(), self.numel),)
+            return (filled_up(self.tensor.detach(), self.numel),)
 
 
-def _filled_up(tensor: Tensor, numel: int) -> Tensor:
+def filled_up(tensor: Tensor, numel: int) -> Tensor:
     """A flat copy of a tensor, padded with zeros to `numel` elements."""
     if tensor.numel() == numel:
         return tensor.clone(memory_format=torch.contiguous_format).view(-1)
@@ -326,7 +347,7 @@ class _Laying:
         pieces = self.pieces
         if pieces.is_dense:
             return (gradient.reshape(-1),)
-        parts = [_filled_up(piece(gradient, region), pieces.numel) for region in pieces.regions]
+        parts = [filled_up(piece(gradient, region), pieces.numel) for region in pieces.regions]
         return (torch.cat(parts),)
 
 

@@ -41,9 +41,15 @@ def scales(value: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
     Returns:
         float32 `[m, 1]` by row, else `[]`.
     """
-    amax = value.abs().amax(1, keepdim=True) if by_row else value.abs().amax()
-    scale = (torch.finfo(dtype).max / amax.double().clamp(min=_LEAST)).float()
-    return torch.exp2(torch.floor(torch.log2(scale))) if by_row else scale
+    if not by_row:
+        return scales_of(value.abs().amax(), dtype)
+    scale = scales_of(value.abs().amax(1, keepdim=True), dtype)
+    return torch.exp2(torch.floor(torch.log2(scale)))
+
+
+def scales_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 factors that make greatest magnitudes the greatest number of a type."""
+    return (torch.finfo(dtype).max / amax.double().clamp(min=_LEAST)).float()
 
 
 def quantised(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

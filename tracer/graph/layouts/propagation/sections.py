@@ -33,7 +33,7 @@ class LaidOutSection:
         takes, gives: its inputs and outputs.
         gradients: the gradients that it adds to `.grad` of the state.
         partition: its parts, and the transfers between them.
-        state: the tensors that parts read where they live, by their versions.
+        state: the tensors of the state, and those that are computed from them, by their versions.
     """
 
     takes: tuple[Version, ...]
@@ -48,7 +48,13 @@ class LaidOutSection:
         read = {version for part in self.partition.parts for version in part.inputs}
         for transfers in self.partition.gathers.values():
             read.update(transfer.before for transfer in transfers)
-        return tuple(tensor for version, tensor in self.state.items() if version in read)
+        tensors = [tensor for version, tensor in self.state.items() if version in read]
+        return tuple(dict.fromkeys(held for tensor in tensors for held in tensor.held))
+
+    @property
+    def in_place(self) -> dict[Version, StateTensor]:
+        """The tensors that parts read where they live; others are computed from these first."""
+        return {v: tensor for v, tensor in self.state.items() if not tensor.sources}
 
     @property
     def graded(self) -> tuple[StateTensor, ...]:
