@@ -40,6 +40,7 @@ from ..values.interface import (
 from ..values.operators import storage_key
 from ..values.sharing import shares_of
 from .effects import Effects, memory_of, replaced_state, written_state
+from .float8_weights import Float8Weights
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,14 @@ class CallFunctions(ABC, Generic[AnySection]):
         call: the call, with its arguments and state.
         joint: the joint graph of the call.
         effects: the known effects of the step's functions.
+        weights: the weights that are prepared for the joint graph; None: there are none.
     """
 
     target: Target
     call: TracedCall
     joint: Joint
     effects: Effects
+    weights: Float8Weights | None
 
     @abstractmethod
     def forward(self) -> AnySection:
@@ -103,12 +106,12 @@ class CallFunctions(ABC, Generic[AnySection]):
         """
         target, call, joint = self.target, self.call, self.joint
         section = self.forward()
-        self._refuse_history(section.reads)
+        self._refuse_history(held(section.reads))
         part = self._forward(section, name)
         guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
-            guard = build_guard(call, joint.reads, section.reads, who, target.method)
+            guard = build_guard(call, joint.reads, held(section.reads), who, target.method)
         return TracedFunction(
             part.declaration,
             joint.results,
@@ -138,8 +141,8 @@ class CallFunctions(ABC, Generic[AnySection]):
         joint = self.joint
         volatile = self.effects.volatile(joint, between)
         sections = self.sections(volatile, recomputation)
-        self._refuse_history(sections.forward.reads)
-        self._refuse_written(sections.backward.reads, between)
+        self._refuse_history(held(sections.forward.reads))
+        self._refuse_written(held(sections.backward.reads), between)
         forward = self._forward(sections.forward, f"{name}.forward")
         backward = self._backward(sections.backward, f"{name}.backward")
         vjp = Vjp(
@@ -182,7 +185,7 @@ class CallFunctions(ABC, Generic[AnySection]):
         return self.part(section, name, effect, shares)
 
     def _backward(self, section: AnySection, name: str) -> TracedPart:
-        effect = self.effects.of_backward(self.joint, section.reads, section.graded)
+        effect = self.effects.of_backward(self.joint, held(section.reads), section.graded)
         reads, graded = _memory(section.reads), _memory(section.graded)
         self._note(reads, graded, name)
         shares = shares_of(self.target.shared, effect, (), reads | graded)
@@ -216,5 +219,10 @@ class CallFunctions(ABC, Generic[AnySection]):
                 )
 
 
+def held(state: Iterable[StateTensor]) -> tuple[StateTensor, ...]:
+    """The tensors of the state that are read for some, each once."""
+    return tuple(dict.fromkeys(source for tensor in state for source in tensor.held))
+
+
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:
-    return memory_of(state_tensor.tensor for state_tensor in state)
+    return memory_of(state_tensor.tensor for state_tensor in held(state))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from ...ir.attributes import Effect, Shares
 from ...ir.location import Location
@@ -23,7 +24,7 @@ from ..graph.autodiff.recomputation import refuse_twice, what_again
 from ..graph.autodiff.saved_tensors import SavingLimits
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
-from ..method.float8.prepared import prepared
+from ..method.float8.prepared import PreparedGraph
 from ..method.joint import Joint, Wanted
 from ..method.purity.watch import UsesGradients
 from ..method.twice import settled
@@ -43,7 +44,7 @@ from ..values.interface import (
 from ..values.opaque import OpaqueMark, opaque_mark
 from ..values.specs import ObjectSpec, Tree
 from .effects import Effects
-from .groups.float8_weights import Float8Weights
+from .float8_weights import Float8Weights, with_one_scale
 from .groups.pieces_only import OperatorWatch
 from .mesh_functions import MeshFunctions
 from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
@@ -78,6 +79,7 @@ class Functions:
         self._traces = Traces() if traces is None else traces
         self._pieces = GraphPieces()
         self._buckets: dict[str, Buckets] = {}
+        self._casts: dict[tuple[fx.Graph, tuple[int, ...]], PreparedGraph | None] = {}
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -109,7 +111,7 @@ class Functions:
             call, joint = self._joint(target, self._with_state(target, call))
         except UsesGradients:
             return self._opaque(target, call, OpaqueMark(), name)
-        return self._functions_of(target, call, joint).function(name)
+        return self._functions_of(target, call, joint, ()).function(name)
 
     def trace_vjp(
         self,
@@ -144,23 +146,49 @@ class Functions:
         if target.remat:
             refuse_twice(call, joint)
         recompute = what_again(target, self._fused, between, self._limits, name)
-        return self._functions_of(target, call, joint).derivative(name, between, recompute)
+        functions = self._functions_of(target, call, joint, between)
+        return functions.derivative(name, between, recompute)
 
     def _functions_of(
-        self, target: Target, call: TracedCall, joint: Joint
+        self, target: Target, call: TracedCall, joint: Joint, between: Sequence[Write]
     ) -> RankFunctions | MeshFunctions:
         # A torch function has no actor that others could change, so its effects are its own.
         effects = self._effects if isinstance(target, MethodTarget) else Effects()
         group = target.group
-        if group is None or not group.has_layouts:
-            return RankFunctions(target, call, joint, effects, self._pieces)
+        is_cut = group is not None and group.has_layouts
+        joint, weights = self._prepared(target, call, joint, is_cut or not between)
+        if group is None or not is_cut:
+            return RankFunctions(target, call, joint, effects, weights, self._pieces)
         buckets = Buckets()
         if group.actor is not None:
             new = Buckets(group.actor.bucket_bytes)
             buckets = self._buckets.setdefault(group.actor.name, new)
-            weights = Float8Weights(group.actor).paths
-            joint = prepared(joint, weights, group.actor.gathered) if weights else joint
-        return MeshFunctions(target, call, joint, effects, group, buckets)
+        return MeshFunctions(target, call, joint, effects, weights, group, buckets)
+
+    def _prepared(
+        self, target: Target, call: TracedCall, joint: Joint, is_allowed: bool
+    ) -> tuple[Joint, Float8Weights | None]:
+        """The joint graph, and the weights that are prepared for it.
+
+        Where calls between a forward and its backward may change weights, each forward casts them.
+        """
+        if not isinstance(target, MethodTarget) or not is_allowed:
+            return joint, None
+        indices = with_one_scale(target.float8, call.state.tensors)
+        if not indices:
+            return joint, None
+        key = joint.graph, indices
+        if key not in self._casts:
+            self._casts[key] = PreparedGraph.of(joint, indices)
+        graph = self._casts[key]
+        if graph is None:
+            return joint, None
+        group = None if target.group is None else target.group.actor
+        tensors = call.state.tensors
+        by_rank = {0: tensors} if group is None else {r: group.state(r).tensors for r in group.instances}
+        paths = tuple(tensors[index].path for index in indices)
+        weights = Float8Weights(target.actor, paths, by_rank, group, call.declared_at)
+        return graph.applied(joint), weights
 
     def _joint(
         self, target: Target, call: TracedCall, derivative: Wanted | None = None

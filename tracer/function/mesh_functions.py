@@ -25,7 +25,6 @@ from ..values.gradient_buckets import Buckets, GradientLayout
 from ..values.group import Group
 from ..values.interface import TracedPart, TracedVjp, Write
 from .call_functions import CallFunctions
-from .groups.float8_weights import Float8Weights
 from .groups.stored import Stored
 from .section_programs import SectionProgram
 
@@ -75,7 +74,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             shares,
             loc,
             None if actor is None else Stored(actor, loc, self.buckets.of),
-            None if actor is None else Float8Weights(actor, loc),
+            self.weights,
             self.buckets.of,
         ).make()
 
@@ -117,9 +116,9 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         joint, group, actor = self.joint, self.group, self.group.actor
         layouts: dict[str, Layout] = {} if actor is None else actor.layouts
         gathered: dict[str, Layout] = {} if actor is None else actor.gathered
-        for path in [*gathered]:  # the cast of a stored weight rests as the weight does
-            layouts[cast_path(path)] = layouts[path]
-            gathered[cast_path(path)] = gathered[path]
+        # The cast of a weight is cut as the weight is.
+        layouts |= {cast_path(path): layout for path, layout in layouts.items()}
+        gathered |= {cast_path(path): layout for path, layout in gathered.items()}
         pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
         layers = {path: layer_of(path) for path in gathered}
         try:

@@ -24,6 +24,7 @@ from ..method.purity.flops import count_flops
 from ..values.gradient_buckets import GradientLayout, whole_gradients
 from ..values.interface import RankBodies, TracedPart, TracedVjp, Write
 from .call_functions import CallFunctions
+from .prepared_calls import preparing, taking
 
 
 @dataclass(eq=False)
@@ -104,6 +105,13 @@ class RankFunctions(CallFunctions[Subgraph]):
         return self.pieces.sections(self.joint, volatile, recomputation)
 
     def part(self, section: Subgraph, name: str, effect: Effect, shares: Shares) -> TracedPart:
+        if self.weights is None or not any(tensor.sources for tensor in section.reads):
+            return self._part(section, name, effect, shares)
+        section, prepared = taking(section, self.weights)
+        part = self._part(section, f"{name}.in_float8", effect, shares)
+        return preparing(part, prepared, self.weights, name)
+
+    def _part(self, section: Subgraph, name: str, effect: Effect, shares: Shares) -> TracedPart:
         function = Function(
             name,
             section.takes,

@@ -42,7 +42,7 @@ from ..values.gradient_buckets import buckets_of
 from ..values.interface import Body, RankBodies, TracedPart
 from ..values.operators import is_random
 from ..values.specs import ir_dtype
-from .groups.float8_weights import Float8Weights
+from .float8_weights import Float8Weights
 from .groups.stored import GradientReduction, ParameterGather, Stored
 
 Gradients: TypeAlias = Sequence[tuple[StateTensor, Version]]
@@ -191,7 +191,8 @@ class SectionProgram:
                 inputs = plan.inputs(in_place)
                 for version in inputs:
                     if version in self.section.state and self.float8 is not None:
-                        writer.take_maxima(self.float8, version)
+                        sources = self.section.state[version].sources
+                        writer.prepare(version, self.float8, sources)
                 writer.call(part.declaration, inputs, plan.returned)
             for transfer in partition.steps[index][1] if index < len(partition.steps) else ():
                 if transfer in reductions:
@@ -358,10 +359,18 @@ class _SectionWriter:
             self._maxima = terms if terms.type == type_ else self._moved(terms, type_, "maxima")
         return self._maxima
 
-    def take_maxima(self, weights: Float8Weights, version: Version) -> None:
-        """Let a version be the greatest magnitudes of an actor's weights."""
-        if version not in self._values:
-            self._values[version] = self.maxima(weights)
+    def prepare(
+        self, version: Version, weights: Float8Weights, sources: Sequence[StateTensor]
+    ) -> None:
+        """Make a version: the greatest magnitudes of an actor's weights, or the cast of one."""
+        if version in self._values:
+            return
+        maxima = self.maxima(weights)
+        if len(sources) > 1:
+            self._values[version] = maxima
+        else:
+            casts = weights.casts(sources[0].path)
+            self._values[version] = self._hand(casts, (maxima,), version.node.name)
 
     def gather(
         self, gather: ParameterGather, version: Version, maxima: Value | None = None

@@ -8,7 +8,7 @@ they are gathered. The graph then takes the vector and the casts as it takes sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,47 +44,78 @@ class _WeightUse:
     between: tuple[fx.Node, ...]
 
 
-def prepared(joint: Joint, weights: Sequence[str], stored: Collection[str]) -> Joint:
-    """The joint graph, which takes what is prepared of its weights.
+@dataclass(frozen=True)
+class PreparedGraph:
+    """The graph of a joint graph that takes what is prepared of its weights.
 
-    Args:
-        joint: the graph; it is not changed.
-        weights: the paths of the actor's weights with one scale, in the order of the vector.
-        stored: the paths of those whose cast is prepared, too.
-
-    Returns:
-        The joint graph with further placeholders of state; `joint` itself if it uses none of the
-        weights. Weights that the method changes stay in the graph.
+    Attributes:
+        graph: the new graph.
+        copies: the new node of each node.
+        forward: the names of the nodes of the forward.
+        state: the further placeholders of state, each with the indices of the weights that it is
+            computed from.
     """
-    changed = joint.written | joint.backward_written
-    rebound = {id(rebind.tensor) for rebind, _ in joint.rebinds}
-    numbers = {path: number for number, path in enumerate(weights)}
-    tensors = {tensor.path: tensor for _, tensor in joint.state}
-    found = [
-        (tensor, use)
-        for index, (node, tensor) in enumerate(joint.state)
-        if tensor.path in numbers and index not in changed and id(tensor) not in rebound
-        for use in _uses(node)
-    ]
-    if not found:
-        return joint
-    writer = _Writer(joint)
-    sources = tuple(tensors[path] for path in weights)
-    vector = writer.state(
-        _derived(MAXIMA, sources), found[0][1].maximum, (len(weights),), torch.float32
-    )
-    for tensor, use in found:
-        writer.select(use.maximum, vector, numbers[tensor.path])
-        if tensor.path in stored:
-            writer.instead(use.cast, _derived(cast_path(tensor.path), (tensor,)))
-    writer.erase(node for _, use in found for node in reversed(use.between))
-    return writer.joint()
+
+    graph: fx.Graph
+    copies: dict[fx.Node, fx.Node]
+    forward: frozenset[str]
+    state: tuple[tuple[fx.Node, tuple[int, ...]], ...]
+
+    @staticmethod
+    def of(joint: Joint, weights: Sequence[int]) -> PreparedGraph | None:
+        """The graph; None if it uses none of the weights.
+
+        Args:
+            joint: the joint graph; it is not changed.
+            weights: indices of the state: the actor's weights with one scale. A weight that the
+                method changes stays in the graph.
+        """
+        changed = joint.written | joint.backward_written
+        rebound = {id(rebind.tensor) for rebind, _ in joint.rebinds}
+        found = [
+            (number, index, use)
+            for number, index in enumerate(weights)
+            if index not in changed and id(joint.state[index][1]) not in rebound
+            for use in _uses(joint.state[index][0])
+        ]
+        if not found:
+            return None
+        writer = _Writer(joint)
+        maximum = found[0][2].maximum
+        twice = (*weights, *weights) if len(weights) == 1 else tuple(weights)
+        vector = writer.state(twice, maximum, (len(weights),), torch.float32)
+        for number, index, use in found:
+            writer.select(use.maximum, vector, number)
+            writer.instead(use.cast, index)
+        writer.erase(node for *_, use in found for node in reversed(use.between))
+        return writer.result()
+
+    def applied(self, joint: Joint) -> Joint:
+        """A joint graph, whose nodes are those of which this one was made, on the new graph."""
+        of = self.copies
+        tensors = [tensor for _, tensor in joint.state]
+        further = [(n, _derived(tuple(tensors[i] for i in indices))) for n, indices in self.state]
+        return replace(
+            joint,
+            graph=self.graph,
+            forward=self.forward,
+            state=(*((of[n], t) for n, t in joint.state), *further),
+            inputs=tuple(of[n] for n in joint.inputs),
+            cotangents=tuple(of[n] for n in joint.cotangents),
+            outputs=tuple(of[n] for n in joint.outputs),
+            rebinds=tuple((rebind, of[n]) for rebind, n in joint.rebinds),
+            input_grads=tuple(of[n] for n in joint.input_grads),
+            state_grads=tuple((tensor, of[n]) for tensor, n in joint.state_grads),
+        )
 
 
-def _derived(path: str, sources: tuple[StateTensor, ...]) -> StateTensor:
-    """What stands for a value that is computed from tensors of the state."""
-    slot = StateAttribute(None, None, (), path)
-    return StateTensor(sources[0].tensor, [slot], sources=sources)
+def _derived(sources: tuple[StateTensor, ...]) -> StateTensor:
+    """What stands for the cast of one weight, or for the vector of several.
+
+    The vector of a single weight has two sources, the weight twice.
+    """
+    path = MAXIMA if len(sources) > 1 else cast_path(sources[0].path)
+    return StateTensor(sources[0].tensor, [StateAttribute(None, None, (), path)], sources=sources)
 
 
 def _uses(weight: fx.Node) -> Iterator[_WeightUse]:
@@ -127,21 +158,20 @@ class _Writer:
         self._of: dict[fx.Node, fx.Node] = {}
         self._graph.output(self._graph.graph_copy(joint.graph, self._of))
         self._forward: set[str] = set(joint.forward)
-        self._state: dict[str, tuple[fx.Node, StateTensor]] = {}
-        first = next(n for n in self._graph.nodes if n.op != "placeholder")
-        self._first = first
+        self._state: dict[tuple[int, ...], fx.Node] = {}
+        self._first = next(n for n in self._graph.nodes if n.op != "placeholder")
 
     def state(
-        self, tensor: StateTensor, like: fx.Node, shape: tuple[int, ...], dtype: torch.dtype
+        self, weights: tuple[int, ...], like: fx.Node, shape: tuple[int, ...], dtype: torch.dtype
     ) -> fx.Node:
-        """A placeholder, on the device of a node of the joint graph; one for each path."""
-        if tensor.path not in self._state:
+        """The placeholder of what is computed from weights, on the device of a node."""
+        if weights not in self._state:
             with self._graph.inserting_before(self._first):
-                node = self._graph.placeholder(tensor.path.replace(".", "_"))
+                node = self._graph.placeholder("float8_weight" if len(weights) == 1 else "maxima")
             node.meta["val"] = like.meta["val"].new_empty(shape, dtype=dtype)
             self._forward.add(node.name)
-            self._state[tensor.path] = node, tensor
-        return self._state[tensor.path][0]
+            self._state[weights] = node
+        return self._state[weights]
 
     def select(self, maximum: fx.Node, vector: fx.Node, number: int) -> None:
         """Take a weight's greatest magnitude from the vector."""
@@ -152,10 +182,10 @@ class _Writer:
         self._forward.add(new.name)
         old.replace_all_uses_with(new)
 
-    def instead(self, cast: fx.Node, tensor: StateTensor) -> None:
+    def instead(self, cast: fx.Node, weight: int) -> None:
         """Take a weight's cast as it is prepared."""
         fake = cast.meta["val"]
-        new = self.state(tensor, cast, tuple(fake.shape), fake.dtype)
+        new = self.state((weight,), cast, tuple(fake.shape), fake.dtype)
         self._of[cast].replace_all_uses_with(new)
 
     def erase(self, nodes: Iterator[fx.Node]) -> None:
@@ -164,18 +194,7 @@ class _Writer:
             if not self._of[node].users:
                 self._graph.erase_node(self._of[node])
 
-    def joint(self) -> Joint:
-        """The joint graph on the new one."""
-        joint, of = self._joint, self._of
-        return replace(
-            joint,
-            graph=self._graph,
-            forward=frozenset(self._forward),
-            state=(*((of[n], t) for n, t in joint.state), *self._state.values()),
-            inputs=tuple(of[n] for n in joint.inputs),
-            cotangents=tuple(of[n] for n in joint.cotangents),
-            outputs=tuple(of[n] for n in joint.outputs),
-            rebinds=tuple((rebind, of[n]) for rebind, n in joint.rebinds),
-            input_grads=tuple(of[n] for n in joint.input_grads),
-            state_grads=tuple((tensor, of[n]) for tensor, n in joint.state_grads),
-        )
+    def result(self) -> PreparedGraph:
+        """The graph as it is now."""
+        state = tuple((node, weights) for weights, node in self._state.items())
+        return PreparedGraph(self._graph, self._of, frozenset(self._forward), state)

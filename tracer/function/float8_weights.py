@@ -1,0 +1,187 @@
+"""Functions that prepare an actor's weights for float8: their greatest magnitudes, and their casts.
+
+The magnitudes of all weights with one scale are a vector, so that one reduction over the ranks
+serves all of them. Each weight is cast once in a step. A stored weight is cast where it rests, and
+gathered as float8. torchao does the same for FSDP (`torchao/float8/fsdp_utils.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ...ir.attributes import Effect, ReduceOp
+from ...ir.layout import WHOLE, Layout
+from ...ir.location import Location
+from ...ir.ops.module import Function
+from ...ir.types import DType, TensorType
+from ..graph.autodiff.subgraphs import Subgraph
+from ..graph.codegen.codegen import make_body, source_of
+from ..method.float8.formula import quantised, scales_of
+from ..values.actor_state import StateTensor
+from ..values.float8_layers import Float8Layers, Float8Recipe, choose
+from ..values.group import GroupActor
+from ..values.interface import Body, RankBodies, TracedPart
+from ..values.specs import ir_dtype
+from .groups.stored import FlatParameter, ParameterGather, filled_up, whole_of
+
+WEIGHT = torch.float8_e4m3fn
+
+
+def with_one_scale(
+    layers: Sequence[Float8Layers], tensors: Sequence[StateTensor]
+) -> tuple[int, ...]:
+    """The indices of the weights, among an actor's tensors, that have one scale each."""
+    recipes = choose(layers, tensors).recipes if layers else {}
+    return tuple(
+        index
+        for index, tensor in enumerate(tensors)
+        if recipes.get(tensor.path) is Float8Recipe.TENSORWISE
+    )
+
+
+@dataclass(frozen=True)
+class Float8Weights:
+    """The weights of an actor that have one scale each.
+
+    Attributes:
+        actor: the name of the actor.
+        paths: their paths, in the order of the vector of magnitudes.
+        tensors: all tensors of each rank that this process plays.
+        group: the actor, if it is on a mesh.
+        loc: the user's line that calls the actor.
+    """
+
+    actor: str
+    paths: tuple[str, ...]
+    tensors: Mapping[int, Sequence[StateTensor]]
+    group: GroupActor | None
+    loc: Location | None
+
+    @property
+    def reduced(self) -> TensorType:
+        """The type of the vector of magnitudes."""
+        return TensorType(DType.F32, (len(self.paths),))
+
+    @property
+    def terms(self) -> TensorType:
+        """The type of the vectors of magnitudes of each rank's pieces."""
+        if self.group is None:
+            return self.reduced
+        layouts = self.group.layouts
+        cutting = {axis for path in self.paths if path in layouts for axis in layouts[path].axes}
+        axes = tuple(axis for axis, _ in self.group.mesh.grid if axis in cutting)
+        return TensorType(
+            DType.F32, (len(self.paths),), None, Layout.of((WHOLE,), axes, ReduceOp.MAX)
+        )
+
+    def maxima(self) -> TracedPart:
+        """The function that gives the magnitudes of each rank's pieces."""
+        function = Function(
+            f"{self.actor}.float8.maxima",
+            (),
+            (self.terms,),
+            effect=Effect.READ,
+            actor=self.actor,
+            loc=self.loc,
+            once=True,
+        )
+        return self._part(function, self.paths, _magnitudes)
+
+    def casts(self, path: str) -> TracedPart:
+        """The function that casts a weight, or each rank's piece of it; it takes the magnitudes."""
+        logical = None if self.group is None else self.group.logical[path]
+        (tensor, *_) = self._held(path).values()
+        shape, layout = tensor.shape, None if logical is None else logical.layout
+        function = Function(
+            f"{self.actor}.{path}.float8",
+            (self.reduced,),
+            (TensorType(ir_dtype(WEIGHT), shape, None, layout),),
+            effect=Effect.READ,
+            actor=self.actor,
+            loc=self.loc,
+            once=True,
+        )
+        number = self.paths.index(path)
+        return self._part(function, (path,), lambda w, maxima: (_cast(w, maxima[number]),))
+
+    def gathers(self, path: str) -> ParameterGather:
+        """The gather of a stored weight as float8; what reads the piece takes the magnitudes."""
+        assert self.group is not None, "weights are stored on a mesh"
+        logical = self.group.logical[path]
+        flat = FlatParameter.of(logical, self.group.mesh)
+        dtype = ir_dtype(WEIGHT)
+        rest, full = flat.type(dtype, True), flat.type(dtype, False)
+        name = f"{self.actor}.{path}.float8"
+        read = Function(
+            f"{name}.rest",
+            (self.reduced,),
+            (rest,),
+            effect=Effect.READ,
+            actor=self.actor,
+            loc=self.loc,
+            parameter=path,
+        )
+        number = self.paths.index(path)
+
+        def cast(weight: Tensor, maxima: Tensor) -> tuple[Tensor, ...]:
+            return (filled_up(_cast(weight, maxima[number]), flat.numel),)
+
+        used = TensorType(dtype, logical.shape, None, logical.used)
+        making = whole_of(name, self.group, flat, full, used, path, self.loc)
+        return ParameterGather(self._part(read, (path,), cast), making)
+
+    def _held(self, path: str) -> dict[int, StateTensor]:
+        return {
+            rank: next(tensor for tensor in tensors if tensor.path == path)
+            for rank, tensors in self.tensors.items()
+        }
+
+    def _part(
+        self, function: Function, paths: Sequence[str], compute: Callable[..., tuple[Tensor, ...]]
+    ) -> TracedPart:
+        """A function that computes from weights, and from what it takes."""
+        held = [self._held(path) for path in paths]
+        bodies = {
+            rank: _body(function, tuple(tensor[rank] for tensor in held), compute)
+            for rank in self.tensors
+        }
+        return TracedPart(function, RankBodies.of(bodies) if bodies else None)
+
+
+def _magnitudes(*weights: Tensor) -> tuple[Tensor, ...]:
+    """The greatest magnitude of each weight; 0 of an empty piece."""
+    maxima = [w.abs().amax().float() if w.numel() else w.float().sum() for w in weights]
+    return (torch.stack(maxima),)
+
+
+def _cast(weight: Tensor, maximum: Tensor) -> Tensor:
+    return quantised(weight, scales_of(maximum, WEIGHT), WEIGHT)
+
+
+def _body(
+    function: Function, reads: tuple[StateTensor, ...], compute: Callable[..., tuple[Tensor, ...]]
+) -> Body:
+    """A body that computes from tensors of the state, as those of traced methods do."""
+    takes = tuple(each for each in function.inputs if isinstance(each, TensorType))
+    pieces = [tensor.tensor.detach() for tensor in reads]
+    examples = [torch.empty(each.shape, device=pieces[0].device) for each in takes]
+    traced = make_fx(compute, tracing_mode="fake")(*pieces, *examples)
+    piece = Subgraph(
+        graph=traced.graph,
+        owner=traced,
+        reads=reads,
+        takes=takes,
+        dense=(True,) * len(takes),
+        gives=function.outputs,
+        rebinds=(),
+        gradients=(),
+        aliases=(),
+        draws=False,
+        locations={},
+    )
+    return make_body(piece, function.name, source_of(piece))
