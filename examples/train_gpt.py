@@ -4,6 +4,7 @@
     mpirun -n 8 python examples/train_gpt.py
     mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2
     mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2 --fsdp
+    mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2 --fsdp --float8
     python -m cg.launch -n 2 examples/train_gpt.py --schedule zb-h1
     python -m cg.launch -n 2 examples/train_gpt.py --resume --steps 320
     python -m cg.launch -n 2 --restarts 3 examples/train_gpt.py
@@ -150,16 +151,21 @@ PLAN = cg.plan(
 """The plan of a stage's group: rows of the batch along dp, heads and hidden units along tp."""
 
 
-def place(home: int, data: int, tensor: int, stored: bool = False) -> Any:
+def place(
+    home: int, data: int, tensor: int, stored: bool = False, float8: str | None = None
+) -> Any:
     """A function that makes stages at a home: on one rank, or on a group of data x tensor ranks.
 
-    With `stored`, each set of ranks along dp keeps a piece of each weight.
+    With `stored`, each set of ranks along dp keeps a piece of each weight. With `float8`, a recipe,
+    the layers of the blocks compute in float8.
     """
+    layers = None if float8 is None else cg.float8("blocks.*", recipe=float8)
     size = data * tensor
     if size == 1:
-        return Stage.on(home)
+        return Stage.on(home, plan=layers)
     mesh = cg.mesh(range(home * size, (home + 1) * size), dp=data, tp=tensor)
-    return Stage.on(mesh, plan=PLAN, store=cg.cut(0, "dp") if stored else cg.whole)
+    plan = PLAN if layers is None else PLAN | layers
+    return Stage.on(mesh, plan=plan, store=cg.cut(0, "dp") if stored else cg.whole)
 
 
 def cut(layers: int, stages: int) -> list[range]:
@@ -311,6 +317,13 @@ def parse() -> argparse.Namespace:
         choices=("auto", "step", "task"),
         help="keep weights in pieces along --dp; gathered ones stay for a step, or for a task",
     )
+    parser.add_argument(
+        "--float8",
+        nargs="?",
+        const="tensorwise",
+        choices=("tensorwise", "rowwise"),
+        help="compute the blocks' linear layers in float8, with a scale for a tensor, or for a row",
+    )
     parser.add_argument("--memory", help="bytes that a rank's program may hold, as 40GiB")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=Config.layers)
@@ -362,7 +375,7 @@ def main() -> None:
     group = args.dp * args.tp
     places = homes(args.schedule, cg.world_size() // group)
     stages = [
-        place(home, args.dp, args.tp, args.fsdp is not None)(
+        place(home, args.dp, args.tp, args.fsdp is not None, args.float8)(
             config, part, args.seed, args.rate, args.steps
         )
         for home, part in zip(places, cut(config.layers, len(places)), strict=True)

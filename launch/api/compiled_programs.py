@@ -30,7 +30,7 @@ from ..cache.program_entries import Scheduled
 from ..pictures.compiled_picture import timeline_of, write_compiled
 from ..runtime.plans_on_disk import write_plan
 from .compile_options import CompileOptions
-from .dumps import dump_graphs, fallbacks_of, make_dump
+from .dumps import dump_reports, fallbacks_of, make_dump
 from .fit_trace import FittedTrace
 from .fusing import Fused
 from .select_schedule import compile_module, costs_of
@@ -100,7 +100,7 @@ def make_variant(
         costs = costs_of(options.schedule)
         if costs is not None:
             sink.add("costs.json", replace(costs, remat=()).to_json())
-        dump_graphs(module, world, sink, is_driven)
+        dump_reports(trace, module, world, sink, is_driven)
     fallbacks = fallbacks_of(module, world, dumped)
     make_bodies = fit.fusing.plain if options.fuse is None else fit.fusing.apply
     fused = make_bodies(module, world)

@@ -17,6 +17,7 @@ from ...ir.ops.module import Module
 from ...passes.lower.capture import describe
 from ...passes.manager.manager import PassReport, format_reports
 from ...passes.simulate.program_grid import format_grid
+from ...tracer.record.trace import Trace
 from ..pictures.program_timeline import picture_in_units
 from ..pictures.timeline_html import timeline_html
 from ..pictures.timeline_svg import timeline_svg
@@ -93,8 +94,10 @@ def make_dump(options: CompileOptions, name: str, world: World) -> Dump | None:
     return Dump(directory, prefix, settings.dump_passes, is_wanted)
 
 
-def dump_graphs(module: Module, world: World, sink: Dump, is_driven: bool) -> None:
-    """Write which device graphs the programs have, if any rank has a device."""
+def dump_reports(trace: Trace, module: Module, world: World, sink: Dump, is_driven: bool) -> None:
+    """Write which layers compute in float8, and which device graphs the programs have, if any."""
+    if trace.float8:
+        sink.add("float8.txt", "".join(f"{line}\n" for line in trace.float8))
     fabrics = fabrics_of(world)
     if fabrics is not None:
         whole = not is_driven or is_device_only(module)

@@ -267,7 +267,7 @@ class Step:
         )
         with lock_of(current_world).held(self.__name__, tracing=True):
             request.check(current_world, args, kwargs)
-            return trace_step(
+            trace = trace_step(
                 self.__wrapped__,
                 args,
                 kwargs,
@@ -281,6 +281,9 @@ class Step:
                 # In the virtual world, actors may be wherever the user has put them.
                 host_only=current_world.device is None and not current_world.is_virtual,
             )
+        for line in trace.float8:
+            _LOG.info("step %s: %s", self.__name__, line)
+        return trace
 
     @property
     def _definition(self) -> Definition:

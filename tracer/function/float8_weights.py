@@ -20,10 +20,11 @@ from ...ir.location import Location
 from ...ir.ops.module import Function
 from ...ir.types import DType, TensorType
 from ..graph.autodiff.subgraphs import Subgraph
+from ..graph.codegen.bodies import wrapped_body
 from ..graph.codegen.codegen import make_body, source_of
 from ..method.float8.formula import quantised, scales_of
 from ..values.actor_state import StateTensor
-from ..values.float8_layers import Float8Layers, Float8Recipe, choose
+from ..values.float8_layers import Float8Recipe, Float8Use
 from ..values.group import GroupActor
 from ..values.interface import Body, RankBodies, TracedPart
 from ..values.specs import ir_dtype
@@ -32,11 +33,9 @@ from .groups.stored import FlatParameter, ParameterGather, filled_up, whole_of
 WEIGHT = torch.float8_e4m3fn
 
 
-def with_one_scale(
-    layers: Sequence[Float8Layers], tensors: Sequence[StateTensor]
-) -> tuple[int, ...]:
+def with_one_scale(use: Float8Use | None, tensors: Sequence[StateTensor]) -> tuple[int, ...]:
     """The indices of the weights, among an actor's tensors, that have one scale each."""
-    recipes = choose(layers, tensors).recipes if layers else {}
+    recipes = {} if use is None else use.recipes(tensors)
     return tuple(
         index
         for index, tensor in enumerate(tensors)
@@ -90,7 +89,12 @@ class Float8Weights:
             loc=self.loc,
             once=True,
         )
-        return self._part(function, self.paths, _magnitudes)
+        held = [self._held(path) for path in self.paths]
+        bodies = {
+            rank: _body(function, tuple(tensor[rank] for tensor in held), (), _magnitudes)
+            for rank in self.tensors
+        }
+        return _part(function, bodies)
 
     def casts(self, path: str) -> TracedPart:
         """The function that casts a weight, or each rank's piece of it; it takes the magnitudes."""
@@ -106,8 +110,7 @@ class Float8Weights:
             loc=self.loc,
             once=True,
         )
-        number = self.paths.index(path)
-        return self._part(function, (path,), lambda w, maxima: (_cast(w, maxima[number]),))
+        return self._cast(function, path, lambda cast: cast)
 
     def gathers(self, path: str) -> ParameterGather:
         """The gather of a stored weight as float8; what reads the piece takes the magnitudes."""
@@ -126,14 +129,10 @@ class Float8Weights:
             loc=self.loc,
             parameter=path,
         )
-        number = self.paths.index(path)
-
-        def cast(weight: Tensor, maxima: Tensor) -> tuple[Tensor, ...]:
-            return (filled_up(_cast(weight, maxima[number]), flat.numel),)
-
         used = TensorType(dtype, logical.shape, None, logical.used)
         making = whole_of(name, self.group, flat, full, used, path, self.loc)
-        return ParameterGather(self._part(read, (path,), cast), making)
+        piece = self._cast(read, path, lambda cast: filled_up(cast, flat.numel))
+        return ParameterGather(piece, making)
 
     def _held(self, path: str) -> dict[int, StateTensor]:
         return {
@@ -141,16 +140,31 @@ class Float8Weights:
             for rank, tensors in self.tensors.items()
         }
 
-    def _part(
-        self, function: Function, paths: Sequence[str], compute: Callable[..., tuple[Tensor, ...]]
+    def _cast(
+        self, function: Function, path: str, finish: Callable[[Tensor], Tensor]
     ) -> TracedPart:
-        """A function that computes from weights, and from what it takes."""
-        held = [self._held(path) for path in paths]
+        """A function that casts a rank's piece of a weight, and does something with the cast.
+
+        Its graph takes one magnitude, so that weights of equal sizes have equal graphs.
+        """
+        number = self.paths.index(path)
+
+        def cast(weight: Tensor, maximum: Tensor) -> tuple[Tensor, ...]:
+            return (finish(quantised(weight, scales_of(maximum, WEIGHT), WEIGHT)),)
+
+        def chosen(body: Body) -> Body:
+            return lambda maxima: body(maxima[number])
+
+        scalar = TensorType(DType.F32, ())
         bodies = {
-            rank: _body(function, tuple(tensor[rank] for tensor in held), compute)
-            for rank in self.tensors
+            rank: wrapped_body(_body(function, (tensor,), (scalar,), cast), chosen)
+            for rank, tensor in self._held(path).items()
         }
-        return TracedPart(function, RankBodies.of(bodies) if bodies else None)
+        return _part(function, bodies)
+
+
+def _part(function: Function, bodies: Mapping[int, Body]) -> TracedPart:
+    return TracedPart(function, RankBodies.of(bodies) if bodies else None)
 
 
 def _magnitudes(*weights: Tensor) -> tuple[Tensor, ...]:
@@ -159,15 +173,20 @@ def _magnitudes(*weights: Tensor) -> tuple[Tensor, ...]:
     return (torch.stack(maxima),)
 
 
-def _cast(weight: Tensor, maximum: Tensor) -> Tensor:
-    return quantised(weight, scales_of(maximum, WEIGHT), WEIGHT)
-
-
 def _body(
-    function: Function, reads: tuple[StateTensor, ...], compute: Callable[..., tuple[Tensor, ...]]
+    function: Function,
+    reads: tuple[StateTensor, ...],
+    takes: tuple[TensorType, ...],
+    compute: Callable[..., tuple[Tensor, ...]],
 ) -> Body:
-    """A body that computes from tensors of the state, as those of traced methods do."""
-    takes = tuple(each for each in function.inputs if isinstance(each, TensorType))
+    """A body that computes from tensors of the state, as those of traced methods do.
+
+    Args:
+        function: the function.
+        reads: the tensors of the state.
+        takes: the types of what the graph takes besides.
+        compute: takes both, and gives the results.
+    """
     pieces = [tensor.tensor.detach() for tensor in reads]
     examples = [torch.empty(each.shape, device=pieces[0].device) for each in takes]
     traced = make_fx(compute, tracing_mode="fake")(*pieces, *examples)

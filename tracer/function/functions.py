@@ -185,7 +185,9 @@ class Functions:
             return joint, None
         group = None if target.group is None else target.group.actor
         tensors = call.state.tensors
-        by_rank = {0: tensors} if group is None else {r: group.state(r).tensors for r in group.instances}
+        by_rank = (
+            {0: tensors} if group is None else {r: group.state(r).tensors for r in group.instances}
+        )
         paths = tuple(tensors[index].path for index in indices)
         weights = Float8Weights(target.actor, paths, by_rank, group, call.declared_at)
         return graph.applied(joint), weights

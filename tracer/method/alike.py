@@ -236,7 +236,7 @@ class _AlikeCall(Scene):
                     derivative is not None,
                     None,
                 )
-                run = in_float8(calls.run, self.float8_weights())
+                run = in_float8(calls.run, self.float8_weights(), self.call.float8)
                 with FunctionGuard(self.call.shown, run), calls.intercepted():
                     args, kwargs = self.call.signature.fill(self.inputs)
                     result = call_user(self.call.function, *args, **kwargs)

@@ -223,7 +223,7 @@ class _JointTrace(Scene):
         """
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            run = in_float8(self.calls.run, self.float8_weights())
+            run = in_float8(self.calls.run, self.float8_weights(), self.call.float8)
             guard = FunctionGuard(self.call.shown, run)
             with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()

@@ -19,6 +19,7 @@ from ...ir.verify.verifier import verify
 from ..errors import TraceError, refusals_raised
 from ..method.binding import definition
 from ..source import caller_location, traceback_location
+from ..values.actor_state import collect
 from ..values.interface import Callee, FunctionTracer, MethodTarget, Peers
 from ..values.specs import Leaf, Static, Tree, ir_type
 from ..values.values import NotAValue, ObjectValue, TracedTensor, storage_of
@@ -126,7 +127,20 @@ def trace_step(
         tuple(instances.values()),
         tuple(map(_plain_arguments, session.callees.values())),
         session.tradeoffs,
+        _in_float8(session),
     )
+
+
+def _in_float8(session: Session) -> tuple[str, ...]:
+    """A line for each weight of this process's actors that a plan names by `cg.float8`."""
+    lines: dict[str, None] = {}
+    for callee in session.callees.values():
+        target = callee.target
+        if isinstance(target, MethodTarget) and target.float8 is not None:
+            group = None if target.group is None else target.group.actor
+            state = collect(target.instance) if group is None else group.state(group.first)
+            lines.update(dict.fromkeys(target.float8.describe(target.actor, state.tensors)))
+    return tuple(lines)
 
 
 def _instances(target: MethodTarget) -> tuple[Any, ...]:

@@ -63,6 +63,7 @@ class Trace:
         instances: the instances of the called actors on all ranks that this process plays.
         plain_arguments: the static arguments that this rank passes to the functions of the step.
         tradeoffs: for derivatives whose forward may have a limit, what it may save, by name.
+        float8: of this process's actors that compute in float8, a line for each weight.
     """
 
     module: Module
@@ -74,6 +75,7 @@ class Trace:
     instances: tuple[Any, ...]
     plain_arguments: tuple[PlainArguments, ...] = ()
     tradeoffs: Mapping[str, Tradeoff] = field(default_factory=dict)
+    float8: tuple[str, ...] = ()
 
     def guards_of(self, rank: int) -> tuple[Guard, ...]:
         """The guards of a rank's actors, if this process plays the rank."""

@@ -8,7 +8,7 @@ The recipes are torchao's "tensorwise" and "rowwise", `Float8LinearConfig.from_r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
 
@@ -81,6 +81,32 @@ class Float8Choice:
     left: dict[str, str]
 
 
+@dataclass(frozen=True, eq=False)
+class Float8Use:
+    """The layers of an actor that compute in float8, and what traces have seen of them.
+
+    Attributes:
+        layers: of the actor's plan.
+        multiplied: the paths of the weights that layers have multiplied in float8 so far.
+    """
+
+    layers: tuple[Float8Layers, ...]
+    multiplied: set[str] = field(default_factory=set)
+
+    def recipes(self, tensors: Iterable[StateTensor]) -> dict[str, Float8Recipe]:
+        """The recipes of the actor's weights, by path."""
+        return choose(self.layers, tensors).recipes
+
+    def describe(self, actor: str, tensors: Iterable[StateTensor]) -> list[str]:
+        """A line for each matrix that the plan names: how it is multiplied, or why it is not."""
+        choice = choose(self.layers, tensors)
+        lines = {path: f"is left as it is: {reason}" for path, reason in choice.left.items()}
+        for path, recipe in choice.recipes.items():
+            idle = "is left as it is: no linear layer of the traced methods takes it"
+            lines[path] = f"in float8, {recipe.value}" if path in self.multiplied else idle
+        return [f"{actor}.{path} {line}" for path, line in lines.items()]
+
+
 def choose(layers: Iterable[Float8Layers], tensors: Iterable[StateTensor]) -> Float8Choice:
     """Choose the weights of an actor.
 
@@ -118,16 +144,36 @@ def _reason(layers: Float8Layers, names: list[str], tensor: StateTensor) -> str 
     return None
 
 
-def unmatched(layers: Iterable[Float8Layers], tensors: Iterable[StateTensor]) -> str | None:
-    """A pattern that names no module with a matrix among an actor's state; None if all do."""
-    modules = {
-        slot.path.rpartition(".")[0]
-        for tensor in tensors
-        if len(tensor.shape) == 2
-        for slot in tensor.slots
-    }
+def unsupported(layers: Iterable[Float8Layers], capability: tuple[int, int]) -> str | None:
+    """What a CUDA device of a compute capability lacks for layers; None if nothing."""
+    for each in layers:
+        needed = (9, 0) if each.recipe is Float8Recipe.ROWWISE else (8, 9)
+        if capability < needed:
+            have, need = (".".join(map(str, version)) for version in (capability, needed))
+            return (
+                f"'{each.recipe.value}' needs compute capability {need}, and this device has {have}"
+            )
+    return None
+
+
+def check_named(layers: Iterable[Float8Layers], cls: type, tensors: Iterable[StateTensor]) -> None:
+    """Refuse patterns that name no module with a matrix: a misspelt one would change nothing.
+
+    Args:
+        layers: of an actor's plan.
+        cls: the actor's class, for messages.
+        tensors: its state.
+
+    Raises:
+        ValueError: a pattern names none.
+    """
+    paths = [slot.path for tensor in tensors if len(tensor.shape) == 2 for slot in tensor.slots]
+    modules = [path.rpartition(".")[0] for path in paths]
     for each in layers:
         for pattern in (*each.patterns, *each.skip):
             if not _matches((pattern,), modules):
-                return pattern
-    return None
+                shown = ", ".join(modules[:8]) + (", ..." if len(modules) > 8 else "")
+                raise ValueError(
+                    f"cg.float8: '{pattern}' names no module of {cls.__name__} that has a matrix; "
+                    f"those that have one are {shown or 'none'}"
+                )

@@ -25,7 +25,7 @@ from ...ir.types import Place, Type, relocate
 from ..errors import TraceError
 from ..source import is_user_file
 from .actor_state import ActorState
-from .float8_layers import Float8Layers
+from .float8_layers import Float8Use
 from .gradient_buckets import GradientLayout
 from .group import Group
 from .heap.kinds import SCALARS, is_plain, is_walked
@@ -87,7 +87,7 @@ class MethodTarget:
         shared: what the actor shares with other actors of its rank.
         use: notes what its functions do to its memory.
         group: the ranks that call it together; None where one rank calls it.
-        float8: the actor's linear layers that compute in float8.
+        float8: the actor's linear layers that compute in float8, if any.
     """
 
     actor: str
@@ -98,7 +98,7 @@ class MethodTarget:
     shared: tuple[Shared, ...] = ()
     use: Use | None = None
     group: Group | None = None
-    float8: tuple[Float8Layers, ...] = ()
+    float8: Float8Use | None = None
 
     @property
     def callable(self) -> Any:
@@ -125,7 +125,7 @@ class TorchTarget:
     remat: ClassVar[bool] = False
     shared: ClassVar[tuple[Shared, ...]] = ()
     use: ClassVar[None] = None
-    float8: ClassVar[tuple[Float8Layers, ...]] = ()
+    float8: ClassVar[None] = None
 
 
 Target = MethodTarget | TorchTarget
@@ -269,7 +269,7 @@ class TracedCall:
         home: where the method is defined.
         argument_objects: the objects among the arguments that have attributes, each with its name
             in words.
-        float8: the linear layers of the actor that compute in float8.
+        float8: the linear layers of the actor that compute in float8, if any.
     """
 
     shown: str
@@ -280,7 +280,7 @@ class TracedCall:
     loc: Location | None
     home: Location | None
     argument_objects: tuple[tuple[Any, str], ...] = ()
-    float8: tuple[Float8Layers, ...] = ()
+    float8: Float8Use | None = None
 
     @property
     def declared_at(self) -> Location | None:

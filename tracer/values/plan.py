@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,8 +15,7 @@ from torch import nn
 
 from ...ir.layout import WHOLE, Cut, Layout
 from ...ir.types import Mesh
-from .actor_state import StateTensor
-from .float8_layers import Float8Layers, Float8Recipe, unmatched
+from .float8_layers import Float8Layers, Float8Recipe
 from .mesh import describe
 
 
@@ -281,25 +280,6 @@ class ShardingPlan:
     def of_argument(self, method: str, argument: str) -> Sharding | None:
         """The sharding of a method's argument; None if no pattern names it."""
         return self._first(lambda form: form == f"{method}({argument})")
-
-    def check_float8(self, cls: type, tensors: Sequence[StateTensor]) -> None:
-        """Refuse patterns of `cg.float8` that name no module with a matrix.
-
-        Args:
-            cls: the actor's class, for messages.
-            tensors: its state.
-
-        Raises:
-            ValueError: a pattern names none.
-        """
-        pattern = unmatched(self.float8, tensors)
-        if pattern is not None:
-            names = [t.path.rpartition(".")[0] for t in tensors if len(t.shape) == 2]
-            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise ValueError(
-                f"cg.float8: '{pattern}' names no module of {cls.__name__} that has a matrix; "
-                f"those that have one are {shown or 'none'}"
-            )
 
     def _first(self, matches: Matches) -> Sharding | None:
         shardings = (sharding for form, _, sharding in self._alternatives if matches(form))

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
 from ...values.actor_state import collect
-from ...values.float8_layers import Float8Layers, choose
+from ...values.float8_layers import Float8Use
 from ..purity.dispatch_modes import run_plainly
 from .linear import in_float8
 
 
 @contextmanager
-def computing_in_float8(instance: Any, layers: Sequence[Float8Layers]) -> Iterator[None]:
+def computing_in_float8(instance: Any, use: Float8Use | None) -> Iterator[None]:
     """Compute the layers of an instance in float8 inside the `with` block.
 
     Args:
         instance: the actor's object.
-        layers: its layers.
+        use: its layers, if any.
     """
-    if not layers:
+    if use is None:
         yield
         return
     tensors = collect(instance).tensors
-    recipes = choose(layers, tensors).recipes
-    weights = {id(tensor.tensor): recipes[tensor.path] for tensor in tensors if tensor.path in recipes}
-    with _Substitution(in_float8(run_plainly, weights)):
+    recipes = use.recipes(tensors)
+    weights = {
+        id(tensor.tensor): (tensor.path, recipes[tensor.path])
+        for tensor in tensors
+        if tensor.path in recipes
+    }
+    with _Substitution(in_float8(run_plainly, weights, use)):
         yield
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...values.float8_layers import Float8Recipe
+from ...values.float8_layers import Float8Recipe, Float8Use
 from ...values.operators import OperatorFunction
 from ..purity.function_log import OfGraph
 from .formula import product, quantised, scales, turned
@@ -122,21 +122,25 @@ FLOAT8_LINEAR = Float8Linear()
 Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
-def in_float8(run: Run, recipes: Mapping[int, Float8Recipe]) -> Run:
+def in_float8(
+    run: Run, weights: Mapping[int, tuple[str, Float8Recipe]], use: Float8Use | None
+) -> Run:
     """Run torch functions, and linear layers of some weights in float8.
 
     Args:
         run: runs a function.
-        recipes: the recipe of each such weight, by the id of the tensor.
+        weights: the path and the recipe of each such weight, by the id of the tensor.
+        use: notes which of them are multiplied.
     """
-    if not recipes:
+    if use is None:
         return run
 
     def substituted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function is nn.functional.linear:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
-            recipe = recipes.get(id(weight))
-            if recipe is not None:
+            if id(weight) in weights:
+                path, recipe = weights[id(weight)]
+                use.multiplied.add(path)
                 return run(FLOAT8_LINEAR, (recipe, *args), kwargs)
         return run(function, args, kwargs)
 

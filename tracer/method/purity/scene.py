@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...values.actor_state import put_state
-from ...values.float8_layers import Float8Recipe, choose
+from ...values.float8_layers import Float8Recipe
 from ...values.heap.snapshot import Snapshot
 from ...values.interface import TracedCall
 from ..recurrence.whole_loops import WholeLoops
@@ -46,12 +46,12 @@ class Scene:
         self.watch = AttributeWatch(call.state)
         self.initial: list[Initialization] = []
 
-    def float8_weights(self) -> dict[int, Float8Recipe]:
-        """The recipes of the weights that are multiplied in float8, by the ids of their fakes."""
-        tensors = self.call.state.tensors
-        recipes = choose(self.call.float8, tensors).recipes if self.call.float8 else {}
+    def float8_weights(self) -> dict[int, tuple[str, Float8Recipe]]:
+        """The weights that are multiplied in float8, by the ids of their fakes."""
+        tensors, use = self.call.state.tensors, self.call.float8
+        recipes = {} if use is None else use.recipes(tensors)
         return {
-            id(fake): recipes[tensor.path]
+            id(fake): (tensor.path, recipes[tensor.path])
             for fake, tensor in zip(self.state, tensors, strict=True)
             if tensor.path in recipes
         }

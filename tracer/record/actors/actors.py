@@ -12,7 +12,7 @@ from ....ir.types import Place
 from ...errors import TraceError
 from ...method.float8.eager import computing_in_float8
 from ...source import caller_location
-from ...values.float8_layers import Float8Layers
+from ...values.float8_layers import Float8Layers, Float8Use
 from ...values.group import Group, GroupActor
 from ...values.holdings import Actors, Member
 from ...values.interface import MethodTarget, Peers
@@ -74,7 +74,7 @@ class ActorHandle(NotAValue):
         self.place: Place = Place.of(rank) if group is None else group.mesh
         self._rank = rank
         self._group = group
-        self._float8 = float8
+        self._float8 = Float8Use(float8) if float8 else None
         self._peers = peers
         self._instance = instance
         self._methods: dict[str, ActorMethod] = {}

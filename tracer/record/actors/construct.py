@@ -102,7 +102,6 @@ class Constructor:
                 )
         paths = [slot.path for state in tensors for slot in state.slots]
         self.plan.check(self.cls, paths, arguments_of(self.cls))
-        self.plan.check_float8(self.cls, tensors)
         logical = lay_out(instance, self.plan, self.store, self.mesh)
         if any(tensor.layout is not None for tensor in logical):
             refuse_optimizers(collect(instance).trainers, self.name)

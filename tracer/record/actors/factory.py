@@ -15,6 +15,7 @@ from ...errors import note_refusal
 from ...function.groups.meta import Init, TensorSource, fill_from
 from ...source import caller_location
 from ...values.actor_state import collect, reach
+from ...values.float8_layers import Float8Layers, check_named, unsupported
 from ...values.gradient_buckets import BUCKET
 from ...values.heap.kinds import TRAINERS
 from ...values.heap.variables import variables_of
@@ -152,21 +153,21 @@ class ActorFactory:
             return lambda *a, **k: self._make_group(
                 cls, mesh, chosen, store, init, bucket_bytes, peers, a, k
             )
-        own = plan if isinstance(plan, ShardingPlan) else None
-        if own is None or own.items:
-            own = ShardingPlan() if plan is None else None
-        if own is None or store != whole or init == "meta":
+        own = ShardingPlan() if plan is None else plan
+        cuts = not isinstance(own, ShardingPlan) or bool(own.items)
+        if cuts or store != whole or init == "meta":
             raise ActorError(
                 f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it; that of one "
                 "rank names layers by cg.float8, and cuts nothing"
             )
-        return lambda *a, **k: self._make(cls, ranks[0], own, init, peers, a, k)
+        layers = own.float8 if isinstance(own, ShardingPlan) else ()
+        return lambda *a, **k: self._make(cls, ranks[0], layers, init, peers, a, k)
 
     def _make(
         self,
         cls: type[Any],
         rank: int,
-        plan: ShardingPlan,
+        layers: tuple[Float8Layers, ...],
         init: Init,
         peers: Peers,
         args: tuple[Any, ...],
@@ -180,13 +181,10 @@ class ActorFactory:
         instance: Any = ELSEWHERE
         if peers.plays(rank):
             instance = self._instance(cls, init, name, args, kwargs)
-            if plan.float8:
-                plan.check_float8(cls, collect(instance).tensors)
+            self._check_float8(name, layers, instance)
         if instance is not ELSEWHERE:
             self._refuse_shared(name, instance, peers)
-        handle = ActorHandle(
-            name, rank, cls, peers, instance, self.actors, float8=plan.float8
-        )
+        handle = ActorHandle(name, rank, cls, peers, instance, self.actors, float8=layers)
         return self._entered(handle, peers, (args, kwargs))
 
     def _make_group(
@@ -206,14 +204,33 @@ class ActorFactory:
 
         def check(instance: Any) -> None:
             self._refuse_shared(name, instance, peers, is_group=True)
+            self._check_float8(name, layers, instance)
 
+        layers = plan.float8
         constructor = Constructor(name, cls, mesh, plan, store, init, bucket_bytes, peers, check)
         group = constructor.make(lambda: cls(*args, **kwargs), self.device())
         instance = group.instances[group.first] if group.instances else ELSEWHERE
-        handle = ActorHandle(
-            name, mesh.ranks[0], cls, peers, instance, self.actors, group, plan.float8
-        )
+        handle = ActorHandle(name, mesh.ranks[0], cls, peers, instance, self.actors, group, layers)
         return self._entered(handle, peers, (args, kwargs))
+
+    def _check_float8(self, name: str, layers: tuple[Float8Layers, ...], instance: Any) -> None:
+        """Refuse layers that an instance lacks, or that its device does not compute in float8.
+
+        Raises:
+            ValueError: a pattern names no module with a matrix.
+            ActorError: the device has no such products.
+        """
+        if not layers:
+            return
+        check_named(layers, type(instance), collect(instance).tensors)
+        device = self.device()
+        if device is None or device.type != "cuda":
+            return
+        lack = unsupported(layers, torch.cuda.get_device_capability(device))
+        if lack is not None:
+            raise ActorError(
+                f"{name}: cg.float8: {lack}; leave cg.float8 out of the plan, or take another GPU"
+            )
 
     def _refuse_shared(
         self, name: str, instance: Any, peers: Peers, is_group: bool = False

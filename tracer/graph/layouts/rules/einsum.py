@@ -161,7 +161,10 @@ def _stacked(text: str, free: str, linear: Linear, case: Case) -> Answer | Expan
 def _float8_product(case: Case) -> Answer:
     """Scales by row are cut as the rows are; those of a whole tensor are copies."""
     operands, results = letters("mk,nk->mn")
-    dims = [(dims[0], ()) if case[name].shape else () for dims, name in zip(operands, _SCALES, strict=True)]
+    dims = [
+        (dims[0], ()) if case[name].shape else ()
+        for dims, name in zip(operands, _SCALES, strict=True)
+    ]
     shapes = [operand.shape for operand in case.operands[:2]]
     factors = Factors((*operands, *dims), results, sizes_of(operands, shapes), each(0, 1))
     return solve(case, factors)
