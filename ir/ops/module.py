@@ -59,7 +59,7 @@ class Function:
         offloads: indices of outputs that the user wants in the host's memory while nothing uses
             them, ascending (`cg.offload`).
         once: whether a step calls it once for all its uses, as long as nothing changes its actor's
-            parameters; it takes nothing, and reads them.
+            parameters; it reads them, and takes nothing but results of such functions.
     """
 
     name: str

@@ -56,7 +56,7 @@ class ShareReads(Pass):
                 function = functions[op.fn.name]
                 if function.once:
                     version = sum(versions.get(state, 0) for state, _ in function.touches)
-                    key = op.fn.name, op.place, version
+                    key = op.fn.name, op.operands, op.place, version
                 for state, effect in function.touches:
                     if effect.changes_parameters:
                         versions[state] = versions.get(state, 0) + 1
