@@ -248,7 +248,7 @@ def test_what_cannot_be_named_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'heads' names no module of Blocks"):
         Actor.on(cg.mesh([0, 1], dp=2), plan=cg.plan({}) | cg.float8("*", skip="heads"))()
     cuts = cg.plan({"head.weight": cg.cut(0, "tp")}) | cg.float8("*")
-    with pytest.raises(cg.ActorError, match="that of one rank names layers by cg.float8"):
+    with pytest.raises(cg.ActorError, match=r"that of one rank names layers by cg\.float8"):
         Actor.on(0, plan=cuts)
     rows = cg.float8("*", recipe="rowwise").float8
     assert unsupported(rows, (8, 9)) == (

@@ -1,4 +1,4 @@
-"""A function of one graph that takes weights in float8: a program that prepares them, and calls it."""
+"""A function of one graph that takes weights in float8: a program that casts them, and calls it."""
 
 from __future__ import annotations
 
