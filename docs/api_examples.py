@@ -189,6 +189,11 @@ def sharded(x, y):
 compiled = sharded.lower(x, y).compile(fsdp=cg.fsdp(keep="step", memory=1e6))
 print(compiled.cost_analysis()[0].gathers)
 
+# cg.float8
+plan = cg.float8("linear", recipe="rowwise")
+narrow = Stage.on(0, plan=plan)()
+print(plan)
+
 # cg.layout
 rows = Stage.on(cg.mesh(dp=2), plan={"forward(x)": cg.cut(0, "dp")})()
 

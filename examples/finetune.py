@@ -4,6 +4,7 @@
     mpirun -n 8 python examples/finetune.py --model DIR --pp 2 --dp 2 --tp 2 --schedule zb-h1
     mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --dp 2 --lora 8 --data notes.jsonl
     mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --cp 2 --length 8192 --pack
+    mpirun -n 2 python examples/finetune.py --model DIR --dp 2 --pp 1 --fsdp step --float8 --bf16
     python -m cg.launch -n 2 examples/finetune.py --model DIR --resume --steps 200
     CG_RANKS=2 python examples/finetune.py --model DIR --pp 2     # one process plays the ranks
 
@@ -163,6 +164,15 @@ def homes(schedule: str, groups: int) -> list[int]:
     return line + line[::-1] if schedule in ("zb-v", "dualpipe-v") else line
 
 
+def float8_layers(model: nn.Module, recipe: str | None) -> Any:
+    """The plan by which all linear layers but the head compute in float8; None without a recipe."""
+    if recipe is None:
+        return None
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is head]
+    return cg.float8("*", recipe=recipe, skip=[f"*{name}" for name in names])
+
+
 def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The cuts of a model, and an actor for each stage, with its weights.
 
@@ -187,10 +197,12 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
     plan = cg.plan({TOKENS: tokens, ROWS: rows, "lend(rows)": copies, lent: cg.whole})
     if args.tp > 1 or args.ep > 1:
         plan = plan | cg.plans.hf(model.whole, batch=None, experts="ep" if args.ep > 1 else None)
+    layers = float8_layers(model.whole, args.float8)
+    plan = plan if layers is None else plan | layers
     stages = []
     for index, home in enumerate(places):
         if size == 1:
-            make = Stage.on(home, init=model.weights)
+            make = Stage.on(home, plan=layers, init=model.weights)
         else:
             ranks = range(home * size, (home + 1) * size)
             grid = cg.mesh(ranks, dp=args.dp, ep=args.ep, cp=args.cp, tp=args.tp)

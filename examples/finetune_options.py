@@ -43,6 +43,13 @@ def parse(description: str) -> argparse.Namespace:
     add("--memory", help="bytes that a rank's program may hold beside weights, as 40GiB")
     add("--fuse", choices=("inductor",), help="have TorchInductor compile the stages")
     add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
+    add(
+        "--float8",
+        nargs="?",
+        const="tensorwise",
+        choices=("tensorwise", "rowwise"),
+        help="products of linear layers in float8, with a scale for a tensor, or for a row",
+    )
     add("--lora", type=int, default=0, help="train adapters of this rank alone")
     add("--attention", default="sdpa", choices=("sdpa", "eager"), help="what can be traced")
     add(

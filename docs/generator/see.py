@@ -17,6 +17,7 @@ SEE = {
     "cut": "guide/groups.md#what-a-layout-means",
     "whole": "guide/groups.md#what-a-layout-means",
     "fsdp": "guide/groups.md#parameters-at-rest",
+    "float8": "guide/float8.md",
     "layout": "guide/groups.md#what-a-layout-means",
     "layout_rule": "guide/groups.md#operators-of-your-own",
     "expert_linear": "guide/experts.md#in-a-model-of-your-own",

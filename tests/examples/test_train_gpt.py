@@ -123,6 +123,18 @@ def test_groups_of_ranks(options: str, plain: tuple[Path, list[float]], tmp_path
     assert not (folder / "checkpoints").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--dp 2 --tp 2 --fsdp --float8", "--float8 rowwise"])
+def test_layers_in_float8(options: str, tmp_path: Path) -> None:
+    """Of a width that float8 takes."""
+    found, expected = (
+        check_written(folder, train(0, folder, f"--width 48 --sample 0 {more}", virtual=4), ranks=4)
+        for folder, more in ((tmp_path / "run", options), (tmp_path / "plain", ""))
+    )
+    assert found == pytest.approx(expected, rel=1e-2)
+    assert found != pytest.approx(expected, rel=1e-6), "it computes in float8"
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
 def test_groups_of_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     """Two stages, each on a group of two."""

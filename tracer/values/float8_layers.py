@@ -54,7 +54,7 @@ class Float8Layers:
     Attributes:
         patterns: patterns of names of modules.
         recipe: how they compute.
-        skip: patterns of names of modules that they leave as they are.
+        skip: patterns of names of modules that they leave as they are, where an actor has them.
     """
 
     patterns: tuple[str, ...]
@@ -145,7 +145,7 @@ def _reason(layers: Float8Layers, names: list[str], tensor: StateTensor) -> str 
 
 
 def unsupported(layers: Iterable[Float8Layers], capability: tuple[int, int]) -> str | None:
-    """What a CUDA device of a compute capability lacks for layers; None if nothing."""
+    """The reason why a CUDA device of a compute capability cannot compute layers, or None."""
     for each in layers:
         needed = (9, 0) if each.recipe is Float8Recipe.ROWWISE else (8, 9)
         if capability < needed:
@@ -170,7 +170,7 @@ def check_named(layers: Iterable[Float8Layers], cls: type, tensors: Iterable[Sta
     paths = [slot.path for tensor in tensors if len(tensor.shape) == 2 for slot in tensor.slots]
     modules = [path.rpartition(".")[0] for path in paths]
     for each in layers:
-        for pattern in (*each.patterns, *each.skip):
+        for pattern in each.patterns:
             if not _matches((pattern,), modules):
                 shown = ", ".join(modules[:8]) + (", ..." if len(modules) > 8 else "")
                 raise ValueError(

@@ -192,7 +192,8 @@ def float8(
         recipe: "tensorwise", one scale for a tensor, with gradients in e5m2; or "rowwise", a scale
             for each row that a product contracts, with gradients in e4m3. They are those of
             torchao (`Float8LinearConfig.from_recipe_name`).
-        skip: names of modules, with `*` and `?`, that stay as they are.
+        skip: names of modules, with `*` and `?`, that stay as they are. An actor need not have
+            them, so the stages of a model may share a plan.
 
     Raises:
         ValueError: there is no such recipe, or no pattern. `Cls.on(...)(...)` raises it if a

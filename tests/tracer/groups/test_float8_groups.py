@@ -122,7 +122,7 @@ def cases(draw: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("_floats")
-@examples(16)
+@examples(8)
 @given(cases())
 def test_scales_by_row_train_exactly(case: tuple[Any, ...]) -> None:
     """Scales are powers of 2 and all numbers small integers, so that sums are exact."""
@@ -138,7 +138,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-@examples(16)
+@examples(8)
 @given(
     st.sampled_from([None, "gpipe", "zb-h1", "zb-v", "interleaved"]),
     st.sampled_from([(2, 1), (1, 2), (2, 2), (3, 1)]),

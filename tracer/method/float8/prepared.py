@@ -110,7 +110,7 @@ class PreparedGraph:
 
 
 def _derived(sources: tuple[StateTensor, ...]) -> StateTensor:
-    """What stands for the cast of one weight, or for the vector of several.
+    """A stand-in for the cast of one weight, or for the vector of several.
 
     The vector of a single weight has two sources, the weight twice.
     """
