@@ -22,9 +22,9 @@ from ...ir.ops.module import Function, FunctionKind
 from ..errors import TraceError
 from ..graph.autodiff.recomputation import refuse_twice, what_again
 from ..graph.autodiff.saved_tensors import SavingLimits
+from ..graph.prepared import PreparedGraph
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
-from ..method.float8.prepared import PreparedGraph
 from ..method.joint import Joint, Wanted
 from ..method.purity.watch import UsesGradients
 from ..method.twice import settled

@@ -17,7 +17,7 @@ from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.propagation.joints import propagate_joint
 from ..graph.layouts.propagation.sections import LaidOutSection, SectionCutter
 from ..graph.layouts.versions import Version
-from ..method.float8.prepared import cast_path
+from ..graph.prepared import cast_path
 from ..method.reuse.saving_functions import OFFLOAD
 from ..method.saving_marks import mark_of
 from ..values.actor_state import StateTensor

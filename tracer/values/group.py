@@ -13,8 +13,7 @@ from ...ir.types import Mesh, Place
 from ..errors import TraceError
 from .actor_state import ActorState, StateTensor, collect
 from .gradient_buckets import BUCKET
-from .piece_memory import PieceMemory
-from .pieces import LogicalTensor
+from .pieces import LogicalTensor, PieceMemory
 from .plan import ShardingPlan
 
 

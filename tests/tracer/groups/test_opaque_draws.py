@@ -18,7 +18,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.layout import Cut, Layout
 from cg.launch.world.world import use_world
 from cg.tracer.function.groups.pieces_only import as_in_one_process
-from cg.tracer.values.piece_memory import PieceMemory
+from cg.tracer.values.pieces import PieceMemory
 from tests.sampling import examples
 
 Work = Callable[["Net"], Any]

@@ -24,8 +24,7 @@ from cg.launch.world.world import use_world
 from cg.tracer.function.groups.pieces_only import as_in_one_process
 from cg.tracer.graph.layouts.rules.pointwise import is_entrywise
 from cg.tracer.sampled import until_next
-from cg.tracer.values.piece_memory import PieceMemory
-from cg.tracer.values.pieces import piece
+from cg.tracer.values.pieces import PieceMemory, piece
 from tests.sampling import examples
 
 Work = Callable[["Net"], Any]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ....ir.layout import Layout
 from ...values.operators import written_values
-from ...values.piece_memory import memory_key
+from ...values.pieces import memory_key
 
 GENERATOR_REMEDY = (
     "keep a generator in the actor that all ranks seed alike, "

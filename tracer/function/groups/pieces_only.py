@@ -33,7 +33,7 @@ from ...values.group import Group, GroupActor
 from ...values.interface import Bodies, Body, RankBodies
 from ...values.operators import is_random
 from ...values.optimizer_state import kept_by_optimizers
-from ...values.piece_memory import PieceMemory
+from ...values.pieces import PieceMemory
 from .draws import GENERATOR_REMEDY, PIECE_REMEDY, Drawn, takes_own_generator
 
 _WHOLE_REMEDY = (

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...values.actor_state import StateAttribute, StateTensor
-from ..joint import Joint
+from ..method.joint import Joint
+from ..values.actor_state import StateAttribute, StateTensor
 
 MAXIMA = "float8.maxima"
 """The path that stands for the vector of greatest magnitudes."""
