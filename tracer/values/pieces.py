@@ -1,4 +1,4 @@
-"""Keep one rank's pieces of an actor's tensors, the logical tensors, and which memory is a piece."""
+"""Keep one rank's pieces of an actor's tensors, the logical tensors, and which memory they have."""
 
 from __future__ import annotations
 
