@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from cg.tracer.method.float8.formula import product, quantised, scales
+
 ATEN, CG = torch.ops.aten, torch.ops.cg
 
 
@@ -52,6 +54,20 @@ def attention_backward(g: torch.Tensor, *qkv: torch.Tensor) -> Any:
     )
 
 
+def float8_product(by_row: bool) -> Callable[..., Any]:
+    """A product of float8 casts, with their scales."""
+
+    def scaled(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = scales(value, dtype, by_row)
+        return quantised(value, scale, dtype), scale
+
+    def function(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        pair = scaled(left, torch.float8_e5m2), scaled(right, torch.float8_e4m3fn)
+        return product(*pair, torch.float32, False)
+
+    return function
+
+
 def nll(reduction: int) -> Callable[..., Any]:
     return lambda x, t, w: ATEN.nll_loss_forward(x, t, w, reduction, 2)
 
@@ -93,6 +109,8 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 
 
 CASES: dict[str, OpCase] = {
+    "float8_mm, by row": case(float8_product(by_row=True), ints(4, 6), ints(3, 6)),
+    "float8_mm": case(float8_product(by_row=False), ints(4, 6), ints(3, 6), tolerance=1e-6),
     # pointwise
     "add": case(torch.add, ints(4, 6), ints(4, 6)),
     "add broadcast": case(torch.add, ints(4, 6), ints(6)),
