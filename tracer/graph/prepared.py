@@ -72,22 +72,22 @@ class PreparedGraph:
         """
         changed = joint.written | joint.backward_written
         rebound = {id(rebind.tensor) for rebind, _ in joint.rebinds}
-        found = [
+        uses = [
             (number, index, use)
             for number, index in enumerate(weights)
             if index not in changed and id(joint.state[index][1]) not in rebound
             for use in _uses(joint.state[index][0])
         ]
-        if not found:
+        if not uses:
             return None
         writer = _Writer(joint)
-        maximum = found[0][2].maximum
+        maximum = uses[0][2].maximum
         twice = (*weights, *weights) if len(weights) == 1 else tuple(weights)
         vector = writer.state(twice, maximum, (len(weights),), torch.float32)
-        for number, index, use in found:
+        for number, index, use in uses:
             writer.select(use.maximum, vector, number)
             writer.instead(use.cast, index)
-        writer.erase(node for *_, use in found for node in reversed(use.between))
+        writer.erase(node for *_, use in uses for node in reversed(use.between))
         return writer.result()
 
     def applied(self, joint: Joint) -> Joint:
@@ -154,7 +154,7 @@ class _Writer:
 
     def __init__(self, joint: Joint) -> None:
         self._joint = joint
-        self._graph = fx.Graph(joint.owner)
+        self._graph = fx.Graph()
         self._of: dict[fx.Node, fx.Node] = {}
         self._graph.output(self._graph.graph_copy(joint.graph, self._of))
         self._forward: set[str] = set(joint.forward)

@@ -78,7 +78,7 @@ def product(
         `[m, n]`. With scales by row, the product is rounded to bfloat16, then cast.
     """
     by_row = left[1].dim() == 2
-    made: Tensor = torch.ops.cg.float8_mm(
+    product: Tensor = torch.ops.cg.float8_mm(
         left[0],
         right[0],
         left[1].reciprocal(),
@@ -86,7 +86,7 @@ def product(
         torch.bfloat16 if by_row else dtype,
         fast,
     )
-    return made.to(dtype)
+    return product.to(dtype)
 
 
 def _float8_mm(
