@@ -8,7 +8,7 @@ Piece k of P, of a dimension of n entries, is [kn // P, (k+1)n // P). So P need 
 may be empty, and gathering along the minor axis of a cut gives the pieces of the coarser cut.
 
 Parts are regions: for each dimension, intervals of the logical index. A dimension has one interval,
-unless it is packed (`Cut.blocks`).
+unless it is packed (`Cut.blocks`) or in zigzag order (`Cut.zigzag`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,18 @@ class Cut:
             cut by itself, as in a packed projection of queries, keys and values.
         unit: pieces begin at multiples of this number of indices: 2 rows of 7 tokens, viewed as
             one dimension of 14, are cut between the rows. It divides the size of a block.
+        zigzag: each of P ranks has two of 2P chunks, k and 2P - 1 - k: one from each end. So ranks
+            do equal work where rows depend on all rows ahead of them, as in causal attention.
+        shift: each rank has the piece that belongs to the rank so many positions ahead of it, and
+            the first ranks have those of the last: a block on its way around a ring. It is less
+            than the number of pieces.
     """
 
     axes: tuple[str, ...] = ()
     blocks: int = 1
     unit: int = 1
+    zigzag: bool = False
+    shift: int = 0
 
     def __bool__(self) -> bool:
         """True if the dimension is cut."""
@@ -61,11 +68,31 @@ class Cut:
             index, count = index * length + coordinate, count * length
         block = size // self.blocks
         units = block // self.unit
-        start, stop = (at * units // count * self.unit for at in (index, index + 1))
-        return merge((at + start, at + stop) for at in range(0, size, max(block, 1)))
+        chunks, count = self._chunks((index - self.shift) % count, count)
+        runs = [
+            tuple([at * units // count * self.unit for at in (chunk, chunk + 1)])
+            for chunk in chunks
+        ]
+        return merge(
+            (at + start, at + stop)
+            for at in range(0, size, max(block, 1))
+            for start, stop in runs
+        )
+
+    def _chunks(self, index: int, count: int) -> tuple[tuple[int, ...], int]:
+        """The numbers of the chunks that are a piece, and the number of all chunks."""
+        if self.zigzag:
+            return (index, 2 * count - 1 - index), 2 * count
+        return (index,), count
 
     def __str__(self) -> str:
         return ".".join(self.axes)
+
+    @property
+    def text(self) -> str:
+        """The axes, `~` for zigzag order, and the shift: `cp`, `cp~` or `cp~>1`."""
+        shift = f">{self.shift}" if self.shift else ""
+        return f"{self}{'~' if self.zigzag else ''}{shift}"
 
 
 WHOLE = Cut()

@@ -34,7 +34,7 @@ _TYPE = re.compile(
 )
 _DIM = re.compile(
     r"(?:(?P<blocks>\d+)\s*\*\s*)?(?P<size>\d+)(?:\s*x\s*(?P<unit>\d+))?"
-    r"(?:\s*/\s*(?P<axes>[\w.*\s]+))?"
+    r"(?:\s*/\s*(?P<axes>[\w.*\s]+)(?P<zigzag>~\s*)?(?:>\s*(?P<shift>\d+)\s*)?)?"
 )
 _SUMMANDS = re.compile(r"\s*(?:\+|(?P<reduce>\w+)\s*:)(?P<axes>[\w.*\s]+)")
 _FUTURE = re.compile(r"future<(.*)>", re.DOTALL)
@@ -110,7 +110,8 @@ def _dims(text: str, dims: str) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
         if match is None or ((match["blocks"] or match["unit"]) and not match["axes"]):
             raise ValueError(
                 f"'{text}' is not a type: its shape is not numbers between commas, each with the "
-                "axes that cut it behind a slash, if any: 8, 8/dp, 64/tp.dp, 3*64/tp, 8x7/dp"
+                "axes that cut it behind a slash, if any: 8, 8/dp, 64/tp.dp, 3*64/tp, 8x7/dp, "
+                "16/cp~, 16/cp>1"
             )
         blocks, unit = int(match["blocks"] or 1), int(match["unit"] or 1)
         if not blocks or not unit:
@@ -121,8 +122,13 @@ def _dims(text: str, dims: str) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
         if size > _LARGEST:
             raise ValueError(f"'{text}' has a dimension of more than 2**63 - 1, the most of a type")
         shape.append(size)
-        cuts.append(Cut(_axes(match["axes"]), blocks, unit) if match["axes"] else WHOLE)
+        cuts.append(_cut(match, blocks, unit) if match["axes"] else WHOLE)
     return tuple(shape), tuple(cuts)
+
+
+def _cut(match: re.Match[str], blocks: int, unit: int) -> Cut:
+    shift = int(match["shift"] or 0)
+    return Cut(_axes(match["axes"]), blocks, unit, match["zigzag"] is not None, shift)
 
 
 def _summands(text: str, summands: str | None) -> tuple[tuple[str, ...], ReduceOp]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..attributes import ReduceOp
 from ..layout import Layout
 from ..ops import Op, Slice, Transfer, Value
@@ -84,6 +86,8 @@ def misfit(type_: TensorType, place: Place | None) -> str | None:
     for cut, size in zip(layout.cuts, type_.shape, strict=True):
         if cut.blocks < 1 or cut.unit < 1 or size % (cut.blocks * cut.unit):
             return f"has {cut.blocks} blocks of units of {cut.unit} in a dimension of {size}"
+        if not cut and (cut.zigzag or cut.shift):
+            return "has an order of pieces in a dimension that is whole"
     if len(set(layout.axes)) != len(layout.axes):
         return f"uses an axis twice: {', '.join(layout.axes)}"
     if layout.reduce is ReduceOp.AVG:
@@ -95,6 +99,10 @@ def _unknown_axis(layout: Layout, place: Place) -> str | None:
     names = [axis for axis, _ in place.axes]
     if unknown := [axis for axis in layout.axes if axis not in names]:
         return f"uses the axis {unknown[0]}; those of {place} are {', '.join(names)}"
+    sizes = dict(place.axes)
+    for cut in layout.cuts:
+        if cut.shift and not cut.shift < (pieces := math.prod(sizes[axis] for axis in cut.axes)):
+            return f"is shifted by {cut.shift}, and {cut} has {pieces} pieces"
     if sorted(layout.summands, key=names.index) != list(layout.summands):
         return f"has summands along {'.'.join(layout.summands)}, not in the order of {place}"
     return None

@@ -122,7 +122,11 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
         layers = {path: layer_of(path) for path in gathered}
         try:
-            propagation = propagate_joint(joint, group.place, layouts, group.inputs, pins=pins)
+            propagation = propagate_joint(
+                *(joint, group.place, layouts, group.inputs),
+                pins=pins,
+                attention=None if actor is None else actor.plan.attention,
+            )
             return SectionCutter(joint, propagation, self._ranks, layers)
         except LayoutError as error:
             if error.loc is not None:

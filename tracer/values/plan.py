@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import nn
 
@@ -118,7 +118,8 @@ class Sharding:
 
 def _cut_text(dim: int, cut: Cut) -> str:
     blocks = f", blocks={cut.blocks}" if cut.blocks > 1 else ""
-    return f"cg.cut({dim}, {', '.join(map(_quoted, cut.axes))}{blocks})"
+    order = ', order="zigzag"' if cut.zigzag else ""
+    return f"cg.cut({dim}, {', '.join(map(_quoted, cut.axes))}{blocks}{order})"
 
 
 def _quoted(text: str) -> str:
@@ -132,11 +133,18 @@ def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, d
             f"{tensor_name} is cut in {first.blocks} blocks along {first}, then in {second.blocks} "
             f"along {second}, in dimension {dim}; give the blocks with the first cut"
         )
+    if first and first.zigzag is not second.zigzag:
+        raise ValueError(
+            f"{tensor_name} is cut along {first}, then along {second}, in dimension {dim}, and one "
+            "of the cuts is in zigzag order; give both that order, or neither"
+        )
     axes = first.axes + tuple(axis for axis in second.axes if sizes[axis] > 1)
-    return Cut(axes, first.blocks if first else second.blocks) if axes else WHOLE
+    return replace(first or second, axes=axes) if axes else WHOLE
 
 
-def plan(shardings: Mapping[str, Sharding]) -> ShardingPlan:
+def plan(
+    shardings: Mapping[str, Sharding], attention: AttentionForm | None = None
+) -> ShardingPlan:
     """Make a sharding plan: which tensors and arguments of an actor on a mesh are cut, and how.
 
     Args:
@@ -144,18 +152,24 @@ def plan(shardings: Mapping[str, Sharding]) -> ShardingPlan:
             the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as in
             file names, an argument of a method (`forward(x)`), or several with `|` between. What
             no pattern matches is whole.
+        attention: the form of attention whose sequence is cut: "gather" of keys and values, "heads"
+            for rows, or "ring", in which keys and values travel while others are computed with.
+            None: for each op the one that is expected to be the fastest.
 
     Raises:
         TypeError: a value is no sharding.
+        ValueError: there is no such form of attention.
     """
-    return ShardingPlan.of(shardings)
+    return ShardingPlan.of(shardings, attention=attention)
 
 
 whole = Sharding()
 """Every rank of the mesh holds a copy."""
 
 
-def cut(dim: int, *axes: str, blocks: int = 1) -> Sharding:
+def cut(
+    dim: int, *axes: str, blocks: int = 1, order: Literal["rows", "zigzag"] = "rows"
+) -> Sharding:
     """Cut a dimension along axes of the mesh, the major one first.
 
     Args:
@@ -163,15 +177,19 @@ def cut(dim: int, *axes: str, blocks: int = 1) -> Sharding:
         axes: names of axes of the mesh.
         blocks: the dimension is so many blocks of equal size, and each of them is cut, as in a
             projection that makes queries, keys and values at once (3).
+        order: "rows": rank k of n has piece k of n. "zigzag": it has pieces k and 2n - 1 - k of 2n,
+            so that ranks that cut a sequence do equal work in causal attention.
 
     Raises:
-        ValueError: no axis is given, or `blocks` is not positive.
+        ValueError: no axis is given, `blocks` is not positive, or there is no such order.
     """
     if not axes:
         raise ValueError("cg.cut needs an axis of the mesh to cut along, as in cg.cut(0, 'dp')")
     if blocks < 1:
         raise ValueError(f"cg.cut: blocks is {blocks}; it is 1, or the number of packed blocks")
-    return Sharding(((dim, Cut(axes, blocks)),))
+    if order not in ("rows", "zigzag"):
+        raise ValueError(f"cg.cut: order is {order!r}; it is 'rows' or 'zigzag'")
+    return Sharding(((dim, Cut(axes, blocks, zigzag=order == "zigzag")),))
 
 
 def float8(
@@ -210,6 +228,11 @@ def float8(
 
 Matches: TypeAlias = Callable[[str], bool]
 
+AttentionForm: TypeAlias = Literal["gather", "heads", "ring"]
+"""The form of attention over a sequence that ranks have cut."""
+
+_FORMS = ("gather", "heads", "ring")
+
 _ARGUMENT = re.compile(r"(?P<method>\w+)\((?P<argument>\w+)\)")
 
 
@@ -217,7 +240,7 @@ _ARGUMENT = re.compile(r"(?P<method>\w+)\((?P<argument>\w+)\)")
 class ShardingPlan:
     """Shardings by pattern; the first pattern that matches counts, and what none matches is whole.
 
-    A pattern is the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as
+    `attention` is the form of attention whose sequence is cut; None: the fastest. A pattern is the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as
     in file names, or an argument of a method (`forward(x)`), or several of these with `|` between.
     """
 
@@ -226,12 +249,14 @@ class ShardingPlan:
     _optional: tuple[tuple[str, frozenset[str]], ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
     float8: tuple[Float8Layers, ...] = ()
+    attention: AttentionForm | None = None
 
     @staticmethod
     def of(
         shardings: Mapping[str, Sharding],
         optional: str | None = None,
         notes: tuple[str, ...] = (),
+        attention: AttentionForm | None = None,
     ) -> ShardingPlan:
         """Make a plan.
 
@@ -240,10 +265,16 @@ class ShardingPlan:
             optional: the model whose plan this is. An actor may have a part of the model, so some
                 patterns may match nothing, but not all of them.
             notes: what stays whole, and why.
+            attention: as `plan` takes it.
 
         Raises:
             TypeError: a value is no sharding.
+            ValueError: there is no such form of attention.
         """
+        if attention is not None and attention not in _FORMS:
+            raise ValueError(
+                f"a plan's attention is {attention!r}; it is 'gather', 'heads' or 'ring', or None"
+            )
         for pattern, sharding in shardings.items():
             if not isinstance(sharding, Sharding):
                 raise TypeError(
@@ -256,7 +287,7 @@ class ShardingPlan:
             for alternative in pattern.split("|")
         )
         optional_plans = () if optional is None else ((optional, frozenset(shardings)),)
-        return ShardingPlan(items, alternatives, optional_plans, notes)
+        return ShardingPlan(items, alternatives, optional_plans, notes, attention)
 
     def __or__(self, other: ShardingPlan) -> ShardingPlan:
         """Both; where both name a tensor or an argument, this one counts."""
@@ -266,13 +297,16 @@ class ShardingPlan:
             self._optional + other._optional,
             self.notes + other.notes,
             self.float8 + other.float8,
+            self.attention or other.attention,
         )
 
     def __str__(self) -> str:
         """Python that makes the plan, with its notes as comments."""
         lines = [f"    {_quoted(pattern)}: {sharding}," for pattern, sharding in self.items]
+        form = "" if self.attention is None else f", attention={_quoted(self.attention)}"
         float8 = [f"| {layers}" for layers in self.float8]
-        return "\n".join(["cg.plan({", *lines, "})", *float8, *(f"# {n}" for n in self.notes)])
+        notes = (f"# {note}" for note in self.notes)
+        return "\n".join(["cg.plan({", *lines, f"}}{form})", *float8, *notes])
 
     def of_tensor(self, path: str) -> Sharding | None:
         """The sharding of a tensor of the actor's state; None if no pattern matches its path."""

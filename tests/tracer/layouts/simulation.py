@@ -38,7 +38,10 @@ def mesh(**axes: int) -> Mesh:
 
 
 def layout(text: str) -> Layout:
-    """Cuts between commas, then summands: `dp,-,tp` or `-,dp.tp|tp`; `3*tp` is packed."""
+    """Cuts between commas, then summands: `dp,-,tp` or `-,dp.tp|tp`.
+
+    `3*tp` is packed, `cp~` in zigzag order, and `cp>1` shifted.
+    """
     cuts, _, summands = text.partition("|")
     return Layout(
         tuple(map(_cut, cuts.split(","))) if cuts else (),
@@ -47,8 +50,12 @@ def layout(text: str) -> Layout:
 
 
 def _cut(text: str) -> Cut:
-    blocks, _, axes = text.rpartition("*")
-    return WHOLE if axes == "-" else Cut(tuple(axes.split(".")), int(blocks or 1))
+    blocks, _, order = text.rpartition("*")
+    axes, _, shift = order.partition(">")
+    names = tuple(axes.removesuffix("~").split("."))
+    if axes == "-":
+        return WHOLE
+    return Cut(names, int(blocks or 1), zigzag=axes.endswith("~"), shift=int(shift or 0))
 
 
 def at(tensor: torch.Tensor, region: Region) -> torch.Tensor:

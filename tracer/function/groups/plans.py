@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ...values.plan import Parts, Sharding, ShardingPlan, cut, whole
+from ...values.plan import AttentionForm, Parts, Sharding, ShardingPlan, cut, whole
 from .derived_plans import derive
 from .quantized_plans import of_quantized, plain_layers
 
@@ -95,6 +95,7 @@ def hf(
     batch: str | None = "dp",
     experts: str | None = None,
     sequence: str | None = None,
+    attention: AttentionForm | None = None,
 ) -> ShardingPlan:
     """Make a plan for a model of transformers from the tensor parallel plan that it brings.
 
@@ -120,6 +121,7 @@ def hf(
         sequence: the axis that cuts the tokens of `input_ids` and `inputs_embeds`, and with them
             all that the model computes of them. Masks, positions and labels stay whole along it:
             each rank has them, and needs what is beyond its own tokens. None: no axis.
+        attention: as `cg.plan` takes it.
 
     Returns:
         The plan.
@@ -130,7 +132,7 @@ def hf(
     """
     names = _names_of(model)
     if not names:
-        return derived(model, axis, batch, experts)
+        return derived(model, axis, batch, experts, sequence, attention)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     modules = tuple(key for key, name in names.items() if name in _OF_EXPERTS)
     shardings: dict[str, Sharding] = {}
@@ -146,7 +148,8 @@ def hf(
     shardings = of_quantized(shardings, quantized, partial(_generic, model))
     notes = [f"{_within_base(model, key)}: each rank has all experts" for key in modules]
     stay = tuple(notes) if experts is None else ()
-    return _plan(model, shardings, _ArgumentCuts(batch, experts, sequence), stay)
+    arguments = _ArgumentCuts(batch, experts, sequence)
+    return _plan(model, shardings, arguments, stay, attention)
 
 
 def derived(
@@ -155,6 +158,7 @@ def derived(
     batch: str | None = "dp",
     experts: str | None = None,
     sequence: str | None = None,
+    attention: AttentionForm | None = None,
     *,
     example: Mapping[str, Any] | None = None,
 ) -> ShardingPlan:
@@ -174,7 +178,7 @@ def derived(
     Args:
         model: a model of transformers, or another one with an `example`; it may be on the meta
             device. Its equal layers are cut alike, so one with few layers is as good, and faster.
-        axis, batch, experts, sequence: as `hf` takes them.
+        axis, batch, experts, sequence, attention: as `hf` takes them.
         example: inputs by name, on which the model is traced; None: a text.
 
     Returns:
@@ -193,7 +197,7 @@ def derived(
     own = {_within_base(model, path): sharding for path, sharding in shardings.items()}
     own = of_quantized(own, quantized, partial(_generic, model))
     notes = tuple(f"whole: {reason}" for reason in reasons)
-    return _plan(model, own, _ArgumentCuts(batch, experts, sequence), notes)
+    return _plan(model, own, _ArgumentCuts(batch, experts, sequence), notes, attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +227,7 @@ def _plan(
     shardings: Mapping[str, Sharding],
     arguments: _ArgumentCuts,
     notes: tuple[str, ...],
+    attention: AttentionForm | None,
 ) -> ShardingPlan:
     """The plan of parameters, wherever an actor keeps the model, and of its arguments."""
     if arguments.experts is not None:
@@ -230,7 +235,8 @@ def _plan(
     patterns = {f"*{path}": sharding for path, sharding in shardings.items()}
     cuts = {f"forward({name})": arguments.of(name) for name in _ROWS}
     patterns |= {key: sharding for key, sharding in cuts.items() if sharding != whole}
-    return ShardingPlan.of(patterns, optional=type(model).__name__, notes=notes)
+    name = type(model).__name__
+    return ShardingPlan.of(patterns, optional=name, notes=notes, attention=attention)
 
 
 def _of_experts(model: nn.Module, axis: str) -> dict[str, Sharding]:

@@ -31,18 +31,23 @@ asked_layout.register_autograd(_backward)
 
 
 def text_of_cuts(cuts: Sequence[tuple[int, Cut]]) -> str:
-    """The text for cuts of dimensions that the op takes, such as `0:dp.tp:1:1;-1:ep:3:1`.
+    """The text for cuts of dimensions that the op takes, such as `0:dp.tp:1:1:0:0;-1:ep:3:1:0:0`.
 
-    Dimensions that are whole are left out.
+    Dimensions that are whole are left out. The numbers are the fields of `Cut`.
     """
-    return ";".join(f"{dim}:{cut}:{cut.blocks}:{cut.unit}" for dim, cut in cuts if cut)
+    return ";".join(
+        f"{dim}:{cut}:{cut.blocks}:{cut.unit}:{int(cut.zigzag)}:{cut.shift}"
+        for dim, cut in cuts
+        if cut
+    )
 
 
 def _cuts_of(text: str) -> list[tuple[int, Cut]]:
     cuts = []
     for part in text.split(";") if text else ():
-        dim, axes, blocks, unit = part.split(":")
-        cuts.append((int(dim), Cut(tuple(axes.split(".")), int(blocks), int(unit))))
+        dim, axes, blocks, unit, zigzag, shift = part.split(":")
+        own = Cut(tuple(axes.split(".")), int(blocks), int(unit), zigzag == "1", int(shift))
+        cuts.append((int(dim), own))
     return cuts
 
 

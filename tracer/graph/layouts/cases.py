@@ -111,6 +111,7 @@ class Case:
             free.
         loc: the user's line.
         stays_a_sum: whether the result is a term of gradients alone, which may be summands.
+        attention: the form of attention that the plan asks for; None: the best one.
     """
 
     target: torch._ops.OpOverload
@@ -121,6 +122,7 @@ class Case:
     asked: tuple[Cut, ...] | None = None
     loc: Location | None = None
     stays_a_sum: bool = False
+    attention: str | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -205,6 +207,10 @@ class Answer:
             has cut experts or sequences; with the rows of experts that these need; None: all.
         routing: the ranks that have the rows of the results, which all are sums over them.
         summed: the rows in which a rank's summand of each result is not zero.
+        is_late: whether the op begins behind the start of all exchanges that could begin with it,
+            so that they go on while it computes. What it reads of `dispatched` operands then also
+            travels on behind the part ahead of it, and not before.
+        why: the reason for it in words, if there were others.
     """
 
     wanted: tuple[Layout, ...]
@@ -217,6 +223,8 @@ class Answer:
     dispatched: Mapping[int, ExpertRows | None] = field(default_factory=dict)
     routing: Routing | None = None
     summed: ExpertRows | None = None
+    is_late: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,10 +234,12 @@ class Expansion:
     Attributes:
         function: takes the op's arguments by name, and gives its result, or the tuple of them.
         asked: cuts for the results of some ops in it, so that no rank computes these whole.
+        why: the reason for it in words, if there were others.
     """
 
     function: Callable[..., Any]
     asked: Mapping[torch._ops.OpOverload, tuple[Cut, ...]] = field(default_factory=dict)
+    why: str = ""
 
 
 Rule: TypeAlias = Callable[[Case], Answer | Expansion]

@@ -51,7 +51,12 @@ def unmerged(layout: Layout, shape: Sequence[int]) -> tuple[Layout, tuple[int, .
 
 def is_interval(cut: Cut) -> bool:
     """True if each piece is one run of indices."""
-    return cut.blocks == 1 and not isinstance(cut, CutProduct)
+    return cut.blocks == 1 and not cut.zigzag and not isinstance(cut, CutProduct)
+
+
+def is_plain(cut: Cut) -> bool:
+    """True if pieces are runs of indices, in the order of ranks."""
+    return is_interval(cut) and not cut.shift
 
 
 def count(cut: Cut, axes: Mapping[str, int]) -> int:
@@ -59,12 +64,17 @@ def count(cut: Cut, axes: Mapping[str, int]) -> int:
     return math.prod(axes[axis] for axis in cut.axes)
 
 
+def _chunks(cut: Cut, axes: Mapping[str, int]) -> int:
+    """The number of chunks that pieces are made of: in zigzag order, a piece has two."""
+    return count(cut, axes) * (2 if cut.zigzag else 1)
+
+
 def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
     """The same cut of a dimension of `size`, in a form in which equal cuts are equal."""
     if not cut or isinstance(cut, CutProduct):
         return cut
     units = size // cut.blocks // cut.unit
-    return replace(cut, unit=1) if units % count(cut, axes) == 0 else cut
+    return replace(cut, unit=1) if units % _chunks(cut, axes) == 0 else cut
 
 
 def without(cut: Cut, axes: Collection[str]) -> Cut:
@@ -72,7 +82,9 @@ def without(cut: Cut, axes: Collection[str]) -> Cut:
     if isinstance(cut, CutProduct):
         return WHOLE
     kept = tuple(axis for axis in cut.axes if axis not in axes)
-    return replace(cut, axes=kept) if kept else WHOLE
+    if len(kept) == len(cut.axes):
+        return cut
+    return replace(cut, axes=kept, shift=0) if kept else WHOLE
 
 
 def without_axes(layout: Layout, axes: Collection[str]) -> Layout:
@@ -114,9 +126,9 @@ def spread(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut
     if cut.unit % minor == 0:
         return (canonical(replace(cut, unit=cut.unit // minor), head, axes), *rest)
     block = head // cut.blocks
-    if cut.unit == 1 and block % count(cut, axes) == 0:
+    if cut.unit == 1 and block % _chunks(cut, axes) == 0:
         return (replace(cut, unit=1), *rest)
-    return _by_axes(cut, sizes, axes)
+    return None if cut.zigzag or cut.shift else _by_axes(cut, sizes, axes)
 
 
 def _by_axes(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut, ...] | None:
@@ -191,9 +203,10 @@ def _simple(cuts: Sequence[Cut], sizes: Sequence[int], axes: Mapping[str, int]) 
         return None
     whole = blocks * size * minor
     if not inner:
-        joined = Cut(cut.axes, blocks * cut.blocks, cut.unit * minor)
+        joined = replace(cut, blocks=blocks * cut.blocks, unit=cut.unit * minor)
         return canonical(joined, whole, axes) if minor else None
-    if inner.blocks > 1 or count(cut, axes) != size // cut.blocks:
+    has_order = cut.zigzag or cut.shift or inner.shift
+    if has_order or not is_interval(inner) or count(cut, axes) != size // cut.blocks:
         return None
     joined = Cut((*cut.axes, *inner.axes), blocks * cut.blocks, inner.unit)
     return canonical(joined, whole, axes)

@@ -20,6 +20,7 @@ from ....ir.layout import Cut, Layout, Region
 from ....ir.types import Place
 from .cases import Answer, ExpertRows, Shape, dims_of
 from .change import Change
+from .cuts import is_plain
 from .versions import Version
 
 _ATEN = torch.ops.aten
@@ -151,7 +152,7 @@ def moves_rows(
 
 
 def _are_plain(cuts: Iterable[Cut]) -> bool:
-    return all(type(cut) is Cut and cut.blocks == 1 for cut in cuts)
+    return all(map(is_plain, cuts))
 
 
 def experts_of(rows: ExpertRows, place: Place) -> tuple[Region, ...]:

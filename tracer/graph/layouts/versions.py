@@ -132,6 +132,7 @@ def text_of_cuts(layout: Layout) -> str:
     for dim, cut in enumerate(layout.cuts):
         axes = "".join(f', "{axis}"' for axis in cut.axes)
         blocks = f", blocks={cut.blocks}" if cut.blocks > 1 else ""
+        blocks += ', order="zigzag"' if cut.zigzag else ""
         texts += [f"cg.cut({dim}{axes}{blocks})"] if cut else []
     return " & ".join(texts) or "cg.whole"
 

@@ -24,6 +24,7 @@ def propagate_joint(
     outputs: Sequence[End] = (),
     pins: Mapping[fx.Node, Layout] | None = None,
     allowed: frozenset[Change] = DEFAULT,
+    attention: str | None = None,
 ) -> Propagation:
     """Lay out a method and its derivative.
 
@@ -39,7 +40,7 @@ def propagate_joint(
         state: layouts of parameters and buffers, by path; those without one are copies.
         inputs: layouts of the method's inputs; None: copies.
         outputs: ends of the method's outputs, as `propagate` takes them.
-        pins, allowed: as `propagate` takes them.
+        pins, allowed, attention: as `propagate` takes them.
 
     Returns:
         The joint graph with a layout for each value.
@@ -69,6 +70,7 @@ def propagate_joint(
         pins=pins,
         allowed=allowed,
         locations=locations,
+        attention=attention,
     )
 
 

@@ -130,6 +130,7 @@ class _Partitioner:
         self.propagation = propagation
         self.stored = stored
         self.opened: dict[str, int] = {}
+        self.held: dict[Version, int] = {}
         self.transferred = frozenset(transferred)
         self.ranks = ranks
         self.state = frozenset(state)
@@ -156,6 +157,8 @@ class _Partitioner:
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
             self.level[node] = max([*levels, writes.earliest(node)])
+            if self._is_late(node):
+                self._hold(node)
             if node.target is not operator.getitem:  # a getitem stays with its tuple
                 self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):
@@ -191,6 +194,16 @@ class _Partitioner:
             self.opened.setdefault(self.stored[version.node], level)
         else:
             self._open(transfer.before, level)
+
+    def _is_late(self, node: fx.Node) -> bool:
+        answer = self.propagation.answers.get(node)
+        return answer is not None and answer.is_late
+
+    def _hold(self, node: fx.Node) -> None:
+        """Let an op begin one part later, and what it reads travel on behind the part before."""
+        for index in self.propagation.answers[node].dispatched:
+            self.held.setdefault(self.propagation.reads[node][index], self.level[node])
+        self.level[node] += 1
 
     def is_gather(self, transfer: LayoutTransfer) -> bool:
         """True if a transfer gathers stored state from the pieces in which it rests."""
@@ -271,7 +284,7 @@ class _Partitioner:
             return 0 if version in self.transferred else self.level.get(version.node, 0)
         if self.is_gather(transfer):
             return self.opened.get(self.stored[version.node], 0)
-        at = self.available(transfer.before)
+        at = max(self.available(transfer.before), self.held.get(transfer.before, 0))
         if transfer.rows is not None:
             at = max(at, self._known(transfer.rows.ids))
         return at + transfer.change.communicates

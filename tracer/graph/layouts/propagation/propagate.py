@@ -44,6 +44,7 @@ def propagate(
     pins: Mapping[fx.Node, Layout] | None = None,
     allowed: frozenset[Change] = DEFAULT,
     locations: Locations | None = None,
+    attention: str | None = None,
 ) -> Propagation:
     """Lay out a graph of aten ops at logical shapes.
 
@@ -57,6 +58,8 @@ def propagate(
         pins: layouts in which all users take a value; any transfer may make them.
         allowed: the changes that transfers may make where no pin asks for more.
         locations: the user's line of nodes, by name.
+        attention: the form of attention over a cut sequence: "gather", "heads" or "ring"; None: the
+            one that is expected to be the fastest.
 
     Returns:
         A copy of the graph with the layouts of its values, and the transfers between them.
@@ -67,6 +70,7 @@ def propagate(
     run = _Propagator(
         graph, place, input_layouts, like or {}, pins or {}, allowed, locations or {}, ends
     )
+    run.attention = attention
     return run.all()
 
 

@@ -3,18 +3,21 @@
 If there are fewer heads of keys than of queries, each head of keys serves a group of query heads,
 and the groups may be cut.
 
-Where the sequence is cut, there are two forms. The one with fewer bytes is taken; of equal ones the
-second, whose ranks have equal work if attention is causal. A mask that has rows decides for the
-first, in which a rank needs its own rows of it:
+Where the sequence is cut, there are three forms:
 
-- by rows: a rank has the rows of its queries, and gathers all keys and values. Its summands of
+- gather: a rank has the rows of its queries, and gathers all keys and values. Its summands of
   their gradients are reduced to pieces.
-- by heads: ranks exchange rows for heads, so that each has the whole sequence of some heads
+- heads: ranks exchange rows for heads, so that each has the whole sequence of some heads
   (https://arxiv.org/abs/2309.14509). The ranks have to divide the heads of keys.
+- ring: a rank has the rows of its queries, and blocks of keys and values come by (`attention_ring`).
+
+Of those that can be, the plan's is taken, or the one that `attention_forms` chooses. A mask that has
+rows decides against heads, where a rank would need all of it, and not its own rows.
 
 Say p ranks cut a sequence whose queries, keys, values and results have q, k, v and o bytes. Then a
-rank receives (k + v)(p - 1)/p in the forward by rows, and (q + k + v + o)(p - 1)/p^2 by heads. The
-backward receives the same: it takes keys and values as the forward has left them.
+rank receives (k + v)(p - 1)/p in the forward by gather or ring, and (q + k + v + o)(p - 1)/p^2 by
+heads. The backward of gather and heads receives the same: it takes keys and values as the forward
+has left them. That of the ring receives keys, values and their gradients.
 """
 
 from __future__ import annotations
@@ -27,11 +30,21 @@ from typing import Any
 
 import torch
 
-from .....ir.layout import WHOLE, Cut, volume
+from .....ir.layout import WHOLE, Cut, Layout, volume
 from ..asked import ASKED, text_of_cuts
 from ..attention_blocks import PADDED, PADDING, backward_of_rows, forward_of_rows
+from ..attention_forms import Sizes, best
+from ..attention_ring import (
+    ADD,
+    BACKWARDS,
+    FORWARDS,
+    KERNELS,
+    StepOp,
+    backward_of_ring,
+    forward_of_ring,
+)
 from ..cases import Answer, Case, Expansion, Local, LocalOp, Operand, Rule, Shape, whole
-from ..cuts import count, is_interval, spread
+from ..cuts import CutProduct, count, is_interval, spread
 from ..factors import Dim, Dims, Factors, each
 from ..solution import solve
 from .creation import zeros
@@ -64,18 +77,22 @@ def _forward(case: Case) -> Answer | Expansion:
     if not _has_cut_sequence(case, answer):
         return rows(by="pieces")
     heads = _cut_of_heads(case, answer)
-    if heads is None or not _heads_move_less(case):
-        _check_padding(case)
-        return answer
-    layout = answer.results[0]
-    assert layout is not None
-    return _exchanged(case, heads, [layout.cuts])
+    form, why = _form(case, heads)
+    if form == "heads":
+        assert not isinstance(heads, str)
+        layout = answer.results[0]
+        assert layout is not None
+        return _exchanged(case, heads, [layout.cuts], why)
+    _check_padding(case)
+    if form == "ring":
+        return Expansion(forward_of_ring(case.target, _ranks(case), case.shape(1)), why=why)
+    return replace(answer, why=why)
 
 
 def _backward(case: Case) -> Answer | Expansion:
-    bias = next((case[name] for name in _BIASES if name in case.arguments), None)
+    bias = _bias_of(case)
     results: list[Dims] = [_QUERY, _KEY, _VALUE]
-    if len(case.shapes) > 3 and isinstance(bias, Operand):
+    if len(case.shapes) > 3 and bias is not None:
         results.append(_bias(case, bias))
     others = case.shapes[len(results) :]
     solved = partial(_solved, case, tuple(results), others, linear=True, local=backward_of_rows)
@@ -84,15 +101,161 @@ def _backward(case: Case) -> Answer | Expansion:
     answer = solved(by="rows")
     if not _has_cut_sequence(case, answer):
         return solved(by="pieces")
-    heads = None if case["logsumexp"].cuts[_ROWS] else _cut_of_heads(case, answer)
+    by_heads = not case["logsumexp"].cuts[_ROWS]  # so the forward has left them
+    heads = _cut_of_heads(case, answer) if by_heads else "the forward was by rows"
+    form, why = _form(case, heads)
+    if form == "ring":
+        return Expansion(backward_of_ring(case.target, _ranks(case)), why=why)
     gradients = []
     for name, layout in zip(("query", "key", "value"), answer.results, strict=False):
         assert layout is not None
         cuts = list(layout.cuts)
         cuts[_ROWS] = case[name].cuts[_ROWS]
         gradients.append(tuple(cuts))
-    asked = gradients[0] if heads is None else heads
-    return _exchanged(case, asked, gradients)
+    asked = gradients[0] if isinstance(heads, str) else heads
+    return _exchanged(case, asked, gradients, why)
+
+
+def _step(case: Case) -> Answer:
+    """A step of a ring: keys and values are those of the ranks so many positions ahead."""
+    kernel = KERNELS[case.target]
+    behind, step = case["behind"], case["step"]
+    names = {argument.name for argument in kernel._schema.arguments}
+    plain = replace(
+        case,
+        target=kernel,
+        arguments={name: value for name, value in case.arguments.items() if name in names},
+        operands=tuple(operand for operand in case.operands if operand is not behind),
+    )
+    is_forward = kernel in FORWARDS
+    results: tuple[Dims, ...] = (_QUERY, _KEY, _VALUE)
+    if is_forward:
+        results = (_OUT, _statistics(plain, case.shape(1)))
+    others = case.shapes[len(results) :]
+    local = partial(_local_step, is_forward)
+    answer = _solved(plain, results, others, not is_forward, by="rows", local=None)
+    cut = case["query"].cuts[_ROWS]
+    wanted, layouts = list(answer.wanted), list(answer.results)
+    moved = {i for i, o in enumerate(plain.operands) if o is plain["key"] or o is plain["value"]}
+    for index in moved:
+        wanted[index] = _of_step(wanted[index], cut, step)
+    for index in () if is_forward else (1, 2):
+        layout = layouts[index]
+        assert layout is not None
+        layouts[index] = _of_step(layout, cut, step)
+    if isinstance(behind, Operand):
+        wanted.append(behind.layout)
+    reasons = {index: why for index, why in answer.reasons.items() if index not in moved}
+    return replace(
+        answer,
+        wanted=tuple(wanted),
+        results=tuple(layouts),
+        local=local,
+        reasons=reasons,
+        is_late=True,
+    )
+
+
+def _of_step(layout: Layout, cut: Cut, step: int) -> Layout:
+    """A layout of keys, as ranks have them in a step of a ring."""
+    cuts = list(layout.cuts)
+    cuts[_ROWS] = replace(cut, shift=step)
+    summands = [axis for axis in layout.summands if axis not in cut.axes]
+    return Layout(tuple(cuts), layout.summands, layout.reduce).keeping(summands)
+
+
+def _local_step(is_forward: bool, op: LocalOp) -> Any:
+    if not volume(op.operands[0]):
+        return zeros(op, op.arguments["query"])
+    kernel = StepOp(op)
+    return forward_of_rows(kernel, is_part=True) if is_forward else backward_of_rows(kernel)
+
+
+def _add(case: Case) -> Answer:
+    """A gradient that travels is taken where the own one is, behind the step that has made this."""
+    moving, own = case["moving"], case["own"]
+    layout = replace(own.layout, summands=moving.layout.summands, reduce=moving.layout.reduce)
+    if layout != own.layout:
+        layout = Layout(own.cuts)
+    index = case.operands.index(moving)
+    return Answer(
+        (layout, layout), (layout,), local=_local_add, dispatched={index: None}, is_late=True
+    )
+
+
+def _local_add(op: LocalOp) -> Any:
+    return op.emit(_ATEN.add.Tensor, op.arguments["moving"], op.arguments["own"])
+
+
+def _form(case: Case, heads: tuple[Cut, ...] | str) -> tuple[str, str]:
+    """The form of attention over a cut sequence, and why it is taken.
+
+    Args:
+        case: the op.
+        heads: the cuts by heads, or the reason why there are none.
+
+    Raises:
+        LayoutError: the plan asks for a form that cannot be.
+    """
+    refused = {"heads": heads} if isinstance(heads, str) else {}
+    if (reason := _no_ring(case)) is not None:
+        refused["ring"] = reason
+    asked = case.attention
+    if asked in refused and case.target in FORWARDS:
+        raise case.error(
+            f"the plan asks for attention by {asked}, and {refused[asked]}",
+            "leave out attention= in the plan, and the best form that can be is taken",
+        )
+    if asked is not None and asked not in refused:
+        return asked, "asked for by the plan"
+    if asked is not None:  # the backward of a forward that has left its results otherwise
+        refused |= {form: "the plan asks for another" for form in ("heads", "ring")}
+    return best(_sizes_of_rank(case), refused)
+
+
+def _no_ring(case: Case) -> str | None:
+    """The reason why attention cannot be a ring; None if it can."""
+    operands = [case[name] for name in ("query", "key", "value")]
+    cuts = [operand.cuts[_ROWS] for operand in operands]
+    if len(set(cuts)) > 1 or len({operand.shape[_ROWS] for operand in operands}) > 1:
+        return "queries and keys are not cut alike"
+    if cuts[0].blocks > 1 or isinstance(cuts[0], CutProduct):
+        return "rows are packed"
+    bias = _bias_of(case)
+    if bias is not None and case.target in BACKWARDS and len(case.shapes) > 3:
+        wants = case.arguments.get("grad_input_mask")
+        if wants is None or wants[3]:
+            return "the mask has a gradient, which each step would give a part of"
+    return None
+
+
+def _bias_of(case: Case) -> Operand | None:
+    biases = (case.arguments.get(name) for name in _BIASES)
+    return next((bias for bias in biases if isinstance(bias, Operand)), None)
+
+
+def _ranks(case: Case) -> int:
+    """The number of pieces of the sequence."""
+    cut: Cut = case["query"].cuts[_ROWS]
+    return count(cut, case.sizes)
+
+
+def _sizes_of_rank(case: Case) -> Sizes:
+    """What a rank holds and computes; other axes cut batch and heads as they do the queries."""
+    query, key, value = (case[name] for name in ("query", "key", "value"))
+    ranks = _ranks(case)
+    pieces = [math.prod(count(cut, case.sizes) for cut in o.cuts) for o in (query, key, value)]
+    sizes = [
+        math.prod(o.shape) * o.dtype.itemsize // n
+        for o, n in zip((query, key, value), pieces, strict=True)
+    ]
+    batch, heads, rows, entries = query.shape
+    out = sizes[0] * value.shape[3] // max(entries, 1)
+    pairs = batch * heads * rows * key.shape[_ROWS] // pieces[0]
+    products = 2 * pairs * (entries + value.shape[3])
+    if case["is_causal"]:
+        products //= 2
+    return Sizes(ranks, *sizes, out, products)
 
 
 _ROWS = 2
@@ -128,20 +291,24 @@ def _check_padding(case: Case) -> None:
         )
 
 
-def _cut_of_heads(case: Case, rows: Answer) -> tuple[Cut, ...] | None:
-    """The cuts of the first result if axes that cut rows cut heads; None if they cannot."""
+def _cut_of_heads(case: Case, rows: Answer) -> tuple[Cut, ...] | str:
+    """The cuts of the first result if axes that cut rows cut heads; or why they cannot."""
     layout, query = rows.results[0], case["query"]
     assert layout is not None
     groups = case["key"].shape[1]
     factors = spread(layout.cuts[1], (groups, query.shape[1] // max(groups, 1)), case.sizes)
     rows_cut = query.cuts[_ROWS]
-    if factors is None or factors[1] or not (is_interval(rows_cut) and is_interval(factors[0])):
-        return None
+    has_runs = rows_cut.blocks == 1 and not isinstance(rows_cut, CutProduct)
+    if factors is None or factors[1] or not (has_runs and is_interval(factors[0])):
+        return "rows or heads are packed"
     if not all(case[name].cuts[_ROWS] for name in ("key", "value")):
-        return None
+        return "keys are whole"
     heads = Cut((*factors[0].axes, *rows_cut.axes))
-    if not groups or groups % count(heads, case.sizes) or _has_large_mask(case):
-        return None
+    ranks = count(heads, case.sizes)
+    if not groups or groups % ranks:
+        return f"{groups} heads of keys are not {ranks} equal parts"
+    if _has_large_mask(case):
+        return "the mask has rows, of which each rank would need all"
     return (layout.cuts[0], heads, WHOLE, WHOLE)
 
 
@@ -154,16 +321,9 @@ def _has_large_mask(case: Case) -> bool:
     )
 
 
-def _heads_move_less(case: Case) -> bool:
-    """True if rows exchanged for heads are at most as many bytes as gathered keys and values."""
-    operands: list[Operand] = [case[name] for name in ("query", "key", "value")]
-    query, *others = operands
-    keys = sum(math.prod(operand.shape) for operand in others)
-    exchanged = keys + math.prod(query.shape) + math.prod(case.shape())
-    return exchanged <= keys * count(query.cuts[_ROWS], case.sizes)
-
-
-def _exchanged(case: Case, asked: tuple[Cut, ...], cuts: Sequence[tuple[Cut, ...]]) -> Expansion:
+def _exchanged(
+    case: Case, asked: tuple[Cut, ...], cuts: Sequence[tuple[Cut, ...]], why: str
+) -> Expansion:
     """The op in an asked form, whose first results are then brought to these cuts."""
     texts = [text_of_cuts([*enumerate(of_result)]) for of_result in cuts]
 
@@ -175,7 +335,7 @@ def _exchanged(case: Case, asked: tuple[Cut, ...], cuts: Sequence[tuple[Cut, ...
             for result, text in pairs
         )
 
-    return Expansion(function, {case.target: asked})
+    return Expansion(function, {case.target: asked}, why)
 
 
 def _solved(
@@ -185,7 +345,7 @@ def _solved(
     linear: bool = False,
     *,
     by: str,
-    local: Local,
+    local: Local | None,
 ) -> Answer:
     """Lay attention out.
 
@@ -283,22 +443,8 @@ def _bias(case: Case, value: Operand) -> Dims:
 
 
 RULES: Mapping[object, Rule] = {
-    **dict.fromkeys(
-        (
-            _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-            _ATEN._scaled_dot_product_flash_attention.default,
-            _ATEN._scaled_dot_product_efficient_attention.default,
-            _ATEN._scaled_dot_product_cudnn_attention.default,
-        ),
-        _forward,
-    ),
-    **dict.fromkeys(
-        (
-            _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            _ATEN._scaled_dot_product_flash_attention_backward.default,
-            _ATEN._scaled_dot_product_efficient_attention_backward.default,
-            _ATEN._scaled_dot_product_cudnn_attention_backward.default,
-        ),
-        _backward,
-    ),
+    **dict.fromkeys(FORWARDS, _forward),
+    **dict.fromkeys(BACKWARDS, _backward),
+    **dict.fromkeys(KERNELS, _step),
+    ADD: _add,
 }
