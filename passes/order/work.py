@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir.attributes import Action, Effect, Task
@@ -37,8 +37,9 @@ class ProgramWork:
     first use. An *early* send or collective depends on no node either; it is issued a little before
     its first use. A *late* collective takes received values, as a gather at the end of a transfer
     to a group does. It is issued just before its first use, since its ranks wait for the messages
-    there. All other ops go with an op of these kinds: a receive with its send, a wait with its
-    future.
+    there. A send of a received value, as in a ring, follows the call ahead of it in its task: to
+    issue it, the rank waits for the value, and it is to work while the value comes. All other ops
+    go with an op of these kinds: a receive with its send, a wait with its future.
 
     Attributes:
         program: the program with the ops.
@@ -82,10 +83,13 @@ def sort_work(module: Module) -> ProgramWork:
     # For each op, the nodes that its users have to follow.
     reach: list[Sequence[int]] = []
     edges = dependencies(program.ops, module.functions)
+    ahead: dict[tuple[int, Task | None], int] = {}
     for index, op in enumerate(program.ops):
         before = edges[index]
         if type(op) is Send:
             sends[op.chan, op.seq] = index
+            if _is_received(program.ops, edges, before):
+                before = (*before, *_called_ahead(op, ahead))
         elif type(op) is Recv:
             before = (*before, sends[op.chan, op.seq])
         task = op.task
@@ -99,6 +103,8 @@ def sort_work(module: Module) -> ProgramWork:
             follows = list({node for earlier in before for node in reach[earlier]})
         work.follows.append(follows)
         is_node = _classify(work, module, index, op, follows)
+        if type(op) is Call and op.place is not None:
+            ahead.update(dict.fromkeys(((rank, task) for rank in op.place.ranks), index))
         reach.append((index,) if is_node else follows)
     work.stages = groups.stages()
     work.late = _late(program.ops, edges).intersection(work.nodes)
@@ -110,6 +116,25 @@ def sort_work(module: Module) -> ProgramWork:
         # A task takes one unit, however many calls it has.
         work.costs.update(dict.fromkeys(anchors[:-1], 0))
     return work
+
+
+def _is_received(
+    ops: Sequence[Op], edges: Sequence[tuple[int, ...]], before: Sequence[int]
+) -> bool:
+    """True if one of some ops gives a received value, or a part of one."""
+    return any(
+        isinstance(ops[i], Recv)
+        or (isinstance(ops[i], (Wait, Slice, Assemble)) and _is_received(ops, edges, edges[i]))
+        for i in before
+    )
+
+
+def _called_ahead(send: Send, ahead: Mapping[tuple[int, Task | None], int]) -> Iterator[int]:
+    """The last call ahead of a send on its rank, in its task if it is of one."""
+    place = send.operands[0].type.place
+    for rank in place.ranks if place is not None else ():
+        if (rank, send.task) in ahead:
+            yield ahead[rank, send.task]
 
 
 def _find_stored(work: ProgramWork, module: Module) -> None:
