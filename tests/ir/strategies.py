@@ -58,7 +58,9 @@ def tensor_types(draw: st.DrawFn) -> TensorType:
         cut_axes = draw(axes)
         blocks = draw(st.integers(1, 3)) if cut_axes else 1
         shape.append(blocks * draw(small))
-        cuts.append(Cut(cut_axes, blocks))
+        zigzag = bool(cut_axes) and draw(st.booleans())
+        shift = draw(st.integers(0, 2)) if cut_axes else 0
+        cuts.append(Cut(cut_axes, blocks, 1, zigzag, shift))
     summands = draw(axes)
     reduce = draw(st.sampled_from(ReduceOp)) if summands else ReduceOp.SUM
     layout = Layout.of(cuts, summands, reduce)

@@ -68,18 +68,20 @@ def layouts(draw: Any, shape: tuple[int, ...], place: Place, sums: bool) -> Layo
         elif kind == "sum" and sums:
             summed.add(axis)
     return Layout.of(
-        [_cut(draw, tuple(cut), size) for cut, size in zip(cuts, shape, strict=True)],
+        [_cut(draw, place, tuple(cut), size) for cut, size in zip(cuts, shape, strict=True)],
         tuple(axis for axis, _ in place.axes if axis in summed),
         draw(st.sampled_from(tuple(COMBINE))) if summed else ReduceOp.SUM,
     )
 
 
-def _cut(draw: Any, axes: tuple[str, ...], size: int) -> Cut:
+def _cut(draw: Any, place: Place, axes: tuple[str, ...], size: int) -> Cut:
     if not axes:
         return Cut()
     blocks = draw(st.sampled_from([n for n in (1, 2, 3) if not size % n]))
     units = draw(st.sampled_from([n for n in (1, 1, 2) if not size // blocks % n]))
-    return Cut(axes, blocks, units)
+    pieces = math.prod(length for axis, length in place.axes if axis in axes)
+    shift = draw(st.sampled_from((0, 0, pieces - 1)))
+    return Cut(axes, blocks, units, draw(st.booleans()), shift)
 
 
 @st.composite
