@@ -193,8 +193,9 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
         raise SystemExit(f"--stages names {len(cuts)} stages, and there are {len(places)}")
     lent = "forward(lent)|logits(lent)|loss(lent)"
     rows, copies = cg.cut(0, "dp", "ep"), cg.cut(0, "dp", "ep", "cp")
-    tokens = rows & cg.cut(1, "cp") if args.cp > 1 else rows
-    plan = cg.plan({TOKENS: tokens, ROWS: rows, "lend(rows)": copies, lent: cg.whole})
+    tokens = rows & cg.cut(1, "cp", order=args.cp_order) if args.cp > 1 else rows
+    shardings = {TOKENS: tokens, ROWS: rows, "lend(rows)": copies, lent: cg.whole}
+    plan = cg.plan(shardings, attention=args.cp_form)
     if args.tp > 1 or args.ep > 1:
         plan = plan | cg.plans.hf(model.whole, batch=None, experts="ep" if args.ep > 1 else None)
     layers = float8_layers(model.whole, args.float8)

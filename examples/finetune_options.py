@@ -32,6 +32,17 @@ def parse(description: str) -> argparse.Namespace:
     add("--dp", type=int, default=1, help="ranks of a group that share the batch")
     add("--ep", type=int, default=1, help="ranks of a group that share experts, and the batch too")
     add("--cp", type=int, default=1, help="ranks of a group that share the tokens of a window")
+    add(
+        "--cp-form",
+        choices=("gather", "heads", "ring"),
+        help="with --cp: how attention gets keys of other ranks; left out: the fastest",
+    )
+    add(
+        "--cp-order",
+        choices=("rows", "zigzag"),
+        default="rows",
+        help="with --cp: zigzag gives a rank tokens of both ends, and all equal causal work",
+    )
     add("--tp", type=int, default=1, help="ranks of a group that share weights")
     add(
         "--fsdp",

@@ -48,7 +48,7 @@ class Pass(ABC):
         """
 
     def remarks(self, module: Module) -> tuple[str, ...]:
-        """Lines on what the pass has decided, for users, of a module that it has just changed."""
+        """Lines on what the pass has decided, for users, of a module behind it."""
         return ()
 
     @classmethod

@@ -46,7 +46,8 @@ class Transfer(Op):
     `all_gather_rows`, and `experts` has a region for each rank of the mesh. A rank that gathers
     gets zeros, or the true numbers, for other rows than its own, and a rank's summand has zeros
     there. If a collective cannot do it, as where pieces are uneven, all rows travel. `dispatch`
-    says which form `choose-dispatch` has chosen, and why.
+    says which form `choose-dispatch` has chosen, and why. `form` is of the first exchange of an op
+    that could be laid out in several ways, as attention over a cut sequence: the way, and why.
     """
 
     opcode: ClassVar[str] = "transfer"
@@ -62,6 +63,7 @@ class Transfer(Op):
     traffic: Traffic | None = field(default=None, kw_only=True)
     donated: bool | None = field(default=None, kw_only=True)
     dispatch: str | None = field(default=None, kw_only=True)
+    form: str | None = field(default=None, kw_only=True)
     experts: tuple[Region, ...] | None = field(default=None, kw_only=True)
     lead: int | None = field(default=None, kw_only=True)
     via: str | None = field(default=None, kw_only=True)

@@ -205,7 +205,7 @@ def _timed(pass_: Pass, module: Module) -> PassReport:
     changed = pass_.run(module)
     seconds = time.perf_counter() - start
     ops = sum(len(program.ops) for program in module.programs)
-    return PassReport(pass_.name, seconds, changed, ops, pass_.remarks(module) if changed else ())
+    return PassReport(pass_.name, seconds, changed, ops, pass_.remarks(module))
 
 
 def _check_honesty(report: PassReport, before: str, after: str) -> str:

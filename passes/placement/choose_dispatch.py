@@ -105,14 +105,18 @@ class ChooseDispatch(Pass):
         return bool(routed)
 
     def remarks(self, module: Module) -> tuple[str, ...]:
-        counts = Counter(
-            (_stage(op), op.dispatch)
-            for op in module.program.ops
-            if isinstance(op, Transfer) and op.dispatch is not None
-        )
-        return tuple(
-            f"rows of experts{stage}: {count} transfer{'s' * (count > 1)}, {dispatch}"
-            for (stage, dispatch), count in counts.items()
+        transfers = [op for op in module.program.ops if isinstance(op, Transfer)]
+        counts = Counter((_stage(op), op.dispatch) for op in transfers if op.dispatch is not None)
+        forms = Counter((_stage(op), op.form) for op in transfers if op.form is not None)
+        return (
+            *(
+                f"rows of experts{stage}: {count} transfer{'s' * (count > 1)}, {dispatch}"
+                for (stage, dispatch), count in counts.items()
+            ),
+            *(
+                f"attention{stage}: {count} call{'s' * (count > 1)}, {form}"
+                for (stage, form), count in forms.items()
+            ),
         )
 
     def _pays(self, saved: int) -> bool:

@@ -33,6 +33,16 @@ SPARED = {"loop", "residual", "attention", "adagrad", "task"}
 """Left out of `some`: each has a case beside it whose transfers are of the same kinds."""
 
 
+RING = cg.plan(
+    {
+        "forward(x)|loss(h)|loss(y)": cg.cut(1, "dp", order="zigzag"),
+        "[qkv].weight": cg.cut(0, "tp"),
+        "o.weight": cg.cut(1, "tp"),
+    },
+    attention="ring",
+)
+
+
 @cg.actor
 class Careless(nn.Module):
     """Draws what its ranks do not draw alike, or raises on one of them."""
@@ -68,7 +78,8 @@ def main() -> None:
             continue
         store = cg.cut(0, "dp") if name in ("stored", "adagrad") else cg.whole
         limit = 100 if name == "buckets" else BUCKET
-        stages = model.on(places, store=store, bucket_bytes=limit)
+        plans = [RING] * len(places) if name == "ring" else None
+        stages = model.on(places, plans, store, limit)
         made = train(model, stages, rows, 2, schedule, kind, steps=2)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
@@ -142,6 +153,13 @@ def cases() -> dict[str, Case]:
             "reals",
         ),
         "heads": (
+            Model([(LongAttention, (i, "adam")) for i in range(2)]),
+            cg.mesh(pp=2, dp=2, tp=1).unbind("pp"),
+            4,
+            "zb-h1",
+            "reals",
+        ),
+        "ring": (
             Model([(LongAttention, (i, "adam")) for i in range(2)]),
             cg.mesh(pp=2, dp=2, tp=1).unbind("pp"),
             4,

@@ -350,6 +350,7 @@ class _SectionWriter:
         op = TransferOp(operands, (result,), loc=self._loc)
         if rows is not None:
             op.experts, op.lead = rows.experts, rows.lead
+        op.form = transfer.why or None
         self._ops.append(op)
 
     def maxima(self, weights: Float8Weights) -> Value:

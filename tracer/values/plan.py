@@ -287,7 +287,7 @@ class ShardingPlan:
             for alternative in pattern.split("|")
         )
         optional_plans = () if optional is None else ((optional, frozenset(shardings)),)
-        return ShardingPlan(items, alternatives, optional_plans, notes, attention)
+        return ShardingPlan(items, alternatives, optional_plans, notes, attention=attention)
 
     def __or__(self, other: ShardingPlan) -> ShardingPlan:
         """Both; where both name a tensor or an argument, this one counts."""

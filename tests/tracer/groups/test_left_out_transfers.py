@@ -20,8 +20,10 @@ from cg.ir.verify.verifier import verify
 from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
+from cg.tracer.values.plan import AttentionForm
 
 from .training import (
+    PLANS,
     Attention,
     Block,
     Language,
@@ -37,19 +39,22 @@ from .training import (
 WANTED = 200
 """Mutants of all models together."""
 
-CASES: list[tuple[type[Any], str, bool]] = [
-    (Mlp, "pp-dp-tp", False),
-    (Block, "dp-tp", True),
-    (Block, "overlap", False),
-    (Attention, "tp-dp", False),
-    (LongAttention, "dp", False),  # gathers keys and values
-    (LongAttention, "dp-tp", True),  # exchanges rows for heads
-    (Written, "dp-tp", False),
-    (Written, "pp-dp-tp", True),
-    (Language, "dp-tp", False),
-    (Language, "tp-dp", True),
+CASES: list[tuple[type[Any], str, bool, AttentionForm | None]] = [
+    (Mlp, "pp-dp-tp", False, None),
+    (Block, "dp-tp", True, None),
+    (Block, "overlap", False, None),
+    (Attention, "tp-dp", False, None),
+    (LongAttention, "dp", False, None),  # gathers keys and values
+    (LongAttention, "dp-tp", True, None),  # exchanges rows for heads
+    (LongAttention, "dp", False, "ring"),
+    (LongAttention, "dp-tp", True, "ring"),
+    (Written, "dp-tp", False, None),
+    (Written, "pp-dp-tp", True, None),
+    (Language, "dp-tp", False, None),
+    (Language, "tp-dp", True, None),
 ]
-"""A class of stages, their meshes, and whether parameters are stored in pieces."""
+"""A class of stages, their meshes, whether parameters are stored in pieces, and the form of
+attention."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +66,13 @@ def _world() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def traced(cls: type[Any], name: str, is_stored: bool) -> Module:
+def traced(
+    cls: type[Any], name: str, is_stored: bool, attention: AttentionForm | None = None
+) -> Module:
     places = meshes(name)
     model = Model([(cls, (seed,)) for seed in range(len(places))])
-    stages = model.on(places, store=cg.cut(0, "dp") if is_stored else cg.whole)
+    plans = [cg.plan(PLANS[cls], attention=attention)] * len(places)
+    stages = model.on(places, plans, cg.cut(0, "dp") if is_stored else cg.whole)
     kind = {Language: "words", Mlp: "integers"}.get(cls, "reals")
     return cg.trace(step_of(stages, 2)).lower(*batch(0, 12, kind)).trace.module
 

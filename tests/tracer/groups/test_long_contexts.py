@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -11,14 +12,29 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
+from cg.tracer.values.plan import AttentionForm
 
 from .training import Attention, Model, train
 
-PLAN = {
-    "forward(x)|loss(h)|loss(y)": cg.cut(0, "dp") & cg.cut(1, "cp"),
-    "[qkv].weight": cg.cut(0, "tp"),
-    "o.weight": cg.cut(1, "tp"),
+FORMS: dict[str, tuple[AttentionForm | None, Literal["rows", "zigzag"]]] = {
+    "best": (None, "rows"),
+    "ring": ("ring", "rows"),
+    "zigzag-ring": ("ring", "zigzag"),
+    "zigzag-gather": ("gather", "zigzag"),
 }
+
+
+def plan_of(form: str) -> cg.ShardingPlan:
+    """A plan that cuts rows, tokens and heads."""
+    attention, order = FORMS[form]
+    shardings = {
+        "forward(x)|loss(h)|loss(y)": cg.cut(0, "dp") & cg.cut(1, "cp", order=order),
+        "[qkv].weight": cg.cut(0, "tp"),
+        "o.weight": cg.cut(1, "tp"),
+    }
+    return cg.plan(shardings, attention=attention)
+
+
 MESHES: dict[str, Callable[[], tuple[Mesh, ...]]] = {
     "cp2": lambda: (cg.mesh(dp=1, cp=2, tp=1),),
     "cp3": lambda: (cg.mesh(dp=1, cp=3, tp=1),),
@@ -43,12 +59,13 @@ def _world() -> Iterator[None]:
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MESHES)
-def test_training(name: str, is_stored: bool) -> None:
+def test_training(name: str, form: str, is_stored: bool) -> None:
     """Parameters may rest in pieces along the axis of the sequence, as along that of rows."""
     places = MESHES[name]()
     model = Model([(Attention, (seed,)) for seed in range(len(places))])
     store = cg.cut(0, "dp", "cp") if is_stored else cg.whole
-    stages = model.on(places, plans=[PLAN] * len(places), store=store)
+    stages = model.on(places, plans=[plan_of(form)] * len(places), store=store)
     schedule = "zb-h1" if len(places) > 1 else None
     train(model, stages, 4, 2, schedule, "reals", steps=2)

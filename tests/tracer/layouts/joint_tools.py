@@ -65,13 +65,16 @@ def compare(
     *,
     tolerance: float,
     allowed: frozenset[Change] = DEFAULT,
+    attention: str | None = None,
 ) -> Run:
     """Forward and backward on all ranks equal eager: results, gradients of inputs and state."""
     wanted = tuple(i for i, value in enumerate(args) if value.is_floating_point())
     joint = joint_of(actor, method, wanted, *(value.detach() for value in args))
     state = layouts_of(actor, plan, place)
     propagation = propagate_joint(
-        joint, place, state, [layout(text) for text in given], allowed=allowed
+        *(joint, place, state, [layout(text) for text in given]),
+        allowed=allowed,
+        attention=attention,
     )
     cut = partition(propagation)
     sources = [value.detach().clone().requires_grad_(i in wanted) for i, value in enumerate(args)]
@@ -91,4 +94,4 @@ def compare(
     made = [found[0], *found[first : first + len(expected) - 1]]
     for mine, theirs in zip(made, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
-    return Run(propagation, cut)
+    return Run(propagation, cut, joint)

@@ -20,6 +20,7 @@ from cg.tracer.graph.layouts.change import Change
 from cg.tracer.graph.layouts.propagation.partition import Part, Partition, partition
 from cg.tracer.graph.layouts.propagation.propagate import propagate
 from cg.tracer.graph.layouts.versions import End, LayoutTransfer, Propagation, Version
+from cg.tracer.method.joint import Joint
 
 ALL = frozenset(Change)
 COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -214,6 +215,7 @@ def trace(function: Callable[..., Any], *tensors: torch.Tensor) -> fx.GraphModul
 class Run:
     propagation: Propagation
     cut: Partition
+    joint: Joint | None = None
 
     @property
     def outputs(self) -> list[Layout | None]:

@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ....ir.layout import Region
 from .cases import LocalOp, Shape
@@ -65,8 +67,23 @@ def _defined(kernel: torch._ops.OpOverload) -> torch._ops.OpOverload:
         return kernel(*args, **kwargs)
 
     torch.library.register_fake(f"cg::{name}", fake, lib=_LIBRARY)
-    op: torch._ops.OpOverload = getattr(torch.ops.cg, name).default
+    packet = getattr(torch.ops.cg, name)
+    formula = flop_registry.get(kernel.overloadpacket)
+    if formula is not None:
+        register_flop_formula(packet, get_raw=True)(partial(_flops, formula))
+    op: torch._ops.OpOverload = packet.default
     return op
+
+
+def _flops(
+    formula: Callable[..., int],
+    *args: Any,
+    step: int = 0,
+    behind: Tensor | None = None,
+    **kwargs: Any,
+) -> int:
+    """The operations of all steps together, since an op does not know how many there are."""
+    return formula(*args, **kwargs)
 
 
 KERNELS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {

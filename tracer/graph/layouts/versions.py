@@ -55,12 +55,14 @@ class LayoutTransfer:
         before, after: the value in its old layout, and in the new one.
         change: the work that the transfer takes.
         rows: the rows that travel; None: all.
+        why: the form of an op that it is part of, and the reason for it, if there were others.
     """
 
     before: Version
     after: Version
     change: Change
     rows: RowTransfer | None = None
+    why: str = ""
 
     @property
     def takes(self) -> tuple[Version, ...]:

@@ -20,9 +20,13 @@ from ....ir.types import DType
 from ...values.specs import ir_dtype
 
 _ATTENTION = frozenset(
-    f"aten::_scaled_dot_product_{kernel}_attention{direction}"
+    name
     for kernel in ("efficient", "flash", "cudnn")
     for direction in ("", "_backward")
+    for name in (
+        f"aten::_scaled_dot_product_{kernel}_attention{direction}",
+        f"cg::scaled_dot_product_{kernel}_attention{direction}_step",
+    )
 )
 
 

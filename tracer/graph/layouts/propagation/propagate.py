@@ -140,6 +140,7 @@ class _Propagator(VersionMaker):
 
     def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
         reads, allowed = [], frozenset(Change) if answer.is_asked else None
+        self.why = answer.why or self.why
         for index, (operand, layout) in enumerate(zip(case.operands, answer.wanted, strict=True)):
             reason = answer.reasons.get(index, "")
             free = frozenset(Change) if index in answer.dispatched else allowed
@@ -158,6 +159,7 @@ class _Propagator(VersionMaker):
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
         """Put the ops of an expansion in the place of a node; return the first of them."""
         inner = traced(case, expansion, node.meta["val"])
+        self.why = expansion.why or self.why
         nodes: dict[fx.Node, fx.Node] = {}
         sources = iter(case.operands)
         first: fx.Node | None = None

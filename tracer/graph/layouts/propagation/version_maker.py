@@ -69,6 +69,8 @@ class VersionMaker:
     ) -> None:
         self.place, self.ends = place, ends
         self.attention: str | None = None
+        self.why = ""
+        """The reason for the form of the op that is laid out; its first exchange has it."""
         self.sizes = dict(place.axes)
         self.allowed = allowed
         self.graph, self.copies = copied(graph)
@@ -192,7 +194,9 @@ class VersionMaker:
         elif change is Change.GATHER:
             instead = self._gathered_before(before, layout, target.rows)
         if instead is None:
-            self.transfers.append(LayoutTransfer(before, target, change, moved))
+            why = self.why if change.communicates else ""
+            self.transfers.append(LayoutTransfer(before, target, change, moved, why))
+            self.why = "" if why else self.why
         self.read_versions[target] = instead or target
         if target.rows is not None:
             self.dispatched.add(replace(target, rows=None))

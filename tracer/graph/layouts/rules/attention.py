@@ -207,7 +207,7 @@ def _form(case: Case, heads: tuple[Cut, ...] | str) -> tuple[str, str]:
             "leave out attention= in the plan, and the best form that can be is taken",
         )
     if asked is not None and asked not in refused:
-        return asked, "asked for by the plan"
+        return asked, f"{asked}: asked for by the plan"
     if asked is not None:  # the backward of a forward that has left its results otherwise
         refused |= {form: "the plan asks for another" for form in ("heads", "ring")}
     return best(_sizes_of_rank(case), refused)
