@@ -37,9 +37,9 @@ class ProgramWork:
     first use. An *early* send or collective depends on no node either; it is issued a little before
     its first use. A *late* collective takes received values, as a gather at the end of a transfer
     to a group does. It is issued just before its first use, since its ranks wait for the messages
-    there. A send of a received value, as in a ring, follows the call ahead of it in its task: to
-    issue it, the rank waits for the value, and it is to work while the value comes. All other ops
-    go with an op of these kinds: a receive with its send, a wait with its future.
+    there. A send of a received value, as in a ring, follows the call ahead of it in its microbatch:
+    to issue it, the rank waits for the value, and it is to work while the value comes. All other
+    ops go with an op of these kinds: a receive with its send, a wait with its future.
 
     Attributes:
         program: the program with the ops.
@@ -83,7 +83,7 @@ def sort_work(module: Module) -> ProgramWork:
     # For each op, the nodes that its users have to follow.
     reach: list[Sequence[int]] = []
     edges = dependencies(program.ops, module.functions)
-    ahead: dict[tuple[int, Task | None], int] = {}
+    ahead: dict[tuple[int, int | None], int] = {}
     for index, op in enumerate(program.ops):
         before = edges[index]
         if type(op) is Send:
@@ -104,7 +104,7 @@ def sort_work(module: Module) -> ProgramWork:
         work.follows.append(follows)
         is_node = _classify(work, module, index, op, follows)
         if type(op) is Call and op.place is not None:
-            ahead.update(dict.fromkeys(((rank, task) for rank in op.place.ranks), index))
+            ahead.update(dict.fromkeys(((rank, op.mb) for rank in op.place.ranks), index))
         reach.append((index,) if is_node else follows)
     work.stages = groups.stages()
     work.late = _late(program.ops, edges).intersection(work.nodes)
@@ -129,12 +129,12 @@ def _is_received(
     )
 
 
-def _called_ahead(send: Send, ahead: Mapping[tuple[int, Task | None], int]) -> Iterator[int]:
-    """The last call ahead of a send on its rank, in its task if it is of one."""
+def _called_ahead(send: Send, ahead: Mapping[tuple[int, int | None], int]) -> Iterator[int]:
+    """The last call ahead of a send on its rank, in its microbatch if it is of one."""
     place = send.operands[0].type.place
     for rank in place.ranks if place is not None else ():
-        if (rank, send.task) in ahead:
-            yield ahead[rank, send.task]
+        if (rank, send.mb) in ahead:
+            yield ahead[rank, send.mb]
 
 
 def _find_stored(work: ProgramWork, module: Module) -> None:
