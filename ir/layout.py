@@ -74,9 +74,7 @@ class Cut:
             for chunk in chunks
         ]
         return merge(
-            (at + start, at + stop)
-            for at in range(0, size, max(block, 1))
-            for start, stop in runs
+            (at + start, at + stop) for at in range(0, size, max(block, 1)) for start, stop in runs
         )
 
     def _chunks(self, index: int, count: int) -> tuple[tuple[int, ...], int]:

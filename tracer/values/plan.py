@@ -142,9 +142,7 @@ def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, d
     return replace(first or second, axes=axes) if axes else WHOLE
 
 
-def plan(
-    shardings: Mapping[str, Sharding], attention: AttentionForm | None = None
-) -> ShardingPlan:
+def plan(shardings: Mapping[str, Sharding], attention: AttentionForm | None = None) -> ShardingPlan:
     """Make a sharding plan: which tensors and arguments of an actor on a mesh are cut, and how.
 
     Args:
@@ -240,8 +238,9 @@ _ARGUMENT = re.compile(r"(?P<method>\w+)\((?P<argument>\w+)\)")
 class ShardingPlan:
     """Shardings by pattern; the first pattern that matches counts, and what none matches is whole.
 
-    `attention` is the form of attention whose sequence is cut; None: the fastest. A pattern is the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as
+    A pattern is the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as
     in file names, or an argument of a method (`forward(x)`), or several of these with `|` between.
+    `attention` is the form of attention whose sequence is cut; None: the fastest.
     """
 
     items: tuple[tuple[str, Sharding], ...] = ()

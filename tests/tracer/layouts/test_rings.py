@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_the_next_block_is_on_its_way_while_one_is_computed() -> None:
             _, behind = parts.steps[index - 1]
             shifts = {t.after.layout.cuts[2].shift for t in behind if len(t.after.layout.cuts) == 4}
             assert step in shifts, "the block of the next step leaves ahead of this part"
-        gaps = [b - a for a, b in zip(with_kernels[1:], with_kernels[2:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(with_kernels)]
         assert gaps == apart, "gradients that have come are added up in parts between"
 
 
@@ -212,9 +213,7 @@ def test_a_form_that_cannot_be_is_refused(
 def sizes(length: int, heads: int = 32, groups: int = 8, ranks: int = 2) -> Sizes:
     """Those of a layer of Llama, causal, in 16 bits."""
     own = length // ranks * 128 * 2
-    return Sizes(
-        ranks, own * heads, own * groups, own * groups, own * heads, own * length * heads
-    )
+    return Sizes(ranks, own * heads, own * groups, own * groups, own * heads, own * length * heads)
 
 
 def test_the_choice_follows_bytes_and_products() -> None:

@@ -244,7 +244,7 @@ def _aligned(op: LocalOp, mask: fx.Node) -> fx.Node:
 def _marked(op: LocalOp, block: _RowBlock, statistics: fx.Node) -> fx.Node:
     """Statistics in which rows that a mask keeps from all keys are those of an empty sum.
 
-    What a kernel gives for such rows differs from kernel to kernel.
+    Kernels give different statistics for such rows: zero on hosts.
     """
     for name in _MASKS:
         mask = op.arguments.get(name)

@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a form costs a rank in the forward.
+    """The costs of a form for a rank, in the forward.
 
     Attributes:
         form: its name.
@@ -69,7 +69,7 @@ class Estimate:
 
 
 def estimates(sizes: Sizes) -> dict[str, Estimate]:
-    """What each form costs, by name."""
+    """The costs of each form, by name."""
     others = sizes.ranks - 1
     block = sizes.key + sizes.value
     exchanged = (sizes.query + block + sizes.out) * others // sizes.ranks

@@ -1,9 +1,9 @@
-"""Ring attention: blocks of keys and values travel from rank to rank while others are computed with.
+"""Ring attention: blocks of keys and values go from rank to rank while others are computed with.
 
 A step of the ring is an op of the graph, attention with the block that a rank has in that step. So
 blocks travel by transfers of layouts: in step i a rank has the block of the rank i positions ahead
-of it, which is a cut with a shift (`Cut.shift`), and a transfer from one shift to the next is a
-message from each rank to its neighbour. The graph is cut into parts behind these transfers, as
+of it, which is a cut with a shift (`Cut.shift`). A transfer from one shift to the next is a message
+from each rank to its neighbour. The graph is cut into parts behind these transfers, as
 behind all others, and a step begins behind the start of the next one's messages (`Answer.is_late`).
 
 Results of steps are joined by the logarithms of their sums of exponentials

@@ -208,8 +208,8 @@ class Answer:
         routing: the ranks that have the rows of the results, which all are sums over them.
         summed: the rows in which a rank's summand of each result is not zero.
         is_late: whether the op begins behind the start of all exchanges that could begin with it,
-            so that they go on while it computes. What it reads of `dispatched` operands then also
-            travels on behind the part ahead of it, and not before.
+            so that they go on while it computes. Its `dispatched` operands then also travel on
+            behind the part ahead of it, and not before.
         why: the reason for it in words, if there were others.
     """
 

@@ -157,8 +157,7 @@ class _Partitioner:
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
             self.level[node] = max([*levels, writes.earliest(node)])
-            if self._is_late(node):
-                self._hold(node)
+            self._put_behind(node)
             if node.target is not operator.getitem:  # a getitem stays with its tuple
                 self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):
@@ -195,13 +194,12 @@ class _Partitioner:
         else:
             self._open(transfer.before, level)
 
-    def _is_late(self, node: fx.Node) -> bool:
+    def _put_behind(self, node: fx.Node) -> None:
+        """Let a late op begin one part later; its operands travel on behind the part before."""
         answer = self.propagation.answers.get(node)
-        return answer is not None and answer.is_late
-
-    def _hold(self, node: fx.Node) -> None:
-        """Let an op begin one part later, and what it reads travel on behind the part before."""
-        for index in self.propagation.answers[node].dispatched:
+        if answer is None or not answer.is_late:
+            return
+        for index in answer.dispatched:
             self.held.setdefault(self.propagation.reads[node][index], self.level[node])
         self.level[node] += 1
 

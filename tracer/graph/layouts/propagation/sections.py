@@ -2,8 +2,8 @@
 
 Which node belongs to which section is decided as for a graph without layouts (`autodiff`). Values
 go from section to section as versions, in one of their layouts. The backward takes what the forward
-has exchanged, and does not exchange it again. Only blocks that travel around a ring do so again, for
-a rank that kept them would hold the whole tensor.
+has exchanged, and does not exchange it again. Only blocks that travel around a ring do so again: a
+rank that kept them would hold the whole tensor.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class SectionCutter:
         outputs: Sequence[Version],
         state: Collection[fx.Node],
     ) -> frozenset[Version]:
-        """What ranks exchange, and what a backward takes of them, but for what only passes by."""
+        """The values that ranks exchange and a backward takes, but for those that pass by."""
         versions = exchanged(self._propagation, nodes, outputs, state, self._stored)
         return frozenset(v for v in versions if not any(cut.shift for cut in v.layout.cuts))
 

@@ -122,7 +122,9 @@ class VersionMaker:
         val = node.meta.setdefault("val", None)  # an op that only writes or checks has no result
         stays = target is _TO_COPY and self._stays_a_sum(node)
         dense = shapes(target, val, loc)
-        return Case(target, arguments, operands, dense, self.sizes, asked, loc, stays, self.attention)
+        return Case(
+            target, arguments, operands, dense, self.sizes, asked, loc, stays, self.attention
+        )
 
     def _stays_a_sum(self, node: fx.Node) -> bool:
         """True if a value is a term of gradients alone, which may stay summands."""

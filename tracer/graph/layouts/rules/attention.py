@@ -9,10 +9,10 @@ Where the sequence is cut, there are three forms:
   their gradients are reduced to pieces.
 - heads: ranks exchange rows for heads, so that each has the whole sequence of some heads
   (https://arxiv.org/abs/2309.14509). The ranks have to divide the heads of keys.
-- ring: a rank has the rows of its queries, and blocks of keys and values come by (`attention_ring`).
+- ring: a rank has the rows of its queries; blocks of keys and values come by (`attention_ring`).
 
-Of those that can be, the plan's is taken, or the one that `attention_forms` chooses. A mask that has
-rows decides against heads, where a rank would need all of it, and not its own rows.
+Of those that can be, the plan's is taken, or the one that `attention_forms` chooses. A mask that
+has rows decides against heads, where a rank would need all of it, and not its own rows.
 
 Say p ranks cut a sequence whose queries, keys, values and results have q, k, v and o bytes. Then a
 rank receives (k + v)(p - 1)/p in the forward by gather or ring, and (q + k + v + o)(p - 1)/p^2 by
@@ -209,7 +209,7 @@ def _form(case: Case, heads: tuple[Cut, ...] | str) -> tuple[str, str]:
     if asked is not None and asked not in refused:
         return asked, f"{asked}: asked for by the plan"
     if asked is not None:  # the backward of a forward that has left its results otherwise
-        refused |= {form: "the plan asks for another" for form in ("heads", "ring")}
+        refused |= dict.fromkeys(("heads", "ring"), "the plan asks for another")
     return best(_sizes_of_rank(case), refused)
 
 
@@ -241,21 +241,17 @@ def _ranks(case: Case) -> int:
 
 
 def _sizes_of_rank(case: Case) -> Sizes:
-    """What a rank holds and computes; other axes cut batch and heads as they do the queries."""
-    query, key, value = (case[name] for name in ("query", "key", "value"))
-    ranks = _ranks(case)
-    pieces = [math.prod(count(cut, case.sizes) for cut in o.cuts) for o in (query, key, value)]
-    sizes = [
-        math.prod(o.shape) * o.dtype.itemsize // n
-        for o, n in zip((query, key, value), pieces, strict=True)
-    ]
+    """The sizes of a rank's pieces; other axes cut batch and heads as they do the queries."""
+    query, key, value = operands = [case[name] for name in ("query", "key", "value")]
+    pieces = [math.prod(count(cut, case.sizes) for cut in operand.cuts) for operand in operands]
+    q, k, v = (
+        math.prod(operand.shape) * operand.dtype.itemsize // number
+        for operand, number in zip(operands, pieces, strict=True)
+    )
     batch, heads, rows, entries = query.shape
-    out = sizes[0] * value.shape[3] // max(entries, 1)
     pairs = batch * heads * rows * key.shape[_ROWS] // pieces[0]
-    products = 2 * pairs * (entries + value.shape[3])
-    if case["is_causal"]:
-        products //= 2
-    return Sizes(ranks, *sizes, out, products)
+    products = 2 * pairs * (entries + value.shape[3]) // (2 if case["is_causal"] else 1)
+    return Sizes(_ranks(case), q, k, v, q * value.shape[3] // max(entries, 1), products)
 
 
 _ROWS = 2
