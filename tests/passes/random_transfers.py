@@ -80,8 +80,8 @@ def _cut(draw: Any, place: Place, axes: tuple[str, ...], size: int) -> Cut:
     blocks = draw(st.sampled_from([n for n in (1, 2, 3) if not size % n]))
     units = draw(st.sampled_from([n for n in (1, 1, 2) if not size // blocks % n]))
     pieces = math.prod(length for axis, length in place.axes if axis in axes)
-    shift = draw(st.sampled_from((0, 0, pieces - 1)))
-    return Cut(axes, blocks, units, draw(st.booleans()), shift)
+    zigzag, shift = draw(st.sampled_from((*[(False, 0)] * 6, (True, 0), (False, pieces - 1))))
+    return Cut(axes, blocks, units, zigzag, shift)
 
 
 @st.composite

@@ -17,6 +17,7 @@ from cg.ir.ops.module import Module, Program
 from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.placement.fabrics import Fabrics
 
 WIDTH, HEADS, LENGTH = 16, 4, 13
 
@@ -87,10 +88,10 @@ def test_gradients(ranks: int, is_again: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def scheduled(ranks: int) -> tuple[Module, tuple[str, ...]]:
+def scheduled(ranks: int, fabrics: Fabrics | None = None) -> tuple[Module, tuple[str, ...]]:
     """The programs of a step, and what passes have to say."""
     module = step_of(ranks, False).lower(*batch()).trace.module
-    reports = PassManager(default_pipeline()).run(module)
+    reports = PassManager(default_pipeline(fabrics=fabrics)).run(module)
     return module, tuple(remark for report in reports for remark in report.remarks)
 
 
@@ -120,3 +121,14 @@ def test_blocks_travel_beside_calls() -> None:
         assert len(counts) == 2 * (3 + 3 + 3) * 2, "forward, backward, gradients; 2 microbatches"
         assert sum(not count for count in counts) <= 2 * 2, counts
     assert "attention in forward of stage 0: 2 calls, ring: asked for by the plan" in remarks
+
+
+@pytest.mark.parametrize(
+    "fabrics", [Fabrics("nccl+nccl+nccl"), Fabrics("hccl+hccl+hccl", "", "hccl")]
+)
+def test_programs_of_devices_end(fabrics: Fabrics) -> None:
+    """Also where a transport does one message after the other: `check-deadlock` proves it."""
+    module, _ = scheduled(3, fabrics)
+    edges = [channel for channel in module.channels.values() if not channel.collective]
+    assert len(edges) == 3
+    assert not any(channel.is_by_host for channel in edges), "each rank sends to the next alone"

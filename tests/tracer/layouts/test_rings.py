@@ -146,7 +146,7 @@ def test_the_estimate_of_work_is_what_parts_do(order: str, ranks: int, length: i
 def test_the_next_block_is_on_its_way_while_one_is_computed() -> None:
     """Behind a step's transfers stands the part that computes with the block before."""
     run = run_of("ring", "", ranks=4, length=16)
-    for parts, apart in zip(sections(run), ([1, 1], [1, 2]), strict=True):
+    for parts, apart in zip(sections(run), ([1, 1, 1], [1, 1, 2]), strict=True):
         with_kernels = [
             index for index, (part, _) in enumerate(parts.steps) if kernels(part.bodies.at(3))
         ]
