@@ -88,8 +88,8 @@ class Cut:
 
     @property
     def text(self) -> str:
-        """The axes, `~` for zigzag order, and the shift: `cp`, `cp~` or `cp~>1`."""
-        shift = f">{self.shift}" if self.shift else ""
+        """The axes, `~` for zigzag order, and the shift: `cp`, `cp~` or `cp~+1`."""
+        shift = f"+{self.shift}" if self.shift else ""
         return f"{self}{'~' if self.zigzag else ''}{shift}"
 
 

@@ -389,7 +389,7 @@ def _layout(shape: tuple[int, ...], layout: Layout) -> str:
     """The dimensions of a tensor with their cuts, then the axes of summands.
 
     An example is `8/dp,3*64/tp|+ep`. In `8x7/dp` a dimension has 8 units of 7, in `16/cp~` it is in
-    zigzag order, and in `16/cp>1` each rank has the piece of the rank ahead of it.
+    zigzag order, and in `16/cp+1` each rank has the piece of the rank ahead of it.
     """
     dims = []
     for size, cut in zip(shape, layout.cuts, strict=True):

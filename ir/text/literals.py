@@ -34,7 +34,7 @@ _TYPE = re.compile(
 )
 _DIM = re.compile(
     r"(?:(?P<blocks>\d+)\s*\*\s*)?(?P<size>\d+)(?:\s*x\s*(?P<unit>\d+))?"
-    r"(?:\s*/\s*(?P<axes>[\w.*\s]+)(?P<zigzag>~\s*)?(?:>\s*(?P<shift>\d+)\s*)?)?"
+    r"(?:\s*/\s*(?P<axes>[\w.*\s]+)(?P<zigzag>~\s*)?(?:\+\s*(?P<shift>\d+)\s*)?)?"
 )
 _SUMMANDS = re.compile(r"\s*(?:\+|(?P<reduce>\w+)\s*:)(?P<axes>[\w.*\s]+)")
 _FUTURE = re.compile(r"future<(.*)>", re.DOTALL)
@@ -111,7 +111,7 @@ def _dims(text: str, dims: str) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
             raise ValueError(
                 f"'{text}' is not a type: its shape is not numbers between commas, each with the "
                 "axes that cut it behind a slash, if any: 8, 8/dp, 64/tp.dp, 3*64/tp, 8x7/dp, "
-                "16/cp~, 16/cp>1"
+                "16/cp~, 16/cp+1"
             )
         blocks, unit = int(match["blocks"] or 1), int(match["unit"] or 1)
         if not blocks or not unit:

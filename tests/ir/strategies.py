@@ -105,6 +105,7 @@ ATTRIBUTES: dict[str, st.SearchStrategy[Any]] = {
     "regions": st.lists(regions, max_size=3).map(tuple),
     "experts": st.lists(regions, max_size=3).map(tuple),
     "dispatch": st.none() | words,
+    "form": st.none() | words,
 }
 
 flops = st.dictionaries(st.sampled_from(DType), st.integers(0, 10**15), max_size=3).map(Flops.of)

@@ -41,7 +41,7 @@ def mesh(**axes: int) -> Mesh:
 def layout(text: str) -> Layout:
     """Cuts between commas, then summands: `dp,-,tp` or `-,dp.tp|tp`.
 
-    `3*tp` is packed, `cp~` in zigzag order, and `cp>1` shifted.
+    `3*tp` is packed, `cp~` in zigzag order, and `cp+1` shifted.
     """
     cuts, _, summands = text.partition("|")
     return Layout(
@@ -52,7 +52,7 @@ def layout(text: str) -> Layout:
 
 def _cut(text: str) -> Cut:
     blocks, _, order = text.rpartition("*")
-    axes, _, shift = order.partition(">")
+    axes, _, shift = order.partition("+")
     names = tuple(axes.removesuffix("~").split("."))
     if axes == "-":
         return WHOLE
