@@ -138,19 +138,28 @@ TAIL: Final = 1
 
 
 class Traffic(enum.Enum):
-    """The purpose of collectives that have communicators of their own.
+    """The purpose of collectives and messages that have communicators of their own.
 
     GATHER brings stored parameters to the ranks that use them. REDUCE adds up gradients: those of
-    stored parameters, and those that come in several buckets.
+    stored parameters, and those that come in several buckets. RING is of messages: blocks of keys
+    and values, and their gradients, that go from rank to rank beside what the ranks compute.
     """
 
     GATHER = "gather"
     REDUCE = "reduce"
+    RING = "ring"
 
     @property
     def stream(self) -> Stream:
-        """The stream of its collectives."""
-        return Stream.GATHER if self is Traffic.GATHER else Stream.REDUCE
+        """The stream of its collectives, or of its receives."""
+        return _STREAMS[self]
+
+
+_STREAMS = {
+    Traffic.GATHER: Stream.GATHER,
+    Traffic.REDUCE: Stream.REDUCE,
+    Traffic.RING: Stream.RECV,
+}
 
 
 class ReduceOp(enum.Enum):

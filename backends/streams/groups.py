@@ -23,7 +23,7 @@ class CommunicatorGroup:
     A rank's place in `ranks` is its number as a member.
 
     Attributes:
-        traffic: what its collectives are for, where groups of the same ranks differ in that.
+        traffic: what it is for, where groups of the same ranks differ in that.
     """
 
     ranks: tuple[int, ...]
@@ -34,7 +34,8 @@ class CommunicatorGroup:
         if self.collective:
             purpose = f" of {self.traffic.value}s" if self.traffic is not None else ""
             return f"the group{purpose} {format_ranks(self.ranks)}"
-        return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
+        purpose = f" of the {self.traffic.value}" if self.traffic is not None else ""
+        return f"the edge{purpose} from rank {self.ranks[0]} to rank {self.ranks[1]}"
 
 
 class Line:

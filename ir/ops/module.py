@@ -189,7 +189,7 @@ class Channel:
         collective: whether it serves a group.
         via: the name of its transport; None: the transport that carries every value.
         why: the reason for that transport, in words.
-        traffic: the purpose of its collectives, if they have communicators of their own.
+        traffic: the purpose of what it carries, if that has communicators of its own.
         slots: the number of buffers that the receiver keeps, once planned.
         slot_bytes: the bytes of each slot, once planned. Without slots, the bytes of the largest
             message that is received into a buffer of the program; 0 if there is none.

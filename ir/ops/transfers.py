@@ -32,7 +32,8 @@ class Transfer(Op):
 
     `via` names the transport, and `why` gives the reason for it. Without `via`, the value takes the
     transport that carries every value. `traffic` is set if the transfer gathers stored parameters,
-    or reduces their gradients. `donated` is as in `all_reduce`, if the transfer becomes one.
+    reduces their gradients, or is a step of a ring. `donated` is as in `all_reduce`, if the
+    transfer becomes one.
 
     Before PLACED, a transfer of copies does not change the place: it only says by which transport
     its operand travels to the ops that use the result.

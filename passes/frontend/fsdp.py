@@ -81,7 +81,7 @@ class Fsdp(Pass):
         transfers = [op for op in module.program.ops if isinstance(op, Transfer)]
         if not self.separate:
             for op in transfers:
-                op.traffic = None
+                op.traffic = op.traffic if op.traffic is Traffic.RING else None
         if not paths:
             return not self.separate and bool(transfers)
         return _Rewriter(self, module).run()

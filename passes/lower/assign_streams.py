@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.attributes import Stream
+from ...ir.attributes import Stream, Traffic
 from ...ir.ops import Collective, CopyStart, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.ops.module import Channel, Module, Program
 from ...ir.ops.names import Names
@@ -23,6 +23,9 @@ class AssignStreams(Pass):
     until its message has come, and work beside it is slowed down by far more than their share. On
     the compute stream it begins when its rank has nothing else to do. Meanwhile its sender, whose
     sends are on a stream of their own, puts the message into buffers of the library.
+
+    A receive of a ring has a stream of its own, beside what its rank computes. The ranks of a ring
+    send at the same time, so it does not wait for long.
 
     The result of a wait for a future is on the compute stream. If a value is used on another stream
     than the one that makes it, a wait brings it to that stream just before its first use there.
@@ -70,7 +73,8 @@ def _streams_of(channel: Channel, single: Collection[int]) -> _ChannelStreams:
     collective = Stream.COLLECTIVE if channel.traffic is None else channel.traffic.stream
     if channel.id in single:
         return _ChannelStreams(Stream.MESSAGE, Stream.MESSAGE, collective)
-    recv = Stream.COMPUTE if is_by_stream(channel) else Stream.RECV
+    is_beside = channel.traffic is Traffic.RING or not is_by_stream(channel)
+    recv = Stream.RECV if is_beside else Stream.COMPUTE
     return _ChannelStreams(Stream.SEND, recv, collective)
 
 

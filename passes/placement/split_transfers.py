@@ -87,7 +87,7 @@ class _Splitter:
             self._add_broadcast(op, value, min(have.ranks), target)
 
     def _add_message(self, op: Transfer, value: Value, source: int, target: int) -> None:
-        chan, seq = self._next((source, target), False, op.via, op.why)
+        chan, seq = self._next((source, target), False, op.via, op.why, op.traffic)
         done: Type = UnitType(Place.of(source))
         sent = self._value(f"{value.name}.send", _future(done))
         received = self._value(f"{value.name}.recv", _future(op.result.type))

@@ -148,8 +148,10 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
         if link is not None:
             return link.time(_volume(message))
         traffic = module.channels[message.chan].traffic
-        if traffic is not None:
-            return costs.tgather if traffic is Traffic.GATHER else costs.treduce
+        if traffic is Traffic.GATHER:
+            return costs.tgather
+        if traffic is Traffic.REDUCE:
+            return costs.treduce
         if op.task is None or hosts[op.task.stage].issuperset(message.ends):
             return 0.0
         stage = op.task.stage

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from ...ir.attributes import NO_SHARES, Effect, Shares, Symbol
+from ...ir.attributes import NO_SHARES, Effect, Shares, Symbol, Traffic
 from ...ir.flops import NO_FLOPS, Flops
 from ...ir.location import Location
 from ...ir.ops import Call as CallOp
@@ -351,6 +351,8 @@ class _SectionWriter:
         if rows is not None:
             op.experts, op.lead = rows.experts, rows.lead
         op.form = transfer.why or None
+        if any(cut.shift for version in (before, after) for cut in version.layout.cuts):
+            op.traffic = Traffic.RING
         self._ops.append(op)
 
     def maxima(self, weights: Float8Weights) -> Value:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
+from cg.ir.attributes import Stream
 from cg.ir.ops import Call, Recv, Send, Wait
 from cg.ir.ops.module import Module, Program
 from cg.launch.world.world import use_world
@@ -132,3 +133,6 @@ def test_programs_of_devices_end(fabrics: Fabrics) -> None:
     edges = [channel for channel in module.channels.values() if not channel.collective]
     assert len(edges) == 3
     assert not any(channel.is_by_host for channel in edges), "each rank sends to the next alone"
+    receives = [op for program in module.programs for op in program.ops if isinstance(op, Recv)]
+    beside = Stream.MESSAGE if fabrics.rendezvous else Stream.RECV
+    assert {op.stream for op in receives} == {beside}, "blocks come beside what ranks compute"
