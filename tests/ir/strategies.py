@@ -143,7 +143,6 @@ channels = st.builds(
     st.none() | small,
     st.none() | small,
     st.none() | words,
-    st.none() | flops,
     st.none() | st.sampled_from(Traffic),
 )
 
