@@ -197,11 +197,10 @@ class _Partitioner:
     def _put_behind(self, node: fx.Node) -> None:
         """Let a late op begin one part later; its operands travel on behind the part before."""
         answer = self.propagation.answers.get(node)
-        if answer is None or not answer.is_late:
-            return
-        for index in answer.dispatched:
-            self.held.setdefault(self.propagation.reads[node][index], self.level[node])
-        self.level[node] += 1
+        if answer is not None and answer.is_late:
+            for index in answer.dispatched:
+                self.held.setdefault(self.propagation.reads[node][index], self.level[node])
+            self.level[node] += 1
 
     def is_gather(self, transfer: LayoutTransfer) -> bool:
         """True if a transfer gathers stored state from the pieces in which it rests."""
