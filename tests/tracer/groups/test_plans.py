@@ -15,7 +15,7 @@ from cg.ir.layout import whole as everything
 from cg.ir.types import Mesh
 from cg.tracer.values.mesh import describe, mesh
 from cg.tracer.values.pieces import keep_pieces, lay_out, piece
-from cg.tracer.values.plan import Sharding, ShardingPlan, cut, whole
+from cg.tracer.values.plan import Sharding, ShardingPlan, cut, plan, whole
 
 
 class Block(nn.Module):
@@ -204,3 +204,22 @@ def test_pieces_make_up_the_tensor(shape: list[int], count: int, data: st.DataOb
 
 def test_meshes_in_words() -> None:
     assert describe(mesh(dp=2, tp=2)) == "the mesh dp=2, tp=2 of ranks {0..3}"
+
+
+def test_an_order_is_a_part_of_a_cut() -> None:
+    zigzag = cut(0, "dp", order="zigzag")
+    assert str(zigzag) == 'cg.cut(0, "dp", order="zigzag")'
+    assert zigzag.layout(mesh(dp=2), (8,), "'w'") == Layout((Cut(("dp",), zigzag=True),))
+    assert str(zigzag.layout(mesh(dp=1), (8,), "'w'")) == "None"
+    with pytest.raises(ValueError, match="one of the cuts is in zigzag order; give both"):
+        (zigzag & cut(0, "tp")).layout(mesh(dp=2, tp=2), (8,), "'w'")
+    with pytest.raises(ValueError, match="order is 'striped'; it is 'rows' or 'zigzag'"):
+        cut(0, "dp", order="striped")  # type: ignore[arg-type]
+
+
+def test_a_plan_asks_for_a_form_of_attention() -> None:
+    asking = plan({"w": cut(0, "dp")}, attention="ring")
+    assert str(asking).endswith('}, attention="ring")')
+    assert (plan({}) | asking).attention == "ring"
+    with pytest.raises(ValueError, match="it is 'gather', 'heads' or 'ring', or None"):
+        plan({}, attention="rings")  # type: ignore[arg-type]
