@@ -135,9 +135,8 @@ class _Partitioner:
         self.ranks = ranks
         self.state = frozenset(state)
         chosen = frozenset(propagation.graph.nodes if nodes is None else nodes)
-        self.nodes = [
-            n for n in propagation.graph.nodes if n in propagation.layouts and n in chosen
-        ]
+        laid_out = propagation.layouts
+        self.nodes = [n for n in propagation.graph.nodes if n in laid_out and n in chosen]
         self.outputs = tuple(propagation.outputs if outputs is None else outputs)
         self.transfers = {
             t.after: t for t in propagation.transfers if t.after not in self.transferred
@@ -315,18 +314,17 @@ class _Partitioner:
             gathers.setdefault(self.available(transfer.after), []).append(transfer)
         last = max([*self.level.values(), *self.needed, *after, *gathers], default=0)
         graphs: dict[str, Graphs] = {}
-        nodes_of: dict[int, list[fx.Node]] = {}
+        nodes: list[list[fx.Node]] = [[] for _ in range(last + 1)]
         for node in self.ops:
-            nodes_of.setdefault(self.level[node], []).append(node)
+            nodes[self.level[node]].append(node)
         steps = []
         for level in range(last + 1):
-            part = self._part(level, nodes_of.get(level, []), graphs)
+            part = self._part(level, nodes[level], graphs)
             follow = [t for t, at in zip(exchanges, after, strict=True) if at == level]
             steps.append((part, tuple(follow)))
         inputs = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
-        for output in [*self.outputs, *self.wanted]:
-            if output is not None and self._is_given(output):
-                inputs[output] = None
+        outside = [v for v in (*self.outputs, *self.wanted) if v is not None and self._is_given(v)]
+        inputs |= dict.fromkeys(outside)
         step_gathers = {level: tuple(transfers) for level, transfers in gathers.items()}
         return Partition(tuple(steps), tuple(inputs), self.outputs, step_gathers)
 
