@@ -25,7 +25,7 @@ from transformers import (
 
 import cg
 
-from ...weight_files import refuse_quantized
+from ...weight_files import quantization
 from ..parts import Ways
 from ..products import project
 from ..weights import Drawn, Stored, Weights, fill
@@ -188,7 +188,11 @@ def open_encoder(source: Path | PretrainedConfig, recipe: Recipe, seed: int = 0)
         scale = source.to_dict().get("initializer_range", 0.02)
         return encoder(source, Drawn(seed, scale), recipe)
     config = AutoConfig.from_pretrained(source)
-    refuse_quantized(source)
+    if method := quantization(source):
+        raise ValueError(
+            f"the weights in {source} are quantized by {method}, and models that pool are served "
+            "from plain ones: give a folder with weights in bfloat16, float16 or float32"
+        )
     return encoder(config, Stored(cg.pretrained(source), _empty(config, recipe.task)), recipe)
 
 
