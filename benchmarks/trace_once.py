@@ -82,7 +82,7 @@ def in_process(case: str, checkout: Path, repeats: int, imported: bool = False) 
     """The same in a process of its own, with the package of a checkout."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "cg").symlink_to(checkout)
-        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "CG_CACHE": ""}
         command = [sys.executable, __file__, "--measure", case, "--repeats", str(repeats)]
         command += ["--imported"] if imported else []
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)

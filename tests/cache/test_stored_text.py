@@ -34,7 +34,7 @@ def test_plain_data_come_back(value: Any) -> None:
     assert repr(back) == repr(value)
 
 
-@pytest.mark.parametrize("value", [object(), {1}, lambda: 0, nn.Identity(), int], ids=repr)
+@pytest.mark.parametrize("value", [object(), {1}, lambda: 0, nn.Identity(), int])
 def test_what_is_no_plain_data_has_no_text(value: Any) -> None:
     with pytest.raises(NotStorable, match="has no text"):
         encoded(value)
@@ -49,13 +49,12 @@ def test_what_is_no_plain_data_has_no_text(value: Any) -> None:
         *(torch.Tensor.split, torch.special.expit, torch.linalg.norm, torch._C._set_grad_enabled),
         torch.Tensor.__getitem__,
     ],
-    ids=repr,
 )
 def test_functions_of_torch_are_found_by_their_names(function: Any) -> None:
     assert function_named(name_of(function)) == function
 
 
-@pytest.mark.parametrize("function", [print, json.dumps, lambda x: x, torch.ops.aten.add], ids=repr)
+@pytest.mark.parametrize("function", [print, json.dumps, lambda x: x, torch.ops.aten.add])
 def test_other_functions_have_no_name(function: Any) -> None:
     with pytest.raises(NotStorable):
         name_of(function)
