@@ -46,7 +46,7 @@ for (_is_float8, _has_mask), _name in _NAMES.items():
         f"{_mask}float scale) -> Tensor"
     )
     # On a mesh, ranks have the keys and values of some heads, and the queries that share them.
-    _words = "rgsw", "begkw", *("begk",) * _is_float8, "t", "p", *("rhqk",) * _has_mask
+    _words = "rgsw", "begkw", *("begk",) * _is_float8, "t", "p", *("rhqn",) * _has_mask
     cg.layout_rule(getattr(torch.ops.cg_paged, _name).default, f"{','.join(_words)}->rgsw", cut="g")
 
 

@@ -71,13 +71,18 @@ CONFIGS: dict[str, PretrainedConfig] = {
         },
     ),
     "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
+    "mistral with a window": MistralConfig(**SHAPE, head_dim=16, sliding_window=9),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "smollm3": SmolLM3Config(**{**SHAPE, "num_hidden_layers": 2}, no_rope_layer_interval=2),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "tp"), [*((name, 1) for name in CONFIGS), ("llama with biases", 2), ("qwen3", 2)]
+    ("name", "tp"),
+    [
+        *((name, 1) for name in CONFIGS if name != "mistral with a window"),
+        *((name, 2) for name in ("llama with biases", "mistral with a window", "qwen3")),
+    ],
 )
 def test_tokens_are_those_of_transformers(name: str, tp: int, tmp_path: Path) -> None:
     logging.disable_progress_bar()
