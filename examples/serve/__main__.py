@@ -19,7 +19,7 @@ from .front.server import Front
 from .front.text import load
 from .front.tools.dialects import PARSERS, REASONING, dialect_of
 from .models import resolve
-from .options import NGRAM, adapters, add_arguments, draft_tokens, refuse_for_pooling
+from .options import NGRAM, adapters, add_arguments, draft_tokens, refuse_for_pooling, words
 from .pooling.recipe import GENERATE, Recipe, recipe_of, task_of
 from .transports import loop_factory
 
@@ -96,20 +96,8 @@ def job(parsed: argparse.Namespace, model: str, features: switches.Features) -> 
     line = [sys.executable, "-m", "cg.launch", "-n", str(parsed.ranks)]
     line += [] if features.thr_cap else ["--no-thread-cap"]
     line += [] if features.affinity else ["--no-affinity"]
-    line += ["-m", "examples.serve.ranks", "--model", model]
-    for name in (
-        *("groups", "tp", "ep", "batch", "batches", "chunk", "chunks", "prompt_tokens", "memory"),
-        *("blocks", "layers", "block_size", "context", "dtype", "fuse", "profile"),
-        *("draft", "draft_tokens", "lora", "task", "pooling"),
-    ):
-        value = getattr(parsed, name)
-        if value is not None:
-            several = value if isinstance(value, list) else [value]
-            line += [f"--{name.replace('_', '-')}", *map(str, several)]
-    if parsed.dimensions is not None:
-        line += ["--dimensions", *map(str, parsed.dimensions)]
-    line += ["--ahead"] if parsed.ahead else []
-    return [*line, f"--features={parsed.features}"]
+    line += ["-m", "examples.serve.ranks"]
+    return [*line, *words(argparse.Namespace(**vars(parsed) | {"model": model}))]
 
 
 def in_process(parsed: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:

@@ -139,3 +139,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ahead", action="store_true", help="compile all variants before it is ready")
     add("--profile", metavar="DIR", help="write what every rank does, as cg.profile records it")
     add("--features", default="", help="switches, such as -prefix,+inproc")
+
+
+def words(parsed: argparse.Namespace) -> list[str]:
+    """The options of the engine as words of a command line, which parse to the same values."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    several, single = [], []
+    for name in vars(parser.parse_args([])):
+        value, option = getattr(parsed, name), f"--{name.replace('_', '-')}"
+        if isinstance(value, list):
+            several += [option, *map(str, value)]
+        elif isinstance(value, bool):
+            single += [option] if value else []
+        elif value is not None:
+            single.append(f"{option}={value}")
+    return [*several, *single]  # a list would take a word behind it as its own

@@ -116,4 +116,4 @@ def test_a_rank_has_room_beside_its_own_experts() -> None:
 def test_the_front_passes_it_on() -> None:
     options = command._parse(["-n", "4", "--tp", "2", "--ep", "2"])
     line = command.job(options, "DIR", command.switches.parse(""))
-    assert line[line.index("--ep") + 1] == "2"
+    assert "--ep=2" in line

@@ -180,3 +180,22 @@ def test_the_command_of_the_job() -> None:
     assert passed.ahead
     assert (passed.batches, passed.chunks, passed.layers) == ([1, 2], [], [5, 3])
     assert str(passed.socket) == "/tmp/socket"
+
+
+def test_the_job_gets_every_option_of_the_engine() -> None:
+    lists = {"layers": "5 3", "batches": "1 2", "chunks": "", "dimensions": "", "lora": "a=b c=d"}
+    words = {"dtype": "float16", "kv-dtype": "fp8", "fuse": "none", "task": "embed", "memory": ".5"}
+    words |= {"pooling": "mean", "draft": "ngram", "profile": "DIR", "features": "-prefix,+uvloop"}
+    sizes = (
+        *("groups", "tp", "ep", "batch", "chunk", "prompt-tokens", "blocks", "block-size"),
+        *("context", "draft-tokens"),
+    )
+    words |= {size: str(number) for number, size in enumerate(sizes, 1000)}
+    own = ["--ahead", "--model=DIR", *(f"--{name}={word}" for name, word in words.items())]
+    own += [word for name, text in lists.items() for word in (f"--{name}", *text.split())]
+    parsed = given(*own)
+    defaults, changed = vars(given()), vars(parsed)
+    assert [name for name in defaults if changed[name] == defaults[name]] == []
+    line = command.job(command._parse(own), "RESOLVED", parse(""))
+    passed = ranks.parse([*line[line.index("examples.serve.ranks") + 1 :], "/tmp/socket"])
+    assert vars(passed) == changed | {"model": "RESOLVED", "socket": Path("/tmp/socket")}
