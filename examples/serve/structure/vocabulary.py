@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
 
 
 @dataclass
@@ -35,10 +36,22 @@ def vocabulary(tokenizer: str | None, size: int, eos: Sequence[int]) -> LLTokeni
     """
     ends, count = (list(eos), size) if eos else ([size], size + 1)
     if tokenizer is not None:
-        return LLTokenizer(tokenizer, n_vocab=count, eos_token=ends)
+        own = tokenizer if eos else _with_end(tokenizer, size)
+        return LLTokenizer(own, n_vocab=count, eos_token=ends)
     return LLTokenizer(
         TokenizerWrapper(ByteTokens(ends[0], [*ends, 256])), n_vocab=max(count, 257), eos_token=ends
     )
+
+
+def _with_end(tokenizer: str, end: int) -> str:
+    """A tokenizer with special tokens up to this number: the library takes an end from these.
+
+    Rows of the embedding that have no token get one each, for the tokenizer numbers them on.
+    """
+    own = Tokenizer.from_str(tokenizer)
+    first = max(own.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    own.add_special_tokens([f"<|row {number}|>" for number in range(first, end + 1)])
+    return str(own.to_str())
 
 
 def stored(folder: Path | None) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from llguidance import LLMatcher
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from examples.serve.engine import CgEngine
 from examples.serve.front.structure import formats
@@ -194,6 +195,20 @@ def test_a_model_without_an_end_token(size: int) -> None:
     outcomes = complete(AtOnce(limits), lambda: vocabulary(None, size, ()), requests)
     assert [text_of(outcomes[id_]) for id_ in (0, 1)] == ["", "ab"]
     assert [outcome.end for outcome in outcomes.values()] == [End(0, "stop", 0), End(1, "stop", 2)]
+
+
+@pytest.mark.parametrize("spare", [0, 7])
+def test_a_tokenizer_without_an_end(spare: int) -> None:
+    """Rows of the embedding behind its tokens are never drawn, and a text ends by itself."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: place for place, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokens = vocabulary(str(tokenizer.to_str()), len(alphabet) + spare, ())
+    assert tokens.eos_tokens == [len(alphabet) + spare]
+    matcher = compiled(tokens, formats.grammar(formats.of_regex("[ab]c*")))
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    assert set(allowed.nonzero()[0]) == {alphabet.index("a"), alphabet.index("b")}
 
 
 def test_a_tokenizer_that_cannot_be_read_fails_its_requests_alone() -> None:
