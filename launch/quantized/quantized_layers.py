@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ..checkpoints.weights import Weights
@@ -73,11 +74,33 @@ def keep_quantized(model: nn.Module, weights: Weights) -> frozenset[str]:
         if own is None:
             continue
         _check(weights.folder, path, layers[path], own, types)
+        if own.index and not own.by_index:
+            _check_groups(path, own, weights)
         tensors = {name: types[f"{path}.{name}"] for name in own.names}
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(layers[path], own, tensors))
         kept += [f"{path}.{tensor}" for tensor in tensors]
     return frozenset(kept)
+
+
+def _check_groups(path: str, weight_format: WeightFormat, weights: Weights) -> None:
+    """Compare the stored group of each input with that of its neighbours.
+
+    Raises:
+        ValueError: groups are no neighbours, though the configuration says so.
+    """
+    own = f".{path}.{weight_format.index}"
+    named = (name for name in weights.files if own.endswith(f".{name}") or f".{name}".endswith(own))
+    name = next(named)
+    file = weights.files[name]
+    with file.opened() as read:
+        groups = read(name, (slice(0, file.shapes[name][0]),)).long()
+    size = weight_format.inputs_per_scale or len(groups)
+    if not torch.equal(groups, torch.arange(len(groups)) // size):
+        raise ValueError(
+            f"'{name}' in {weights.folder} has groups of inputs that are no neighbours, and its "
+            "config.json says that they are: set desc_act to true there"
+        )
 
 
 def _types(

@@ -255,6 +255,12 @@ def keep(folder: Path) -> None:
     cg.keep_quantized(empty(), cg.pretrained(folder))
 
 
+def test_groups_in_another_order_than_the_configuration_says_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "gptq by activation", desc_act=False)
+    with pytest.raises(ValueError, match=r"g_idx' in .* no neighbours.*set desc_act to true"):
+        keep(folder)
+
+
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = "model.layers.0.mlp.up_proj"
     for number, (name, tensor, value, reason) in enumerate(
