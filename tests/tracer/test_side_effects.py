@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cg.tracer.errors import TraceError
+from cg.tracer.values.heap.kinds import is_cache
 
 from .function_tools import trace
 
@@ -279,6 +280,26 @@ def _cold() -> Iterator[None]:
 def test_a_cache_keeps_no_traced_value() -> None:
     trace(Actor(), "masks", torch.ones(2, 3))
     assert not isinstance(mask(3), FakeTensor)
+
+
+class Absent(type):
+    """The class of a name that stands for a library that is not installed."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise ImportError("the library is not installed")
+
+
+class AbsentReader(metaclass=Absent):
+    """What `from transformers import Reader` gives without the library that the reader needs."""
+
+
+def test_a_name_of_a_library_that_is_not_installed_is_no_obstacle() -> None:
+    assert not is_cache(AbsentReader)
+    assert is_cache(mask)
+    x = torch.ones(2, 3)
+    assert torch.equal(trace(Actor(), "swaps", x).body(x)[0], torch.full((2, 3), 2.0))
 
 
 def closure() -> tuple[type[nn.Module], Any]:

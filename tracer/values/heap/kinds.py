@@ -125,10 +125,14 @@ def is_used_up(value: Any) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """True if a function remembers results, as by `functools.lru_cache`."""
+    """True if a function remembers results, as by `functools.lru_cache`.
+
+    Attributes are read without running code of the value: a name that a module imports may stand
+    for a library that is not installed, and raise an error at each read.
+    """
     return (
-        inspect.isroutine(getattr(value, "cache_clear", None))
-        and inspect.isroutine(getattr(value, "cache_info", None))
+        inspect.isroutine(inspect.getattr_static(value, "cache_clear", None))
+        and inspect.isroutine(inspect.getattr_static(value, "cache_info", None))
         and callable(value)
     )
 
