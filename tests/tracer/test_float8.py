@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
@@ -206,6 +207,48 @@ def test_autocast_casts_the_input_as_it_does_for_a_plain_layer() -> None:
     weight, bias = layer.local.linear.weight.detach(), layer.local.linear.bias.detach()
     plain = product(x.bfloat16(), weight, (E4M3, E4M3), False, torch.bfloat16) + bias.bfloat16()
     assert torch.equal(h, plain)
+
+
+@cg.actor
+class Checkpointed(nn.Module):
+    """Two layers, of which a checkpoint computes the forward again, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.body(self.body(x)).square().sum()
+
+    def checkpointed(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.body, x, use_reentrant=False)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("rows", [5, 0])
+def test_checkpoints_compute_again_in_float8(recipe: str, rows: int) -> None:
+    """A batch without rows has gradients of 0, as for a plain layer."""
+    x = torch.randn(rows, 32)
+    gradients = []
+    for name in "plain", "checkpointed":
+        actor = Checkpointed.on(0, plan=cg.float8("*", recipe=recipe))()
+
+        def step(x: Tensor, method: Any = getattr(actor, name)) -> Any:
+            loss = method(x)
+            cg.backward(loss)
+            return loss
+
+        loss = cg.trace(step)(x)
+        gradients.append([loss, *(p.grad for p in actor.local.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+        assert bool(one.any()) == bool(rows)
 
 
 def test_weights_that_change_before_the_backward_are_cast_by_each_forward() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
@@ -36,6 +36,7 @@ from .purity.changes import Initialization, Rebind, sort_changes
 from .purity.dispatch_modes import (
     FunctionGuard,
     OpRecorder,
+    Run,
     nodes_so_far,
     nothing_to_check,
     run_plainly,
@@ -151,6 +152,19 @@ def run_call(call: TracedCall, blocks: Blocks | None = None) -> OpLog:
         raise _in_words(error, call) from error
 
 
+def _gradients(
+    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cotangents: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """What `torch.autograd.grad` gives, with modes of torch functions in force inside.
+
+    `torch.autograd.grad` is a torch function itself, so modes are off while it runs. A checkpoint
+    computes its forward again there, and its functions have to be those of the forward.
+    """
+    return _engine_run_backward(
+        tuple(outputs), tuple(cotangents), False, False, tuple(sources), True, accumulate_grad=False
+    )
+
+
 def _in_words(error: Exception, call: TracedCall) -> TraceError:
     unfit = explain_misfit(error, call)
     return unfit or translate(error, call.shown, call.error_loc)
@@ -223,8 +237,7 @@ class _JointTrace(Scene):
         """
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            run = in_float8(self.calls.run, self.float8_weights(), self.call.float8)
-            guard = FunctionGuard(self.call.shown, run)
+            guard = FunctionGuard(self.call.shown, self._in_float8(self.calls.run))
             with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)
@@ -235,6 +248,10 @@ class _JointTrace(Scene):
         rebound = [r.value for r in self.rebinds]
         self.counts = [len(outputs), len(rebound), len(grads)]
         return [*outputs, *rebound, *grads, *self.recorder.secret]
+
+    def _in_float8(self, run: Run) -> Run:
+        """Run functions, and the linear layers that the plan names in float8."""
+        return in_float8(run, self.float8_weights(), self.call.float8)
 
     def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(result)
@@ -304,9 +321,9 @@ class _JointTrace(Scene):
         cotangents = [self._cotangent(output) for output in chosen]
         self.recorder.backward = True
         held = [fake.grad for fake in self.state]
-        with self.recorder, FunctionGuard(self.call.shown, run_plainly):
-            grad = torch.autograd.grad
-            gradients = call_user(grad, chosen, sources, cotangents, allow_unused=True)
+        guard = FunctionGuard(self.call.shown, self._in_float8(run_plainly))
+        with self.recorder, guard:
+            gradients = call_user(_gradients, chosen, sources, cotangents)
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
             raise _works_on_gradients(self.call)
         many = len(self.wanted.inputs)

@@ -42,8 +42,10 @@ def scales(value: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
         float32 `[m, 1]` by row, else `[]`.
     """
     if not by_row:
-        return scales_of(value.abs().amax(), dtype)
-    scale = scales_of(value.abs().amax(1, keepdim=True), dtype)
+        return scales_of(value.abs().amax() if value.numel() else value.new_zeros(()), dtype)
+    is_empty = not value.shape[1]
+    greatest = value.new_zeros(len(value), 1) if is_empty else value.abs().amax(1, keepdim=True)
+    scale = scales_of(greatest, dtype)
     return torch.exp2(torch.floor(torch.log2(scale)))
 
 
