@@ -235,18 +235,18 @@ class Checkpointed(nn.Module):
 def test_checkpoints_compute_again_in_float8(recipe: str, rows: int) -> None:
     """A batch without rows has gradients of 0, as for a plain layer."""
     x = torch.randn(rows, 32)
-    gradients = []
-    for name in "plain", "checkpointed":
-        actor = Checkpointed.on(0, plan=cg.float8("*", recipe=recipe))()
+    plain, again = (Checkpointed.on(0, plan=cg.float8("*", recipe=recipe))() for _ in range(2))
 
-        def step(x: Tensor, method: Any = getattr(actor, name)) -> Any:
-            loss = method(x)
-            cg.backward(loss)
-            return loss
+    @cg.trace
+    def step(x: Tensor) -> Any:
+        losses = plain.plain(x), again.checkpointed(x)
+        cg.backward(losses[0] + losses[1])
+        return losses
 
-        loss = cg.trace(step)(x)
-        gradients.append([loss, *(p.grad for p in actor.local.parameters())])
-    for one, other in zip(*gradients, strict=True):
+    values = [[loss] for loss in step(x)]
+    for actor, mine in zip((plain, again), values, strict=True):
+        mine += [parameter.grad for parameter in actor.local.parameters()]
+    for one, other in zip(*values, strict=True):
         assert torch.equal(one, other)
         assert bool(one.any()) == bool(rows)
 
