@@ -34,6 +34,7 @@ from .purity.dispatch_modes import FunctionGuard
 from .purity.function_log import LogEntry, Rerun, Unlike
 from .purity.randomness import random_state_watched
 from .purity.scene import Scene
+from .purity.torch_settings import settings_restored_on_failure
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
 from .reuse.templates import BlocksMisled
@@ -178,9 +179,13 @@ def _rerun(
     if joint.log is None:
         blocks = Blocks()  # its log has the functions of blocks in place of the blocks
     try:
-        with refusals_dropped(), random_state_watched(call):
+        with (
+            refusals_dropped(),
+            random_state_watched(call),
+            settings_restored_on_failure(),
+        ):
             return _AlikeCall(call, joint, blocks, relocates).run(derivative)
-    except (Unlike, UsesGradients, Exception):
+    except (Unlike, BlocksMisled, UsesGradients, Exception):
         return None  # the trace that follows says what is wrong, if anything is
 
 
@@ -235,6 +240,7 @@ class _AlikeCall(Scene):
                     self.watch,
                     derivative is not None,
                     None,
+                    self.has_side_effects,
                 )
                 run = in_float8(calls.run, self.float8_weights(), self.call.float8)
                 with FunctionGuard(self.call.shown, run), calls.intercepted():

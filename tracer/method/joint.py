@@ -202,6 +202,7 @@ class _JointTrace(Scene):
             self.watch,
             wanted is not None,
             self.recorder,
+            self.has_side_effects,
         )
         self.recorder.check = self.calls.check_operator
         self.results: Tree | None = None

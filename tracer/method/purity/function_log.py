@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....ir.location import Location
 from ...values.operators import OperatorFunction
+from .torch_settings import settings_now
 
 Form: TypeAlias = tuple[Any, ...]
 """The key of arguments: equal arguments have equal keys. A tensor is its number in the log."""
@@ -376,34 +377,13 @@ def _has_python_backward(tensors: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-_C: Any = torch._C
-_SETTINGS: tuple[Callable[[], Any], ...] = (
-    torch.is_grad_enabled,
-    torch.is_inference_mode_enabled,
-    torch.get_default_dtype,
-    torch.is_autocast_cache_enabled,
-    _C._get_deterministic_algorithms,
-    _C._get_float32_matmul_precision,
-    _C._get_cudnn_enabled,
-    _C._get_cudnn_benchmark,
-    _C._get_cudnn_deterministic,
-    _C._get_cudnn_allow_tf32,
-    _C._get_mkldnn_enabled,
-    _C._get_flash_sdp_enabled,
-    _C._get_mem_efficient_sdp_enabled,
-    _C._get_math_sdp_enabled,
-    _C._get_cudnn_sdp_enabled,
-    _C._get_math_sdp_allow_fp16_bf16_reduction,
-)
-_SETTERS = (_C._set_grad_enabled,)
+_SETTERS = (torch._C._set_grad_enabled,)
 """Functions that change a setting, and that reach a log: `torch.no_grad()` calls one."""
-
-_AUTOCAST_DEVICES = ("cpu", "cuda", "privateuseone")
 
 
 def depth_of_modes() -> int:
     """How many dispatch modes are active."""
-    return int(_C._len_torch_dispatch_stack())
+    return int(torch._C._len_torch_dispatch_stack())
 
 
 def torch_settings(depth: int) -> Form:
@@ -416,10 +396,7 @@ def torch_settings(depth: int) -> Form:
         Unlike: the call has entered another dispatch mode, or has set hooks on the tensors that
             autograd saves, as a checkpoint does.
     """
-    if depth_of_modes() != depth or _C._autograd._top_saved_tensors_default_hooks(False):
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if depth_of_modes() != depth or hooks:
         raise Unlike
-    settings = tuple([get() for get in _SETTINGS])
-    if not _C._is_any_autocast_enabled():
-        return settings
-    enabled = map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
-    return (*settings, *enabled, *map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))
+    return settings_now()

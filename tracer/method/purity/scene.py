@@ -45,6 +45,11 @@ class Scene:
         self.inputs: Sequence[torch.Tensor] = ()
         self.watch = AttributeWatch(call.state)
         self.initial: list[Initialization] = []
+        self._changed: Callable[[], bool] = lambda: False
+
+    def has_side_effects(self) -> bool:
+        """True if the call has so far changed its actor, or something outside of it."""
+        return self._changed()
 
     def float8_weights(self) -> dict[int, tuple[str, Float8Recipe]]:
         """The weights that are multiplied in float8, by the ids of their fakes."""
@@ -80,6 +85,12 @@ class Scene:
                 stack.callback(_surely, undo)
             put_state(state, self.state)
             with self._as_it_runs():
+                own = surroundings.changed_places()  # of the modes
+                attributes = Snapshot(state.containers)
+                self._changed = lambda: (
+                    bool(attributes.changes() or contents.changes())
+                    or surroundings.changed_places() != own
+                )
                 yield
             self._refuse_contents(contents)
             self.initial += surroundings.check(self.call)

@@ -57,7 +57,7 @@ class SideEffects:
         Raises:
             TraceError: there is any other change.
         """
-        changes = [change for change in self._snapshot.changes() if self._counts(change)]
+        changes = self._changes()
         for change in changes:
             if has_fake(change.after):
                 raise call.refusal(
@@ -68,6 +68,13 @@ class SideEffects:
             if isinstance(change.holder, CellType) or reaches_tensor(change.after, set()):
                 raise _lost(call, change)
         return [Initialization(None, c, partial(_lost, call, c)) for c in changes]
+
+    def changed_places(self) -> set[tuple[int, Any]]:
+        """The places that have changed so far: the ids of holders, and their keys."""
+        return {(id(change.holder), change.key) for change in self._changes()}
+
+    def _changes(self) -> list[StateChange]:
+        return [change for change in self._snapshot.changes() if self._counts(change)]
 
     def _counts(self, change: StateChange) -> bool:
         hidden = isinstance(change.key, str) and change.key.startswith("__")

@@ -22,6 +22,7 @@ from ...values.actor_state import ActorState
 from ...values.operators import is_random, storage_key
 from ..purity.dispatch_modes import OpRecorder, Run, nodes_so_far
 from ..purity.function_log import FunctionLog, Rerun, Unlike, form_of
+from ..purity.torch_settings import settings_restored_on_failure
 from ..purity.watch import AttributeWatch
 from .block import Block, BlockFunction, BlockRecording, TensorNumbers
 from .templates import BlocksMisled, Emitter, Template, graph_so_far
@@ -79,6 +80,8 @@ class ModuleCalls:
         watch: notes writes of attributes.
         wanted: whether gradients are wanted.
         recorder: notes operators; None where none is issued.
+        has_side_effects: says whether the method has so far changed its actor, or something
+            outside of it.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class ModuleCalls:
         watch: AttributeWatch,
         wanted: bool,
         recorder: OpRecorder | None,
+        has_side_effects: Callable[[], bool],
     ) -> None:
         self._blocks = blocks
         self._classes = classes - blocks.refused
@@ -98,6 +102,7 @@ class ModuleCalls:
         self._watch = watch
         self._wanted = wanted
         self._recorder = recorder
+        self._has_side_effects = has_side_effects
         self._inner: Rerun | None = None
         self._is_inside = False
         self.used = False
@@ -137,17 +142,17 @@ class ModuleCalls:
     def _call(
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
+        writes = len(self._watch.writes)
         known = self._blocks.known.setdefault((type(module), self._wanted), [])
         for block in reversed(known):
             if self._can_copy(block):
                 try:
                     return self._again(block, call, module, args, kwargs)
                 except Unlike:
-                    continue
+                    self._check_changes(writes)
         is_traced = self._recorder is not None and nodes_so_far() is not None
         if not is_traced or not self._log.complete or len(known) == _MANY:
             return call(module, *args, **kwargs)
-        writes = len(self._watch.writes)
         assert self._recorder is not None
         recording = BlockRecording(self.copy, self._log, self._recorder)
         result = call(module, *args, **kwargs)
@@ -161,6 +166,15 @@ class ModuleCalls:
         elif new_block not in known:
             known.append(new_block)
         return result
+
+    def _check_changes(self, writes: int) -> None:
+        """Check that a comparison that ended early leaves nothing behind, which a trace would read.
+
+        Raises:
+            BlocksMisled: it may do.
+        """
+        if len(self._watch.writes) != writes or self._has_side_effects():
+            raise BlocksMisled
 
     def _can_copy(self, block: Block) -> bool:
         if block.template is not None or nodes_so_far() is None:
@@ -185,7 +199,8 @@ class ModuleCalls:
         writes = len(self._watch.writes)
         self._inner = inner = Rerun(block.entries, numbering.number_of, numbering.result_of)
         try:
-            result = call(module, *args, **kwargs)
+            with settings_restored_on_failure():
+                result = call(module, *args, **kwargs)
         finally:
             self._inner = None
         with torch._C.DisableTorchFunction():
