@@ -264,6 +264,9 @@ def tensor_hooked(layer: Layer) -> None:
     layer.function = function
 
 
+SEEN: list[Tensor] = []
+"""What layers of another module fill and empty."""
+
 CHANGES: dict[str, Callable[[Layer], None]] = {
     "a float": setting("scale", 2.0),
     "the sign of zero": setting("scale", -0.0),

@@ -23,7 +23,7 @@ from .module_paths import (
     without_fused_recurrence,
 )
 from .randomness import generator_watched
-from .side_effects import SideEffects
+from .side_effects import SideEffects, UsersModules
 from .watch import AttributeWatch
 
 
@@ -87,11 +87,16 @@ class Scene:
             with self._as_it_runs():
                 own = surroundings.changed_places()  # of the modes
                 attributes = Snapshot(state.containers)
+                elsewhere = UsersModules()
                 self._changed = lambda: (
-                    bool(attributes.changes() or contents.changes())
+                    bool(attributes.changes() or contents.changes() or elsewhere.changes())
                     or surroundings.changed_places() != own
                 )
-                yield
+                try:
+                    yield
+                except BaseException:
+                    elsewhere.undo()
+                    raise
             self._refuse_contents(contents)
             self.initial += surroundings.check(self.call)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any
 
 from ...errors import TraceError
 from ...source import is_installed
 from ...values.actor_state import ActorState
 from ...values.heap.kinds import is_foreign
-from ...values.heap.reach import NEAR, has_fake, reach_near, reaches_tensor
+from ...values.heap.reach import NEAR, has_fake, reach_modules, reach_near, reaches_tensor
 from ...values.heap.snapshot import StateChange
 from ...values.interface import TracedCall
 from .changes import Initialization
@@ -86,6 +86,27 @@ class SideEffects:
             if self._counts(change) or isinstance(change.holder, type):
                 change.put(change.before)
         self._snapshot.clear_caches()
+
+
+class UsersModules:
+    """A snapshot of the globals of all modules of the user, for calls that are left in their midst.
+
+    Lines that empty a list again, or set a variable back, do not run then. A module that a call has
+    imported stays.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot = reach_modules().snapshot()
+
+    def changes(self) -> list[StateChange]:
+        """The changes since then."""
+        changes = self._snapshot.changes()
+        return [change for change in changes if not isinstance(change.after, ModuleType)]
+
+    def undo(self) -> None:
+        """Undo these changes."""
+        for change in self.changes():
+            change.put(change.before)
 
 
 def _lost(call: TracedCall, change: StateChange) -> TraceError:

@@ -11,6 +11,7 @@ import collections
 import enum
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -231,6 +232,17 @@ def reach_near(
     _add_containers(near, depth, reach, seen)
     _add_containers(space.items(), 0, reach, seen)
     reach.caches = [value for _, value in (*space.items(), *near) if is_cache(value)]
+    return reach
+
+
+def reach_modules() -> Reach:
+    """The names of the user's modules, and the containers among their values, not walked."""
+    reach = Reach()
+    seen: set[int] = set()
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and is_users(module):
+            reach.containers.append((vars(module), module.__name__))
+            _add_containers(list(vars(module).items()), 0, reach, seen)
     return reach
 
 
