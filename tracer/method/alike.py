@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...ir.location import Location
 from ..error_translation import call_user, current_location
 from ..errors import TraceError, note_refusal, refusals_dropped
+from ..torch_settings import settings_restored_on_failure
 from ..values.actor_state import ActorState, StateTensor
 from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall
@@ -34,7 +35,6 @@ from .purity.dispatch_modes import FunctionGuard
 from .purity.function_log import LogEntry, Rerun, Unlike
 from .purity.randomness import random_state_watched
 from .purity.scene import Scene
-from .purity.torch_settings import settings_restored_on_failure
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
 from .reuse.templates import BlocksMisled

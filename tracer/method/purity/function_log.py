@@ -18,8 +18,8 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....ir.location import Location
+from ...torch_settings import settings_now
 from ...values.operators import OperatorFunction
-from .torch_settings import settings_now
 
 Form: TypeAlias = tuple[Any, ...]
 """The key of arguments: equal arguments have equal keys. A tensor is its number in the log."""
