@@ -66,7 +66,7 @@ class FakeRun:
         inputs = {k: tree_map_only(torch.Tensor, self.fake, v) for k, v in self.example.items()}
         try:
             with (
-                _undone(self.model),
+                _undone(self.model, watcher),
                 _replaced(self.model, parameter, self.fake),
                 torch.no_grad(),
                 self.mode,
@@ -173,14 +173,25 @@ def _entered(
 
 
 @contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Undo what the `with` block changes of a model: states of layers would stay fake tensors."""
+def _undone(model: nn.Module, watcher: Dependence) -> Iterator[None]:
+    """Undo what the `with` block changes of a model: states of layers would stay fake tensors.
+
+    A table that depends on no input and no parameter stays, as that of a rotary embedding for long
+    texts: who makes the model real makes it real, too.
+    """
     state = reach(model)
     snapshot = Snapshot((*state.containers, *state.others))
     try:
         yield
     finally:
+        tables = [
+            change
+            for change in snapshot.changes()
+            if isinstance(change.after, torch.Tensor) and not watcher.sources_of(change.after)
+        ]
         snapshot.restore()
+        for table in tables:
+            table.put(table.after)
 
 
 @contextmanager
