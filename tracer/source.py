@@ -70,6 +70,14 @@ def caller_location(depth: int = 1) -> Location | None:
     return None
 
 
+def caller_level() -> int:
+    """The `stacklevel` by which a warning names the user's line, for the function that warns."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def traceback_location(traceback: TracebackType | None) -> Location | None:
     """The user's innermost line of a traceback, or None."""
     location = None

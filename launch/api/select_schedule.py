@@ -35,6 +35,7 @@ from ...passes.simulate.program_simulator import simulate_programs
 from ...passes.simulate.residency import Residency, ResidencyError
 from ...passes.simulate.stage_memory import StageMemory, stage_memory
 from ...tracer.errors import TraceError
+from ...tracer.source import caller_level
 from ..cache.compile_cache import CompileCache
 from ..cache.program_entries import Scheduled, from_cache
 
@@ -325,9 +326,8 @@ def run_passes(
         return _run(_select_schedule(schedule, module, pipeline_of), module, pipeline_of, sink)
     except IRError as error:
         options = _search_options(schedule)
-        if schedule is None or not options:
-            raise
-        if options["max_activations"] is not None or options["max_bytes"] is not None:
+        bounds = (options.get(name) for name in ("max_activations", "max_bytes"))
+        if schedule is None or not options or any(bound is not None for bound in bounds):
             raise
         for fallback in (gpipe(), looped_bfs()):
             try:
@@ -338,7 +338,7 @@ def run_passes(
                 f"step {module.name} is compiled with the schedule '{fallback.name}' instead of "
                 f"'{schedule.name}', which finds no order that mixes forwards and backwards: "
                 f"{_why(error)}",
-                stacklevel=5,
+                stacklevel=caller_level(),
             )
             choice = f"{fallback.name}: no order mixes forwards and backwards"
             return replace(scheduled, choice=choice, is_other=True)

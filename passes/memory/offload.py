@@ -100,7 +100,7 @@ class Offload(Pass):
             op for program in module.programs for op in program.ops if isinstance(op, CopyStart)
         ]
         count = sum(op.is_to_host for op in copies)
-        return (f"{count} tensors rest in the memory of hosts",)
+        return (f"{count} tensors rest in the memory of hosts",) if count else ()
 
     def __str__(self) -> str:
         return str(replace(self, costs=Costs())) if self.costs != Costs() else Pass.__str__(self)

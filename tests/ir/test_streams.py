@@ -40,7 +40,6 @@ module @t phase=scheduled world=2 {
     [
         ("send", "send", "compute"),
         ("send", "send", "copy"),
-        ("recv", "recv", "compute"),
         ("recv", "recv", "tail"),
         ("barrier", "collective", "compute"),
         ("call", "compute", "send"),

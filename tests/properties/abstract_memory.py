@@ -18,6 +18,7 @@ from cg.ir.ops import (
     Collective,
     Constant,
     Copy,
+    CopyStart,
     Free,
     Gather,
     Op,
@@ -220,7 +221,7 @@ class Memory:
         op, of = work.op, self.terms.of
         if isinstance(op, Call):
             return of("result", self._made[number], index)
-        if isinstance(op, Copy):
+        if isinstance(op, Copy | CopyStart):
             return read[0]
         if isinstance(op, Constant):
             return of("constant", str(op.fill), str(op.ref), str(value.type))

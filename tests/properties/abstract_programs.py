@@ -17,6 +17,7 @@ from cg.ir.ops import (
     Collective,
     Constant,
     Copy,
+    CopyStart,
     Free,
     Op,
     Recv,
@@ -177,6 +178,8 @@ class Programs:
             self.lies[value] = first if op.operands else own
         elif isinstance(op, Send):
             self.lies[op.results[0]] = ()
+        elif isinstance(op, CopyStart):
+            self.lies[op.results[0]] = (self._cell(),)
         elif isinstance(op, Collective):
             shared = isinstance(op, Broadcast) or (isinstance(op, AllReduce) and op.donated)
             self.lies[op.results[0]] = (self._cell(), *(first if shared else ()))

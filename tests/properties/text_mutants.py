@@ -69,7 +69,7 @@ _OP = re.compile(
 )
 _PROGRAM = re.compile(r"  program @\d+\((.*)\) \{")
 _ATTRIBUTE = re.compile(r"(\w+) = (\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|[^,]+)")
-_TYPE = re.compile(r"[^,\[]+(?:\[[^\]]*\]>?)?")
+_TYPE = re.compile(r"[^,\[]+(?:\[[^\]]*\](?::\w+)?>?)?")
 
 
 def mutants(text: str) -> Iterator[Mutant]:

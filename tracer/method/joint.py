@@ -155,7 +155,7 @@ def run_call(call: TracedCall, blocks: Blocks | None = None) -> OpLog:
 def _gradients(
     outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cotangents: list[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """What `torch.autograd.grad` gives, with modes of torch functions in force inside.
+    """The results of `torch.autograd.grad`, with modes of torch functions in force inside.
 
     `torch.autograd.grad` is a torch function itself, so modes are off while it runs. A checkpoint
     computes its forward again there, and its functions have to be those of the forward.

@@ -267,6 +267,16 @@ def test_a_command_line_that_is_wrong(options: list[str], message: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_a_format_that_is_not_read(tmp_path: Path) -> None:
+    """ "Quantised weights in a format that is not read"."""
+    settings = {"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    ended = _command("--port", "0", "--model", str(tmp_path))
+    assert ended.returncode == 2
+    assert "'mxfp4' is not read" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def _command(*options: str, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     line = [*before, sys.executable, "-m", "examples.serve", *options]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
