@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 os.environ.setdefault("CG_RANKS", "1")
+os.environ.setdefault("CG_CACHE", "")  # each trace is made
 
 import torch
 from torch import Tensor, nn
