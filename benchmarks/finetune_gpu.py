@@ -20,7 +20,7 @@ peak GiB  torch.cuda.max_memory_allocated of each rank
 NCCL ms   milliseconds a step in which NCCL's kernels run on a rank, by torch's profiler in two
           further steps; exposed: of these, those in which no other kernel runs, and their share
 first s   seconds from the start of the arm's command to the end of its first step; the cache of
-          TorchInductor is empty then, but with `--warm-cache`
+          TorchInductor is empty then, and cg has none, but with `--warm-cache`
 losses    of the first and of the last step; they must be those of the first arm
 """
 
@@ -103,6 +103,7 @@ class Bench:
         more = {"CG_PASSES": arm.passes} if arm.passes else {}
         if not self.args.warm_cache:
             more |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"{stem}.cache")}
+            more |= {"CG_CACHE": ""}
         words = [word.removeprefix(f"{ROOT}/") for word in command[1:]]
         row |= {"command": shlex.join(["python", *words]), "passes": arm.passes}
         limit = min(self.args.timeout, self.left)
