@@ -19,6 +19,7 @@ import torch
 
 from ...backends.base import World
 from ...backends.device import Device
+from ...backends.devices.programs.watchdog import stop_watching
 from ...backends.virtual.world import VirtualWorld
 from ..environment.config import Config, config, environment, exported, ranks_asked
 from ..environment.detect import HYDRA, OPEN_MPI, SLURM, Launch
@@ -116,6 +117,7 @@ def use_world(other: World) -> Iterator[World]:
 
 def start(settings: Config) -> World:
     """Start the world of this process as the environment and the launcher describe it."""
+    atexit.register(stop_watching)  # first, so that it runs behind whatever may wait for a device
     launch = settings.launch
     if launch is None or launch.size == 1:
         check_alone(settings)

@@ -147,7 +147,15 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching; idempotent."""
         self._stop.set()
-        _watchdogs.discard(self)  # nobody takes anything out of the line any more
+
+    def join(self) -> None:
+        """Wait until its thread has ended, which it does soon after `close`."""
+        self._thread.join(GRACE)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody takes anything out of the line any more."""
+        return self._stop.is_set()
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
@@ -265,6 +273,20 @@ class Watchdog:
 
 
 _watchdogs: WeakSet[Watchdog] = WeakSet()
+"""All watchdogs whose threads run, and perhaps others that are closed."""
+
+
+def stop_watching() -> None:
+    """Close all watchdogs, and wait for their threads; for the end of the process.
+
+    A thread that comes back from the device's library while the interpreter ends is unwound through
+    frames of C++ that allow no such thing, which aborts the process.
+    """
+    watchdogs = tuple(_watchdogs)
+    for watchdog in watchdogs:
+        watchdog.close()
+    for watchdog in watchdogs:
+        watchdog.join()
 
 
 def fault_of(error: BaseException, running: PendingWork | None = None) -> DeviceFault | None:
@@ -285,7 +307,8 @@ def fault_of(error: BaseException, running: PendingWork | None = None) -> Device
 
 def _on_device() -> list[Put]:
     """All executions that devices have not been seen to pass, the oldest first."""
-    puts = [put for watchdog in tuple(_watchdogs) for put in watchdog.line]
+    watching = [watchdog for watchdog in tuple(_watchdogs) if not watchdog.is_closed]
+    puts = [put for watchdog in watching for put in watchdog.line]
     return sorted(puts, key=lambda put: put.since)
 
 

@@ -62,6 +62,21 @@ def test_all_layouts(name: str, axes: str) -> None:
         check(op.function, op.tensors, given, place, traced=graph, tolerance=op.tolerance)
 
 
+TAKING_ENTRIES = [name for name in CASES if name.startswith(("index", "gather", "scatter", "embed"))]
+
+
+@pytest.mark.parametrize("name", TAKING_ENTRIES)
+def test_entries_along_a_dimension_in_zigzag_order(name: str) -> None:
+    op, place = CASES[name], mesh(tp=2)
+    for number, tensor in enumerate(op.tensors):
+        for dim in range(tensor.dim()):
+            layouts = [layout(",".join("-" * other.dim())) for other in op.tensors]
+            cut = ["-"] * tensor.dim()
+            cut[dim] = "tp~"
+            layouts[number] = layout(",".join(cut))
+            check(op.function, op.tensors, layouts, place, traced=traced(name))
+
+
 NOTHING: list[str] = []
 REDUCE = ["reduce"]
 EXPECTED = [

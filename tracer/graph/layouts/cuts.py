@@ -49,9 +49,14 @@ def unmerged(layout: Layout, shape: Sequence[int]) -> tuple[Layout, tuple[int, .
     return replace(layout, cuts=tuple(cut for _, cut in dims)), tuple(size for size, _ in dims)
 
 
+def is_packed(cut: Cut) -> bool:
+    """True if the dimension consists of blocks, each of which is cut by itself."""
+    return cut.blocks > 1 or isinstance(cut, CutProduct)
+
+
 def is_interval(cut: Cut) -> bool:
     """True if each piece is one run of indices."""
-    return cut.blocks == 1 and not cut.zigzag and not isinstance(cut, CutProduct)
+    return not is_packed(cut) and not cut.zigzag
 
 
 def is_plain(cut: Cut) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 
 from .....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
-from ..cuts import is_interval
+from ..cuts import is_packed
 from ..factors import Dim, Dims, Factor, Factors, Linear, each, jointly
 from ..functional import other_form
 from ..solution import solve
@@ -91,9 +91,9 @@ def _indexed(case: Case) -> _Indexed:
 
 
 def _packed(case: Case, dim: int) -> dict[str, str]:
-    """`keep` of a dimension along which entries are selected: pieces of it are one run of them."""
+    """`keep` of a dimension along which entries are selected: pieces of it are one run, or two."""
     source = case["self"]
-    packed = bool(source.shape) and not is_interval(source.cuts[dim])
+    packed = bool(source.shape) and is_packed(source.cuts[dim])
     return {f"d{dim}": "is packed"} if packed else {}
 
 

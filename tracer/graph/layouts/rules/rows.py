@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .....ir.layout import Region, shape_of, whole
+from .....ir.layout import Intervals, Region, length, shape_of, whole
 from ....values.operators import written_values
 from ...autodiff.subgraphs import is_view
 from ..cases import Answer, Case, LocalOp, Rule, dim_of
-from ..cuts import is_interval
+from ..cuts import is_packed
 from ..factors import Factors, each
 from ..solution import solve
 from ..values.ids import CHECKED_IDS
@@ -58,18 +58,22 @@ def first_entry(region: Region) -> list[int]:
     return [intervals[0][0] if intervals else 0 for intervals in region]
 
 
-def own_rows(intervals: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The first row of a piece, and their number."""
-    return (intervals[0][0], intervals[0][1] - intervals[0][0]) if intervals else (0, 0)
-
-
-def within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any]:
+def within(op: LocalOp, indices: Any, intervals: Intervals) -> tuple[Any, Any]:
     """Indices into a rank's rows, with 0 for rows of other ranks; and a mask of its own rows."""
-    own = op.emit(_ATEN.sub.Tensor, indices, first)
-    above = op.emit(_ATEN.ge.Scalar, own, 0)
-    below = op.emit(_ATEN.lt.Scalar, own, count)
-    inside = op.emit(_ATEN.logical_and.default, above, below)
-    return op.emit(_ATEN.where.ScalarOther, inside, own, 0), inside
+    own = inside = None
+    before = 0
+    for start, stop in intervals or ((0, 0),):
+        place = op.emit(_ATEN.sub.Tensor, indices, start - before)
+        above = op.emit(_ATEN.ge.Scalar, place, before)
+        before += stop - start
+        below = op.emit(_ATEN.lt.Scalar, place, before)
+        here = op.emit(_ATEN.logical_and.default, above, below)
+        if own is None:
+            own, inside = op.emit(_ATEN.where.ScalarOther, here, place, 0), here
+        else:
+            own = op.emit(_ATEN.where.self, here, place, own)
+            inside = op.emit(_ATEN.logical_or.default, inside, here)
+    return own, inside
 
 
 def partial_selections(
@@ -105,9 +109,9 @@ def taken(
         return op.emit(_ATEN.new_zeros.default, source, list(shape_of(region)))
     chosen, mask = dict(indices), None
     for selection in selections:
-        first, count = own_rows(op.operands[0][selection.dim])
         checked = _checked(op, selection, indices[selection.number], size[selection.dim])
-        chosen[selection.number], inside = within(op, checked, first, count)
+        rows = op.operands[0][selection.dim]
+        chosen[selection.number], inside = within(op, checked, rows)
         mask = inside if mask is None else op.emit(_ATEN.logical_and.default, mask, inside)
     for _ in range(trailing):
         mask = op.emit(_ATEN.unsqueeze.default, mask, -1)
@@ -125,14 +129,14 @@ def written(
     source = longer = op.arguments["self"]
     chosen = dict(indices)
     for selection in selections:
-        first, count = own_rows(op.operands[0][selection.dim])
+        rows = op.operands[0][selection.dim]
         shape = list(longer.meta["val"].shape)
         shape[selection.dim] = 1
         entry = op.emit(_ATEN.new_zeros.default, longer, shape)
         longer = op.emit(_ATEN.cat.default, [longer, entry], selection.dim)
         checked = _checked(op, selection, indices[selection.number], size[selection.dim])
-        own, inside = within(op, checked, first, count)
-        chosen[selection.number] = op.emit(_ATEN.where.ScalarOther, inside, own, count)
+        own, inside = within(op, checked, rows)
+        chosen[selection.number] = op.emit(_ATEN.where.ScalarOther, inside, own, length(rows))
     here = tuple(((0, n),) if n else () for n in shape_of(op.operands[0]))
     result = op.piece(run(chosen, longer), here)
     if op.target._schema.is_mutable:
@@ -170,23 +174,23 @@ def _embedding(case: Case) -> Answer:
     sizes = {"v": case["weight"].shape[0], "d": case["weight"].shape[1]}
     sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
     operands = ((("v",), ("d",)), inner)
-    keep = {"v": "is packed"} if not is_interval(case["weight"].cuts[0]) else {}
+    keep = {"v": "is packed"} if is_packed(case["weight"].cuts[0]) else {}
     factors = Factors(operands, ((*inner, ("d",)),), sizes, each(0), keep)
     return solve(case, factors, local=partial(_local_embedding, sizes["v"]))
 
 
 def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
-    first, count = own_rows(op.operands[0][0])
-    if count == vocabulary:
+    own_rows = op.operands[0][0]
+    if length(own_rows) == vocabulary:
         return op.run()
     region = op.results[0]
     assert region is not None
     weight, indices = op.arguments["weight"], op.arguments["indices"]
-    if not count:
+    if not own_rows:
         return op.emit(_ATEN.new_zeros.default, weight, list(shape_of(region)))
     place = first_entry(op.operands[1])
     indices = op.emit(CHECKED_IDS, indices, vocabulary, None, "embedding", place)
-    safe, inside = within(op, indices, first, count)
+    safe, inside = within(op, indices, own_rows)
     rows = op.emit(_ATEN.embedding.default, weight, safe)
     mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
     return op.emit(_ATEN.where.ScalarOther, mask, rows, 0)
@@ -210,13 +214,13 @@ def _local_embedding_backward(op: LocalOp) -> Any:
     region, shape = op.results[0], op.shapes[0]
     assert region is not None
     assert shape is not None
-    first, count = own_rows(region[0])
+    count = length(region[0])
     if count == shape[0]:
         return op.run()
     grad, indices = op.arguments["grad_output"], op.arguments["indices"]
     if not count:
         return op.emit(_ATEN.new_zeros.default, grad, list(shape_of(region)))
-    safe, inside = within(op, indices, first, count)
+    safe, inside = within(op, indices, region[0])
     if op.arguments["padding_idx"] >= 0:
         counted = op.emit(_ATEN.ne.Scalar, indices, op.arguments["padding_idx"])
         inside = op.emit(_ATEN.logical_and.default, inside, counted)
