@@ -1,6 +1,7 @@
 """Four layers of Llama-7B on one GPU, in bfloat16 and in float8, by cg and by torch, in turns.
 
-    python benchmarks/float8_gpu.py [--recipe tensorwise] [--turns 3] [--steps 20] [--json FILE]
+    python benchmarks/float8_gpu.py [--recipe tensorwise] [--turns 3] [--steps 20]
+        [--seconds 1800] [--json FILE]
     python benchmarks/float8_gpu.py --shape tiny --device cpu --turns 1 --steps 2        # a trial
 
 A step is the forward and the backward of four layers, with the gradients of all weights and of the
@@ -23,10 +24,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import statistics
-import subprocess
-import sys
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -34,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arm_jobs import Job, Record
 from llama_model import Layer, Shape
-from provenance import provenance
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -222,22 +220,11 @@ def run_arm(arm: str, args: argparse.Namespace) -> None:
     print(json.dumps({"ms": [round(t, 4) for t in times[WARM:]], "loss": loss}), flush=True)
 
 
-def turn(arm: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A job of an arm."""
+def job(arm: str, args: argparse.Namespace) -> Job:
     start = ["-m", "cg.launch", "-n", "1"] if arm.startswith("cg") else []
     options = ["--steps", args.steps, "--shape", args.shape, "--device", args.device]
     options += ["--recipe", args.recipe, "--arm", arm]
-    done = subprocess.run(
-        [sys.executable, *start, __file__, *map(str, options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=900,
-        check=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    result: dict[str, Any] = json.loads(lines[-1])
-    return {"arm": arm, **result}
+    return Job({"arm": arm}, [*start, __file__, *options])
 
 
 def main() -> None:
@@ -248,6 +235,7 @@ def main() -> None:
     add("--steps", type=int, default=20)
     add("--shape", choices=SHAPES, default="llama-7b")
     add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--seconds", type=float, default=1800.0, help="for the whole run")
     add("--json", type=Path)
     add("--arm", choices=ARMS, help="run one arm; for the jobs that this starts")
     args = parser.parse_args()
@@ -258,19 +246,14 @@ def main() -> None:
     arms = ARMS if has_torchao else ARMS[:-1]
     if not has_torchao:
         print("torchao is left out: it is not installed, or there is no GPU")
-    rows = [turn(arm, args) for _ in range(args.turns) for arm in arms]
-    medians = {
-        arm: statistics.median(t for row in rows if row["arm"] == arm for t in row["ms"])
-        for arm in arms
-    }
-    losses = [row["loss"] for row in rows]
-    assert max(losses) <= (1 + TOLERANCE) * min(losses), f"the arms disagree: {losses}"
+    shape = {**asdict(SHAPES[args.shape]), "sequences": SEQUENCES, "recipe": args.recipe}
+    record = Record(args.json, {"shape": shape})
+    record.measure([job(arm, args) for _ in range(args.turns) for arm in arms], args.seconds)
+    medians = record.medians()
     for arm, ms in medians.items():
-        print(f"{arm}: {ms:.3f} ms, {ms / medians['cg-bf16']:.3f} of cg-bf16")
-    if args.json:
-        shape = {**asdict(SHAPES[args.shape]), "sequences": SEQUENCES, "recipe": args.recipe}
-        record = {**provenance(), "shape": shape, "medians_ms": medians, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{arm}: {ms:.3f} ms, {ms / medians.get('cg-bf16', math.nan):.3f} of cg-bf16")
+    record.check_losses(TOLERANCE)
+    record.check_errors()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A layer of Llama on long sequences, by cg and by torch: milliseconds and gigabytes, in turns.
 
-    python benchmarks/long_contexts_gpu.py [--ranks 2] [--turns 3] [--steps 10] [--json FILE]
+    python benchmarks/long_contexts_gpu.py [--ranks 2] [--turns 3] [--steps 10]
+        [--length 32768] [--seconds 1800] [--json FILE]
     python benchmarks/long_contexts_gpu.py --device cpu --shape tiny          # a trial, over gloo
 
 The layer is one of Llama 3 8B: width 4,096, inner width 14,336, 32 heads of 128 and 8 of keys, in
@@ -24,19 +25,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import provenance
+from arm_jobs import Job, Record
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -203,26 +201,26 @@ def is_first(arm: str) -> bool:
     return cg.rank() == 0
 
 
-def turn(arm: str, length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """A job of an arm."""
+def job(arm: str, length: int, args: argparse.Namespace) -> Job:
     ranks = 1 if arm == "one" else args.ranks
-    start = ["-m", "cg.launch", "-n", str(ranks)]
+    start = ["-m", "cg.launch", "-n", ranks]
     if arm == "torch":
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     options = ["--steps", args.steps, "--ranks", args.ranks, "--shape", args.shape]
     options += ["--device", args.device, "--arm", arm, "--length", length]
     options += ["--fuse", args.fuse] if args.fuse else []
-    done = subprocess.run(
-        [sys.executable, *start, __file__, *map(str, options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=900,
-        check=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    result: dict[str, Any] = json.loads(lines[-1])
-    return {"arm": arm, "length": length, **result}
+    return Job({"arm": arm, "length": length}, [*start, __file__, *options])
+
+
+def line_of(length: int, record: Record) -> str:
+    """The medians and the peaks of the arms."""
+    rows, medians = record.rows, record.medians(length=length)
+    one = medians.get("one", math.nan)
+    figures = []
+    for arm, ms in medians.items():
+        here = [r["bytes"] for r in rows if (r["arm"], r["length"]) == (arm, length) if "ms" in r]
+        figures.append(f"{arm} {ms:.2f} ms ({one / ms:.2f} of one), {max(here) / 1e9:.2f} GB")
+    return f"{length} tokens: {'; '.join(figures) or 'no figures'}"
 
 
 def main() -> None:
@@ -234,34 +232,26 @@ def main() -> None:
     add("--shape", choices=SHAPES, default="llama-3-8b")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--fuse", choices=["inductor"], help="have TorchInductor fuse all arms")
+    add("--seconds", type=float, default=1800.0, help="for the whole run")
     add("--json", type=Path)
     add("--arm", choices=ARMS, help="run one arm's rank; for the jobs that this starts")
-    add("--length", type=int, help="tokens of that arm")
+    add("--length", type=int, help="tokens of that arm, or the only ones that are measured")
     args = parser.parse_args()
     if args.arm is not None:
         run_arm(args.arm, args.length, args)
         return
     shape = SHAPES[args.shape]
+    lengths = [args.length] if args.length else shape.lengths
     arms = ARMS if args.device == "cuda" else ARMS[:-1]
-    rows = []
-    for length in shape.lengths:
-        rows += (here := [turn(arm, length, args) for _ in range(args.turns) for arm in arms])
-        losses = [row["loss"] for row in here]
-        assert max(losses) <= 1.02 * min(losses), f"the arms disagree: {losses}"
-        medians = {
-            arm: statistics.median(t for r in here if r["arm"] == arm for t in r["ms"])
-            for arm in arms
-        }
-        peaks = {arm: max(r["bytes"] for r in here if r["arm"] == arm) / 1e9 for arm in arms}
-        figures = [
-            f"{arm} {ms:.2f} ms ({medians['one'] / ms:.2f} of one), {peaks[arm]:.2f} GB"
-            for arm, ms in medians.items()
-        ]
-        print(f"{length} tokens: {'; '.join(figures)}", flush=True)
-    if args.json:
-        values = {**asdict(shape), "dtype": str(shape.dtype)}
-        record = {**provenance(), "ranks": args.ranks, "shape": values, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    values = {**asdict(shape), "dtype": str(shape.dtype)}
+    record = Record(args.json, {"ranks": args.ranks, "shape": values})
+    for length in lengths:
+        jobs = [job(arm, length, args) for _ in range(args.turns) for arm in arms]
+        record.measure(jobs, args.seconds / len(lengths))
+        print(line_of(length, record), flush=True)
+    for length in lengths:
+        record.check_losses(0.02, length=length)
+    record.check_errors()
 
 
 if __name__ == "__main__":
