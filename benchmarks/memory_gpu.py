@@ -1,24 +1,34 @@
-"""Four layers of Llama-7B on one GPU in less memory, by cg and by torch: peaks and times, in turns.
+"""Train on one GPU in less memory, by cg and by torch, arm by arm; a table comes last.
 
-    python benchmarks/memory_gpu.py [--turns 3] [--steps 20] [--json FILE]
-    python benchmarks/memory_gpu.py --shape tiny --device cpu --turns 1 --steps 2      # a trial
+    python benchmarks/memory_gpu.py --only 'layers-*' [--seconds 200] [--json FILE]
+    python benchmarks/memory_gpu.py --only 'train-*' [--seconds 200] [--json FILE]
+    python benchmarks/memory_gpu.py --shape tiny --device fake --steps 2      # a trial
 
-A step is the forward and the backward of 8 x 2,048 tokens in bfloat16, with the gradients of all
-weights, which add up. Each layer is an actor of its own, so tensors of one can rest on the host
-while another computes. Arms:
+Each arm is a process of its own (`memory_arms.py`). An arm that fails is a row with its error, and
+the others go on. No arm is begun that would not end in `--seconds`, and FILE has all rows so far.
+
+Arms `layers-*` compute four layers of Llama-7B, forward and backward, on 8 x 2,048 tokens in
+bfloat16. Each layer is an actor, so tensors of one can rest on the host while another computes.
 
 - keep: cg without a limit
 - memory: `compile(memory=)` with a share of the planned peak of keep (`--share 0.6`)
 - offload: the two products that a layer's gate takes are marked by `cg.offload`
 - torch: `torch.compile` of the four layers
-- budget: the same with `torch._functorch.config.activation_memory_budget`, the largest one of
-  `--budgets` whose peak is at most that of the arm memory
+- budget-0.6 and others: the same with `torch._functorch.config.activation_memory_budget`; the one
+  to compare is the largest whose peak is at most that of memory
 
-Each arm is a process of its own. `peak` is what torch's allocator holds at most in a step, without
-weights and gradients; `planned` is what cg has planned. A time is the median of the steps of all
-turns, on the host's clock, behind steps that warm up; a step ends with a wait for the device. The
-losses are compared. On hosts nothing is offloaded, peaks are planned, and the smallest budget is
-taken.
+Arms `train-*` train 3.4e9 parameters by AdamW in float32, with products in bfloat16, on one text of
+24,576 tokens. Weights, gradients and AdamW's state take 50 GiB, and activations 123 GiB more.
+
+- keep: cg without a limit; it is out of memory on 141 GB
+- recompute: `compile(memory="64GiB", passes="-offload")`
+- memory: `compile(memory="64GiB")`
+- torch: plain torch, with `torch.utils.checkpoint` around each layer
+
+The columns: `ms` is the median of the steps behind those that warm up, on the host's clock; a step
+ends with a wait for the device. `peak` is what torch's allocator holds at most in a step, without
+weights, gradients and AdamW's state; `planned` is what cg has planned, and `host` its pinned
+memory. Losses of the arms are compared.
 """
 
 from __future__ import annotations
@@ -27,237 +37,180 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
-from llama_model import LLAMA, Layer, Part, Shape, rotated
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from finetuning.processes import run
 from provenance import provenance
-from torch import Tensor, nn
 
-ARMS = ("keep", "memory", "offload", "torch", "budget")
-LAYERS, WARM = 4, 6
-SHAPES = {
-    "llama-7b": (replace(LLAMA, layers=LAYERS + 2), 8),
-    "tiny": (Shape(layers=LAYERS + 2, width=64, heads=2, hidden=160, sequence=32), 2),
-}
-"""Shapes, and the sequences of a step. There are layers around the four, which are not made."""
+ARMS = (
+    "layers-keep",
+    "layers-memory",
+    "layers-torch",
+    "layers-budget-0.6",
+    "layers-budget-0.4",
+    "layers-offload",
+    "train-memory",
+    "train-recompute",
+    "train-torch",
+    "train-keep",
+)
+GUESS = 40.0
+"""Seconds that an arm is expected to take, before one of its kind has run."""
+MARGIN = 8.0
+"""Seconds to end an arm, and to print the table."""
+TOLERANCE = 0.02
+"""The share by which the losses of arms may differ: they round to bfloat16 at other places."""
 
-
-class OffloadedLayer(Layer):
-    """A layer whose largest saved tensors rest on the host."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        import cg
-
-        batch, sequence, _ = x.shape
-        normed = self.norm1(x)
-        q, k, v = (
-            linear(normed).view(batch, sequence, self.heads, -1).transpose(1, 2)
-            for linear in (self.wq, self.wk, self.wv)
-        )
-        q, k = q * cos + rotated(q) * sin, k * cos + rotated(k) * sin
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.wo(mixed.transpose(1, 2).flatten(2))
-        normed = self.norm2(x)
-        gate, up = cg.offload(self.gate(normed)), cg.offload(self.up(normed))
-        return x + self.down(F.silu(gate) * up)
+Row = dict[str, Any]
 
 
-class OneLayer(Part):
-    """One of the four layers, with or without marks."""
+@dataclass
+class Bench:
+    """The arms that have run, and the time that is left.
 
-    def __init__(self, shape: Shape, number: int, device: str, marks: bool = False) -> None:
-        super().__init__(shape, range(number + 1, number + 2), device)
-        if marks:
-            for layer in self.layers.values():
-                layer.__class__ = OffloadedLayer
+    Attributes:
+        folder: for logs and results, removed at the end.
+    """
 
+    args: argparse.Namespace
+    folder: Path
+    began: float = field(default_factory=time.monotonic)
+    rows: list[Row] = field(default_factory=list)
 
-def loss_of(y: Tensor) -> Tensor:
-    return y.float().square().mean()
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return float(self.args.seconds) - MARGIN - (time.monotonic() - self.began)
 
+    def expected(self, arm: str) -> float:
+        """Seconds that an arm takes: as much as the longest of its kind so far."""
+        kind = arm.partition("-")[0]
+        return max((r["seconds"] for r in self.rows if r["arm"].startswith(kind)), default=GUESS)
 
-def inputs_of(shape: Shape, sequences: int, device: str) -> Tensor:
-    """Activations of the layer before, [sequences, tokens, width]."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(sequences, shape.sequence, shape.width, generator=generator)
-    return x.to(device, torch.bfloat16)
+    def run(self, arm: str, turn: int) -> Row:
+        """Run an arm, if there is time for it."""
+        row: Row = {"arm": arm, "turn": turn, "seconds": 0.0}
+        if self.expected(arm) > self.left:
+            return {**row, "status": "skipped", "error": "no time was left for it"}
+        args, stem = self.args, f"{arm}.{turn}"
+        result, log = self.folder / f"{stem}.json", self.folder / f"{stem}.log"
+        options = ["--steps", args.steps, "--shape", args.shape, "--device", args.device]
+        options += ["--share", args.share, "--fuse", args.fuse]
+        script = Path(__file__).with_name("memory_arms.py")
+        command = [sys.executable, str(script), arm, str(result), *map(str, options)]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "CG_CACHE": ""}
+        variables["CG_DEVICE"] = "auto" if args.device == "cuda" else args.device
+        began = time.monotonic()
+        error = run(command, variables, log, min(args.timeout, self.left))
+        row["seconds"] = round(time.monotonic() - began, 1)
+        if not error and not result.exists():
+            error = "it has written no result"
+        if error:
+            output = log.read_text(errors="replace")
+            status = "out of memory" if "out of memory" in output else "failed"
+            return {**row, "status": status, "error": error, "output": output[-8000:]}
+        return {**row, "status": "ok", **json.loads(result.read_text())}
 
-
-def cg_step(args: argparse.Namespace) -> tuple[Callable[[], float], nn.Module, dict[str, Any]]:
-    """A step, the layers, and what is planned."""
-    import cg
-
-    shape, sequences = SHAPES[args.shape]
-    actor = cg.actor(OneLayer).on(0)
-    layers = [actor(shape, i, args.device, args.arm == "offload") for i in range(LAYERS)]
-
-    @cg.trace
-    def train(x: Tensor) -> Tensor:
-        for layer in layers:
-            x = layer.forward(x)
-        loss = loss_of(x)
-        cg.backward(loss)
-        return loss
-
-    x = inputs_of(shape, sequences, args.device)
-    lowered = train.lower(x)
-    fuse = None if args.fuse == "none" else args.fuse
-    options: dict[str, Any] = {"fuse": fuse}
-    if args.device == "cpu":
-        options["passes"] = "-offload"
-    if args.arm == "memory":
-        plain = lowered.compile(**options)
-        options["memory"] = int(args.share * plain.memory_analysis()[0].peak)
-        plain.close()
-    step = lowered.compile(**options)
-    plan = step.memory_analysis()[0]
-    facts = {
-        "planned": plan.peak,
-        "host": plan.host,
-        "moved": plan.moved,
-        "report": step.memory_report,
-    }
-    return lambda: float(step(x)), nn.ModuleList(layer.local for layer in layers), facts
+    def write(self) -> None:
+        """All rows so far: a run that is cut short has left something."""
+        if self.args.json is not None:
+            options = {name: str(value) for name, value in vars(self.args).items()}
+            record = {**provenance(), "options": options, "rows": self.rows}
+            self.args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def torch_step(args: argparse.Namespace) -> tuple[Callable[[], float], nn.Module, dict[str, Any]]:
-    """A step, and the layers."""
-    import torch._functorch.config
-
-    shape, sequences = SHAPES[args.shape]
-    layers = nn.Sequential(*(OneLayer(shape, i, args.device) for i in range(LAYERS)))
-    x = inputs_of(shape, sequences, args.device)
-    if args.arm == "budget":
-        torch._functorch.config.activation_memory_budget = args.budget
-    compiled = torch.compile(layers)
-
-    def step() -> float:
-        loss = loss_of(compiled(x))
-        loss.backward()
-        return float(loss.detach())
-
-    return step, layers, {}
+def jobs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """All that is to run, in order: arms take turns."""
+    for turn in range(args.turns):
+        for arm in ARMS:
+            if any(fnmatchcase(arm, pattern) for pattern in args.only):
+                yield arm, turn
 
 
-def run_arm(args: argparse.Namespace) -> None:
-    """Print the times of an arm, its peak and its loss."""
-    torch.set_num_threads(1)
-    make = torch_step if args.arm in ("torch", "budget") else cg_step
-    step, layers, facts = make(args)
-    is_on_gpu = args.device == "cuda"
-    times, peaks, loss = [], [], 0.0
-    for number in range(WARM + args.steps):
-        if is_on_gpu and number != 1:  # the first has no gradients yet
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        loss = step()
-        times.append((time.perf_counter() - began) * 1e3)
-        if is_on_gpu and number >= 1:
-            peaks.append(torch.cuda.max_memory_allocated())
-    resting = sum(2 * p.nbytes for p in layers.parameters())
-    resting += sum(b.nbytes for b in layers.buffers())
-    # A graph that is replayed takes nothing: its memory was taken when it was captured.
-    peak = max(peaks, default=0) - resting if is_on_gpu else facts.get("planned")
-    print(
-        json.dumps(
-            {
-                "arm": args.arm,
-                "budget": args.budget if args.arm == "budget" else None,
-                "ms": [round(t, 3) for t in times[WARM:]],
-                "peak": peak,
-                "loss": loss,
-                **facts,
-            }
-        ),
-        flush=True,
-    )
+def table(rows: Sequence[Row]) -> str:
+    """A line for each arm: medians, where it had several turns."""
+    lines = [f"{'arm':20} {'ms':>10} {'peak GB':>9} {'planned':>9} {'host':>8}  loss"]
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        turns = [row for row in rows if row["arm"] == arm]
+        ended = [row for row in turns if row["status"] == "ok"]
+        if ended:
+            middle = statistics.median(ms for row in ended for ms in row["ms"])
+            sizes = [
+                _gigabytes([row[name] for row in ended if row.get(name) is not None])
+                for name in ("peak", "planned", "host")
+            ]
+            figures = f"{middle:>10.3f} {sizes[0]:>9} {sizes[1]:>9} {sizes[2]:>8}"
+            lines.append(f"{arm:20} {figures}  {ended[0]['losses'][-1]:.5f}")
+        lines += [f"{arm:20} {row['status']}: {row['error']}" for row in turns if "error" in row]
+    return "\n".join(lines)
 
 
-def turn(arm: str, args: argparse.Namespace, budget: float = 1.0) -> dict[str, Any]:
-    """An arm in a process of its own."""
-    options = ["--steps", args.steps, "--shape", args.shape, "--device", args.device]
-    options += ["--share", args.share, "--fuse", args.fuse, "--arm", arm, "--budget", budget]
-    done = subprocess.run(
-        [sys.executable, __file__, *map(str, options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+def _gigabytes(sizes: Sequence[int]) -> str:
+    return f"{statistics.median(sizes) / 1e9:.3f}" if sizes else "-"
 
 
-def choose_budget(args: argparse.Namespace, most: int | None) -> tuple[float, list[dict[str, Any]]]:
-    """The largest budget whose peak is at most that of cg, and what was tried."""
-    tried = []
-    budgets = sorted(args.budgets, reverse=True)
-    for budget in budgets[-1:] if most is None or args.device == "cpu" else budgets:
-        result = turn("budget", args, budget)
-        tried.append(result)
-        if most is None or result["peak"] is None or result["peak"] <= most:
-            break
-    return tried[-1]["budget"], tried
+def disagreements(rows: Sequence[Row]) -> list[str]:
+    """The arms whose losses are not those of the first arm of their kind, in words."""
+    first: dict[str, Row] = {}
+    wrong = []
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        other = first.setdefault(row["arm"].partition("-")[0], row)
+        pairs = zip(row["losses"], other["losses"], strict=True)
+        if not all(abs(mine - its) <= TOLERANCE * abs(its) for mine, its in pairs):
+            wrong.append(f"{row['arm']} has the losses {row['losses']}, not {other['losses']}")
+    return wrong
 
 
-def main() -> None:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--turns", type=int, default=3)
-    add("--steps", type=int, default=20)
+    add("--only", nargs="+", default=["*"], metavar="NAME", help="arms, with * and ?")
+    add("--list", action="store_true", help="name the arms, and end")
+    add("--turns", type=int, default=1, help="how often all arms run")
+    add("--steps", type=int, default=12, help="timed steps of layers; training takes a third")
     add("--share", type=float, default=0.6, help="of the planned peak of keep, for the arm memory")
-    add("--shape", choices=SHAPES, default="llama-7b")
-    add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--fuse", choices=["inductor", "none"], default="inductor", help="of the arms of cg")
-    add(
-        "--budgets",
-        type=float,
-        nargs="+",
-        default=[0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1],
-        help="that the arm budget may choose of",
-    )
-    add("--json", type=Path)
-    add("--arm", choices=ARMS, help="run one arm; for the processes that this starts")
-    add("--budget", type=float, default=1.0, help="of that arm")
-    args = parser.parse_args()
-    if args.arm is not None:
-        run_arm(args)
-        return
-    rows = [turn(arm, args) for arm in ARMS[:-1]]
-    most = next(row["peak"] for row in rows if row["arm"] == "memory")
-    budget, tried = choose_budget(args, most)
-    rows.append(tried[-1])
-    for _ in range(args.turns - 1):
-        rows += [turn(arm, args, budget) for arm in ARMS]
-    losses = [row["loss"] for row in rows]
-    assert max(losses) <= 1.02 * min(losses), f"the arms disagree: {losses}"
-    medians = {
-        a: statistics.median(t for r in rows if r["arm"] == a for t in r["ms"]) for a in ARMS
-    }
-    peaks = {a: [r["peak"] for r in rows if r["arm"] == a and r["peak"] is not None] for a in ARMS}
-    for arm in ARMS:
-        shown = f"{statistics.median(peaks[arm]) / 1e9:.3f} GB" if peaks[arm] else "not measured"
-        named = f"budget {budget}" if arm == "budget" else arm
-        print(
-            f"{named}: {medians[arm]:.3f} ms ({medians[arm] / medians['keep']:.3f}), peak {shown}"
-        )
-    print(next(row["report"] for row in rows if row["arm"] == "memory"))
-    if args.json:
-        shape, sequences = SHAPES[args.shape]
-        about = {"shape": {**asdict(shape), "layers": LAYERS}, "sequences": sequences}
-        record = {**provenance(), **about, "share": args.share, "rows": rows, "budgets": tried}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    add("--shape", choices=["large", "tiny"], default="large")
+    add("--device", choices=["cuda", "fake", "cpu"], default="cuda")
+    add("--fuse", choices=["inductor", "none"], default="inductor", help="of layers, by cg")
+    add("--seconds", type=float, default=200.0, help="for the whole run")
+    add("--timeout", type=float, default=120.0, help="seconds for an arm")
+    add("--json", type=Path, metavar="FILE", help="with a row for each arm")
+    args = parser.parse_args(words)
+    for pattern in args.only:
+        if not any(fnmatchcase(arm, pattern) for arm in ARMS):
+            parser.error(f"--only: no arm is named {pattern}; there are {', '.join(ARMS)}")
+    return args
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the arms; 1 if one has failed, or their losses differ."""
+    args = parse(words)
+    if args.list:
+        print("\n".join(arm for arm, _ in jobs(args)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+        for arm, turn in jobs(args):
+            row = bench.run(arm, turn)
+            bench.rows.append(row)
+            bench.write()
+            print(f"{arm}: {row['status']}, {row['seconds']} s", flush=True)
+    print(table(bench.rows))
+    wrong = disagreements(bench.rows)
+    print("\n".join(wrong) or "the losses of all arms agree")
+    return int(bool(wrong) or any(row["status"] == "failed" for row in bench.rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import provenance
+from benchmarks import memory_gpu, provenance
 from benchmarks.finetuning import processes, rows
 from benchmarks.finetuning.arms import ARMS, matching
 from benchmarks.finetuning.exposed import shares
@@ -191,3 +191,19 @@ def test_losses_are_held_against_those_of_the_first_arm() -> None:
     lines = rows.table(many).splitlines()
     assert " ".join(lines[1].split()) == "tiny a 9 - 1.5 - - - - 3.0 5.0000 4.0000"
     assert " ".join(lines[3].split()) == "tiny c failed: ValueError: no"
+
+
+def test_memory_on_a_gpu_begins_no_arm_without_time_for_it(tmp_path: Path) -> None:
+    record = tmp_path / "memory.json"
+    options = ["--only", "train-*", "--seconds", "1", "--json", str(record)]
+    assert memory_gpu.main(options) == 0
+    rows = json.loads(record.read_text())["rows"]
+    assert [row["arm"] for row in rows] == [a for a in memory_gpu.ARMS if a.startswith("train")]
+    assert {row["status"] for row in rows} == {"skipped"}
+
+
+def test_arms_of_memory_must_have_the_same_losses() -> None:
+    arms = [("layers-keep", 2.0), ("layers-torch", 2.01), ("layers-offload", float("nan"))]
+    seen = [{"arm": arm, "status": "ok", "losses": [loss]} for arm, loss in arms]
+    wrong = memory_gpu.disagreements([*seen, {"arm": "layers-memory", "status": "failed"}])
+    assert [words.split()[0] for words in wrong] == ["layers-offload"]
