@@ -1,4 +1,4 @@
-"""Jobs of a benchmark's arms, one after another: each fails alone, and has a share of the time."""
+"""Jobs of a benchmark's arms, one after another: each fails alone, and ends within a time."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Record:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Run all jobs within so many seconds, and add their rows."""
+        """Run all jobs within so many seconds, and add their rows; one takes half of it at most."""
         end = time.monotonic() + seconds
         for number, job in enumerate(jobs):
-            limit = (end - time.monotonic()) / (len(jobs) - number)
-            row = _row(job, limit)
+            left = end - time.monotonic()
+            row = _row(job, left / min(2, len(jobs) - number))
             self.rows.append(row)
             self._write()
             outcome = row.get("error") or f"{statistics.median(row['ms']):.3f} ms"

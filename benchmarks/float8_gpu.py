@@ -59,7 +59,8 @@ class Layers(nn.Module):
         angles = torch.outer(torch.arange(shape.sequence), rates).repeat(1, 2)
         self.register_buffer("cos", angles.cos().bfloat16())
         self.register_buffer("sin", angles.sin().bfloat16())
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        with torch.device(device):
+            self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.to(device, torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class Layer(nn.Module):
         sizes |= {"down": (width, shape.inner)}
         self.weights = nn.ParameterDict(
             {
-                name: nn.Parameter((0.02 * torch.randn(size)).to(device, shape.dtype))
+                name: nn.Parameter(0.02 * torch.randn(size, device=device, dtype=shape.dtype))
                 for name, size in sizes.items()
             }
         )
@@ -113,12 +113,12 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def inputs_of(shape: Shape, length: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """A sequence [1, tokens, width], and the cosines and sines of its positions."""
-    x = torch.randn(1, length, shape.width, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(1, length, shape.width, generator=generator, device=device, dtype=shape.dtype)
     half = torch.arange(0, shape.entries, 2) / shape.entries
     angles = torch.arange(length)[:, None] / 500_000**half
     angles = torch.cat([angles, angles], -1)
-    x, cosines, sines = (t.to(device, shape.dtype) for t in (x, angles.cos(), angles.sin()))
-    return x, cosines, sines
+    return x, angles.cos().to(x), angles.sin().to(x)
 
 
 Step = Callable[[], float]
