@@ -1,7 +1,7 @@
 """A layer of Llama on long sequences, by cg and by torch: milliseconds and gigabytes, in turns.
 
     python benchmarks/long_contexts_gpu.py [--ranks 2] [--turns 3] [--steps 10]
-        [--length 32768] [--seconds 1800] [--json FILE]
+        [--length 32768] [--arms one cg] [--seconds 1800] [--json FILE]
     python benchmarks/long_contexts_gpu.py --device cpu --shape tiny          # a trial, over gloo
 
 The layer is one of Llama 3 8B: width 4,096, inner width 14,336, 32 heads of 128 and 8 of keys, in
@@ -232,6 +232,7 @@ def main() -> None:
     add("--shape", choices=SHAPES, default="llama-3-8b")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--fuse", choices=["inductor"], help="have TorchInductor fuse all arms")
+    add("--arms", nargs="+", choices=ARMS, help="only these arms")
     add("--seconds", type=float, default=1800.0, help="for the whole run")
     add("--json", type=Path)
     add("--arm", choices=ARMS, help="run one arm's rank; for the jobs that this starts")
@@ -242,7 +243,7 @@ def main() -> None:
         return
     shape = SHAPES[args.shape]
     lengths = [args.length] if args.length else shape.lengths
-    arms = ARMS if args.device == "cuda" else ARMS[:-1]
+    arms = args.arms or (ARMS if args.device == "cuda" else ARMS[:-1])
     values = {**asdict(shape), "dtype": str(shape.dtype)}
     record = Record(args.json, {"ranks": args.ranks, "shape": values})
     for length in lengths:

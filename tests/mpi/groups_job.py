@@ -56,6 +56,17 @@ class Careless(nn.Module):
 
 
 @cg.actor
+class Uneven(nn.Module):
+    """Learns at another rate on each of its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0 + cg.rank())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+
+
+@cg.actor
 class Branching:
     """Takes another branch, and another number, on each of its ranks."""
 
@@ -96,6 +107,7 @@ def main() -> None:
         return
     refuse("with other numbers", lambda: Careless.on(cg.mesh(dp=2))(raises=False))
     refuse("no file here", lambda: Careless.on(cg.mesh(dp=2))(raises=True))
+    refuse("with other numbers", lambda: Uneven.on(cg.mesh(dp=2))())
     branching = Branching.on(cg.mesh(dp=2))()
 
     @cg.trace

@@ -49,6 +49,31 @@ def optimizers_of(state: ActorState) -> list[torch.optim.Optimizer]:
     return list(optimizers.values())
 
 
+def settings_of(trainer: object) -> str:
+    """The plain values of an optimizer or a scheduler in words, such as its rates.
+
+    Left out are values without equality in another process, such as functions.
+    """
+    groups = trainer.param_groups if isinstance(trainer, torch.optim.Optimizer) else [vars(trainer)]
+    words = [
+        ", ".join(f"{name}={_plain(group[name])!r}" for name in group if _is_plain(group[name]))
+        for group in groups
+    ]
+    return f"{type(trainer).__name__}({'; '.join(words)})"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value)) and not any(isinstance(v, torch.Tensor) for v in value)
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "meta"
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def move(instance: object, device: torch.device) -> None:
     """Move the tensors of an actor to a device, with those that its optimizers keep.
 

@@ -62,7 +62,9 @@ def test_all_layouts(name: str, axes: str) -> None:
         check(op.function, op.tensors, given, place, traced=graph, tolerance=op.tolerance)
 
 
-TAKING_ENTRIES = [name for name in CASES if name.startswith(("index", "gather", "scatter", "embed"))]
+TAKING_ENTRIES = [
+    name for name in CASES if name.startswith(("index", "gather", "scatter", "embed"))
+]
 
 
 @pytest.mark.parametrize("name", TAKING_ENTRIES)

@@ -21,7 +21,7 @@ from ...values.actor_state import collect
 from ...values.group import GroupActor
 from ...values.heap.gradient_hooks import copy_hooks
 from ...values.interface import Peers
-from ...values.optimizer_state import move
+from ...values.optimizer_state import move, settings_of
 from ...values.pieces import LogicalTensor, keep_pieces, lay_out
 from ...values.plan import Sharding, ShardingPlan
 from .actors import ActorError
@@ -148,8 +148,9 @@ class Constructor:
             raise ActorError(
                 f"ranks {one} and {other} have made {self.name} with other numbers; torch's "
                 "generator starts the constructor equally on all ranks of the mesh: draw from it, "
-                "or seed what else is drawn from (random, numpy), and read the same files. By "
-                f"digests of its tensors, {disagreement(contents).rstrip()}"
+                "or seed what else is drawn from (random, numpy), read the same files, and give "
+                "optimizers the same settings. By digests of its tensors, and by settings, "
+                f"{disagreement(contents).rstrip()}"
             )
 
 
@@ -202,9 +203,10 @@ def _drawing_from(state: torch.Tensor, is_own: bool) -> Iterator[None]:
 
 
 def _content(instance: Any, logical: tuple[LogicalTensor, ...]) -> str:
-    """All tensors of an instance by their digests, and their layouts, a line each."""
-    lines = []
-    for state in collect(instance).tensors:
+    """Tensors of an instance by their digests, layouts, and settings of optimizers, in lines."""
+    actor_state = collect(instance)
+    lines = [*map(settings_of, actor_state.trainers)]
+    for state in actor_state.tensors:
         tensor = state.tensor.detach()
         line = f"{state.slots[0].path}: {tensor.dtype} {tuple(tensor.shape)}"
         if tensor.device.type != "meta":
