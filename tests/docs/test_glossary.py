@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,18 @@ class NamedClass:
         return " ".join(parts).lower()
 
 
-def classes() -> Iterator[NamedClass]:
+@cache
+def classes() -> tuple[NamedClass, ...]:
+    return tuple(_classes())
+
+
+def _classes() -> Iterator[NamedClass]:
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
                     path = str(file.relative_to(ROOT))
                     yield NamedClass(node.name, path, ast.get_docstring(node) or "")
-
-
-CLASSES = tuple(classes())
 
 
 def stems(text: str) -> frozenset[str]:
@@ -88,26 +91,26 @@ def is_about(named: NamedClass, meanings: Mapping[str, str]) -> bool:
 
 def test_no_class_has_a_retired_name() -> None:
     words = style.retired(GLOSSARY)
-    named = {f"{c.file}: {c.name}": word for c in CLASSES if (word := retired(c, words))}
+    named = {f"{c.file}: {c.name}": word for c in classes() if (word := retired(c, words))}
     assert named == {}, "the glossary says what to call them"
 
 
 def test_no_class_leaves_the_adjective_of_a_term_out() -> None:
     several = {term: means for term, means in MEANINGS.items() if term.split()[-1] not in MEANINGS}
-    named = {f"{c.file}: {c.name}": term for c in CLASSES if (term := bare(c, several))}
+    named = {f"{c.file}: {c.name}": term for c in classes() if (term := bare(c, several))}
     assert named == {}, "name them by what tells them apart from the term"
 
 
 def test_a_class_that_is_named_as_a_term_is_what_the_term_means() -> None:
     others = {
-        f"{c.file}: {c.name}": MEANINGS[c.words] for c in CLASSES if not is_about(c, MEANINGS)
+        f"{c.file}: {c.name}": MEANINGS[c.words] for c in classes() if not is_about(c, MEANINGS)
     }
     assert others == {}, "rename them, or say in their docstrings how they are what the term means"
 
 
 def test_what_the_glossary_points_to_exists() -> None:
     quoted = set(re.findall(r"`([^`\s]+)`", " ".join(MEANINGS.values())))
-    names = {c.name for c in CLASSES}
+    names = {c.name for c in classes()}
     missing = {
         text
         for text in quoted

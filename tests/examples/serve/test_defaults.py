@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,19 +67,31 @@ def _of_one_layer(sizes: tuple[tuple[str, int], ...]) -> Model:
     return open_model(llama(**dict(sizes)))
 
 
-SMALL_QWEN2, LLAMA_8B = open_model(qwen2()), opened()
-LLAMA_70B = opened(
-    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
-)
-SMOLLM2 = opened(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    max_position_embeddings=8192,
-)
+@functools.cache
+def small_qwen2() -> Model:
+    return open_model(qwen2())
+
+
+def llama_8b() -> Model:
+    return opened()
+
+
+def llama_70b() -> Model:
+    return opened(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
+    )
+
+
+def smollm2() -> Model:
+    return opened(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+    )
 
 
 def chosen(hardware: Hardware, model: Model, **by_hand: Any) -> Options:
@@ -91,8 +104,9 @@ def pools(model: Model, options: Options, layers: int) -> int:
     return options.blocks * options.block_size * entry * layers
 
 
-@pytest.mark.parametrize("model", [SMALL_QWEN2, LLAMA_8B])
-def test_a_gpu_is_filled(model: Model) -> None:
+@pytest.mark.parametrize("opening", [small_qwen2, llama_8b])
+def test_a_gpu_is_filled(opening: Callable[[], Model]) -> None:
+    model = opening()
     options = chosen(H200, model)
     assert (options.dtype, options.fuse) == (torch.bfloat16, "inductor")
     assert options.batches == (8, 32, 64, 128, 256)
@@ -104,7 +118,7 @@ def test_a_gpu_is_filled(model: Model) -> None:
 
 
 def test_what_a_gpu_gets_for_each_shape() -> None:
-    small, large = chosen(H200, SMALL_QWEN2), chosen(H200, LLAMA_8B)
+    small, large = chosen(H200, small_qwen2()), chosen(H200, llama_8b())
     assert small.widths == (4096 // 64, 16384 // 64, 32768 // 64)
     assert large.widths == (4096 // 64, 16384 // 64, 65536 // 64, 131072 // 64)
     # Kernels index a layer's pool by 32 bits, which is less than there is room for.
@@ -114,7 +128,7 @@ def test_what_a_gpu_gets_for_each_shape() -> None:
 def test_what_is_given_stays() -> None:
     options = chosen(
         H200,
-        LLAMA_8B,
+        llama_8b(),
         dtype="float16",
         fuse="none",
         blocks=1000,
@@ -147,36 +161,36 @@ def test_what_is_given_stays() -> None:
 def test_the_dtype_is_the_checkpoints_on_devices(
     stored: torch.dtype, kind: str, dtype: torch.dtype
 ) -> None:
-    choice = choose(replace(H200, kind=kind), SMALL_QWEN2, stored, Given())
+    choice = choose(replace(H200, kind=kind), small_qwen2(), stored, Given())
     assert choice.options.dtype is dtype
 
 
 def test_without_triton_nothing_is_fused() -> None:
-    assert chosen(replace(H200, has_triton=False), SMALL_QWEN2).fuse is None
-    assert chosen(HOST, SMALL_QWEN2).fuse is None
-    assert chosen(HOST, SMALL_QWEN2, fuse="inductor").fuse == "inductor"
+    assert chosen(replace(H200, has_triton=False), small_qwen2()).fuse is None
+    assert chosen(HOST, small_qwen2()).fuse is None
+    assert chosen(HOST, small_qwen2(), fuse="inductor").fuse == "inductor"
 
 
 def test_a_host_takes_rows_by_its_cores() -> None:
-    options = chosen(HOST, SMOLLM2)
+    options = chosen(HOST, smollm2())
     assert (options.batches, options.chunks) == ((1, 2, 4, 8), (32, 128, 512))
     assert (options.first_chunk, options.block_size, options.context) == (128, 16, 8192)
     assert options.widths == (32, 128, 512)
     # As many as 8 sequences of 8,192 tokens need, and no more of a host's memory.
     assert options.blocks == 1 + 8 * 512
-    assert chosen(replace(HOST, cores=8), SMOLLM2).batches[-1] == 32
-    assert chosen(replace(HOST, cores=200), SMOLLM2).batches[-1] == 64
+    assert chosen(replace(HOST, cores=8), smollm2()).batches[-1] == 32
+    assert chosen(replace(HOST, cores=200), smollm2()).batches[-1] == 64
 
 
 def test_a_small_host_takes_shorter_sequences() -> None:
-    options = chosen(replace(HOST, free=1 * GIB), SMOLLM2)
+    options = chosen(replace(HOST, free=1 * GIB), smollm2())
     assert options.context == (options.blocks - 1) * 16 < 8192
-    assert pools(SMOLLM2, options, 30) <= 0.25 * GIB
+    assert pools(smollm2(), options, 30) <= 0.25 * GIB
 
 
 def test_a_small_gpu_takes_fewer_requests() -> None:
     """Each has room for 512 tokens."""
-    options = chosen(replace(H200, free=22 * GIB), LLAMA_8B, context=4096)
+    options = chosen(replace(H200, free=22 * GIB), llama_8b(), context=4096)
     tokens = (options.blocks - 1) * options.block_size
     assert options.batches[-1] < 256
     assert options.batches[-1] * 512 <= tokens < (options.batches[-1] + 1) * 512
@@ -191,25 +205,25 @@ def test_ranks_share_weights_and_pools() -> None:
     weights take much of it.
     """
     hardware = replace(H200, free=64 * GIB)
-    one = chosen(hardware, LLAMA_8B).blocks
-    stages, cut = chosen(hardware, LLAMA_8B, ranks=2), chosen(hardware, LLAMA_8B, ranks=2, tp=2)
+    one = chosen(hardware, llama_8b()).blocks
+    stages, cut = chosen(hardware, llama_8b(), ranks=2), chosen(hardware, llama_8b(), ranks=2, tp=2)
     assert 2 * one < stages.blocks < 4 * one
     assert 2 * one < cut.blocks < 4 * one
     with pytest.raises(ValueError, match=r"weights take 13\d\.\d: that leaves no room"):
-        chosen(H200, LLAMA_70B)
-    assert chosen(H200, LLAMA_70B, ranks=4, tp=2).blocks > 2000
+        chosen(H200, llama_70b())
+    assert chosen(H200, llama_70b(), ranks=4, tp=2).blocks > 2000
 
 
 def test_more_memory_holds_more() -> None:
-    blocks = [chosen(H200, LLAMA_8B, memory=share).blocks for share in (0.5, 0.7, 0.9)]
+    blocks = [chosen(H200, llama_8b(), memory=share).blocks for share in (0.5, 0.7, 0.9)]
     assert blocks == sorted(set(blocks))
 
 
 def test_a_given_context_that_no_pool_holds() -> None:
     with pytest.raises(ValueError, match="4 blocks of 4 tokens hold no sequence of 17: give more"):
-        chosen(HOST, SMOLLM2, blocks=5, block_size=4, context=17)
-    assert chosen(HOST, SMOLLM2, blocks=5, block_size=4).context == 16
-    assert chosen(HOST, SMOLLM2, blocks=5, block_size=4, context=12).context == 12
+        chosen(HOST, smollm2(), blocks=5, block_size=4, context=17)
+    assert chosen(HOST, smollm2(), blocks=5, block_size=4).context == 16
+    assert chosen(HOST, smollm2(), blocks=5, block_size=4, context=12).context == 12
 
 
 def test_a_model_of_short_sequences() -> None:
@@ -218,7 +232,7 @@ def test_a_model_of_short_sequences() -> None:
 
 
 def test_five_lines_say_why() -> None:
-    lines = choose(H200, SMALL_QWEN2, torch.bfloat16, Given()).reasons
+    lines = choose(H200, small_qwen2(), torch.bfloat16, Given()).reasons
     assert len(lines) == 5
     assert lines[0] == "bfloat16, as the checkpoint has it; fused by inductor, for Triton is there"
     assert "of 139.0 GiB that are free for a rank, weights take" in lines[1]
@@ -230,22 +244,22 @@ def test_five_lines_say_why() -> None:
 @pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 1), (2, 2)])
 def test_a_draft_takes_room_of_the_first_rank(ranks: int, tp: int) -> None:
     draft = open_model(llama(hidden_size=1024, num_hidden_layers=4, num_attention_heads=16))
-    alone = choose(H200, LLAMA_8B, torch.bfloat16, Given(ranks=ranks, tp=tp)).options
+    alone = choose(H200, llama_8b(), torch.bfloat16, Given(ranks=ranks, tp=tp)).options
     choice = choose(
-        H200, LLAMA_8B, torch.bfloat16, Given(ranks=ranks, tp=tp, draft_tokens=4, draft=draft)
+        H200, llama_8b(), torch.bfloat16, Given(ranks=ranks, tp=tp, draft_tokens=4, draft=draft)
     )
     options = choice.options
     assert options.draft is draft
     assert choice.reasons[-1] == "4 tokens at a time are proposed by a draft on the first rank"
     assert options.blocks < alone.blocks
     stages = ranks // tp
-    own = pools(LLAMA_8B, options, -(-LLAMA_8B.layers // stages)) // tp
+    own = pools(llama_8b(), options, -(-llama_8b().layers // stages)) // tp
     whole = replace(options, tp=1)
     taken = own + pools(draft, whole, draft.layers) + _weights(draft, 4, True, True, whole)
-    taken += _weights(LLAMA_8B, LLAMA_8B.layers // stages, True, stages == 1, options)
+    taken += _weights(llama_8b(), llama_8b().layers // stages, True, stages == 1, options)
     assert 0.4 * H200.free < taken < H200.free
     # Logits are of all positions.
-    ngram = choose(H200, LLAMA_8B, torch.bfloat16, Given(ranks=ranks, tp=tp, draft_tokens=4))
+    ngram = choose(H200, llama_8b(), torch.bfloat16, Given(ranks=ranks, tp=tp, draft_tokens=4))
     assert options.blocks < ngram.options.blocks <= alone.blocks  # a pool has a largest size
 
 
