@@ -208,7 +208,7 @@ class _AlikeCall(Scene):
         Raises:
             Unlike: the call is not like the traced one. Any other error means the same.
         """
-        with self.fakes_in_place(), disable_autocast_cache():
+        with self.fakes_in_place(compares=True), disable_autocast_cache():
             rebinds = self._go_along(wanted)
         if self.initial:
             raise Unlike

@@ -216,13 +216,13 @@ class _JointTrace(Scene):
 
     def trace(self) -> Joint:
         # Nobody calls the module that comes out, so its code is not generated.
-        with self.fakes_in_place(), _use_lazy_graph_module(True):
+        with self.fakes_in_place(self.calls.compares), _use_lazy_graph_module(True):
             owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
         return self._joint(owner)
 
     def run(self) -> OpLog:
         """Run the call again without a graph, in a third of the time."""
-        with self.fakes_in_place(), disable_autocast_cache():
+        with self.fakes_in_place(self.calls.compares), disable_autocast_cache():
             self._traced(self.state, self.inputs)
         for change in self.initial:
             raise change.refusal()

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast  # which leaves torch alone
 
 from ..models import tokenizer_folder
 
@@ -167,6 +166,8 @@ class HuggingFace:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(f"there is no {file}: is the folder one of a model?")
+        from transformers import PreTrainedTokenizerFast  # whose import takes long, without torch
+
         # This class, and not one that a configuration may name: the files alone decide.
         self._files = PreTrainedTokenizerFast.from_pretrained(folder)
         self._tokenizer = self._files.backend_tokenizer

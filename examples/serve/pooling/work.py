@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..requests import Limits
@@ -96,4 +95,6 @@ class PoolingSize:
 
     def example(self, token: int) -> tuple[Any, ...]:
         """The arguments of a graph, of padding alone."""
+        import torch  # which a scheduler of texts runs without
+
         return (torch.from_numpy(self.padding(token)),)

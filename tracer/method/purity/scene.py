@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...values.actor_state import put_state
 from ...values.float8_layers import Float8Recipe
+from ...values.heap.reach import Reach, reach_modules
 from ...values.heap.snapshot import Snapshot
 from ...values.interface import TracedCall
 from ..recurrence.whole_loops import WholeLoops
@@ -62,10 +63,14 @@ class Scene:
         }
 
     @contextmanager
-    def fakes_in_place(self) -> Iterator[None]:
+    def fakes_in_place(self, compares: bool) -> Iterator[None]:
         """Put fakes in place of the state inside the `with` block.
 
         Afterwards everything is as before, whatever happens.
+
+        Args:
+            compares: whether the call is compared with another. Then it may be left where it
+                differs, and whatever it has changed in the user's modules is undone.
 
         Raises:
             TraceError: on exit, if the call has made a change that a graph cannot make.
@@ -87,7 +92,7 @@ class Scene:
             with self._as_it_runs():
                 own = surroundings.changed_places()  # of the modes
                 attributes = Snapshot(state.containers)
-                elsewhere = UsersModules()
+                elsewhere = UsersModules(reach_modules() if compares else Reach())
                 self._changed = lambda: (
                     bool(attributes.changes() or contents.changes() or elsewhere.changes())
                     or surroundings.changed_places() != own

@@ -17,7 +17,7 @@ from ...errors import TraceError
 from ...source import is_installed
 from ...values.actor_state import ActorState
 from ...values.heap.kinds import is_foreign
-from ...values.heap.reach import NEAR, has_fake, reach_modules, reach_near, reaches_tensor
+from ...values.heap.reach import NEAR, Reach, has_fake, reach_near, reaches_tensor
 from ...values.heap.snapshot import StateChange
 from ...values.interface import TracedCall
 from .changes import Initialization
@@ -93,10 +93,13 @@ class UsersModules:
 
     Lines that empty a list again, or set a variable back, do not run then. A module that a call has
     imported stays.
+
+    Args:
+        modules: what `reach_modules` gives, or nothing.
     """
 
-    def __init__(self) -> None:
-        self._snapshot = reach_modules().snapshot()
+    def __init__(self, modules: Reach) -> None:
+        self._snapshot = modules.snapshot()
 
     def changes(self) -> list[StateChange]:
         """The changes since then."""

@@ -110,6 +110,11 @@ class ModuleCalls:
         self._closed: set[int] = set()
         self._memory: set[int | None] = set()
 
+    @property
+    def compares(self) -> bool:
+        """Whether a module may be compared with a block."""
+        return bool(self._classes)
+
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a torch function."""
         if self._inner is not None:

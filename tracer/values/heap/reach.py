@@ -236,13 +236,28 @@ def reach_near(
 
 
 def reach_modules() -> Reach:
-    """The names of the user's modules, and the containers among their values, not walked."""
+    """The names of the user's modules, and the containers among their values, not walked.
+
+    A large program has thousands of modules and of names, and this is asked once a call. So whether
+    a value is a container is told by its class, which is looked at once.
+    """
     reach = Reach()
     seen: set[int] = set()
+    holds: dict[type, bool] = {}
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and is_users(module):
-            reach.containers.append((vars(module), module.__name__))
-            _add_containers(list(vars(module).items()), 0, reach, seen)
+        space = vars(module) if isinstance(module, ModuleType) else {}
+        file = space.get("__file__")
+        if file is None or not is_own_file(file):
+            continue
+        reach.containers.append((space, module.__name__))
+        holders = []
+        for name, value in list(space.items()):
+            cls = type(value)
+            if cls not in holds:
+                holds[cls] = isinstance(value, CONTAINERS) or is_walked(value)
+            if holds[cls]:
+                holders.append((name, value))
+        _add_containers(holders, 0, reach, seen)
     return reach
 
 
