@@ -22,7 +22,7 @@ def test_actors_on_meshes_hold_the_same_bits_in_processes(extent: str) -> None:
     alone = run(0, job, seconds=240, variables={"CG_RANKS": "4"}, warm=True)
     assert alone.code == 0, alone.output
     found, expected = (sorted(re.findall(HASH, each.output)) for each in (ended, alone))
-    assert len(expected) == (13 * 4 + 3 * 4 if extent == "all" else 9 * 4 + 2 * 4) - 1 + 2 * 3
+    assert len(expected) == (12 * 4 + 3 + 3 * 4 if extent == "all" else 7 * 4 + 2 * 4) + 2 * 3
     assert found == expected
     told = re.findall(r"rank (\d) was told: (.*)", ended.output)
     assert len(told) == 5 * 4

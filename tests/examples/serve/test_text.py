@@ -61,11 +61,13 @@ def test_templates(model: Path) -> None:
     assert found.count(start) == 2
 
 
-def test_the_front_has_no_torch(model: Path) -> None:
+def test_the_front_and_its_loops_have_no_torch(model: Path) -> None:
     """It would take seconds and hundreds of megabytes."""
     lines = (
         "import sys",
         "from examples.serve import __main__ as command",
+        "from examples.serve import loop",
+        "from examples.serve.pooling import pooling_loop",
         "text = command.load(command.resolve(sys.argv[1])[0])",
         "text.encode_chat([{'role': 'user', 'content': 'hello'}])",
         "sys.exit('torch' in sys.modules)",

@@ -255,7 +255,7 @@ def reach_modules() -> Reach:
             cls = type(value)
             if cls not in holds:
                 holds[cls] = isinstance(value, CONTAINERS) or is_walked(value)
-            if holds[cls]:
+            if holds[cls] and not name.startswith("__"):
                 holders.append((name, value))
         _add_containers(holders, 0, reach, seen)
     return reach
