@@ -69,12 +69,12 @@ Any other file comes behind them.
 # How long an example takes says nothing of cg: the machine may be busy with other work.
 settings.register_profile(
     "cg",
-    max_examples=NAMED // 8,
+    max_examples=NAMED // 12,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("cg")
-# Tests name numbers of examples: a default run draws an eighth, `--slow` three times as many, and
+# Tests name numbers of examples: a default run draws a twelfth, `--slow` three times as many, and
 # `--hypothesis-profile=thorough` sixty times.
 settings.register_profile("slow", settings.get_profile("cg"), max_examples=3 * NAMED)
 settings.register_profile("thorough", settings.get_profile("cg"), max_examples=60 * NAMED)
@@ -89,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow",
         action="store_true",
-        help="run the tests that take minutes, too: whole grids, 24 times the random examples",
+        help="run the tests that take minutes, too: whole grids, 37 times the random examples",
     )
     parser.addoption(
         "--times",

@@ -1,6 +1,6 @@
 """What a default run takes of searches and grids, and `--slow` as a whole.
 
-Of the examples that tests name it draws an eighth; `--slow` draws three times what they name, and
+Of the examples that tests name it draws a twelfth; `--slow` draws three times what they name, and
 `--times N` N times (N above 3). Of a test marked `grid` it takes some cases, as `covering` says. A
 search that would take one test minutes is cut into shards, each a test that draws others, so that
 `--numprocesses` shares them out. Ten thousand trainings of random chains of layers on meshes, on
@@ -20,7 +20,7 @@ from hypothesis import Phase, seed, settings
 T = TypeVar("T", bound=Callable[..., object])
 
 NAMED = 100
-"""`max_examples` of a profile that draws what tests name; default runs draw an eighth of it."""
+"""`max_examples` of a profile that draws what tests name; default runs draw a twelfth of it."""
 
 
 def scale() -> int:
@@ -43,7 +43,7 @@ def examples(count: int, *, shrinks: bool = False) -> settings:
     They are the same ones in every run, but for the profile `thorough`, and for `--times`.
 
     Args:
-        count: examples of a profile of 100: a default run has an eighth.
+        count: examples of a profile of 100: a default run has a twelfth.
         shrinks: whether a failing one is made smaller; always where they are others.
     """
     profile = settings.default
