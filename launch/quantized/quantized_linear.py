@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 from ...tracer.values.plan import Parts, Sharding, cut
 from ..conversions.conversion import StoredType
 from .dequantize import dequantized, rounded
+from .few_rows import product_of_few
 from .weight_format import WeightFormat
 
 
@@ -124,7 +125,8 @@ class _Product(torch.autograd.Function):
         activations = layer.weight_format.activations
         if activations is not None:
             x = rounded(activations, x, named.get(activations.scale))
-        return F.linear(x, layer._weight(named, x.dtype))
+        product = product_of_few(layer.weight_format, named, x, layer.out_features)
+        return F.linear(x, layer._weight(named, x.dtype)) if product is None else product
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.conversions.conversion import StoredType
+from cg.launch.quantized import few_rows
 from cg.launch.quantized.dequantize import dequantized, rounded, unpacked
 from cg.launch.quantized.quantized_linear import QuantizedLinear
 from cg.launch.quantized.readers import read_settings
 from cg.launch.quantized.weight_format import Packing
 from cg.launch.world.world import use_world
+from cg.tracer.method.quantized.quantized_product import quantized_product
 
 from .families import model_of
 from .quantized_folders import FORMS, SIZE, Form, float8_blocks, gptq, packed, write
@@ -108,6 +110,44 @@ def step_of(form: Form, tp: int) -> tuple[Any, Tensor]:
         return block.output(x), block.gradient()
 
     return step, torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("fp8", "packed, uneven", "awq") else pytest.mark.slow)
+        for name in FORMS
+    ],
+)
+def test_products_of_few_rows_are_those_of_the_plain_weight(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the operator that is a kernel on devices, whole and cut; of its pieces nothing travels."""
+    traced: list[torch.Size] = []
+
+    def noted(x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
+        traced.append(x.shape)
+        return quantized_product(x, *tensors, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(few_rows, "has_kernel", lambda device, levels: True)
+    monkeypatch.setattr(few_rows, "summands_of", lambda *sizes: 3)
+    monkeypatch.setattr(few_rows, "quantized_product", noted)
+    form = FORMS[name]
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    with use_world(VirtualWorld(1)):
+        plain = Block.on(0)(None, form).local
+        plain.loss(x).backward()
+        wanted = plain.output(x).detach(), plain.gradient()
+    for tp in (1, 2):
+        with use_world(VirtualWorld(tp)):
+            step, x = step_of(form, tp)
+            lowered = step.lower(x)
+            for result, right in zip(lowered.compile()(x), wanted, strict=True):
+                torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-5)
+            lines = lowered.as_text().splitlines()
+            assert bool(traced) is (name != "gptq by activation")
+            transfers = [line for line in lines if " transfer(" in line and "%sum" not in line]
+            assert all(re.search(r": f32\[(5,32|5,1,1)\]$", line) for line in transfers)
 
 
 FEW = ("fp8", "float8 channels", "packed, uneven", "gptq by activation", "awq")

@@ -16,6 +16,7 @@ from torch import fx
 from .....ir.layout import Intervals, shape_of, volume, whole
 from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
 from ....method.float8.formula import FLOAT8_MM
+from ....method.quantized.quantized_product import QUANTIZED_PRODUCT
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
 from ..cuts import is_interval
 from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly, letters, sizes_of
@@ -173,6 +174,17 @@ def _float8_product(case: Case) -> Answer:
 _SCALES = ("left_scale", "right_scale")
 
 
+def _quantized_product(case: Case) -> Answer:
+    """Runs of outputs and groups of inputs may be cut; what is in a word or shares a scale stays."""
+    text = "mJwe,PuJw,PvJ" + ",PzJ" * (case["zero"] is not None) + "->smPuo"
+    operands, results = letters(text)
+    sizes = sizes_of(operands, [operand.shape for operand in case.operands])
+    sizes |= sizes_of(results, [case.shape()])
+    keep = dict.fromkeys("euvzo", "shares words or scales") | {"s": "is of summands"}
+    factors = Factors(operands, results, sizes, each(0), keep)
+    return solve(case, factors, local=_local)
+
+
 def _expert_linear(case: Case) -> Answer:
     """Tokens may be cut anywhere. If experts are cut, a rank gives zeros for those of others."""
     text = {2: "ti,eoi,tk->tko", 3: "tki,eoi,tk->tko"}[_rank(case, "input")]
@@ -253,6 +265,7 @@ RULES: Mapping[object, Rule] = {
     EXPERT_OUTER: _expert_outer,
     GROUPED_MM: _grouped_mm,
     FLOAT8_MM: _float8_product,
+    QUANTIZED_PRODUCT: _quantized_product,
 }
 
 
