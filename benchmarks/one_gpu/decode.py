@@ -180,7 +180,7 @@ def _engine(
     assert engine is not None, "there is one rank"
     arms: dict[str, Run] = {}
     for batch in batches:
-        arms[f"B = {batch:2}, {name}, a step"] = _Steps(engine, sizes, batch)
+        arms[f"B = {batch:2}, {name}, a step"] = Steps(engine, sizes, batch)
     for name, milliseconds in bench.turns(arms, 1).items():
         bench.report.note("decode", name, milliseconds / sizes.inner, "ms")
     engine.close()
@@ -188,7 +188,7 @@ def _engine(
     bench.free()
 
 
-class _Steps:
+class Steps:
     """Decode steps of which the second is submitted before the tokens of the first are known."""
 
     def __init__(self, engine: CgEngine, sizes: Sizes, batch: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cg.tracer.method.float8.formula import product, quantised, scales
+from cg.tracer.method.quantized.quantized_product import quantized_product
 
 ATEN, CG = torch.ops.aten, torch.ops.cg
 
@@ -68,6 +69,19 @@ def float8_product(by_row: bool) -> Callable[..., Any]:
     return function
 
 
+def quantized(has_zero: bool) -> Callable[..., Any]:
+    """A product with a quantized weight: the tensors of a word of outputs, or plain levels."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor, *z: torch.Tensor) -> Any:
+        if has_zero:
+            words, points = w.int() + 0x12345678, z[0].int() + 0x01234567
+            options = {"outputs_per_word": 8, "offset": 1, "interleaved": True}
+            return quantized_product(x, words, s, points, summands=2, **options)  # type: ignore[arg-type]
+        return quantized_product(x, w.to(torch.int8), s, None, summands=2)
+
+    return function
+
+
 def nll(reduction: int) -> Callable[..., Any]:
     return lambda x, t, w: ATEN.nll_loss_forward(x, t, w, reduction, 2)
 
@@ -109,6 +123,10 @@ def _with_ones(x: torch.Tensor) -> torch.Tensor:
 
 
 CASES: dict[str, OpCase] = {
+    "quantized_product": case(quantized(False), ints(2, 3, 2, 1), ints(3, 2, 3, 2), ints(3, 1, 3)),
+    "quantized_product, words": case(
+        quantized(True), ints(3, 2, 3, 1), ints(3, 1, 2, 3), ints(3, 8, 2), ints(3, 1, 2)
+    ),
     "float8_mm, by row": case(float8_product(by_row=True), ints(4, 6), ints(3, 6)),
     "float8_mm": case(float8_product(by_row=False), ints(4, 6), ints(3, 6), tolerance=1e-6),
     # pointwise

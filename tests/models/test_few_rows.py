@@ -1,0 +1,163 @@
+"""Products of few rows with quantized weights, by the operator of hosts and by kernels.
+
+Kernels of Triton run in its interpreter, where Triton is installed, and on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cg.launch.conversions.conversion import StoredType
+from cg.launch.quantized import few_rows
+from cg.launch.quantized.few_rows import product_of_few
+from cg.launch.quantized.quantized_linear import QuantizedLinear
+from cg.launch.quantized.readers import read_settings
+from cg.launch.quantized.weight_format import WeightFormat
+from cg.tracer.method.quantized.quantized_kernel import MOST, multiply, summands_of
+
+from .quantized_folders import FORMS, SIZE, Form, packed
+
+SHAPES = ((48, 64), (160, 512), (16, 208))
+"""Outputs and inputs; the last are of no whole tiles where a token has one scale."""
+ROWS = (1, 3)
+
+
+def layer_of(form: Form, outputs: int, inputs: int) -> tuple[WeightFormat, dict[str, Tensor], Any]:
+    """The format of a layer, its tensors, and the weight that they stand for."""
+    generator = torch.Generator().manual_seed(outputs)
+    made = form.quantize(torch.randn(outputs, inputs, generator=generator))
+    weight_format = read_settings(form.settings).choose("up", ("Linear",))
+    assert weight_format is not None
+    return weight_format, made.tensors, made.weight
+
+
+def compare(device: str, dtype: torch.dtype = torch.float32, tolerance: float = 2e-6) -> None:
+    """Multiply by each format on a device, and by the weights that it stands for on the host."""
+    for name, form in FORMS.items():
+        for outputs, inputs in SHAPES:
+            weight_format, tensors, weight = layer_of(form, outputs, inputs)
+            own = {name: tensor.to(device) for name, tensor in tensors.items()}
+            for rows in ROWS:
+                x = torch.randn(rows, inputs).to(dtype)
+                product = product_of_few(weight_format, own, x.to(device), outputs)
+                if weight_format.by_index:
+                    assert product is None, name
+                    continue
+                assert product is not None, name
+                assert product.dtype is dtype, name
+                right = x.double() @ weight.double().t()
+                error = (product.cpu() - right).norm() / right.norm()
+                assert error < tolerance, f"{name}, {rows} x {outputs} x {inputs}: {error}"
+        print("equal")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hosts, too."""
+    monkeypatch.setattr(few_rows, "has_kernel", lambda device, levels: True)
+
+
+@pytest.mark.usefixtures("served")
+def test_the_operator_of_hosts_is_the_product() -> None:
+    compare("cpu")
+
+
+def test_kernels_are_the_product() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.models.test_few_rows"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == len(FORMS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernels_on_a_gpu_are_the_product(dtype: torch.dtype) -> None:
+    compare("cuda", dtype, 2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.usefixtures("served")
+def test_more_rows_and_other_sizes_are_not_served() -> None:
+    """The weight is dequantized for them: for rows of no end, groups of no tile, and ragged ones."""
+    form = FORMS["fp8"]
+    weight_format, tensors, _ = layer_of(form, 48, 64)
+    for rows, is_served in ((0, False), (MOST, True), (MOST + 1, False)):
+        product = product_of_few(weight_format, tensors, torch.randn(rows, 64), 48)
+        assert (product is not None) is is_served
+    for outputs, inputs in ((48, 60), (44, 64)):
+        ragged = layer_of(form, outputs, inputs)[1]
+        assert product_of_few(weight_format, ragged, torch.randn(1, inputs), outputs) is None
+    small = read_settings(form.settings | {"weight_block_size": [SIZE, 8]}).choose("up", ())
+    assert small is not None
+    assert product_of_few(small, tensors, torch.randn(1, 64), 48) is None
+
+
+def test_hosts_and_devices_without_the_kernel_dequantize() -> None:
+    weight_format, tensors, weight = layer_of(FORMS["gptq"], 48, 64)
+    x = torch.randn(2, 64)
+    assert product_of_few(weight_format, tensors, x, 48) is None
+    types = {name: StoredType(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+    layer = QuantizedLinear(nn.Linear(64, 48, bias=False, device="meta"), weight_format, types)
+    for name, tensor in tensors.items():
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    torch.testing.assert_close(layer(x), x @ weight.t(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(("bits", "size"), [(2, 16), (8, 4)])
+def test_words_of_other_integers(bits: int, size: int) -> None:
+    """Of GPTQ, with zero points that wrap around."""
+    weight_format, tensors, weight = gptq_of(bits)
+    product = product_of_few(weight_format, tensors, torch.eye(64)[:MOST], 32)
+    assert product is not None
+    assert torch.equal(product, weight.t()[:MOST])
+    assert tensors["qweight"].shape == (64 // size, 32)
+
+
+def gptq_of(bits: int) -> tuple[WeightFormat, dict[str, Tensor], Tensor]:
+    """A layer of 64 inputs and 32 outputs of GPTQ, whose first zero point is stored as the last."""
+    generator = torch.Generator().manual_seed(bits)
+    levels = torch.randint(1 << bits, (32, 64), generator=generator)
+    zeros = torch.randint(1 << bits, (32, 4), generator=generator)
+    zeros[0] = 0
+    scales = torch.rand(32, 4, generator=generator).half()
+    tensors = {
+        "qweight": packed(levels, bits).t().contiguous(),
+        "qzeros": packed((zeros.t() - 1) % (1 << bits), bits),
+        "scales": scales.t().contiguous(),
+        "g_idx": (torch.arange(64) // SIZE).int(),
+    }
+    spread: Callable[[Tensor], Tensor] = partial(torch.repeat_interleave, repeats=SIZE, dim=1)
+    weight = (levels - spread(zeros)).float() * spread(scales.float())
+    chosen = read_settings(FORMS["gptq"].settings | {"bits": bits}).choose("up", ())
+    assert chosen is not None
+    return chosen, tensors, weight
+
+
+def test_more_programs_share_inputs_where_there_are_few_outputs() -> None:
+    """But each has some steps, and none is of a part of a scale."""
+    for outputs, inputs, group in ((64, 4096, 128), (4096, 4096, 128), (14336, 4096, 4096)):
+        count = summands_of(group, inputs // group, outputs, False)
+        assert count & (count - 1) == 0
+        assert summands_of(group, inputs // group, 16 * outputs, False) <= count
+    assert summands_of(128, 1, 64, False) == 1
+
+
+if __name__ == "__main__":  # in the interpreter, which is chosen when the kernels are defined
+
+    def by_kernel(x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
+        return multiply(x, *tensors, **options)  # type: ignore[arg-type]
+
+    few_rows.has_kernel = lambda device, levels: True
+    few_rows.quantized_product = by_kernel
+    compare("cpu")
