@@ -1,6 +1,7 @@
 """A decode step over weights of 4 and 8 bits by its time in float16, on one GPU, in turns.
 
-    python benchmarks/few_bits_gpu.py [--batch 1] [--layers 4] [--arms float16,awq,fp8] [--json FILE]
+    python benchmarks/few_bits_gpu.py [--batch 1] [--layers 4] [--arms float16,awq,fp8]
+        [--json FILE]
     CG_DEVICE=cpu python benchmarks/few_bits_gpu.py --device cpu      # a trial, small
 
 The engine of examples/serve decodes with layers of Llama-3-8B's shapes, fused by TorchInductor, in
@@ -42,7 +43,6 @@ from one_gpu.decode import Steps
 from one_gpu.qwen2 import Sizes
 from provenance import provenance
 
-import cg
 from cg.launch.conversions.conversion import StoredType
 from cg.launch.quantized.dequantize import dequantized
 from cg.launch.quantized.few_rows import product_of_few

@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,48 +20,43 @@ from . import projections
 from .projections import Projection
 
 
-class Joined(nn.Linear):
+@runtime_checkable
+class _Quantized(Protocol):
+    """A linear layer that keeps a quantized weight."""
+
+    out_features: int
+    bias: Tensor | None
+
+    def joined(self, others: Sequence[Any]) -> nn.Linear | None:
+        """One layer with the outputs of this one and of others; None if it cannot have them."""
+        ...
+
+
+class _Pieces(nn.Module):
     """One product for linear layers that take the same input; it stands for the first of them.
 
     Its rows are cut into as many pieces as ranks share the part. A piece has a piece of each layer,
     one after the other. So a cut of the first layer's rows gives a rank a piece of each layer.
-
-    Args:
-        layers: of one input width, all with a bias, or none.
-        ways: pieces; it divides the outputs of each layer.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], ways: int) -> None:
-        outputs = sum(layer.out_features for layer in layers)
-        has_bias = layers[0].bias is not None
-        super().__init__(layers[0].in_features, outputs, has_bias, device="meta")
+    def share(self, layers: Sequence[nn.Linear], ways: int) -> None:
+        """Stand for layers, each of which `ways` ranks have in pieces."""
         self.ways = ways
         self.sizes = [layer.out_features // ways for layer in layers]
-        self.weight = self._joined([layer.weight for layer in layers])
-        if has_bias:
-            self.bias = self._joined([layer.bias for layer in layers])
-        self.projection: Projection | None = None
         self._input: Tensor | None = None
         self._left: dict[int, Tensor] = {}
 
-    def _joined(self, tensors: Sequence[Tensor]) -> nn.Parameter:
-        pieces = [tensor.unflatten(0, (self.ways, -1)) for tensor in tensors]
-        return nn.Parameter(torch.cat(pieces, 1).flatten(0, 1), requires_grad=False)
+    def outputs(self, x: Tensor) -> Tensor:
+        """The product."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         return self.take(x, 0)
 
-    def pack_weight(self) -> None:
-        """Take a packed weight in the place of the plain one."""
-        self.projection = Projection(self)
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-
     def take(self, x: Tensor, index: int) -> Tensor:
         """The output of a layer; the first one that is asked for computes all of them."""
         if self._input is not x or index not in self._left:
-            packed = self.projection
-            outputs = super().forward(x) if packed is None else packed(x)
+            outputs = self.outputs(x)
             if self.ways > 1:
                 pieces = outputs.unflatten(-1, (self.ways, -1)).split(self.sizes, -1)
                 self._left = {at: piece.flatten(-2) for at, piece in enumerate(pieces)}
@@ -74,10 +69,60 @@ class Joined(nn.Linear):
         return output
 
 
+class Joined(_Pieces, nn.Linear):
+    """The product of layers with plain weights.
+
+    Args:
+        layers: of one input width, all with a bias, or none.
+        ways: pieces; it divides the outputs of each layer.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], ways: int) -> None:
+        outputs = sum(layer.out_features for layer in layers)
+        has_bias = layers[0].bias is not None
+        super().__init__(layers[0].in_features, outputs, has_bias, device="meta")
+        self.share(layers, ways)
+        self.weight = self._joined([layer.weight for layer in layers])
+        if has_bias:
+            self.bias = self._joined([layer.bias for layer in layers])
+        self.projection: Projection | None = None
+
+    def _joined(self, tensors: Sequence[Tensor]) -> nn.Parameter:
+        pieces = [tensor.unflatten(0, (self.ways, -1)) for tensor in tensors]
+        return nn.Parameter(torch.cat(pieces, 1).flatten(0, 1), requires_grad=False)
+
+    def pack_weight(self) -> None:
+        """Take a packed weight in the place of the plain one."""
+        self.projection = Projection(self)
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self, x) if self.projection is None else self.projection(x)
+
+
+class JoinedQuantized(_Pieces):
+    """The product of layers with quantized weights, on one rank.
+
+    Args:
+        layer: that has the weights of all.
+        layers: that it stands for.
+    """
+
+    def __init__(self, layer: nn.Linear, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.share(layers, 1)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(x)
+        return outputs
+
+
 class JoinedLayer(nn.Module):
     """Stands for a layer whose product is joined with that of others."""
 
-    def __init__(self, joined: Joined, index: int) -> None:
+    def __init__(self, joined: _Pieces, index: int) -> None:
         super().__init__()
         self._joined = (joined,)  # no module of this one, for it is another layer's
         self.index = index
@@ -118,7 +163,7 @@ class Calls:
         hooks = [
             module.register_forward_pre_hook(note)
             for module in part.modules()
-            if type(module) is nn.Linear
+            if type(module) is nn.Linear or isinstance(module, _Quantized)
         ]
         try:
             yield
@@ -140,26 +185,38 @@ def join(part: nn.Module, calls: Calls, ways: int, is_cut: Callable[[str], bool]
         calls: of a run of it.
         ways: how many ranks share the part.
         is_cut: by the path of a weight, whether ranks have pieces of its rows. With `ways` above 1
-            only such layers are joined.
+            only such layers are joined, and none that are quantized.
     """
     once = calls.once()
     for path, parent in list(part.named_modules()):
-        groups: dict[tuple[int, bool], dict[str, nn.Linear]] = {}
+        groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
         for name, child in parent.named_children():
-            if type(child) is not nn.Linear or id(child) not in once:
+            is_quantized = isinstance(child, _Quantized)
+            if not (is_quantized or type(child) is nn.Linear) or id(child) not in once:
+                continue
+            if is_quantized and ways > 1:
                 continue
             weight = f"{path}.{name}.weight"
             if ways > 1 and not (is_cut(weight) and child.out_features % ways == 0):
                 continue
-            place = id(once[id(child)]), child.bias is not None
+            place = id(once[id(child)]), child.bias is not None, is_quantized
             groups.setdefault(place, {})[name] = child
         for layers in groups.values():
             if len(layers) > 1:
                 _replace(parent, layers, ways)
 
 
-def _replace(parent: nn.Module, layers: Mapping[str, nn.Linear], ways: int) -> None:
-    joined = Joined(list(layers.values()), ways)
+def _replace(parent: nn.Module, layers: Mapping[str, Any], ways: int) -> None:
+    several = list(layers.values())
+    first, *others = several
+    joined: _Pieces
+    if isinstance(first, _Quantized):
+        layer = first.joined(others)
+        if layer is None:
+            return
+        joined = JoinedQuantized(layer, several)
+    else:
+        joined = Joined(several, ways)
     for index, name in enumerate(layers):
         setattr(parent, name, JoinedLayer(joined, index) if index else joined)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,40 @@ class QuantizedLinear(nn.Linear):
         return nn.Linear(
             self.in_features, self.out_features, has_bias, device="meta", dtype=self.dtype
         )
+
+    def joined(self, others: Sequence[QuantizedLinear]) -> QuantizedLinear | None:
+        """One layer with the outputs of this one, and behind them those of others.
+
+        Args:
+            others: layers of as many inputs; all have a bias, or none.
+
+        Returns:
+            None if formats differ, or tensors of all outputs do, such as the scale of inputs; or if
+            the outputs of a layer are no whole runs that share a scale or a word.
+        """
+        layers, own = (self, *others), self.weight_format
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        run, _ = own.units(shapes)
+        if any(each.weight_format != own or each.out_features % run for each in layers):
+            return None
+        tensors: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            several, along = [each.tensors[name] for each in layers], own.dims(name, shape).outputs
+            if along is not None:
+                tensors[name] = torch.cat([each.data for each in several], along)
+            elif name in own.kept or all(torch.equal(several[0], each) for each in several):
+                tensors[name] = several[0].data
+            else:
+                return None
+        plain = self.plain()
+        plain.out_features = sum(each.out_features for each in layers)
+        types = {name: StoredType(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        layer = QuantizedLinear(plain, own, types)
+        if self.bias is not None:
+            tensors["bias"] = torch.cat([each.bias.data for each in layers])
+        for name, tensor in tensors.items():
+            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        return layer
 
     def shardings(self, weight: Sharding) -> dict[str, Sharding]:
         """How ranks share the tensors, by name, where they share a plain weight.

@@ -88,7 +88,7 @@ def test_kernels_on_a_gpu_are_the_product(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("served")
 def test_more_rows_and_other_sizes_are_not_served() -> None:
-    """The weight is dequantized for them: for rows of no end, groups of no tile, and ragged ones."""
+    """The weight is dequantized for them, also where groups are no tiles, or ragged."""
     form = FORMS["fp8"]
     weight_format, tensors, _ = layer_of(form, 48, 64)
     for rows, is_served in ((0, False), (MOST, True), (MOST + 1, False)):

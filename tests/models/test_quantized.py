@@ -115,7 +115,7 @@ def step_of(form: Form, tp: int) -> tuple[Any, Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("fp8", "packed, uneven", "awq") else pytest.mark.slow)
+        pytest.param(name, marks=() if name in ("fp8", "awq") else pytest.mark.slow)
         for name in FORMS
     ],
 )
@@ -180,6 +180,28 @@ def test_neither_travel_nor_are_kept_numbers_of_the_weights() -> None:
         assert all(re.search(r": f32\[(5,32|5,1,1)\]$", line) for line in transfers)
         (forward,) = (line for line in lines if ".vjp.forward(f32" in line)
         assert forward.split(" -> ")[1].startswith("(f32[], f32[5,32], f32[5,64/tp], f32[5,32])")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_joined_layers_have_the_outputs_of_each(name: str) -> None:
+    """Also where all outputs share a scale of inputs; a scale of the weight cannot be of both."""
+    generator = torch.Generator().manual_seed(0)
+    plain = [nn.Linear(HIDDEN, width) for width in (WIDE, HIDDEN)]
+    for each in plain:
+        each.weight.data = torch.randn(each.weight.shape, generator=generator)
+    first, second = (layer_of(FORMS[name], each)[0] for each in plain)
+    layer = first.joined([second])
+    if name == "float8 tensor":
+        assert layer is None
+        return
+    assert layer is not None
+    x = torch.randn(5, HIDDEN, generator=generator)
+    right = torch.cat([first(x), second(x)], -1)
+    torch.testing.assert_close(layer(x), right, rtol=1e-5, atol=1e-5)
+    if name == "awq":
+        second.qzeros.data = second.qzeros.data[:, :-1]
+        second.out_features -= 4
+        assert first.joined([second]) is None
 
 
 def folder_of(tmp_path: Path, name: str, **changes: Any) -> Path:

@@ -3,8 +3,8 @@
 Each program takes some outputs and a part of the inputs. It reads tiles of levels, which become
 numbers in the registers that they are read to. One row is multiplied by them there; several rows by
 tensor cores, for which levels are exact in 16 bits. Sums over inputs of one scale are multiplied by
-the scale. What programs give that have parts of the inputs of the same outputs are summands of the
-result; whoever takes it adds them up, so sums do not depend on which program is first.
+the scale. Programs that have parts of the inputs of the same outputs give summands of the result.
+Whoever takes it adds them up, so sums do not depend on which program is first.
 """
 
 from __future__ import annotations
@@ -132,10 +132,8 @@ if triton is not None:
     def _level(words, INDEX: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr):
         """One of the levels of each word."""
         bits: tl.constexpr = 32 // COUNT
-        if INTERLEAVED:
-            place: tl.constexpr = INDEX // 2 + INDEX % 2 * (COUNT // 2)
-        else:
-            place: tl.constexpr = INDEX
+        half: tl.constexpr = INDEX // 2 + INDEX % 2 * (COUNT // 2)
+        place: tl.constexpr = half if INTERLEAVED else INDEX
         return (words >> place * bits) & ((1 << bits) - 1)
 
     # Levels of a word in dimensions of two, so that they stay in the registers of its thread.
@@ -174,13 +172,14 @@ if triton is not None:
     def _unpacked(words, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr):
         """The levels of words, int32 [..., 2, 2, ...], of which the last dimensions are COUNT."""
         if COUNT == 4:
-            return _four(words, 0, 1, COUNT, INTERLEAVED)
+            levels = _four(words, 0, 1, COUNT, INTERLEAVED)
         elif COUNT == 8:
-            return _eight(words, 0, 1, COUNT, INTERLEAVED)
+            levels = _eight(words, 0, 1, COUNT, INTERLEAVED)
         else:
-            return tl.join(
+            levels = tl.join(
                 _eight(words, 0, 2, COUNT, INTERLEAVED), _eight(words, 1, 2, COUNT, INTERLEAVED)
             )
+        return levels
 
     @triton.jit
     def _behind_power(integers):
@@ -193,7 +192,7 @@ if triton is not None:
         IS_PACKED: tl.constexpr, INTERLEAVED: tl.constexpr, PER_ZERO: tl.constexpr,
         HAS_ZERO: tl.constexpr, OFFSET: tl.constexpr, WRAPS: tl.constexpr,
     ):  # fmt: skip
-        """What is subtracted from levels, float32 [BLOCK, COUNT]; plus 2**23 for packed ones."""
+        """The zero points of levels, float32 [BLOCK, COUNT]; plus 2**23 for packed ones."""
         if not HAS_ZERO:
             points = tl.full([BLOCK, COUNT], OFFSET, tl.int32)
         elif not IS_PACKED:

@@ -41,8 +41,8 @@ def quantized_product(
 ) -> Tensor:
     """Multiply rows by a quantized weight.
 
-    A weight has `groups` of inputs, each of `units`, and `runs` of outputs, each of `length`. A unit
-    is a level, or a word of 32 bits with levels of several inputs, or of several outputs.
+    A weight has `groups` of inputs, each of `units`, and `runs` of outputs, each of `length`. A
+    unit is a level, or a word of 32 bits with levels of several inputs, or of several outputs.
 
     Args:
         input: `[rows, groups, units, inputs of a word]`.
@@ -54,7 +54,7 @@ def quantized_product(
         outputs_per_word: of `weight`; 1 unless words have levels of several outputs.
         offset: what is subtracted from a level, beside its zero point.
         zero_wraps: whether a zero point, with the offset, has no more bits than it is stored in.
-        interleaved: whether even outputs are in the lower half of a word, and odd ones in the upper.
+        interleaved: whether a word has even outputs in its lower half, and odd ones in the upper.
         summands: of the result.
 
     Returns:
@@ -95,10 +95,10 @@ def _on_host(
     totals = torch.einsum("mJwe->Jm", input.float())[..., None, None, None]
 
     def spread(shared: Tensor) -> Tensor:
-        """Numbers `[runs, shared ones of a run, groups]` as `[groups, 1, runs, length, outputs]`."""
+        """Numbers `[runs, of a run, groups]` as `[groups, 1, runs, length, outputs of a word]`."""
         shared = shared.expand(runs, -1, groups)
         each = shared.repeat_interleave(length * outputs_per_word // shared.shape[1], 1)
-        return each.permute(2, 0, 1).unflatten(2, (length, outputs_per_word)).unsqueeze(1)
+        return each.permute(2, 0, 1).reshape(groups, 1, runs, length, outputs_per_word)
 
     product = ((sums - totals * spread(zeros)) * spread(scale.float())).sum(0)
     others = product.new_zeros(summands - 1, *product.shape)

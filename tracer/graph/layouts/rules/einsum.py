@@ -175,7 +175,7 @@ _SCALES = ("left_scale", "right_scale")
 
 
 def _quantized_product(case: Case) -> Answer:
-    """Runs of outputs and groups of inputs may be cut; what is in a word or shares a scale stays."""
+    """Runs of outputs and groups of inputs may be cut; what shares a word or scale stays whole."""
     text = "mJwe,PuJw,PvJ" + ",PzJ" * (case["zero"] is not None) + "->smPuo"
     operands, results = letters(text)
     sizes = sizes_of(operands, [operand.shape for operand in case.operands])
