@@ -109,6 +109,7 @@ def multiply(
     group = units * inputs_per_word
     tile, inner = tiles_of(group, groups == 1, are_of_outputs)
     inputs = groups * group
+    several = triton.cdiv(inputs, tile * inner * summands)
     block = WORDS if are_of_outputs else OUTPUTS
     outputs = len(words) * outputs_per_word
     out = input.new_empty(shape, dtype=torch.float32)
@@ -121,7 +122,7 @@ def multiply(
         IS_PACKED=is_packed, OF_OUTPUTS=are_of_outputs, INTERLEAVED=interleaved,
         PER_SCALE=outputs // len(scales), PER_ZERO=outputs // len(zeros),
         HAS_ZERO=zero is not None, OFFSET=offset, WRAPS=zero_wraps,
-        IS_RAGGED=inputs % (tile * inner) != 0, num_warps=WARPS,
+        SEVERAL=several, IS_RAGGED=several * summands * tile * inner != inputs, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -255,7 +256,7 @@ if triton is not None:
         GROUP: tl.constexpr, LEVELS: tl.constexpr, IS_PACKED: tl.constexpr,
         OF_OUTPUTS: tl.constexpr, INTERLEAVED: tl.constexpr, PER_SCALE: tl.constexpr,
         PER_ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, OFFSET: tl.constexpr,
-        WRAPS: tl.constexpr, IS_RAGGED: tl.constexpr,
+        WRAPS: tl.constexpr, SEVERAL: tl.constexpr, IS_RAGGED: tl.constexpr,
     ):  # fmt: skip
         # A tile of levels is [BLOCK, WIDE, LEVELS]: units of outputs, of inputs, and their levels,
         # which are of COUNT outputs.
@@ -272,11 +273,11 @@ if triton is not None:
         else:
             total = tl.zeros([BLOCK, WIDE], tl.float32)
         last = inputs // LEVELS if IS_PACKED and not OF_OUTPUTS else inputs
-        steps = tl.cdiv(inputs, TILE * INNER)
-        several = tl.cdiv(steps, tl.num_programs(1))
-        begin = tl.program_id(1) * several
-        for step in range(begin, tl.minimum(begin + several, steps)):
+        for index in range(SEVERAL):
+            step = tl.program_id(1) * SEVERAL + index
             group = step * (TILE * INNER) // GROUP
+            if IS_RAGGED:  # there may be no such step, and its inputs are zeros
+                group = tl.minimum(group, inputs // GROUP - 1)
             place = scales + output // PER_SCALE * scale_o + group * scale_g
             scale = tl.load(place, mask=is_unit[:, None], other=0.0).to(tl.float32)
             zero = _zeros(
