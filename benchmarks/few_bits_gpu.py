@@ -16,8 +16,8 @@ A figure is the median of the turns, and the record has all of them. The time of
 plain in all arms, is measured by itself. So a ratio is given of what was run, and one of 32 layers:
 those of the arm and of float16, by layer, with the head added once. Weights are random.
 
-`kernels` are products with the weights of a layer by themselves: microseconds on the device, GB/s of
-the stored bytes, and how far values are from the dequantized product.
+`kernels` are products with the weights of a layer by themselves: microseconds on the device, GB/s
+of the stored bytes, and how far values are from the dequantized product.
 """
 
 from __future__ import annotations

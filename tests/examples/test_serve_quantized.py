@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from cg.backends.virtual.world import VirtualWorld
+from cg.launch.quantized import few_rows
 from cg.launch.world.world import use_world
 from examples.serve.engine import start
 from examples.serve.lora import read_adapter
@@ -84,6 +85,18 @@ def serve(source: Path, ranks: int, options: Options) -> list[Any]:
 def test_tokens_are_those_of_the_model(name: str, ranks: int, tp: int, tmp_path: Path) -> None:
     model = save(tmp_path, FORMS[name], num_hidden_layers=ranks // tp)
     requests = serve(tmp_path, ranks, replace(LEAN, tp=tp))
+    assert differences(logits_of(model), requests)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [("fp8", 1), ("awq", 1), ("awq", 2), ("gptq", 2)])
+def test_tokens_by_products_of_few_rows(
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of two, and chunks of 16 tokens, by the operator that is a kernel on devices."""
+    monkeypatch.setattr(few_rows, "has_kernel", lambda device, levels: True)
+    model = save(tmp_path, FORMS[name], num_hidden_layers=1)
+    requests = serve(tmp_path, ranks, replace(LEAN, tp=ranks))
     assert differences(logits_of(model), requests)[0] == 0
 
 
