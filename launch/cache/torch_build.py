@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import operator
 import os
 import platform
@@ -140,6 +141,8 @@ def _static_build() -> str:
     if torch.cuda.is_available():
         texts += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
         texts.append(str(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
+        # Without Triton, graphs for a device have no operators that are kernels of it.
+        texts.append(str(importlib.util.find_spec("triton") is not None))
     return "\n".join(texts)
 
 
