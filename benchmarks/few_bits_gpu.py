@@ -176,15 +176,21 @@ def engine_of(arm: str, sizes: Sizes, args: argparse.Namespace, device: torch.de
     return start(decoder(config, Random(arm, device), None), options)
 
 
-def per_call(run: Callable[[], object], device: torch.device, inner: int = 1) -> float:
-    """Milliseconds of a call, on the host's clock around calls and a wait for the device."""
+def per_call(
+    run: Callable[[], object], device: torch.device, inner: int, repeats: int = 1
+) -> float:
+    """Milliseconds of one of the `inner` calls of a run, on the host's clock.
+
+    It is read around repeated runs and a wait for the device.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
-    run()
+    for _ in range(repeats):
+        run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / inner * 1e3
+    return (time.perf_counter() - began) / (inner * repeats) * 1e3
 
 
 def in_graph(runs: list[Callable[[], object]], device: torch.device) -> Callable[[], object]:
@@ -247,7 +253,8 @@ def products(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> li
             if not runs:
                 continue
             run = in_graph(runs, device)
-            several = [per_call(run, device, copies) * 1e3 for _ in range(WARM + args.turns)][WARM:]
+            every = [per_call(run, device, copies, 20) for _ in range(WARM + args.turns)]
+            several = [milliseconds * 1e3 for milliseconds in every[WARM:]]
             microseconds = statistics.median(several)
             rows.append(
                 {
@@ -273,7 +280,7 @@ def head_ms(sizes: Sizes, args: argparse.Namespace, device: torch.device) -> lis
     weight = torch.randn(sizes.vocabulary, sizes.hidden, device=device, dtype=dtype)
     x = torch.randn(args.batch, sizes.hidden, device=device, dtype=dtype)
     run = in_graph([lambda: nn.functional.linear(x, weight).argmax(-1)] * 10, device)
-    return [per_call(run, device, 10) for _ in range(WARM + args.turns)][WARM:]
+    return [per_call(run, device, 10, 5) for _ in range(WARM + args.turns)][WARM:]
 
 
 def main() -> None:
