@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ STEPS_BY_ONE: Sequence[tuple[bool, tuple[Span, ...]]] = (
 """The same for models whose code forgets a state where several tokens go on with it."""
 
 
+@runtime_checkable
+class _Rounding(Protocol):
+    """A layer that may round its inputs to a quantized type."""
+
+    rounds_inputs: bool
+
+
 class Trial:
     """A run of a part on a text, as the model itself runs, and over pages.
 
@@ -90,7 +97,7 @@ class Trial:
 
     def run_plainly(self) -> None:
         """Run the model's own forward."""
-        with torch.no_grad():
+        with torch.no_grad(), _exact_inputs(self.part):
             self.wanted = self.part.plainly(self.x, self.ids)
 
     def compare(self, name: str) -> bool:
@@ -199,7 +206,7 @@ class Trial:
         slots = Slots(states, numbers, positions[:, 0] == 0 if has_tables else None)
         pages = Pages(pools, SIZE, positions, entries.flatten(), tables, slots)
         last = torch.tensor([[stop - start - 1] for _, start, stop in spans])
-        with torch.no_grad():
+        with torch.no_grad(), _exact_inputs(self.part):
             out: Tensor = self.part(x, positions, pages, last)
         return out
 
@@ -223,6 +230,23 @@ class Trial:
 def _differ(one: Tensor, other: Tensor) -> bool:
     distance = (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-9)
     return not float(distance) <= TOLERANCE
+
+
+@contextmanager
+def _exact_inputs(part: nn.Module) -> Iterator[None]:
+    """Inside the `with` block, layers do not round their inputs.
+
+    A number near the middle of two of 8 bits is rounded to either by the least difference, and more
+    of them are with each layer.
+    """
+    rounding = [m for m in part.modules() if isinstance(m, _Rounding) and m.rounds_inputs]
+    for layer in rounding:
+        layer.rounds_inputs = False
+    try:
+        yield
+    finally:
+        for layer in rounding:
+            layer.rounds_inputs = True
 
 
 @contextmanager

@@ -27,6 +27,9 @@ class QuantizedLinear(nn.Linear):
         old: the layer that it stands for; its bias stays.
         weight_format: of its tensors.
         types: of them, by name. They are made on the meta device.
+
+    Attributes:
+        rounds_inputs: whether inputs are quantized as the format says.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = old.in_features, old.out_features
         self.weight_format, self.dtype = weight_format, old.weight.dtype
+        self.rounds_inputs = weight_format.activations is not None
         self.register_parameter("weight", None)
         for name, kind in types.items():
             empty = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
@@ -157,7 +161,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         named = dict(zip(layer.weight_format.names, tensors, strict=True))
         activations = layer.weight_format.activations
-        if activations is not None:
+        if activations is not None and layer.rounds_inputs:
             x = rounded(activations, x, named.get(activations.scale))
         product = product_of_few(layer.weight_format, named, x, layer.out_features)
         return F.linear(x, layer._weight(named, x.dtype)) if product is None else product

@@ -18,9 +18,11 @@ from transformers.utils import logging
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.quantized import few_rows
 from cg.launch.world.world import use_world
+from examples.serve import start_check
 from examples.serve.engine import start
 from examples.serve.lora import read_adapter
 from examples.serve.opening import open_model
+from examples.serve.parts import Ways
 from examples.serve.requests import Request, Sampling
 from examples.serve.scheduler import Scheduler
 from examples.serve.settings import Options
@@ -159,3 +161,15 @@ def test_sizes_are_chosen_by_the_bytes_of_quantized_weights(tmp_path: Path) -> N
     assert model.quantized.bytes == numbers + 4 * numbers // SIZE**2
     biases_and_norms = 64 + 32 + 32 + 32 + 2 * 32
     assert model.layer_bytes(torch.bfloat16) == 2 * biases_and_norms + model.quantized.bytes
+
+
+def test_a_part_is_compared_without_the_rounding_of_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are rounded to either side of a tie, so a deep model's values would differ by a tenth."""
+    monkeypatch.setattr(start_check, "COARSE", 0.01)
+    save(tmp_path, FORMS["fp8"])
+    part: Any = open_model(tmp_path).build(range(2), torch.float16, Ways())
+    layers = [module for module in part.modules() if hasattr(module, "rounds_inputs")]
+    assert len(layers) == 2 * 4
+    assert all(layer.rounds_inputs for layer in layers)
