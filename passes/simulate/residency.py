@@ -67,10 +67,11 @@ class Residency:
         paths = sorted(stored_parameters(module))
         if not paths:
             raise ResidencyError(
-                f"fsdp= is given for step {module.name}, and none of its actors stores parameters "
-                "in pieces",
-                'make one with store=, as in Stage.on(mesh, plan=plan, store=cg.cut(0, "dp")), on '
-                "a mesh whose axis is longer than 1, or compile without fsdp=",
+                f"fsdp= is given for step {module.name}, and none of the methods that it traces "
+                "uses a parameter which its actor stores in pieces",
+                "compile a step that calls no such method without fsdp=, as one that only updates; "
+                'an actor stores pieces by store=, as in Stage.on(mesh, store=cg.cut(0, "dp")), on '
+                "a mesh whose axis is longer than 1",
             )
         if missing := unmatched(self.bucket, paths):
             shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")

@@ -247,8 +247,11 @@ def test_one_value_has_one_mark(other: Any) -> None:
             cg.backward(loss)
             return loss
 
-        with pytest.raises(cg.TraceError, match=r"given to cg\.offload and to cg\."):
+        with pytest.raises(cg.TraceError, match=r"given to cg\.offload and to cg\.") as refused:
             step.lower(torch.randn(2, 4))
+        assert "in forward" in str(refused.value)
+        advice = "leave cg.keep out" if other is cg.keep else "give it to one of them"
+        assert f"help: {advice}" in str(refused.value)
 
 
 def test_a_link_is_one() -> None:

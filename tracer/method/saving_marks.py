@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ...ir.location import Location
 from ..errors import TraceError
+from ..source import caller_location
 from ..values.values import TracedTensor
 from .reuse.saving_functions import KEEP, META, OFFLOAD, RECOMPUTE, SavingMark, noted
 from .reuse.templates import node_of
@@ -124,6 +125,12 @@ def _mark_node(mark: str, value: torch.Tensor) -> torch.Tensor:
         )
     if node.meta.get(META, mark) != mark:
         other = node.meta[META]
-        raise ValueError(f"a value is given to cg.{other} and to cg.{mark}; give it to one of them")
+        raise TraceError(
+            f"a value is given to cg.{other} and to cg.{mark}",
+            loc=caller_location(),
+            remedy="leave cg.keep out: what cg.offload marks is saved, and never computed again"
+            if {mark, other} == {KEEP, OFFLOAD}
+            else "give it to one of them",
+        )
     node.meta[META] = mark
     return value

@@ -291,7 +291,7 @@ def test_a_bucket_that_matches_nothing() -> None:
 
 
 def test_a_step_without_stored_parameters() -> None:
-    with pytest.raises(cg.TraceError, match="none of its actors stores parameters") as info:
+    with pytest.raises(cg.TraceError, match="none of the methods that it traces") as info:
         lowered(cg.whole).compile(fsdp=cg.fsdp())
     assert "test_fsdp.py" in str(info.value)
     assert "store=cg.cut(0" in str(info.value)
