@@ -58,6 +58,7 @@ class CompileOptions:
     dispatch: Dispatch = "auto"
     plan: PlanFile | None = None
     memory: str | int | Sequence[str | int] | None = None
+    costs: Costs | None = None
     host_link: Link | None = None
     saved: str | None = None
     tasks_in_flight: int = 1
@@ -83,6 +84,8 @@ class CompileOptions:
         _check_interval(self.check_inputs)
         if self.memory is not None:
             MemoryLimit.of(self.memory)
+        if self.costs is not None and not isinstance(self.costs, Costs):
+            raise TypeError(f"costs={self.costs!r}: what cg.measure returns, a cg.Costs, or None")
         if self.host_link is not None and not isinstance(self.host_link, Link):
             raise TypeError(f"host_link={self.host_link!r}: a cg.Link(latency, bandwidth), or None")
         if self.saved not in SAVED_TYPES:
@@ -133,8 +136,8 @@ class CompileOptions:
 
     @property
     def host_costs(self) -> Costs:
-        """The times of functions that a search knows, and the link to hosts."""
-        known = costs_of(self.schedule) or Costs()
+        """The times of functions that are given, or that a search knows, and the link to hosts."""
+        known = self.costs or costs_of(self.schedule) or Costs()
         link = known.host if self.host_link is None else self.host_link
         return Costs(functions=known.functions, host=link)
 

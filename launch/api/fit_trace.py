@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ...ir.attributes import Action
 from ...ir.location import Location
 from ...ir.ops.module import Module
+from ...ir.pipeline.costs import Costs
+from ...ir.pipeline.tradeoff import Tradeoff
 from ...ir.types import tensor_bytes
 from ...passes.base import Pipeline
 from ...passes.memory.early_weights import can_run_early, with_early_weights
@@ -22,7 +25,15 @@ from ...tracer.record.trace import Trace
 from ...tracer.torch_modes import Ambient
 from .compile_options import CompileOptions
 from .fusing import Fusing
-from .select_schedule import choose_residency, narrower, run_passes, with_recomputation
+from .select_schedule import (
+    choose_residency,
+    costs_of,
+    narrower,
+    run_passes,
+    search_options,
+    stages_of,
+    with_options,
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,49 @@ def fit_trace(
         )
     last = errors[-1]
     raise TraceError(last.reason, loc=loc, remedy=last.remedy)
+
+
+def with_recomputation(
+    schedule: Schedule | None,
+    module: Module,
+    tradeoffs: Mapping[str, Tradeoff],
+    limits: Mapping[str, int],
+) -> Schedule | None:
+    """A search whose costs have the time of what backwards compute again.
+
+    A backward takes the time of its forward more, in the share of its work that is done again. A
+    search without costs has all tasks take as long as a forward, and that share comes on top.
+
+    Args:
+        schedule: as `default_pipeline` takes it.
+        module: traced without limits.
+        tradeoffs: the choices of its derivatives.
+        limits: the most bytes that forwards save, by derivative.
+    """
+    if schedule is None or not search_options(schedule) or not limits:
+        return schedule
+    known = costs_of(schedule)
+    costs = Costs() if known is None else known
+    shares = {name: tradeoffs[name].share_within(limit) for name, limit in limits.items()}
+    functions = dict(costs.functions)
+    for name, share in shares.items():
+        vjp = module.vjps[name]
+        for backward in {vjp.backward, vjp.input or vjp.backward}:
+            if backward in functions and vjp.forward in functions:
+                functions[backward] += share * functions[vjp.forward]
+    actors = stages_of(module)[0].actors
+    backward_times = []
+    for stage, actor in enumerate(actors):
+        names = [
+            n for n, vjp in module.vjps.items() if module.functions[vjp.forward].actor == actor
+        ]
+        works = {name: tradeoffs[name].work for name in names if name in tradeoffs}
+        again = sum(shares.get(name, 0.0) * work for name, work in works.items())
+        extra = again / max(1, sum(works.values())) * costs.of(Action.FORWARD, stage, True)
+        backward_times.append(costs.of(Action.BACKWARD, stage, True) + extra)
+    costs = replace(costs, functions=functions, tb=tuple(backward_times))
+    # Without costs of the user, programs are not compared: the best order of tasks is taken.
+    return with_options(schedule, costs=costs, **({"choice": 0} if known is None else {}))
 
 
 def narrowed_trace(plain: Trace, narrow: Trace, schedule: Schedule | None) -> FittedTrace:

@@ -47,6 +47,7 @@ from .select_schedule import (
     wants_memory,
     wants_remat,
     with_costs,
+    with_host_link,
     with_memory,
 )
 
@@ -132,6 +133,7 @@ class Lowered:
         check_inputs: bool | int | None = None,
         dispatch: Dispatch = "auto",
         memory: str | int | Sequence[str | int] | None = None,
+        costs: Costs | None = None,
         host_link: Link | None = None,
         saved: str | None = None,
         tasks_in_flight: int = 1,
@@ -170,8 +172,11 @@ class Lowered:
                 values of their forwards again, on each rank as many as it needs, with the same
                 bits, and devices move some to their hosts while they rest. `compiled.memory_report`
                 says what is saved. None: any number.
-            host_link: between a device and its host, by which it is chosen what rests there: its
-                latency and bandwidth in one direction. None: as `cg.Costs().host`.
+            costs: the times of functions on the user's devices, as `cg.measure` gives them, by
+                which it is chosen what is computed again and what rests on hosts. None: those of
+                the schedule, if it is a search with costs; others are estimated.
+            host_link: between a device and its host, for the same choice: its latency and bandwidth
+                in one direction. None: as `costs.host`, or `cg.Costs().host`.
             saved: `bf16` lets forwards save float32 and float64 tensors in bfloat16, where that
                 takes fewer bytes: gradients are those of rounded activations. `memory_report` says
                 how many bytes that are. None: each in its own type.
@@ -190,7 +195,7 @@ class Lowered:
                 `execute`; or `fsdp` does not fit the step; or its memory, or `memory`, does not
                 suffice.
             TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
-                `passes` no string, or `host_link` no `cg.Link`.
+                `passes` no string, `costs` no `cg.Costs`, or `host_link` no `cg.Link`.
             ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
                 `tasks_in_flight` is less than 1, `memory` is no number of bytes, or there is no
                 such `fuse` or `dispatch`.
@@ -212,6 +217,7 @@ class Lowered:
             check_inputs=check_inputs,
             dispatch=dispatch,
             memory=memory,
+            costs=costs,
             host_link=host_link,
             saved=saved,
             tasks_in_flight=tasks_in_flight,
@@ -222,6 +228,7 @@ class Lowered:
             measure = functools.partial(self._measure, options)
             schedule = with_costs(schedule, measure, self._world)
         check_costs(schedule)
+        schedule = with_host_link(schedule, host_link)
         with lock_of(self._world).held(self._step.name):
             lowered = self._for_fusing(options)
             if schedule is not None and wants_memory(schedule):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,7 @@ from ...backends.agreement.gather import gather
 from ...backends.base import World
 from ...ir.attributes import Action
 from ...ir.ops.module import Module
-from ...ir.pipeline.costs import Costs
-from ...ir.pipeline.tradeoff import Tradeoff
+from ...ir.pipeline.costs import Costs, Link
 from ...ir.text.diagnostics import IRError
 from ...ir.text.files import read_text
 from ...passes.base import Pipeline
@@ -45,7 +44,7 @@ PipelineOf = Callable[[Schedule | None], Pipeline]
 
 def wants_costs(schedule: Schedule | None) -> bool:
     """True if a schedule is a search whose costs are to be measured."""
-    return bool(_search_options(schedule).get("measure"))
+    return bool(search_options(schedule).get("measure"))
 
 
 def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: World) -> Schedule:
@@ -60,7 +59,7 @@ def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: 
         ValueError: the file does not hold costs.
     """
     file = dict(schedule.options)["measure"]
-    schedule = _with(schedule, measure=False)
+    schedule = with_options(schedule, measure=False)
     stored: str | None = None
     if isinstance(file, str) and world.rank == 0 and Path(file).exists():
         stored = read_text(file)
@@ -70,15 +69,15 @@ def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: 
     else:
         # Where stages are to recompute, the step is measured in the memory of 1F1B.
         plain = {"remat": False, "max_activations": None, "max_bytes": None}
-        costs = measure(_with(schedule, **plain) if wants_remat(schedule) else schedule)
+        costs = measure(with_options(schedule, **plain) if wants_remat(schedule) else schedule)
         if isinstance(file, str) and world.rank == 0:
             costs.save(file)
-    return _with(schedule, costs=costs)
+    return with_options(schedule, costs=costs)
 
 
 def costs_of(schedule: Schedule | None) -> Costs | None:
     """The costs that a search goes by, if it has any."""
-    costs: Costs | None = _search_options(schedule).get("costs")
+    costs: Costs | None = search_options(schedule).get("costs")
     return costs
 
 
@@ -102,13 +101,21 @@ def refuse_two_limits(schedule: Schedule | None) -> None:
     Raises:
         ValueError: it has `max_bytes` or `remat`.
     """
-    options = _search_options(schedule)
+    options = search_options(schedule)
     for name in ("max_bytes", "remat"):
         if options.get(name):
             raise ValueError(
                 f"compile(memory=...) and auto({name}=...) both say what a program may hold; leave "
                 f"{name} away, and memory= chooses what backwards compute again"
             )
+
+
+def with_host_link(schedule: Schedule | None, link: Link | None) -> Schedule | None:
+    """A search with costs that compares programs by the link between a device and its host."""
+    costs = costs_of(schedule)
+    if schedule is None or costs is None or link is None:
+        return schedule
+    return with_options(schedule, costs=replace(costs, host=link))
 
 
 def narrower(schedule: Schedule | None, ranks: int) -> list[Schedule | None]:
@@ -118,56 +125,20 @@ def narrower(schedule: Schedule | None, ranks: int) -> list[Schedule | None]:
         schedule: as `default_pipeline` takes it.
         ranks: the number of ranks.
     """
-    options = _search_options(schedule)
+    options = search_options(schedule)
     if schedule is None or not options or options["max_activations"] is not None:
         return [schedule]
     fewer = (share for share in (ranks / 2, ranks / 4, 1.0) if share >= 1)
-    return [schedule, *(_with(schedule, max_activations=most) for most in dict.fromkeys(fewer))]
-
-
-def with_recomputation(
-    schedule: Schedule | None,
-    module: Module,
-    tradeoffs: Mapping[str, Tradeoff],
-    limits: Mapping[str, int],
-) -> Schedule | None:
-    """A search whose costs have the time of what backwards compute again.
-
-    A backward takes the time of its forward more, in the share of its work that is done again.
-
-    Args:
-        schedule: as `default_pipeline` takes it.
-        module: traced without limits.
-        tradeoffs: the choices of its derivatives.
-        limits: the most bytes that forwards save, by derivative.
-    """
-    costs = costs_of(schedule)
-    if schedule is None or costs is None or not limits:
-        return schedule
-    shares = {name: tradeoffs[name].share_within(limit) for name, limit in limits.items()}
-    functions = dict(costs.functions)
-    for name, share in shares.items():
-        vjp = module.vjps[name]
-        for backward in {vjp.backward, vjp.input or vjp.backward}:
-            if backward in functions and vjp.forward in functions:
-                functions[backward] += share * functions[vjp.forward]
-    actors = _stages(module)[0].actors
-    backward_times = []
-    for stage, actor in enumerate(actors):
-        names = [
-            n for n, vjp in module.vjps.items() if module.functions[vjp.forward].actor == actor
-        ]
-        works = {name: tradeoffs[name].work for name in names if name in tradeoffs}
-        again = sum(shares.get(name, 0.0) * work for name, work in works.items())
-        extra = again / max(1, sum(works.values())) * costs.of(Action.FORWARD, stage, True)
-        backward_times.append(costs.of(Action.BACKWARD, stage, True) + extra)
-    return _with(schedule, costs=replace(costs, functions=functions, tb=tuple(backward_times)))
+    return [
+        schedule,
+        *(with_options(schedule, max_activations=most) for most in dict.fromkeys(fewer)),
+    ]
 
 
 def wants_memory(schedule: Schedule | None) -> bool:
     """True if a search is given memory in bytes, and no costs with the bytes of stages."""
     costs = costs_of(schedule)
-    is_in_bytes = _search_options(schedule).get("max_bytes") is not None
+    is_in_bytes = search_options(schedule).get("max_bytes") is not None
     return is_in_bytes and (costs is None or costs.activation_bytes is None)
 
 
@@ -181,19 +152,19 @@ def with_memory(schedule: Schedule, modules: Sequence[Module]) -> Schedule:
     Raises:
         ValueError: they have different stages.
     """
-    memories = [_stages(module)[0] for module in modules]
+    memories = [stages_of(module)[0] for module in modules]
     if len({memory.actors for memory in memories}) > 1:
         raise ValueError(
             "auto(max_bytes=...): the signatures of the step have different stages; give "
             "Costs(activation_bytes=...), what a microbatch holds on each"
         )
     costs = dict(schedule.options)["costs"] or Costs()
-    return _with(schedule, costs=_with_bytes(costs, memories))
+    return with_options(schedule, costs=_with_bytes(costs, memories))
 
 
 def wants_remat(schedule: Schedule | None) -> bool:
     """True if a search may choose stages that recompute."""
-    return bool(_search_options(schedule).get("remat"))
+    return bool(search_options(schedule).get("remat"))
 
 
 def choose_remat(
@@ -210,12 +181,12 @@ def choose_remat(
         IRError, ValueError: as compiling, or the search, does.
     """
     costs = dict(schedule.options)["costs"] or Costs()
-    memory, pipeline = _stages(module)
+    memory, pipeline = stages_of(module)
     if costs.mr is None:
-        pairs = zip(memory.activations, _stages(again)[0].activations, strict=True)
+        pairs = zip(memory.activations, stages_of(again)[0].activations, strict=True)
         shares = (min(1.0, less / plain) if plain else 1.0 for plain, less in pairs)
         costs = replace(costs, mr=tuple(shares))
-    best_order = found_orders(_with(schedule, costs=costs), pipeline)[0]
+    best_order = found_orders(with_options(schedule, costs=costs), pipeline)[0]
     actors = frozenset(memory.actors[stage] for stage in best_order.remat)
     stages = tuple(s for s, actor in enumerate(memory.actors) if actor in actors)
     # Times of single functions are those of backwards that do not recompute.
@@ -225,7 +196,7 @@ def choose_remat(
         if name not in module.functions or module.functions[name].actor not in actors
     }
     costs = replace(costs, remat=stages, functions=functions)
-    return _with(schedule, costs=costs, remat=False), actors
+    return with_options(schedule, costs=costs, remat=False), actors
 
 
 def _with_bytes(costs: Costs, memories: Sequence[StageMemory]) -> Costs:
@@ -239,19 +210,19 @@ def _with_bytes(costs: Costs, memories: Sequence[StageMemory]) -> Costs:
     )
 
 
-def _search_options(schedule: Schedule | None) -> dict[str, Any]:
+def search_options(schedule: Schedule | None) -> dict[str, Any]:
     """The options of a search; none of other schedules."""
     if not isinstance(schedule, Schedule) or not is_search(schedule):
         return {}
     return dict(schedule.options)
 
 
-def _with(schedule: Schedule, **options: Any) -> Schedule:
+def with_options(schedule: Schedule, **options: Any) -> Schedule:
     """The schedule with other options."""
     return replace(schedule, options=tuple((dict(schedule.options) | options).items()))
 
 
-def _stages(module: Module) -> tuple[StageMemory, Stages]:
+def stages_of(module: Module) -> tuple[StageMemory, Stages]:
     """The memory of the stages of a traced step, and its pipeline."""
     pipelines: list[Stages] = []
 
@@ -325,7 +296,7 @@ def run_passes(
     try:
         return _run(_select_schedule(schedule, module, pipeline_of), module, pipeline_of, sink)
     except IRError as error:
-        options = _search_options(schedule)
+        options = search_options(schedule)
         bounds = (options.get(name) for name in ("max_activations", "max_bytes"))
         if schedule is None or not options or any(bound is not None for bound in bounds):
             raise

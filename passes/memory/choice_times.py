@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 from ...ir.flops import WORK_OF_MILLISECOND
 from ...ir.ops.module import Module, Vjp
@@ -33,6 +34,21 @@ def choice_time(
         share = tradeoff.share_within(limits.get(name, tradeoff.most))
         functions.update(section_times(vjps[name], tradeoff.work, share, costs))
     return simulate_programs(module, replace(costs, functions=functions, tf=0, tb=0, tw=0)).makespan
+
+
+def work_time(vjp: Vjp, tradeoff: Tradeoff, costs: Costs) -> Fraction:
+    """The milliseconds of a unit of a forward's work: measured, or those of an accelerator.
+
+    A forward that ranks of a mesh compute in parts takes the time of all its parts.
+    """
+    parts = [
+        time
+        for name, time in costs.functions.items()
+        if name == vjp.forward or name.startswith(f"{vjp.forward}.part")
+    ]
+    if not parts or not tradeoff.work:
+        return 1 / Fraction(WORK_OF_MILLISECOND)
+    return Fraction(sum(parts)) / tradeoff.work
 
 
 def section_times(vjp: Vjp, work: int, share: float, costs: Costs) -> Mapping[str, float]:

@@ -5,6 +5,9 @@ themselves. A byte of a forward counts as often as microbatches hold it at once 
 as often as it is done. So an early stage of a pipeline, which holds many microbatches, saves less
 of each than a late one.
 
+A price is in milliseconds. Where the forward of a derivative has been measured, its work takes that
+time, and else that of an accelerator.
+
 On a rank with a device, tensors may also rest on its host. Where copies are done while a tensor
 rests, its bytes have no price, so such tensors move first. Others have that of the link: two copies
 for each byte.
@@ -18,11 +21,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 
-from ...ir.flops import WORK_OF_MILLISECOND
 from ...ir.ops import Call
 from ...ir.ops.module import Module, Vjp
 from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.tradeoff import SavingPoint, Tradeoff
+from .choice_times import work_time
 from .offload import ALL, HIDDEN
 
 
@@ -60,8 +63,8 @@ class HostMemory:
 
     @property
     def price(self) -> Fraction:
-        """The work in whose time a byte goes to the host and back."""
-        return Fraction(2 * WORK_OF_MILLISECOND * self.costs.host.time(1 << 30)) / (1 << 30)
+        """The milliseconds in which a byte goes to the host and back."""
+        return 2 * Fraction(self.costs.host.time(1 << 30)) / (1 << 30)
 
 
 NO_HOSTS = HostMemory()
@@ -100,7 +103,8 @@ def saving_levels(
             for name in sorted(names)
         }
         price = hosts.price if hosts.ranks >= ranks else None
-        levels.append(SavingLevels(tuple(sorted(ranks)), *_levels(most, tradeoffs, price)))
+        times = {name: work_time(vjps[name], tradeoffs[name], hosts.costs) for name in most}
+        levels.append(SavingLevels(tuple(sorted(ranks)), *_levels(most, tradeoffs, times, price)))
     return sorted(levels, key=lambda level: level.ranks)
 
 
@@ -159,7 +163,10 @@ def _sections(
 
 
 def _levels(
-    uses: Mapping[str, _ForwardUse], tradeoffs: Mapping[str, Tradeoff], moving: Fraction | None
+    uses: Mapping[str, _ForwardUse],
+    tradeoffs: Mapping[str, Tradeoff],
+    times: Mapping[str, Fraction],
+    moving: Fraction | None,
 ) -> tuple[tuple[Mapping[str, int], ...], tuple[int, ...]]:
     """The limits and amounts of each level: one step of the least price after the other.
 
@@ -169,6 +176,7 @@ def _levels(
     Args:
         uses: of each derivative.
         tradeoffs: of each derivative.
+        times: the milliseconds of a unit of the work of each.
         moving: the price of a byte that moves late; None where nothing may move.
     """
     steps: list[tuple[Fraction, str, Sequence[int]]] = []
@@ -180,7 +188,7 @@ def _levels(
         points = tradeoffs[name].points
         for more, less in pairwise(_hull(points)):
             spared = max(1, use.held) * (more.saved - less.saved)
-            price = Fraction(use.calls * (less.again - more.again), spared)
+            price = times[name] * Fraction(use.calls * (less.again - more.again), spared)
             between = [p.saved for p in points if less.saved <= p.saved < more.saved]
             steps.append((price, name, between))
     limits: list[Mapping[str, int]] = [{}]

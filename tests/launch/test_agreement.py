@@ -111,6 +111,7 @@ def test_options_that_must_be_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch
         "seed": 3,
         "max_inflight": None,
         "memory": None,
+        "costs": None,
         "host_link": (0.01, 50.0),
         "saved": None,
         "fuse": None,

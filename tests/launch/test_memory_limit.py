@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.pipeline.tradeoff import SavingPoint, Tradeoff
-from cg.launch.api.select_schedule import costs_of, with_recomputation
+from cg.launch.api.fit_trace import with_recomputation
+from cg.launch.api.select_schedule import costs_of, with_host_link
 from cg.launch.world.world import use_world
 from cg.passes.memory.memory_limit import MemoryLimit
+from cg.passes.schedules import candidates
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -402,5 +404,29 @@ def test_a_search_counts_what_is_computed_again() -> None:
     assert costs.functions == {vjp.forward: 4.0, vjp.backward: 10.0}
     assert costs.tb == (2.5, 1.0)
     assert with_recomputation(schedule, module, {}, {}) is schedule
+    # Without costs all tasks take as long, and programs are not compared.
+    changed = with_recomputation(
+        cg.schedules.auto(), module, dict.fromkeys(names, tradeoff), {first: 10}
+    )
+    costs = costs_of(changed)
+    assert costs is not None
+    assert costs.tb == (1.5, 1.0)
+    assert changed is not None
+    assert len(candidates(changed)) == 1 < len(candidates(schedule))
     plain = cg.schedules.by_name("1f1b")
     assert with_recomputation(plain, module, {first: tradeoff}, {first: 10}) is plain
+
+
+def test_a_search_compares_programs_by_the_link_that_is_given() -> None:
+    link = cg.Link(1.0, 2.0)
+    changed = with_host_link(cg.schedules.auto(costs=cg.Costs(tf=3.0)), link)
+    costs = costs_of(changed)
+    assert costs is not None
+    assert (costs.tf, costs.host) == (3.0, link)
+    for schedule in (None, cg.schedules.auto(), cg.schedules.by_name("1f1b")):
+        assert with_host_link(schedule, link) is schedule
+
+
+def test_costs_are_costs() -> None:
+    with use_world(VirtualWorld(2)), pytest.raises(TypeError, match=r"costs=3\.0: what cg\.meas"):
+        Pipe("1f1b", 2, 4, layers=1).lowered.compile(costs=3.0)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ from cg.passes.manager.manager import run_on_copy
 from cg.passes.manager.pipelines import default_pipeline
 from cg.passes.memory.early_weights import with_early_weights
 from cg.passes.memory.fit import MemoryLimitError, fit
-from cg.passes.memory.saving_levels import saving_levels
+from cg.passes.memory.offload import HIDDEN
+from cg.passes.memory.saving_levels import HostMemory, saving_levels
 from cg.passes.schedules import Pipeline, validate
 from cg.passes.simulate.memory_plan import memory_plan
 from cg.passes.simulate.program_simulator import simulate_programs
@@ -123,6 +124,36 @@ def test_levels_of_ranks_without_a_shared_forward_are_apart(pipeline_module: Mak
         assert all(
             size == pipe.tradeoffs[name].least for name, size in group.limits[group.last].items()
         )
+
+
+def test_measured_forwards_give_the_price_of_their_work(pipeline_module: Make) -> None:
+    """Of two stages of one rank, the one whose forward is slower keeps what it saves longer."""
+    module = pipeline_module(1, 2, [0, 0])
+    vjps = [f"stage{stage}.forward.vjp" for stage in range(2)]
+    tradeoff = Tradeoff((SavingPoint(100, 0), SavingPoint(10, 50)), 100)
+    pipe = Pipe(module, schedules.by_name("1f1b"), dict.fromkeys(vjps, tradeoff))
+    for slow, fast in (vjps, vjps[::-1]):
+        times = {module.vjps[slow].forward: 2.0, module.vjps[fast].forward: 1.0}
+        hosts = HostMemory(costs=Costs(functions=times))
+        (group,) = saving_levels(pipe.compiled({}), module.vjps, pipe.tradeoffs, hosts)
+        assert group.limits[1] == {fast: 10}
+        assert group.limits[2] == {fast: 10, slow: 10}
+
+
+def test_a_measured_forward_says_what_is_cheaper_than_the_link(pipeline_module: Make) -> None:
+    module = pipeline_module(1, 2, [0])
+    name = "stage0.forward.vjp"
+    pipe = Pipe(
+        module,
+        schedules.by_name("1f1b"),
+        {name: Tradeoff((SavingPoint(10**6, 0), SavingPoint(10, 50)), 100)},
+    )
+    for time, is_first in ((1e-3, True), (1e3, False)):
+        costs = Costs(functions={module.vjps[name].forward: time})
+        hosts = HostMemory(frozenset({0}), costs)
+        (group,) = saving_levels(pipe.compiled({}), module.vjps, pipe.tradeoffs, hosts)
+        late = group.amounts.index(HIDDEN + 1)
+        assert (group.limits[late] == {name: 10}) == is_first
 
 
 def test_what_cannot_fit_is_refused(pipeline_module: Make) -> None:
