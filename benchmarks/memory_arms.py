@@ -128,7 +128,7 @@ def compiled_step(
     off += ["-capture"] if kind == "train" else []  # its graph would hold the memory once more
     options: dict[str, Any] = {"passes": ",".join(off)}
     facts: Facts = {}
-    if way in ("memory", "recompute"):
+    if way in ("memory", "recompute", "host"):
         limit = work.limit
         if limit is None:
             plain = lowered.compile(fuse=fuse, passes="-offload")
@@ -166,7 +166,8 @@ def cg_layers(work: Workload, args: argparse.Namespace) -> tuple[Step, list[nn.M
 def cg_training(work: Workload, args: argparse.Namespace) -> tuple[Step, list[nn.Module], Facts]:
     import cg
 
-    actor = cg.actor(TrainedPart).on(0)
+    store = "host" if args.arm == "train-host" else cg.whole
+    actor = cg.actor(TrainedPart).on(0, store=store)
     parts = [actor(work.shape, i, args.device) for i in range(work.shape.layers)]
 
     @cg.trace
@@ -265,8 +266,8 @@ def measure(args: argparse.Namespace) -> Facts:
             began = time.perf_counter()
             losses.append(step())
             times.append(round((time.perf_counter() - began) * 1e3, 3))
-    # Weights and gradients, and for AdamW two tensors more. The first step makes these.
-    resting = resting_bytes(modules, 2 if kind == "layers" else 4)
+    # Weights and gradients, and for AdamW two tensors more, which the first step makes.
+    resting = resting_bytes(modules, 2 if kind == "layers" or way == "host" else 4)
     facts |= {"resting": resting, "losses": losses, "first_ms": times[: work.warm]}
     facts |= {"ms": times[work.warm :]}
     if args.device == "cuda":

@@ -198,16 +198,17 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
     plan = cg.plan(shardings, attention=args.cp_form)
     if args.tp > 1 or args.ep > 1:
         plan = plan | cg.plans.hf(model.whole, batch=None, experts="ep" if args.ep > 1 else None)
+    store = copies if args.fsdp else cg.whole
+    store = (store, args.store) if args.store else store
     layers = float8_layers(model.whole, args.float8)
     plan = plan if layers is None else plan | layers
     stages = []
     for index, home in enumerate(places):
         if size == 1:
-            make = Stage.on(home, plan=layers, init=model.weights)
+            make = Stage.on(home, plan=layers, init=model.weights, store=store)
         else:
             ranks = range(home * size, (home + 1) * size)
             grid = cg.mesh(ranks, dp=args.dp, ep=args.ep, cp=args.cp, tp=args.tp)
-            store = copies if args.fsdp else cg.whole
             make = Stage.on(grid, plan=plan, init=model.weights, store=store)
         stages.append(make(cuts, index, args, balance))
     return cuts, stages

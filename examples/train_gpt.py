@@ -152,20 +152,28 @@ PLAN = cg.plan(
 
 
 def place(
-    home: int, data: int, tensor: int, stored: bool = False, float8: str | None = None
+    home: int,
+    data: int,
+    tensor: int,
+    stored: bool = False,
+    float8: str | None = None,
+    rests: str | None = None,
 ) -> Any:
     """A function that makes stages at a home: on one rank, or on a group of data x tensor ranks.
 
     With `stored`, each set of ranks along dp keeps a piece of each weight. With `float8`, a recipe,
-    the layers of the blocks compute in float8.
+    the layers of the blocks compute in float8. With `rests`, "host", what AdamW keeps is in the
+    memory of hosts between updates.
     """
     layers = None if float8 is None else cg.float8("blocks.*", recipe=float8)
     size = data * tensor
+    store = cg.cut(0, "dp") if stored else cg.whole
+    store = (store, rests) if rests else store
     if size == 1:
-        return Stage.on(home, plan=layers)
+        return Stage.on(home, plan=layers, store=store)
     mesh = cg.mesh(range(home * size, (home + 1) * size), dp=data, tp=tensor)
     plan = PLAN if layers is None else PLAN | layers
-    return Stage.on(mesh, plan=plan, store=cg.cut(0, "dp") if stored else cg.whole)
+    return Stage.on(mesh, plan=plan, store=store)
 
 
 def cut(layers: int, stages: int) -> list[range]:
@@ -324,6 +332,7 @@ def parse() -> argparse.Namespace:
         choices=("tensorwise", "rowwise"),
         help="compute the blocks' linear layers in float8, with a scale for a tensor, or for a row",
     )
+    parser.add_argument("--store", choices=("host",), help="where AdamW's state is between updates")
     parser.add_argument("--memory", help="bytes that a rank's program may hold, as 40GiB")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=Config.layers)
@@ -375,7 +384,7 @@ def main() -> None:
     group = args.dp * args.tp
     places = homes(args.schedule, cg.world_size() // group)
     stages = [
-        place(home, args.dp, args.tp, args.fsdp is not None, args.float8)(
+        place(home, args.dp, args.tp, args.fsdp is not None, args.float8, args.store)(
             config, part, args.seed, args.rate, args.steps
         )
         for home, part in zip(places, cut(config.layers, len(places)), strict=True)

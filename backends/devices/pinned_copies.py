@@ -120,6 +120,36 @@ class OffloadPort(_CopyPort):
         return super().take()
 
 
+class SettlingPort(_CopyPort):
+    """Copies a tensor to memory of the host that is given, and is its actor's.
+
+    Python of the user may read that memory, so the host waits until the copy has ended.
+    """
+
+    def __init__(self, device: Device, queue: DeviceQueue) -> None:
+        super().__init__(device, Stream.OFFLOAD, queue)
+        self._ended = device.event()
+
+    def must_prepare(self, value: tuple[Tensor, HostCopy]) -> bool:
+        """False: state is dense."""
+        return False
+
+    def prepare(self, value: tuple[Tensor, HostCopy]) -> tuple[Tensor, HostCopy]:
+        """Nothing: both memories are there."""
+        return value
+
+    def start(self, value: tuple[Tensor, HostCopy]) -> None:
+        """Put the copy on its stream."""
+        source, there = value
+        self._copy(there.elements(source), there.source)
+        self._ended.record(self._queue)
+        self._value = there
+
+    def poll(self) -> bool:
+        """True once the copy has ended."""
+        return self._ended.query()
+
+
 class FetchPort(_CopyPort):
     """Copies a tensor back to the device."""
 

@@ -19,13 +19,16 @@ class FunctionKind(enum.Enum):
 
     GRAPH is a traced torch.fx graph. OPAQUE is a Python method that runs without being traced.
     BUILTIN is one of the few functions that every backend provides (`builtins.py`). PROGRAM is a
-    program of the module (`Module.bodies`); the pass `inline` replaces its calls by its ops.
+    program of the module (`Module.bodies`); the pass `inline` replaces its calls by its ops. HOST
+    is code of the host that hands over the memory of an actor's state, and keeps no operand; it
+    alone takes and gives tensors in a host's memory (`host_state.py`).
     """
 
     GRAPH = "graph"
     OPAQUE = "opaque"
     BUILTIN = "builtin"
     PROGRAM = "program"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Function:
             bucket 0, which has all gradients that are in no other bucket.
         offloads: indices of outputs that the user wants in the host's memory while nothing uses
             them, ascending (`cg.offload`).
+        resting: of an opaque function, the bytes of its actor's state that are in the host's memory
+            between such calls (`store="host"`).
         once: whether a step calls it once for all its uses, as long as nothing changes its actor's
             parameters; it reads them, and takes nothing but results of such functions.
     """
@@ -82,12 +87,13 @@ class Function:
     buckets: tuple[int, ...] = ()
     offloads: tuple[int, ...] = ()
     once: bool = False
+    resting: int = 0
 
     @property
     def is_work(self) -> bool:
         """True if it does an actor's work, and does not just hand over a parameter or gradient."""
         hands_over = self.parameter is not None or self.effect is Effect.REDUCE or self.once
-        return self.actor is not None and not hands_over
+        return self.actor is not None and not hands_over and self.kind is not FunctionKind.HOST
 
     @property
     def body_name(self) -> str:

@@ -54,6 +54,8 @@ def _needs_host(op: Op, module: Module, by_hosts: set[Value]) -> str | None:
         function = module.functions.get(op.fn.name)
         if function is not None and function.kind is FunctionKind.OPAQUE:
             return f"{op.fn} is opaque"
+        if function is not None and function.kind is FunctionKind.HOST:
+            return f"{op.fn} is the host's"
         return None if op.key is None else f"{op.fn} draws random numbers"
     if isinstance(op, Send | Recv | Collective):
         channel = module.channels.get(-1 if op.chan is None else op.chan)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..attributes import Stream
 from ..ops import Call, Communication, CopyStart, Free, Op, Return, Value, Wait
-from ..ops.module import Function, Module, Program, Vjp
+from ..ops.module import Function, FunctionKind, Module, Program, Vjp
 from ..ops.rules import CheckContext, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..text.diagnostics import Diagnostic, IRError
@@ -75,7 +75,8 @@ def _function(name: str, function: Function) -> str | None:
     for output, input_ in function.aliases:
         if not (0 <= output < len(function.outputs) and 0 <= input_ < len(function.inputs)):
             return f"function @{name} has the alias {output} -> {input_}, which is out of range"
-    if any(map(is_on_host, (*function.inputs, *function.outputs))):
+    on_host = any(map(is_on_host, (*function.inputs, *function.outputs)))
+    if on_host and function.kind is not FunctionKind.HOST:
         return f"function @{name} takes or returns what is in a host's memory; a call takes it back"
     if not _are_indices(function.offloads, len(function.outputs)):
         return f"offloads of function @{name} are not ascending indices of its outputs"
@@ -266,7 +267,7 @@ class _ProgramChecker:
             return  # reported where they are made
         if self.laid_out and not (self._is_body and isinstance(op, Return)):
             check_op(op, phase)  # except for returns of bodies, which have the function's layouts
-        _check_memory(op)
+        _check_memory(op, self._module.functions)
         op.check(self._context)
         if self._placed:
             op.check_places(self._context)
@@ -340,9 +341,12 @@ _OF_HOSTS = (CopyStart, Wait, Free)
 """The ops that have to do with tensors in the memory of a host."""
 
 
-def _check_memory(op: Op) -> None:
-    """Check that only copies between memories, and waits for them, name a host's memory."""
+def _check_memory(op: Op, functions: Mapping[str, Function]) -> None:
+    """Check that only copies between memories, and what hands these over, name a host's memory."""
     if isinstance(op, _OF_HOSTS):
+        return
+    function = functions.get(op.fn.name) if isinstance(op, Call) else None
+    if function is not None and function.kind is FunctionKind.HOST:
         return
     for value in (*op.operands, *op.results):
         if is_on_host(value.type):

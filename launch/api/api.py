@@ -15,7 +15,7 @@ from ...tracer.record.actors.factory import ActorFactory
 from ...tracer.source import caller_location
 from ..runtime.plans_on_disk import check_same_step, read_plan
 from ..runtime.step_lock import lock_of
-from ..world.devices import torch_device
+from ..world.devices import pinned_memory, torch_device
 from ..world.world import world
 from .compile_options import CompileOptions
 from .compiled import Compiled
@@ -25,7 +25,9 @@ from .step_function import Step
 
 T = TypeVar("T")
 
-actor = ActorFactory(world, lambda: torch_device(world()))
+actor = ActorFactory(
+    world, lambda: torch_device(world()), lambda size: pinned_memory(world(), size)
+)
 """Class decorator: lets instances live on one rank each; see `ActorFactory`."""
 
 

@@ -218,6 +218,12 @@ def _joined(names: Iterable[str]) -> str:
     return "+".join(sorted(names))
 
 
+def pinned_memory(world: World, size: int) -> torch.Tensor:
+    """So many bytes of the host, u8[size], that the device of this process's rank copies from."""
+    assert world.device is not None, "only ranks with a device ask for such memory"
+    return world.device.host_buffer(torch.empty(size, dtype=torch.uint8, device="meta"))
+
+
 def torch_device(world: World) -> torch.device | None:
     """The device of the tensors of this process's rank; None for the host."""
     return None if world.device is None else world.device.torch_device

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...ir.ops import Asynchronous, Constant, Op, Recv, Return, Slice, Value, View, Wait
+from ...ir.ops import Asynchronous, Constant, CopyStart, Op, Recv, Return, Slice, Value, View, Wait
 from ...ir.ops.module import Function, Program
 from ...ir.ops.storage import SharedStorage
 from ...ir.types import FutureType, TensorType, UnitType
@@ -36,6 +36,11 @@ class LiveStorage:
     reads: list[Value] = field(default_factory=list)
     slots: list[Recv] = field(default_factory=list)
     escapes: bool = False
+
+
+def _fills(op: Op) -> bool:
+    """True if the op's second operand is memory that it writes to, and does not read."""
+    return isinstance(op, CopyStart) and op.memory is not None
 
 
 class Storages:
@@ -74,7 +79,7 @@ class Storages:
         elif isinstance(op, Asynchronous):
             self._makers[op.result] = op
             if op.operands and not isinstance(op, Recv):
-                self._reading[op.result] = op.operands
+                self._reading[op.result] = op.operands[:1] if _fills(op) else op.operands
         elif isinstance(op, Return):
             self._escape(op.operands)
         else:

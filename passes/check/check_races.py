@@ -155,6 +155,9 @@ class _RaceChecker:
             elif isinstance(op, Copy) and op.buffer is not None:
                 yield from self._read(index, op.operands[0])
                 yield from self._fill(index, op.buffer)
+            elif isinstance(op, CopyStart) and op.memory is not None:
+                yield from self._read(index, op.operands[0])
+                yield from self._fill(index, op.memory)
             else:
                 if isinstance(op, Alloc):
                     yield from self._alloc(index, op)

@@ -244,8 +244,11 @@ def _resting(program: Program, reasons: Mapping[int, str], parts: Sequence[int])
     for index, op in enumerate(program.ops):
         if isinstance(op, CopyStart) and not op.is_to_host:
             source = op.operands[0]
-            while source not in sent:  # a wait brings it from stream to stream
+            while source in waits and source not in sent:  # a wait brings it to another stream
                 source = waits[source]
+            if source not in sent:
+                apart[index] = "a copy of state that rests on the host"
+                continue
             out = sent[source]
             if parts[out] != parts[index] or out in reasons or index in reasons:
                 apart |= dict.fromkeys(
@@ -384,8 +387,11 @@ def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str 
         hosts: the futures of messages between hosts so far; those of `op` are added.
     """
     if isinstance(op, Call):
-        if module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
+        kind = module.functions[op.fn.name].kind
+        if kind is FunctionKind.OPAQUE:
             return f"{op.fn} is opaque"
+        if kind is FunctionKind.HOST:
+            return f"{op.fn} hands over memory of the host"
         return f"{op.fn} draws random numbers" if op.key is not None else None
     if isinstance(op, Communication):
         channel = module.channels.get(op.chan if op.chan is not None else -1)
@@ -393,6 +399,9 @@ def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str 
             return None
         hosts.update(op.results)
         return f"channel {channel.id} goes from host to host"
+    if isinstance(op, CopyStart) and op.memory is not None:
+        hosts.update(op.results)
+        return "a copy to memory of an actor, whose end the host awaits"
     if isinstance(op, Wait) and op.operands[0] in hosts:
-        return "a wait for a message from host to host"
+        return "a wait of the host"
     return None

@@ -49,6 +49,8 @@ def refusal(function: Function) -> str | None:
     """The reason why a function is not compiled as a whole, in words; None if it may be."""
     if function.kind is FunctionKind.OPAQUE:
         return "it is opaque"
+    if function.kind is FunctionKind.HOST:
+        return "it is the host's"
     if function.kind is FunctionKind.BUILTIN:
         return "it is built in"
     if function.actor is None:

@@ -228,7 +228,7 @@ def _choose_host_slots(program: Program) -> None:
     free: defaultdict[int, deque[int]] = defaultdict(deque)
     count = 0
     for op in program.ops:
-        if isinstance(op, CopyStart) and op.is_to_host:
+        if isinstance(op, CopyStart) and op.is_to_host and op.memory is None:
             copies[op.result] = op
             ready = free[tensor_bytes(op.result.type)]
             if ready:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...ir.ops.clone import clone
 from ...ir.ops.module import Module
 from ...ir.phases import Phase
+from ...ir.pipeline.costs import Costs
 from ..base import Pass, Pipeline
 from ..check.check_deadlock import CheckDeadlock
 from ..check.check_races import CheckRaces
@@ -27,6 +28,7 @@ from ..lower.overlap import Overlap
 from ..lower.plan_buffers import PlanBuffers
 from ..lower.split_tails import SplitTails
 from ..memory.offload import Offload
+from ..memory.rest_state import RestState
 from ..order.assign_stages import AssignStages
 from ..order.schedule import SchedulePrograms
 from ..placement.choose_dispatch import ChooseDispatch
@@ -112,6 +114,8 @@ def default_pipeline(
         SchedulePrograms(schedule, prefetch, tasks_in_flight),
         # The order of calls is final, so it is known how long tensors rest.
         Offload() if offload is None else offload,
+        # Copies of activations have been placed, so these go around updates as they stand.
+        RestState(costs=Costs() if offload is None else offload.costs),
         # One rank at a time from here on: hosts post receives early, and waits sink to first uses.
         Overlap(),
         # Receives stand where they are posted, and waits where their results are needed; between
@@ -145,7 +149,7 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, in_flight: int) -> list[Pa
     """
     passes: list[Pass] = []
     for step in steps:
-        if isinstance(step, Offload):
+        if isinstance(step, Offload | RestState):
             passes.append(replace(step, ranks=fabrics.ranks, driven=in_flight > 0))
         elif isinstance(step, AssembleInPlace):
             passes.append(AssembleInPlace(fabrics.ranks))

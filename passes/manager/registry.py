@@ -31,6 +31,7 @@ from ..lower.overlap import Overlap
 from ..lower.plan_buffers import PlanBuffers
 from ..lower.split_tails import SplitTails
 from ..memory.offload import Offload
+from ..memory.rest_state import RestState
 from ..order.assign_stages import AssignStages
 from ..order.schedule import SchedulePrograms
 from ..placement.choose_dispatch import ChooseDispatch
@@ -82,6 +83,7 @@ for _pass in (
     BatchMessages,
     Capture,
     Offload,
+    RestState,
     Overlap,
     PlanBuffers,
     SplitTails,

@@ -253,7 +253,8 @@ def _error(plans: Sequence[MemoryPlan], memory: Sequence[int], trials: _Trials) 
         f"values hold {plan.working - plan.inside:,} bytes, of which %{name} is the largest with "
         f"{size:,}, the call holds {plan.inside:,} inside, and slots and inputs hold "
         f"{plan.slots + plan.inputs:,}",
-        "give more memory, smaller or fewer microbatches in flight, or more stages",
+        "give more memory, smaller or fewer microbatches in flight, or more stages; actors with "
+        'store="host" leave the device what their optimizers keep, which memory= does not count',
     )
 
 

@@ -47,7 +47,15 @@ from .effects import Effects
 from .float8_weights import Float8Weights, with_one_scale
 from .groups.pieces_only import OperatorWatch
 from .mesh_functions import MeshFunctions
-from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
+from .opaque_calls import (
+    calls_of_ranks,
+    host_state_of,
+    opaque_body,
+    opaque_results,
+    refuse_tensors,
+    resting_bytes,
+    strictly,
+)
 from .rank_functions import GraphPieces, RankFunctions
 
 
@@ -242,6 +250,7 @@ class Functions:
             actor=target.actor,
             loc=call.declared_at,
             shares=Shares.of({shared.other: Effect.WRITE for shared in target.shared}),
+            resting=resting_bytes(target, call),
         )
         calls = calls_of_ranks(target, call)
         body = RankBodies.of({rank: opaque_body(c, mark, results) for rank, c in calls.items()})
@@ -251,7 +260,8 @@ class Functions:
         if target.group is not None:
             watch = OperatorWatch(target.group, name)
             body, strict = watch.around(body), watch.around(strict)
-        return TracedFunction(declaration, results, (), body, None, strict)
+        state = host_state_of(target) if declaration.resting else {}
+        return TracedFunction(declaration, results, (), body, None, strict, host_state=state)
 
 
 def _call_of(target: Target, signature: Tree, loc: Location | None) -> TracedCall:

@@ -30,6 +30,7 @@ from .gradient_buckets import GradientLayout
 from .group import Group
 from .heap.kinds import SCALARS, is_plain, is_walked
 from .holdings import Shared, Use
+from .optimizer_state import RestingState
 from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, ir_dtype
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ class MethodTarget:
         use: notes what its functions do to its memory.
         group: the ranks that call it together; None where one rank calls it.
         float8: the actor's linear layers that compute in float8, if any.
+        resting: state that rests on the host, by rank, if the actor has any.
     """
 
     actor: str
@@ -99,6 +101,7 @@ class MethodTarget:
     use: Use | None = None
     group: Group | None = None
     float8: Float8Use | None = None
+    resting: Mapping[int, RestingState] = field(default_factory=dict)
 
     @property
     def callable(self) -> Any:
@@ -161,6 +164,7 @@ class TracedFunction:
         reaching: for each output, the inputs that its gradient may go to.
         operators: writes down its operators on whole tensors, which ranks of a mesh compare (not
             sent to other ranks).
+        host_state: bodies that hand over state on the host, by name (not sent to other ranks).
     """
 
     declaration: Function
@@ -174,6 +178,7 @@ class TracedFunction:
     called: tuple[TracedPart, ...] = ()
     reaching: tuple[tuple[int, ...], ...] = ()
     operators: Callable[[], str] = str
+    host_state: Mapping[str, Bodies] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:

@@ -36,7 +36,7 @@ from ....ir.ops import (
     batch_of,
 )
 from ....ir.ops.module import Function, FunctionKind
-from ....ir.types import FutureType, TensorType, UnitType
+from ....ir.types import FutureType, TensorType, UnitType, is_on_host
 from ...base import Body, Port
 from ...device import Device
 from ...program import instructions as host
@@ -48,7 +48,8 @@ from ...program.linked import LinkedProgram
 from ...program.random import seeded_on
 from ...program.ticket_locks import Tickets
 from ...program.type_checks import checked
-from ..pinned_copies import FetchPort, OffloadPort, PinnedBuffers
+from ...program.value_copies import HostCopy
+from ..pinned_copies import FetchPort, OffloadPort, PinnedBuffers, SettlingPort
 from ..ports import ReceivingPort, StreamPort
 from ..staging import Copies, StagedPort
 from ..stream_order import StreamEvent, StreamOrder
@@ -127,6 +128,8 @@ class DeviceBinder(Binder):
 
     def _adapted(self, body: Body, function: Function) -> Body:
         """Let an opaque method make tensors on the device, and move those that it returns there."""
+        if function.kind is FunctionKind.HOST:
+            return _handing_over(body, function)
         if function.kind is not FunctionKind.OPAQUE:
             return body
         return checked(_on_device(body, function, self.device), function)
@@ -193,7 +196,9 @@ class DeviceBinder(Binder):
 
     def _bind_copy_start(self, op: CopyStart) -> None:
         device, queue = self.device, self.order.use(stream_of(op))
-        if op.is_to_host:
+        if op.memory is not None:
+            self._issue(op, SettlingPort(device, queue))
+        elif op.is_to_host:
             self._issue(op, OffloadPort(device, queue, self._pinned.of(op)))
         else:
             self._issue(op, FetchPort(device, queue))
@@ -214,6 +219,8 @@ class DeviceBinder(Binder):
             freed = self._freed.setdefault((chan, op.slot), StreamEvent(order))
             self._slots[future] = freed
         source = self._register(op.operands[0]) if op.operands else None
+        if isinstance(op, CopyStart) and op.memory is not None:
+            source = self._paired(op.operands[0], op.memory)
         return instructions.issue(
             port,
             self._code.registers,
@@ -224,6 +231,16 @@ class DeviceBinder(Binder):
             order.compute,
             freed,
         )
+
+    def _paired(self, value: Value, memory: Value) -> int:
+        """A register for a value together with the memory that it is copied to."""
+        target = len(self._code.template)
+        self._code.registers.append(None)
+        self._code.template.append(None)
+        sources = self._register(value), self._register(memory)
+        pair = host.gathered(self._code.registers, sources, target, tuple)
+        self._emit(pair, InstructionInfo(Role.COMPUTE, sources, (target,)))
+        return target
 
     def _event_behind(self, op: Op) -> StreamEvent:
         """The event behind an op; the ops of a batch share one, which the last of them records."""
@@ -245,6 +262,9 @@ class DeviceBinder(Binder):
                 self._emit(instructions.follow(event, queue), KEEP)
             return
         done = self._done[source]
+        if isinstance(port, SettlingPort):
+            super()._bind_wait(op)
+            return
         is_first = self._layout.first_waits.get(source) is op
         if is_first and op.results and not isinstance(op.result.type, UnitType):
             target = self._register(op.result)
@@ -326,6 +346,20 @@ def landed(value: Any, device: Device) -> Any:
 
 def _carried(value: Value) -> object:
     return value.type.value if isinstance(value.type, FutureType) else value.type
+
+
+def _handing_over(body: Body, function: Function) -> Body:
+    """A body that takes and gives memory of the host as what copies take and give."""
+    gives_host = any(map(is_on_host, function.outputs))
+
+    def run(*inputs: Any) -> Any:
+        outputs = body(*(v.memory if isinstance(v, HostCopy) else v for v in inputs))
+        if not gives_host:
+            return outputs
+        (memory,) = outputs
+        return (HostCopy(memory, tuple(memory.shape), memory.stride(), True),)
+
+    return run
 
 
 def _on_device(body: Body, function: Function, device: Device) -> Body:

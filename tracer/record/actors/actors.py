@@ -17,6 +17,7 @@ from ...values.group import Group, GroupActor
 from ...values.holdings import Actors, Member
 from ...values.interface import MethodTarget, Peers
 from ...values.mesh import describe
+from ...values.optimizer_state import RestingState
 from ...values.sharing import find_sharing
 from ...values.values import NotAValue
 from ..groups.gradient_sums import reduce_gradients
@@ -53,7 +54,7 @@ class ActorHandle(NotAValue):
 
     __slots__ = (
         *("__weakref__", "_actors", "_float8", "_group", "_instance", "_member", "_methods"),
-        *("_peers", "_rank", "cls", "name", "place"),
+        *("_peers", "_rank", "_resting", "cls", "name", "place"),
     )
 
     what_it_is = "an actor, which is not a value"
@@ -68,6 +69,7 @@ class ActorHandle(NotAValue):
         actors: Actors | None = None,
         group: GroupActor | None = None,
         float8: tuple[Float8Layers, ...] = (),
+        resting: Mapping[int, RestingState] | None = None,
     ) -> None:
         self.name = name
         self.cls = cls
@@ -75,6 +77,7 @@ class ActorHandle(NotAValue):
         self._rank = rank
         self._group = group
         self._float8 = Float8Use(float8) if float8 else None
+        self._resting = {} if resting is None else resting
         self._peers = peers
         self._instance = instance
         self._methods: dict[str, ActorMethod] = {}
@@ -368,5 +371,6 @@ def _subject(
         session.sharing.uses.get(handle.name),
         group,
         handle._float8,
+        handle._resting,
     )
     return target, owner, method.shown

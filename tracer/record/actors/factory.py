@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from ...values.heap.variables import variables_of
 from ...values.holdings import Actors
 from ...values.interface import Peers
 from ...values.mesh import describe
-from ...values.optimizer_state import move
+from ...values.optimizer_state import PinnedMemory, RestingState, move
 from ...values.plan import Sharding, ShardingPlan, whole
 from ...values.sharing import plays_all
 from ..session.session import is_tracing
@@ -34,8 +34,18 @@ T = TypeVar("T")
 MANY = 1000
 """The longest container that is searched for parts of a model; longer ones hold data."""
 
+HOST: Final = "host"
+"""The value of `store` that lets state of optimizers rest on the host."""
+
+Store: TypeAlias = Sharding | Literal["host"] | tuple[Sharding, Literal["host"]]
+"""Where tensors of an actor are while they are not in use."""
+
 Make: TypeAlias = Callable[..., ActorHandle]
 """Takes the arguments of an actor's constructor."""
+
+
+def _unpinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
 
 
 class ActorFactory:
@@ -48,14 +58,17 @@ class ActorFactory:
     Args:
         world: gives the world; called only when an actor is made.
         device: gives the device of this process's rank, None for the host; called at the same time.
+        pinned: takes memory of the host that this device can copy to and from.
     """
 
     def __init__(
         self,
         world: Callable[[], Peers],
         device: Callable[[], torch.device | None] = lambda: None,
+        pinned: PinnedMemory = _unpinned,
     ) -> None:
         self._world = world
+        self._pinned = pinned
         self.device = device
         self.actors = Actors(member_of)
         self._counts: dict[str, int] = {}
@@ -84,7 +97,7 @@ class ActorFactory:
         where: int | Mesh,
         *,
         plan: ShardingPlan | Mapping[str, Sharding] | None = None,
-        store: Sharding = whole,
+        store: Store = whole,
         init: Init = "whole",
         bucket_bytes: int = BUCKET,
     ) -> Make:
@@ -100,7 +113,11 @@ class ActorFactory:
             plan: on a mesh, the layouts of tensors and arguments; the plan leaves all others whole.
                 On a mesh or a rank, the layers that compute in float8, by `cg.float8`.
             store: on a mesh, further cuts of the trained tensors while they are not in use. An axis
-                along which the plan cuts a tensor already cuts it no further.
+                along which the plan cuts a tensor already cuts it no further. "host", on a mesh or
+                a rank: what the actor's optimizers keep for parameters, element by element, rests
+                in pinned memory of the host, and is on the device while an opaque method of the
+                actor runs; a rank without a device has it on the host anyway. A pair, as in
+                `(cg.cut(0, "dp"), "host")`, says both.
             init: the origin of the tensors. "whole": the constructor makes them. "meta", on a
                 mesh: the constructor runs on the meta device, and each module is filled by its
                 `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills the
@@ -121,6 +138,7 @@ class ActorFactory:
                 the plan does not fit the class or the mesh, or a source lacks a tensor.
         """
         peers = self._world()
+        sharding, on_host = _taken_apart(store)
         shown = f"{cls.__name__}.on({where!r})"
         if isinstance(where, Mesh):
             shown = f"{cls.__name__}.on({describe(where)})"
@@ -151,17 +169,17 @@ class ActorFactory:
             mesh = where
             chosen = plan if isinstance(plan, ShardingPlan) else ShardingPlan.of(plan or {})
             return lambda *a, **k: self._make_group(
-                cls, mesh, chosen, store, init, bucket_bytes, peers, a, k
+                cls, mesh, chosen, sharding, init, bucket_bytes, on_host, peers, a, k
             )
         own = ShardingPlan() if plan is None else plan
         cuts = not isinstance(own, ShardingPlan) or bool(own.items)
-        if cuts or store != whole or init == "meta":
+        if cuts or sharding != whole or init == "meta":
             raise ActorError(
                 f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it; that of one "
-                "rank names layers by cg.float8, and cuts nothing"
+                'rank names layers by cg.float8, and cuts nothing; store is "host" there, if any'
             )
         layers = own.float8 if isinstance(own, ShardingPlan) else ()
-        return lambda *a, **k: self._make(cls, ranks[0], layers, init, peers, a, k)
+        return lambda *a, **k: self._make(cls, ranks[0], layers, init, on_host, peers, a, k)
 
     def _make(
         self,
@@ -169,6 +187,7 @@ class ActorFactory:
         rank: int,
         layers: tuple[Float8Layers, ...],
         init: Init,
+        on_host: bool,
         peers: Peers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -184,7 +203,11 @@ class ActorFactory:
             self._check_float8(name, layers, instance)
         if instance is not ELSEWHERE:
             self._refuse_shared(name, instance, peers)
-        handle = ActorHandle(name, rank, cls, peers, instance, self.actors, float8=layers)
+        held = {} if instance is ELSEWHERE else {rank: instance}
+        resting = self._resting(name, held) if on_host else {}
+        handle = ActorHandle(
+            name, rank, cls, peers, instance, self.actors, float8=layers, resting=resting
+        )
         return self._entered(handle, peers, (args, kwargs))
 
     def _make_group(
@@ -195,6 +218,7 @@ class ActorFactory:
         store: Sharding,
         init: Init,
         bucket_bytes: int,
+        on_host: bool,
         peers: Peers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -210,8 +234,17 @@ class ActorFactory:
         constructor = Constructor(name, cls, mesh, plan, store, init, bucket_bytes, peers, check)
         group = constructor.make(lambda: cls(*args, **kwargs), self.device())
         instance = group.instances[group.first] if group.instances else ELSEWHERE
-        handle = ActorHandle(name, mesh.ranks[0], cls, peers, instance, self.actors, group, layers)
+        resting = self._resting(name, group.instances) if on_host else {}
+        handle = ActorHandle(
+            name, mesh.ranks[0], cls, peers, instance, self.actors, group, layers, resting
+        )
         return self._entered(handle, peers, (args, kwargs))
+
+    def _resting(self, name: str, instances: Mapping[int, Any]) -> dict[int, RestingState]:
+        """State on the host, by rank; empty where the host has the tensors anyway."""
+        if self.device() is None:
+            return {}
+        return {rank: RestingState(name, held, self._pinned) for rank, held in instances.items()}
 
     def _check_float8(self, name: str, layers: tuple[Float8Layers, ...], instance: Any) -> None:
         """Refuse layers that an instance lacks, or that its device does not compute in float8.
@@ -290,6 +323,19 @@ class _On:
 
     def __get__(self, instance: object, owner: type[Any]) -> Callable[..., Make]:
         return functools.partial(self._factory.place, owner)
+
+
+def _taken_apart(store: object) -> tuple[Sharding, bool]:
+    """The cuts that `store` names, and whether state of optimizers rests on the host."""
+    parts = store if isinstance(store, tuple) else (store,)
+    shardings = [part for part in parts if isinstance(part, Sharding)]
+    on_host = parts.count(HOST)
+    if len(shardings) > 1 or on_host > 1 or len(shardings) + on_host != len(parts) or not parts:
+        raise TypeError(
+            f"store={store!r}: it is a sharding, as cg.cut(0, 'dp') makes one, \"host\", or a pair "
+            "of both"
+        )
+    return (shardings[0] if shardings else whole), bool(on_host)
 
 
 def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:

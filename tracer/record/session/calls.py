@@ -99,8 +99,10 @@ def _declare(
     own_function, public = agree(session.peers, owner, trace, name, loc, types, _function_text)
     called, leaves, skeleton, state_outputs, views, reaching = public
     declaration = enter(session, called, () if own_function is None else own_function.parts)
-    if own_function is not None and own_function.guard is not None:
-        session.guards[name] = own_function.guard
+    if own_function is not None:
+        session.bodies.update(own_function.host_state)
+        if own_function.guard is not None:
+            session.guards[name] = own_function.guard
     results = Tree(leaves, tree_structure(skeleton))
     specs = value_leaves(results)
     if not grad:
@@ -249,7 +251,7 @@ def text_of_parts(parts: Sequence[PublicPart]) -> str:
 
     It leaves out counts of operations and of bytes, which differ if pieces are uneven.
     """
-    functions = {f.name: replace(f, flops=NO_FLOPS, workspace=0) for f, _ in parts}
+    functions = {f.name: replace(f, flops=NO_FLOPS, workspace=0, resting=0) for f, _ in parts}
     bodies = {f.name: program for f, program in parts if program is not None}
     module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
     return format_module(module) if parts else ""
