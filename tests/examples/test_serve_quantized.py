@@ -166,7 +166,7 @@ def test_sizes_are_chosen_by_the_bytes_of_quantized_weights(tmp_path: Path) -> N
 def test_a_part_is_compared_without_the_rounding_of_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are rounded to either side of a tie, so a deep model's values would differ by a tenth."""
+    """They are rounded to either side of a tie, and deep models differ by a tenth."""
     monkeypatch.setattr(start_check, "COARSE", 0.01)
     save(tmp_path, FORMS["fp8"])
     part: Any = open_model(tmp_path).build(range(2), torch.float16, Ways())
