@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar
 
@@ -63,6 +64,12 @@ def check_rows(
                 "there is a row for each row of the ids, or for each id",
                 value,
             )
+    _check_experts(tuple(experts))
+
+
+@lru_cache
+def _check_experts(experts: tuple[Region, ...]) -> None:
+    """The same for the experts alone, which many ops have in common; errors are not cached."""
     intervals: list[tuple[int, int]] = []
     for region in set(experts):
         if len(region) != 1 or not is_region(region):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, zip_longest
+from operator import attrgetter
 from typing import TypeAlias
 
 from ..ops import OP_CLASSES, Collective, Communication, PointToPoint, Recv, Send, attribute_names
@@ -290,8 +291,9 @@ def _disagreement(one: _End, other: _End) -> Diagnostic:
 
 _LOCAL = frozenset({"task", "stream", "graph"})
 _SHARED = {
-    cls: tuple(name for name in attribute_names(cls) if name not in _LOCAL)
+    cls: attrgetter(*(name for name in attribute_names(cls) if name not in _LOCAL))
     for cls in OP_CLASSES.values()
+    if issubclass(cls, Communication)
 }
 """The attributes that are equal at all ranks of a collective; microbatches tell like ones apart."""
 
@@ -300,9 +302,9 @@ def _mean_the_same(one: Communication, other: Communication) -> bool:
     """True if two ranks' ops may be the same collective."""
     if type(one) is not type(other):
         return False
-    for name in _SHARED[type(one)]:
-        if getattr(one, name) != getattr(other, name):
-            return False
+    shared = _SHARED[type(one)]
+    if shared(one) != shared(other):
+        return False
     one_types, other_types = _shared_types(one), _shared_types(other)
     return len(one_types) == len(other_types) and all(map(same_but_place, one_types, other_types))
 

@@ -287,7 +287,8 @@ class Progress:
         events: list[Event] = []
         on_device: dict[Message, None] = {}
         for op in program.ops:
-            events += self._of_device(on_device, program.rank or 0, op)
+            if on_device:
+                events += self._of_device(on_device, program.rank or 0, op)
             if isinstance(op, Wait):
                 message = promised.get(op.operands[0])
                 if message is not None:

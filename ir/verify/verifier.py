@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from ..attributes import Stream
-from ..ops import Call, Communication, CopyStart, Free, Op, Return, Value, Wait
+from ..ops import Call, Communication, CopyStart, Free, Op, Return, Slice, Value, Wait
 from ..ops.module import Function, FunctionKind, Module, Program, Vjp
+from ..ops.alike import OF_RANKS, groups_alike
 from ..ops.rules import CheckContext, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..text.diagnostics import Diagnostic, IRError
@@ -33,10 +34,11 @@ def verify(module: Module) -> None:
             that is wrong, with its first problem.
     """
     problems = [*_declarations(module), *_programs(module)]
-    checkers = [_ProgramChecker(module, program) for program in module.programs]
-    bodies = [_ProgramChecker(module, body) for body in module.bodies.values()]
-    for checker in (*bodies, *checkers):
-        problems += checker.check()
+    for body in module.bodies.values():
+        problems += _ProgramChecker(module, body).check()
+    checkers = _checkers(module)
+    for checker in checkers:
+        problems += checker.problems
     problems += check_bodies(module)
     problems += _actors(module)
     if not problems and has_futures(module.phase):
@@ -48,6 +50,22 @@ def verify(module: Module) -> None:
         problems += check_parameters(module.program, module.functions)
     if problems:
         raise IRError(*problems)
+
+
+def _checkers(module: Module) -> list[_ProgramChecker]:
+    """Those of the programs, which have checked them.
+
+    Of programs that are alike, the first is checked op by op, and if it is right, of the others
+    only what tells them from it.
+    """
+    checkers = {program: _ProgramChecker(module, program) for program in module.programs}
+    for first, *others in groups_alike(module.programs, module.channels):
+        checker = checkers[first]
+        checker.problems += checker.check()
+        is_right = not checker.problems and not checker.laid_out
+        for other in map(checkers.__getitem__, others):
+            other.problems += other.check_as_alike() if is_right else other.check()
+    return list(checkers.values())
 
 
 def _declarations(module: Module) -> Iterator[Diagnostic]:
@@ -205,6 +223,7 @@ class _ProgramChecker:
 
     Attributes:
         laid_out: whether any value so far has a layout, or is at a mesh.
+        problems: those that have been found so far.
     """
 
     def __init__(self, module: Module, program: Program) -> None:
@@ -217,6 +236,7 @@ class _ProgramChecker:
         self._makers: dict[Value, Op] = {}
         self._freed: set[Value] = set()
         self.laid_out = False
+        self.problems: list[Diagnostic] = []
         self._ill: set[Value] = set()
         self._admitted: dict[type[Op], bool] = {}
         self._has_streams = any(op.stream is not None for op in program.ops)
@@ -247,6 +267,26 @@ class _ProgramChecker:
                 self._program,
                 help="write return() even where nothing is returned",
             )
+
+    def check_as_alike(self) -> Iterator[Diagnostic]:
+        """Check what tells the program from one that is alike and right: names, and ops of ranks.
+
+        Where names are not unique, all is checked.
+        """
+        program = self._program
+        values = [*program.params, *(value for op in program.ops for value in op.results)]
+        if len({value.name for value in values}) != len(values):
+            yield from self.check()
+            return
+        for op in program.ops:
+            if isinstance(op, OF_RANKS):
+                try:
+                    op.check(self._context)
+                    if not isinstance(op, Slice):
+                        check_channel_op(op, self._module, program.rank)
+                except Problem as problem:
+                    yield Diagnostic(problem.message, op, program, problem.value, problem.help)
+        yield from check_batches(self._module, program)
 
     def _check_op(self, op: Op, index: int) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir.ops import Asynchronous, Constant, CopyStart, Op, Recv, Return, Slice, Value, View, Wait
@@ -41,6 +41,27 @@ class LiveStorage:
 def _fills(op: Op) -> bool:
     """True if the op's second operand is memory that it writes to, and does not read."""
     return isinstance(op, CopyStart) and op.memory is not None
+
+
+class Received:
+    """The receives of a program by the storage of what they bring; none are into buffers."""
+
+    def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
+        self._group_of = SharedStorage(program, functions, collectives=True).of
+        self._receives: dict[Value, list[Recv]] = {}
+        futures: dict[Value, Recv] = {}
+        for op in program.ops:
+            if isinstance(op, Recv):
+                if not op.operands:
+                    futures[op.result] = op
+            elif isinstance(op, Wait) and (recv := futures.get(op.operands[0])) is not None:
+                for value in op.results:
+                    if isinstance(value.type, TensorType):
+                        self._receives.setdefault(self._group_of(value), []).append(recv)
+
+    def of(self, value: Value) -> Sequence[Recv]:
+        """Those that may have brought the storage of a value."""
+        return self._receives.get(self._group_of(value), ())
 
 
 class Storages:
@@ -97,15 +118,20 @@ class Storages:
 
     def _visit_wait(self, op: Wait, index: int) -> None:
         (source,) = op.operands
-        storages = [self.of(value) for value in self._reading.pop(source, ())]
-        for storage in dict.fromkeys(s for s in storages if s is not None):
-            storage.last = index
-            if op.results and isinstance(op.result.type, UnitType):
-                storage.reads.append(op.result)
-        if op.results:
+        made = op.results[0] if op.results else None
+        read = self._reading.pop(source, None)
+        if read is not None:
+            storages = dict.fromkeys(map(self.of, read))
+            for storage in storages:
+                if storage is None:
+                    continue
+                storage.last = index
+                if made is not None and isinstance(made.type, UnitType):
+                    storage.reads.append(made)
+        if made is not None:
             maker = self._makers.get(source)  # of the future, if it is one
-            owned = self._make(op.result, index, owner=maker is not None)
-            is_tensor = isinstance(op.result.type, TensorType)
+            owned = self._make(made, index, owner=maker is not None)
+            is_tensor = isinstance(made.type, TensorType)
             if owned is not None and is_tensor and isinstance(maker, Recv) and not maker.operands:
                 owned.slots.append(maker)
 

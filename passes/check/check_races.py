@@ -25,6 +25,7 @@ from ...ir.ops import (
     View,
     Wait,
 )
+from ...ir.ops.alike import groups_alike
 from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError
@@ -77,10 +78,7 @@ class CheckRaces(Pass):
 
     def run(self, module: Module) -> bool:
         proof = _Proof(module, self.blocking)
-        problems = (
-            p for program in module.programs for p in _RaceChecker(module, program, proof).run()
-        )
-        if shown := list(islice(problems, _SHOWN)):
+        if shown := list(islice(_problems(module, proof), _SHOWN)):
             raise IRError(*shown)
         return False
 
@@ -88,17 +86,28 @@ class CheckRaces(Pass):
 _SHOWN = 16
 
 
+def _problems(module: Module, proof: _Proof) -> Iterator[Diagnostic]:
+    """Those of all programs; what a program proves by itself holds for those that are alike."""
+    for first, *others in groups_alike(module.programs, module.channels):
+        checker = _RaceChecker(module, first, proof)
+        is_right = True
+        for problem in checker.run():
+            is_right = False
+            yield problem
+        if not is_right or checker.asks_others:
+            for other in others:
+                yield from _RaceChecker(module, other, proof).run()
+
+
 class _Proof:
-    """Proves that ops are done: by the clocks of the rank, or by the order over all ranks."""
+    """Proves that ops are done by the order over all ranks, which is made when it is needed."""
 
     def __init__(self, module: Module, blocking: bool) -> None:
         self.blocking = blocking
         self._module = module
         self._order: HappensBefore | None = None
 
-    def is_done(self, program: Program, clocks: Clocks, earlier: int, later: int) -> bool:
-        if clocks.is_done(earlier, later):
-            return True
+    def is_done(self, program: Program, earlier: int, later: int) -> bool:
         if self._order is None:
             self._order = HappensBefore(self._module, self.blocking)
         return self._order.is_done(program.rank or 0, earlier, later)
@@ -122,12 +131,17 @@ class _StorageUses:
 
 
 class _RaceChecker:
-    """Checks one program, op by op."""
+    """Checks one program, op by op.
+
+    Attributes:
+        asks_others: whether the clocks of the program alone have not shown that all is over.
+    """
 
     def __init__(self, module: Module, program: Program, proof: _Proof) -> None:
         self._functions = module.functions
         self._program = program
         self._proof = proof
+        self.asks_others = False
         self._clocks = Clocks.of(program, proof.blocking)
         self._storages = Storages(program, module.functions)
         self._uses: dict[LiveStorage, _StorageUses] = {}
@@ -397,7 +411,10 @@ class _RaceChecker:
                 )
 
     def _is_over(self, earlier: int, later: int) -> bool:
-        return self._proof.is_done(self._program, self._clocks, earlier, later)
+        if self._clocks.is_done(earlier, later):
+            return True
+        self.asks_others = True
+        return self._proof.is_done(self._program, earlier, later)
 
     def _problem(
         self,

@@ -13,7 +13,7 @@ from ...ir.ops.module import Function, FunctionKind, Module, Program
 from ...ir.ops.names import Names
 from ...ir.phases import Phase
 from ...ir.types import TensorType, promised, relocate, tensor_bytes
-from ..analysis.liveness import Storages
+from ..analysis.liveness import Received, Storages
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
@@ -69,10 +69,8 @@ class PlanBuffers(Pass):
         without = _largest_into_buffers(module)
         before = sum(len(program.ops) for program in module.programs)
         for program in module.programs:
+            private = _copy_or_make_private(program, module)
             storages = Storages(program, module.functions)
-            private: set[Recv] = set()
-            if _copy_or_make_private(program, module, storages, private):
-                storages = Storages(program, module.functions)
             ends = _insert_frees(program, storages, private)
             _choose_slots(program, module, ends, slots, sizes)
             _choose_host_slots(program)
@@ -94,14 +92,14 @@ def _is_planned(module: Module) -> bool:
     return any(isinstance(op, Free) for program in module.programs for op in program.ops)
 
 
-def _copy_or_make_private(
-    program: Program, module: Module, storages: Storages, private: set[Recv]
-) -> bool:
+def _copy_or_make_private(program: Program, module: Module) -> set[Recv]:
     """Copy values in slots before they are handed out; later uses take the copy.
 
-    Receives that get no slot instead are added to `private`. Returns whether anything is copied.
+    Returns the receives that get no slot instead.
     """
     functions = module.functions
+    received = Received(program, functions)
+    private: set[Recv] = set()
     names: Names | None = None
     copies: dict[Value, Value] = {}
     ops: list[Op] = []
@@ -110,11 +108,11 @@ def _copy_or_make_private(
             op.operands = tuple([copies.get(value, value) for value in op.operands])
         if _hands_out(op, functions):
             for value in dict.fromkeys(op.operands):
-                storage = storages.of(value)
-                if storage is None or not storage.slots:
+                slots = received.of(value)
+                if not slots:
                     continue
-                if all(_may_be_private(recv, module) for recv in storage.slots):
-                    private.update(storage.slots)
+                if all(_may_be_private(recv, module) for recv in slots):
+                    private.update(slots)
                     continue
                 names = names or Names.of(program)
                 copy = Value(names.fresh(f"{value.name}.copy"), relocate(value.type, None))
@@ -126,7 +124,7 @@ def _copy_or_make_private(
             op.operands = tuple([copies.get(value, value) for value in op.operands])
         ops.append(op)
     program.ops[:] = ops
-    return bool(copies)
+    return private
 
 
 def _may_be_private(recv: Recv, module: Module) -> bool:

@@ -25,7 +25,10 @@ class LocalFunctions:
             for name, function in module.functions.items()
             if any(map(_is_laid_out, (*function.inputs, *function.outputs)))
         }
-        self._declarations: dict[str, dict[tuple[tuple[ValueType, ...], ...], Function]] = {}
+        # A function, and the symbol that all ranks with its signature have.
+        self._declarations: dict[
+            str, dict[tuple[tuple[ValueType, ...], ...], tuple[Function, Symbol]]
+        ] = {}
         self._symbols: dict[tuple[str, Place], dict[int, Symbol]] = {}
         self._placed: dict[tuple[ValueType, Place], ValueType] = {}
         self._latest: tuple[Call | None, dict[int, Symbol]] = None, {}
@@ -72,7 +75,7 @@ class LocalFunctions:
             if name in self._laid_out:
                 declarations = self._declarations.get(name, {}).values()
                 self._module.functions.update(
-                    (declaration.name, declaration) for declaration in declarations
+                    (declaration.name, declaration) for declaration, _ in declarations
                 )
             else:
                 self._module.functions[name] = function
@@ -91,8 +94,8 @@ class LocalFunctions:
                 declaration = replace(
                     declaration, name=self._fresh(function.name), body=function.body_name
                 )
-            known[inputs, outputs] = declaration
-        return Symbol(known[inputs, outputs].name)
+            known[inputs, outputs] = declaration, Symbol(declaration.name)
+        return known[inputs, outputs][1]
 
     def _local(self, type_: ValueType, place: Place, rank: int) -> ValueType:
         """The local form of a signature's type, at a rank of a call's place."""
