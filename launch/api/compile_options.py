@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
+from typing import Literal
 
 from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
@@ -38,6 +39,8 @@ class CompileOptions:
     Attributes:
         max_inflight: None if all ranks run the step together, so that it needs no driver.
         plan: takes the place of all passes; None: they run.
+        tasks_in_flight: a number; or the costs by which one is chosen; `auto` if these are not yet
+            measured.
         settings: of the environment, at the time of the compilation.
 
     Raises:
@@ -61,7 +64,7 @@ class CompileOptions:
     costs: Costs | None = None
     host_link: Link | None = None
     saved: str | None = None
-    tasks_in_flight: int = 1
+    tasks_in_flight: int | Costs | Literal["auto"] = 1
     settings: Config = field(default_factory=config)
 
     def __post_init__(self) -> None:
@@ -94,11 +97,7 @@ class CompileOptions:
             )
         if self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}: it is {', '.join(DISPATCHES)}")
-        tasks = self.tasks_in_flight
-        if isinstance(tasks, bool) or not isinstance(tasks, int):
-            raise TypeError(f"tasks_in_flight={tasks!r}: how many tasks of a rank, an int")
-        if tasks < 1:
-            raise ValueError(f"tasks_in_flight={tasks}: at least 1, one task after the other")
+        _check_tasks(self.tasks_in_flight)
 
     @property
     def switches(self) -> Switches:
@@ -165,6 +164,24 @@ class CompileOptions:
             "memory": None if self.memory_limit is None else self.memory_limit.bytes,
             "host_link": (self.host_costs.host.latency, self.host_costs.host.bandwidth),
         }
+
+
+def _check_tasks(tasks: object) -> None:
+    """Return if this can be `tasks_in_flight` of `compile`.
+
+    Raises:
+        TypeError: it is no number, no costs and not `auto`.
+        ValueError: it is less than 1.
+    """
+    if isinstance(tasks, Costs) or tasks == "auto":
+        return
+    if isinstance(tasks, bool) or not isinstance(tasks, int):
+        raise TypeError(
+            f"tasks_in_flight={tasks!r}: how many tasks of a rank, an int; or 'auto', or cg.Costs "
+            "to choose by"
+        )
+    if tasks < 1:
+        raise ValueError(f"tasks_in_flight={tasks}: at least 1, one task after the other")
 
 
 def _check_interval(check_inputs: object) -> None:

@@ -20,10 +20,11 @@ from ...ir.text.printer import format_program
 from ...ir.types import tensor_bytes
 from ...passes.base import Pipeline
 from ...passes.frontend.stored_values import Way, ways_of
-from ...passes.manager.manager import PassReport
+from ...passes.manager.manager import DumpSink, PassReport
 from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
+from ...passes.simulate.tasks_choice import choose_tasks
 from ...tracer.record.trace import Trace
 from ..cache.compile_cache import cache_of
 from ..cache.program_entries import Scheduled
@@ -87,8 +88,15 @@ def make_variant(
     if options.plan is not None:
         scheduled = Scheduled(options.plan.module, [], "")
     else:
-        more = pipeline_of, sink, cache_of(world)
-        scheduled = compile_module(options.fsdp, options.schedule, trace.module, *more)
+
+        def compiled(pipeline_of: Callable[..., Pipeline], sink: DumpSink | None) -> Scheduled:
+            more = pipeline_of, sink, cache_of(world)
+            return compile_module(options.fsdp, options.schedule, trace.module, *more)
+
+        limit = options.memory_limit
+        in_flight = options.in_flight if is_driven else 0
+        limits = None if limit is None else limit.of_ranks(world.size, in_flight)
+        scheduled = _with_tasks(compiled, pipeline_of, sink, options.tasks_in_flight, limits)
     module = scheduled.module
     if world.rank == 0:
         for remark in scheduled.remarks:
@@ -97,8 +105,8 @@ def make_variant(
         sink.finish(module, scheduled.reports)
         if scheduled.choice:
             sink.add("schedule.txt", f"{scheduled.choice}\n")
-        costs = costs_of(options.schedule)
-        if costs is not None:
+        costs = costs_of(options.schedule) or options.tasks_in_flight
+        if isinstance(costs, Costs):
             sink.add("costs.json", replace(costs, remat=()).to_json())
         dump_reports(trace, module, world, sink, is_driven)
     fallbacks = fallbacks_of(module, world, dumped)
@@ -107,6 +115,27 @@ def make_variant(
     if sink is not None and options.fuse is not None:
         sink.add("fused.txt", fused.describe())
     return Variant(trace, scheduled, fused, fallbacks, loc, facts, fit.report)
+
+
+def _with_tasks(
+    compiled: Callable[[Callable[..., Pipeline], DumpSink | None], Scheduled],
+    pipeline_of: Callable[..., Pipeline],
+    sink: DumpSink | None,
+    tasks: int | Costs | str,
+    limits: Sequence[int] | None,
+) -> Scheduled:
+    """The programs with as many tasks in flight as `pipeline_of` says, or as costs choose.
+
+    The choice is the same on all ranks, as it depends on nothing but the step and the options.
+    """
+    if not isinstance(tasks, Costs):
+        return compiled(pipeline_of, sink)
+    trials = [compiled(partial(pipeline_of, tasks_in_flight=n), None) for n in (1, 2)]
+    number, said = choose_tasks(trials[0].module, trials[1].module, tasks, limits)
+    chosen = trials[number - 1]
+    if sink is not None:  # all passes are to be heard of
+        chosen = compiled(partial(pipeline_of, tasks_in_flight=number), sink)
+    return replace(chosen, choice="\n".join(filter(None, (chosen.choice, said))))
 
 
 @dataclass(frozen=True)
@@ -246,10 +275,11 @@ class Programs:
 
     @property
     def schedule_report(self) -> str:
-        """The choice of `auto` and its reason (for the first signature); empty for other schedules.
+        """What was chosen by times on paper, and why (for the first signature); else empty.
 
-        For each pipeline of the step a line: how far its makespan is above the lower bound of all
-        orders, what share of the memory it takes, and where the order comes from.
+        Of the schedule `auto`, for each pipeline of the step a line: how far its makespan is above
+        the lower bound of all orders, what share of the memory it takes, and where the order comes
+        from. Then, where `tasks_in_flight` was chosen, a line with the number and both makespans.
         """
         return self.variants[0].scheduled.choice
 

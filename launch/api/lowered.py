@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from ...backends.base import World
 from ...ir.phases import Phase
@@ -42,6 +42,7 @@ from .parameter_names import check_keywords
 from .select_schedule import (
     check_costs,
     choose_remat,
+    costs_of,
     refuse_two_limits,
     wants_costs,
     wants_memory,
@@ -136,7 +137,7 @@ class Lowered:
         costs: Costs | None = None,
         host_link: Link | None = None,
         saved: str | None = None,
-        tasks_in_flight: int = 1,
+        tasks_in_flight: int | Costs | Literal["auto"] = 1,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
 
@@ -183,7 +184,10 @@ class Lowered:
             tasks_in_flight: how many tasks a rank may have begun that have not ended. With 2 it
                 computes for the next task of its schedule while an exchange of a task travels, for
                 instance that of experts' rows. Results are the same bits; a rank may hold the
-                activations of one more microbatch.
+                activations of one more microbatch. `auto` takes 1 or 2, whichever is faster on
+                paper by the costs of the schedule, or else by those that a run of the step
+                measures, whose effects are undone; `cg.Costs` are given ones. `schedule_report`
+                says why.
 
             All but `dump` and `timeout` must be equal on all ranks.
 
@@ -229,6 +233,9 @@ class Lowered:
             schedule = with_costs(schedule, measure, self._world)
         check_costs(schedule)
         schedule = with_host_link(schedule, host_link)
+        if tasks_in_flight == "auto":
+            known = costs_of(schedule) or costs or self._measure(options, schedule)
+            options = replace(options, tasks_in_flight=known)
         with lock_of(self._world).held(self._step.name):
             lowered = self._for_fusing(options)
             if schedule is not None and wants_memory(schedule):
@@ -260,7 +267,7 @@ class Lowered:
 
         Args:
             schedule, passes, seed, timeout, fsdp, check_inputs, dispatch, tasks_in_flight: as in
-                `compile`.
+                `compile`; `tasks_in_flight` is a number here.
 
         Raises:
             TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
@@ -272,6 +279,11 @@ class Lowered:
             raise ValueError(
                 "compile_optimistic() keeps the stages as they are traced; compile() chooses those "
                 "that recompute, and cg.remat(actor.method) in the step says it for both"
+            )
+        if not isinstance(tasks_in_flight, int):
+            raise TypeError(
+                f"tasks_in_flight={tasks_in_flight!r}: a number here; compile() chooses one, and "
+                "its schedule_report says which"
             )
         options = CompileOptions(
             schedule=schedule,
@@ -289,13 +301,13 @@ class Lowered:
             plain, bold_program = (lowered._compile(options, numbering) for lowered in (self, bold))
             return Optimistic(plain, bold_program, self._world, numbering)
 
-    def _measure(self, options: CompileOptions, schedule: Schedule) -> Costs:
+    def _measure(self, options: CompileOptions, schedule: Schedule | None) -> Costs:
         """Measure the step on the arguments that it was lowered for, and undo its effects."""
         if self._example is None or self._step.driver is not None:
             raise ValueError(
                 f"step {self._step.name} is driven from one rank, or lowered for several "
                 "signatures, so compile cannot run it; measure its costs with cg.measure, and give "
-                "them: cg.schedules.auto(costs=costs)"
+                "them: cg.schedules.auto(costs=costs), or tasks_in_flight=costs"
             )
         args, kwargs = self._example
         undo = Undo(self.trace.instances)
@@ -305,7 +317,7 @@ class Lowered:
             seed=options.seed,
             timeout=options.timeout,
             dispatch=options.dispatch,
-            tasks_in_flight=options.tasks_in_flight,
+            tasks_in_flight=_number(options.tasks_in_flight),
         )
         with compiled:
             undo.remember()
@@ -405,7 +417,7 @@ class Lowered:
             fuse=options.fuse,
             prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
             dispatch=options.dispatch,
-            tasks_in_flight=options.tasks_in_flight,
+            tasks_in_flight=_number(options.tasks_in_flight),
             offload=Offload(costs=options.host_costs),
         )
 
@@ -436,3 +448,8 @@ class Lowered:
             more = self._step.name, loc, facts, self._world, driver is not None
             variants.append(make_variant(fit, chosen, pipeline_of, *more))
         return Compiled(variants, self._world, options, driver, numbering)
+
+
+def _number(tasks_in_flight: int | Costs | str) -> int:
+    """The tasks of a rank in flight before any are chosen."""
+    return tasks_in_flight if isinstance(tasks_in_flight, int) else 1

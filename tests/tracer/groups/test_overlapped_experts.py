@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
+from cg.launch.api.lowered import Lowered
 from cg.launch.world.world import use_world
 from cg.passes import schedules
 from cg.passes.order.tasks_in_flight import GradientOrder
@@ -55,47 +57,58 @@ class Mixture(nn.Module):
                 parameter.grad = None
 
 
+Batch = tuple[Tensor, Tensor]
+
+
+def lowered(homes: Sequence[int], store: Any = None) -> tuple[Lowered, list[nn.Module], Batch]:
+    """A training step in the world of the moment, the pieces of its stages, and its batch.
+
+    Args:
+        homes: of each stage the pair of ranks.
+        store: in which pieces weights rest.
+    """
+    places = [cg.mesh(range(2 * home, 2 * home + 2), dp=1, ep=2) for home in homes]
+    options = {} if store is None else {"store": store}
+    stages = [
+        cg.actor(Mixture).on(place, plan=CUTS, **options)(seed) for seed, place in enumerate(places)
+    ]
+
+    @cg.trace
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses = []
+        for part, target in cg.microbatches((x, y), MICROBATCHES):
+            for stage in stages:
+                part = stage.forward(part)
+            losses.append(stages[-1].loss(part, target))
+        loss = cg.mean(losses)
+        cg.backward(loss)
+        for stage in stages:
+            stage.update()
+        return loss
+
+    x, y = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(3))
+    instances = [stage.instances[rank] for stage in stages for rank in sorted(stage.instances)]
+    return step.lower(x, y), instances, (x, y)
+
+
 def trained(schedule: str, homes: Sequence[int], store: Any = None) -> list[list[Tensor]]:
     """The losses and weights after two steps, with one task in flight, and with two.
 
     Args:
         schedule: by name.
-        homes: of each stage the pair of ranks.
-        store: in which pieces weights rest.
+        homes, store: as in `lowered`.
     """
     results = []
-    x, y = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(3))
     with use_world(VirtualWorld(2 * (1 + max(homes)))):
-        places = [cg.mesh(range(2 * home, 2 * home + 2), dp=1, ep=2) for home in homes]
-        options = {} if store is None else {"store": store}
-        stages = [
-            cg.actor(Mixture).on(place, plan=CUTS, **options)(seed)
-            for seed, place in enumerate(places)
-        ]
-
-        @cg.trace
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            losses = []
-            for part, target in cg.microbatches((x, y), MICROBATCHES):
-                for stage in stages:
-                    part = stage.forward(part)
-                losses.append(stages[-1].loss(part, target))
-            loss = cg.mean(losses)
-            cg.backward(loss)
-            for stage in stages:
-                stage.update()
-            return loss
-
-        lowered = step.lower(x, y)
-        instances = [stage.instances[rank] for stage in stages for rank in sorted(stage.instances)]
+        step, instances, batch = lowered(homes, store)
         start = [{k: v.clone() for k, v in each.state_dict().items()} for each in instances]
         for tasks in (1, 2):
-            compiled = lowered.compile(
+            compiled = step.compile(
                 schedule=schedules.by_name(schedule), dispatch="exchange", tasks_in_flight=tasks
             )
             for each, state in zip(instances, start, strict=True):
                 each.load_state_dict(state)
-            losses = [compiled(x, y) for _ in range(2)]
+            losses = [compiled(*batch) for _ in range(2)]
             weights = [p.detach().clone() for each in instances for p in each.parameters()]
             results.append([*losses, *weights])
     return results
@@ -130,3 +143,61 @@ def test_a_weight_of_two_calls_has_its_gradients_in_one_order(
     assert are_equal(trained("gpipe", (0,)))
     monkeypatch.setattr(GradientOrder, "allow", lambda *_: True)
     assert not are_equal(trained("gpipe", (0,)))
+
+
+@pytest.fixture(scope="module")
+def one_stage() -> Iterator[tuple[Lowered, list[nn.Module], Batch]]:
+    """A step of one stage on two ranks, as in `lowered`."""
+    with use_world(VirtualWorld(2)):
+        yield lowered((0,))
+
+
+OPTIONS = {"schedule": schedules.gpipe(), "dispatch": "exchange"}
+
+
+def test_two_tasks_are_chosen_where_they_are_faster_on_paper(
+    one_stage: tuple[Lowered, list[nn.Module], Batch], tmp_path: Path
+) -> None:
+    step, _, _ = one_stage
+    both = [step.compile(tasks_in_flight=tasks, **OPTIONS) for tasks in (1, 2)]
+    for latency, number in ((0.0, 1), (0.5, 2)):
+        costs = cg.Costs(link=cg.Link(latency=latency))
+        dump = tmp_path if number == 2 else None
+        chosen = step.compile(tasks_in_flight=costs, dump=dump, **OPTIONS)
+        times = [compiled.simulate(costs).makespan for compiled in both]
+        assert chosen.simulate(costs).makespan == min(times)
+        assert chosen.module == both[number - 1].module
+        assert chosen.schedule_report.startswith(f"{number} task{'s' * (number > 1)} of a rank")
+        assert f": {times[0]:.6g} ms with 1, {times[1]:.6g} ms" in chosen.schedule_report
+    (said,) = {path.read_text() for path in tmp_path.glob("*schedule.txt")}
+    assert said == f"{chosen.schedule_report}\n"
+
+
+def test_two_tasks_keep_to_the_limit_of_memory(
+    one_stage: tuple[Lowered, list[nn.Module], Batch],
+) -> None:
+    step, _, _ = one_stage
+    costs = cg.Costs(link=cg.Link(latency=0.5))
+    peaks = [
+        max(plan.peak for plan in step.compile(tasks_in_flight=n, **OPTIONS).memory_analysis())
+        for n in (1, 2)
+    ]
+    assert peaks[0] < peaks[1]
+    for limit, number in zip(peaks, (1, 2), strict=True):
+        compiled = step.compile(tasks_in_flight=costs, memory=limit, **OPTIONS)
+        assert compiled.schedule_report.startswith(f"{number} task")
+        assert ("what memory allows" in compiled.schedule_report) == (number == 1)
+
+
+def test_costs_are_measured_and_leave_no_trace(
+    one_stage: tuple[Lowered, list[nn.Module], Batch],
+) -> None:
+    step, instances, batch = one_stage
+    before = [p.detach().clone() for each in instances for p in each.parameters()]
+    chosen = step.compile(tasks_in_flight="auto", **OPTIONS)
+    after = [p.detach().clone() for each in instances for p in each.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert " of a rank in flight, " in chosen.schedule_report
+    assert torch.isfinite(chosen(*batch))
+    with pytest.raises(TypeError, match="'auto': a number here"):
+        step.compile_optimistic(tasks_in_flight=cast("Any", "auto"))
