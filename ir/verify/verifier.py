@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from ..attributes import Stream
 from ..ops import Call, Communication, CopyStart, Free, Op, Return, Slice, Value, Wait
+from ..ops.alike_programs import OF_RANKS, groups_alike
 from ..ops.module import Function, FunctionKind, Module, Program, Vjp
-from ..ops.alike import OF_RANKS, groups_alike
 from ..ops.rules import CheckContext, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..text.diagnostics import Diagnostic, IRError

@@ -275,7 +275,7 @@ class Programs:
 
     @property
     def schedule_report(self) -> str:
-        """What was chosen by times on paper, and why (for the first signature); else empty.
+        """The choices by times on paper, with reasons (for the first signature); else empty.
 
         Of the schedule `auto`, for each pipeline of the step a line: how far its makespan is above
         the lower bound of all orders, what share of the memory it takes, and where the order comes

@@ -25,7 +25,7 @@ from ...ir.ops import (
     View,
     Wait,
 )
-from ...ir.ops.alike import groups_alike
+from ...ir.ops.alike_programs import groups_alike
 from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError

@@ -34,8 +34,8 @@ def groups_alike(
     Ranks at like positions of meshes have programs that are alike. These have the same ops in the
     same order, with the same attributes and types. Their values correspond one to one, and so do
     their channels, which are declared alike. Only names of values differ, and which peers, groups
-    and channels messages have, and which region a slice takes. What follows from the other
-    attributes of a program is the same for all of them.
+    and channels messages have, and which region a slice takes. All of them keep a rule that one
+    keeps, if the rule depends on nothing else.
     """
     groups: dict[tuple[int, ...], list[tuple[_Pattern, list[Program]]]] = {}
     for program in programs:
