@@ -185,9 +185,9 @@ class Lowered:
                 computes for the next task of its schedule while an exchange of a task travels, for
                 instance that of experts' rows. Results are the same bits; a rank may hold the
                 activations of one more microbatch. `auto` takes 1 or 2, whichever is faster on
-                paper by the costs of the schedule, or else by `costs`, or by those that a run of the
-                step measures, whose effects are undone; `cg.Costs` are given ones. `schedule_report`
-                says why.
+                paper by the costs of the schedule, or else by `costs`, or by those that a run of
+                the step measures, whose effects are undone; `cg.Costs` are given ones.
+                `schedule_report` says why.
 
             All but `dump` and `timeout` must be equal on all ranks.
 
