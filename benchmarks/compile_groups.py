@@ -10,7 +10,8 @@ of deadlocks and races; tracing is not part of it.
 verifies the module after each pass besides, and says how long all took together. With `--experts
 128` each block is a mixture of so many experts, spread along the third number of a size, whose rows
 are exchanged; `--dispatch gather` lets all rows travel, and `--tasks-in-flight 2` lets them travel
-while other tasks compute.
+while other tasks compute. `--plan FILE` saves the plan of the last size besides, and says how long
+that took, and how long a rank takes to load its part.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from pathlib import Path
 from compile_time import Row, summary, table
 from synthetic_groups import GroupSteps, group_module
 
+from cg.ir.ops.module import Module
+from cg.ir.text.plan_file import PlanFile
+from cg.ir.text.printer import format_module
+from cg.ir.text.stored_plan import StoredPlan
+from cg.ir.verify.verifier import verify_program
 from cg.passes import schedules
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
@@ -50,6 +56,7 @@ def measure(size: str, args: argparse.Namespace) -> GroupRow:
     sizes = {"layers": 2, "rows": rows, "tokens": 16, "width": 64, "hidden": 128}
     steps = GroupSteps(groups, microbatches=microbatches, experts=args.experts, **sizes)
     module = group_module(steps)
+    traced = format_module(module)
     dispatch = args.dispatch if args.experts else "auto"
     pipeline = default_pipeline(
         schedules.by_name(args.schedule), dispatch=dispatch, tasks_in_flight=args.tasks_in_flight
@@ -57,7 +64,24 @@ def measure(size: str, args: argparse.Namespace) -> GroupRow:
     start = time.perf_counter()
     reports = PassManager(pipeline, verify=args.verify).run(module)
     wall = time.perf_counter() - start
+    if args.plan is not None:
+        print(measure_plan(module, traced, args.plan), file=sys.stderr)
     return GroupRow(size, summary(args.schedule, stages * dp * tp, microbatches, reports), wall)
+
+
+def measure_plan(module: Module, traced: str, file: Path) -> str:
+    """Save a plan and load a rank's part; returns the processor times in words."""
+    start = time.process_time()
+    with file.open("wb") as written:
+        written.writelines(PlanFile(module, traced, {}, {}).encoded())
+    saved = time.process_time()
+    plan = StoredPlan.open(file)
+    verify_program(plan.module, plan.module.program_of(module.world // 2))
+    loaded = time.process_time()
+    return (
+        f"plan of {file.stat().st_size / 1e6:.0f} MB: saved in {saved - start:.2f} s of processor, "
+        f"a rank's part loaded in {loaded - saved:.2f} s"
+    )
 
 
 def main() -> None:
@@ -71,6 +95,7 @@ def main() -> None:
     parser.add_argument("--dispatch", default="exchange", choices=DISPATCHES, help="of their rows")
     parser.add_argument("--tasks-in-flight", type=int, default=1, help="of a rank (default: 1)")
     parser.add_argument("--verify", action="store_true", help="verify after each pass, too")
+    parser.add_argument("--plan", type=Path, help="save the plan to this file, and load a part")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     args = parser.parse_args()
     rows = []

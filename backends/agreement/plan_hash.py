@@ -6,12 +6,18 @@ import hashlib
 
 from ...ir.ops.module import Module
 from ...ir.text.printer import format_module
+from ...ir.text.stored_plan import StoredPrograms
 from ..base import World
 from .gather import ADVICE, ComparedText, agree
 
 
 def plan_hash(module: Module) -> str:
-    """SHA-256 of the module's text form, in hexadecimal. Source locations do not count."""
+    """SHA-256 of the module's text form, in hexadecimal; source locations do not count.
+
+    Of programs in a file it is the digest of the file, so that no rank has to read all of them.
+    """
+    if isinstance(module.programs, StoredPrograms):
+        return module.programs.digest
     return hashlib.sha256(format_module(module).encode()).hexdigest()
 
 
@@ -24,6 +30,8 @@ def check_plan(module: Module, world: World) -> str:
     Raises:
         PlanMismatch: the ranks hold different plans; raised on every rank.
     """
-    parts = {"plan": ComparedText("in what they run,", format_module(module))}
+    digest = plan_hash(module)
+    text = digest if isinstance(module.programs, StoredPrograms) else format_module(module)
+    parts = {"plan": ComparedText("in what they run,", text)}
     agree(world, "the ranks have compiled different plans", parts, ADVICE)
-    return plan_hash(module)
+    return digest

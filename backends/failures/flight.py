@@ -13,6 +13,7 @@ from typing import Final
 
 from ...ir.ops import Call, Collective, Op, Recv, Send
 from ...ir.ops.module import Module
+from ...ir.text.plan_file import PlanFileError
 from ...ir.text.printer import format_op
 from .participants import is_device_only
 
@@ -113,7 +114,6 @@ class FlightRecord:
         self._devices = devices
         self._label = label
         self._positions = {position.rank: position for position in positions}
-        self._programs = {p.rank: p for p in module.programs if p.rank is not None}
 
     def blocked(self) -> list[Blocked]:
         """The ranks that wait, in ascending order."""
@@ -128,7 +128,10 @@ class FlightRecord:
 
     def cycle(self) -> tuple[int, ...]:
         """Ranks that wait for each other in a cycle, each for the next; () if there is no cycle."""
-        edges = {blocked.rank: blocked.on for blocked in self.blocked()}
+        try:
+            edges = {blocked.rank: blocked.on for blocked in self.blocked()}
+        except _UNREADABLE:  # `lines` says so
+            return ()
         for start in edges:
             path: list[int] = []
             if _follow(start, edges, path, set()):
@@ -137,11 +140,19 @@ class FlightRecord:
 
     def lines(self) -> dict[int, str]:
         """A line for every known rank."""
-        blocked = {entry.rank: entry.reason for entry in self.blocked()}
-        return {
-            rank: self._label + (blocked.get(rank) or self._describe_free(position))
-            for rank, position in sorted(self._positions.items())
-        }
+        positions = sorted(self._positions.items())
+        try:
+            blocked = {entry.rank: entry.reason for entry in self.blocked()}
+            return {
+                rank: self._label + (blocked.get(rank) or self._describe_free(position))
+                for rank, position in positions
+            }
+        except _UNREADABLE as error:
+            return {
+                rank: f"{self._label}rank {rank} is at op {position.op} of its program, but not "
+                f"all programs can be read: {error}"
+                for rank, position in positions
+            }
 
     def cycle_line(self) -> str | None:
         """The cycle in words; None if there is none."""
@@ -166,14 +177,14 @@ class FlightRecord:
                 f"rank {position.rank} has done its part of execution {position.execution}, and "
                 f"waits {waits}"
             )
-        op = self._programs[position.rank].ops[position.op]
+        op = self.module.program_of(position.rank).ops[position.op]
         since = "" if position.seconds is None else f" for {position.seconds:.1f} s at most"
         if isinstance(op, Call):
             return f"rank {position.rank} runs {_called(op, self.module, since)}"
         return f"rank {position.rank} runs{since and since + ':'} {_place(op)}"
 
     def _explain(self, position: Position, awaited: int) -> Blocked:
-        program = self._programs[position.rank]
+        program = self.module.program_of(position.rank)
         at, op = program.ops[position.op], program.ops[awaited]
         head = f"rank {position.rank} waits at {_place(at)}"
         if at is not op:
@@ -204,7 +215,7 @@ class FlightRecord:
         So the last call of that rank is named. Where devices run the whole module, ranks report
         ahead of it.
         """
-        program = self._programs[reporter]
+        program = self.module.program_of(reporter)
         if is_device_only(self.module):
             reason = f"rank {position.rank} waits for rank {reporter} to come to this execution"
             return Blocked(position.rank, reason, (reporter,))
@@ -233,9 +244,8 @@ class FlightRecord:
 
     def _find(self, rank: int, op: Send | Recv | Collective) -> int | None:
         """Index of the op of `rank` that matches `op`."""
-        program = self._programs.get(rank)
         op_type = _COUNTERPART.get(type(op), type(op))
-        for index, candidate in enumerate(program.ops if program is not None else ()):
+        for index, candidate in enumerate(self.module.program_of(rank).ops):
             if (
                 isinstance(candidate, op_type)
                 and isinstance(candidate, (Send, Recv, Collective))
@@ -251,6 +261,9 @@ class FlightRecord:
             return position.execution > asking.execution
         return not position.running or position.op > index
 
+
+_UNREADABLE = (OSError, PlanFileError)
+"""The errors of programs in a file that somebody has changed since it was loaded."""
 
 _COUNTERPART: dict[type[Op], type[Op]] = {Send: Recv, Recv: Send}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..attributes import NO_SHARES, Effect, Shares, Traffic
@@ -250,7 +252,8 @@ class Module:
         bodies: the programs of functions of kind PROGRAM, by the function's name. Their types have
             no places: a body runs where it is called.
         channels: communicators by id; empty before ASYNC.
-        programs: one over all ranks before SCHEDULED, and one for each rank in SCHEDULED.
+        programs: one over all ranks before SCHEDULED, and one for each rank in SCHEDULED. Those of
+            a plan in a file are read when they are asked for (`ir/text/stored_plan.py`).
 
     Modules are equal if their text forms are equal, without locations (`ir/ops/compare.py`).
     """
@@ -263,7 +266,7 @@ class Module:
     vjps: dict[str, Vjp] = field(default_factory=dict)
     bodies: dict[str, Program] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)
-    programs: list[Program] = field(default_factory=list)
+    programs: Sequence[Program] = field(default_factory=list)
 
     def __eq__(self, other: object) -> bool:
         return equal(self, other) if isinstance(other, Module) else NotImplemented
@@ -284,7 +287,8 @@ class Module:
         """
         if self.phase is not Phase.SCHEDULED:
             raise ValueError(f"module @{self.name} is not scheduled yet")
-        for program in self.programs:
+        likely = self.programs[rank : rank + 1] if rank >= 0 else ()  # they mostly stand by rank
+        for program in itertools.chain(likely, self.programs):
             if program.rank == rank:
                 return program
         raise ValueError(f"module @{self.name} has no program for rank {rank} of {self.world}")

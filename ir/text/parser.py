@@ -43,6 +43,25 @@ def parse_module(text: str, file: str = "<text>") -> Module:
     return module
 
 
+def parse_program(text: str, module: Module, file: str = "<text>") -> Program:
+    """Read one program as it stands in the text of a module.
+
+    Args:
+        text: the program.
+        module: has the declarations of the module; the program is not added to it.
+        file: as in `parse_module`.
+
+    Raises:
+        IRError: as `parse_module` raises it.
+    """
+    parser = _Parser(text, file, module.meshes)
+    parser.expect_word("program", "a program starts with `program @0(`")
+    parser.program(module)
+    if parser.token:
+        parser.fail("text goes on behind the program")
+    return parser.programs[0]
+
+
 @dataclass(frozen=True)
 class _Attributes:
     """The attributes that one kind of op or declaration may have between its braces."""
@@ -79,18 +98,24 @@ _VJP = _declaration_attributes(
 
 
 class _Parser:
-    """A recursive descent parser over tokens; `token` is the next one to read."""
+    """A recursive descent parser over tokens.
 
-    def __init__(self, text: str, file: str) -> None:
+    Attributes:
+        token: the next one to read.
+        programs: those that were read so far.
+    """
+
+    def __init__(self, text: str, file: str, meshes: dict[str, Mesh] | None = None) -> None:
         self._text = text
         self._file = file
         self._tokens = tokenize(text)
         self._position = 0
         self.token = self._tokens[0]
+        self.programs: list[Program] = []
         self._types: dict[str, Type] = {}
         self._literals: dict[tuple[Reader, str], Any] = {}
         self._values: dict[str, Value] = {}
-        self._meshes: dict[str, Mesh] = {}
+        self._meshes = {} if meshes is None else meshes
 
     # -- tokens
 
@@ -143,8 +168,7 @@ class _Parser:
         self.header("world")
         world = self.read(literals.parse_world, "the module's world")
         self.expect("{", "the module's header")
-        module = Module(name, phase, world)
-        self._meshes = module.meshes
+        module = Module(name, phase, world, self._meshes, programs=self.programs)
         readers = {
             "mesh": self.mesh,
             "function": self.function,
@@ -237,7 +261,7 @@ class _Parser:
             if not name.isdigit():
                 self.fail(f"program @{name} is not named by a rank", "write @0", back=1)
             name, rank = module.name, int(name)
-        module.programs.append(self.ops_of(Program(name, rank=rank)))
+        self.programs.append(self.ops_of(Program(name, rank=rank)))
 
     def body(self, module: Module) -> None:
         name = self.read(_symbol_name, "the name of the body's function")

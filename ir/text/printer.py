@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields
 from operator import attrgetter
 from typing import Any
@@ -41,19 +41,27 @@ def format_module(module: Module, locations: bool = False) -> str:
         module: a module in any phase.
         locations: whether to write the user's line behind each op and function that has one.
     """
-    head = f"module {_symbol(module.name)} phase={module.phase} world={module.world} {{"
-    lines = [head]
+    declarations = f"{format_declarations(module, locations)}\n"
+    return "".join((declarations, *format_programs(module.programs, locations), "}\n"))
+
+
+def format_declarations(module: Module, locations: bool = False) -> str:
+    """The text of a module up to its programs, without the last line break."""
+    lines = [f"module {_symbol(module.name)} phase={module.phase} world={module.world} {{"]
     lines += [_INDENT + _mesh(mesh) for mesh in module.meshes.values()]
     lines += [_INDENT + _function(f, locations) for f in module.functions.values()]
     lines += [_INDENT + _vjp(vjp) for vjp in module.vjps.values()]
     for body in module.bodies.values():
         lines += _program(body, _OpPrinter(locations), _INDENT, "body")
     lines += [_INDENT + _channel(channel) for channel in module.channels.values()]
-    printer = _OpPrinter(locations)
-    for program in module.programs:
-        lines += _program(program, printer, _INDENT)
-    lines.append("}\n")
     return "\n".join(lines)
+
+
+def format_programs(programs: Iterable[Program], locations: bool = False) -> Iterator[str]:
+    """The text of each program, as it stands in the text of its module, with its line breaks."""
+    printer = _OpPrinter(locations)
+    for program in programs:
+        yield "\n".join(_program(program, printer, _INDENT)) + "\n"
 
 
 def format_program(program: Program, locations: bool = False) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..attributes import Stream
 from ..ops import Call, Communication, CopyStart, Free, Op, Return, Slice, Value, Wait
@@ -26,6 +26,20 @@ _SHOWN = 20
 """The most ranks that a message lists."""
 
 
+def verify_program(module: Module, program: Program) -> None:
+    """Check the declarations of a scheduled module, and one of its programs.
+
+    The rules between ranks are for `verify`: that messages have all their ends, for one.
+
+    Raises:
+        IRError: they break a rule.
+    """
+    problems = [*_declarations(module), *_ProgramChecker(module, program).check()]
+    problems += _actors(module, (program,))
+    if problems:
+        raise IRError(*problems)
+
+
 def verify(module: Module) -> None:
     """Check that a module keeps all rules of its phase.
 
@@ -40,7 +54,7 @@ def verify(module: Module) -> None:
     for checker in checkers:
         problems += checker.problems
     problems += check_bodies(module)
-    problems += _actors(module)
+    problems += _actors(module, module.programs)
     if not problems and has_futures(module.phase):
         problems += unmatched(module)
     if not problems and any(checker.laid_out for checker in checkers):
@@ -187,11 +201,11 @@ def _programs(module: Module) -> Iterator[Diagnostic]:
         )
 
 
-def _actors(module: Module) -> Iterator[Diagnostic]:
+def _actors(module: Module, programs: Sequence[Program]) -> Iterator[Diagnostic]:
     """The calls on actors that are not where the actor lives."""
     first: dict[str, tuple[object, Program, Op]] = {}
     placed = has_places(module.phase)
-    for program in module.programs:
+    for program in programs:
         homes: dict[str, Place] = {}
         for op in program.ops:
             if not isinstance(op, Call):
@@ -230,7 +244,7 @@ class _ProgramChecker:
         self._module = module
         self._program = program
         self._context = CheckContext(module, program)
-        self._is_body = program.name in module.bodies and program not in module.programs
+        self._is_body = module.bodies.get(program.name) is program
         self._placed = has_places(module.phase) and not self._is_body
         self._defined: dict[str, Value] = {}
         self._makers: dict[Value, Op] = {}

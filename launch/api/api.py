@@ -166,22 +166,22 @@ def load_plan(
 
     Args:
         lowered: the step, traced by this program.
-        file: of the plan, which rank 0 reads. Nothing in it is executed by reading it.
+        file: of the plan, of which each rank reads its own part. Nothing in it is executed.
         seed, timeout, check_inputs: as in `compile`.
 
     Raises:
         TypeError: `lowered` is no lowered step, or another argument is of another type.
-        OSError: rank 0 could not read the file.
+        OSError: a rank could not read the file.
         PlanFileError: it is no plan, or one of another step, of other ranks or devices; the message
-            says what differs. Or it was changed since its programs were proven, or `lowered` has
-            several signatures.
-        IRError: its programs have an error.
+            says what differs. Or it was changed since its programs were proven, or is not the same
+            on all ranks, or `lowered` has several signatures.
     """
     if not isinstance(lowered, Lowered):
         raise TypeError(
             f"cg.load_plan({lowered!r}, ...): give the step as it is lowered, step.lower(...)"
         )
-    plan = read_plan(file, lowered._world, len(lowered.traces))
+    driven = lowered._step.driver is not None
+    plan = read_plan(file, lowered._world, len(lowered.traces), driven)
     facts = PlanFacts(**plan.facts)
     options = CompileOptions(
         fuse=facts.fuse,

@@ -11,7 +11,7 @@ from typing import Literal
 from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
 from ...ir.pipeline.costs import Costs, Link
-from ...ir.text.plan_file import PlanFile
+from ...ir.text.stored_plan import StoredPlan
 from ...passes.manager.registry import Switches, parse_switches
 from ...passes.memory.memory_limit import MemoryLimit
 from ...passes.memory.offload import Offload
@@ -27,7 +27,7 @@ SAVED_TYPES = (None, "bf16")
 """The types in which forwards may save tensors; None: each in its own."""
 
 _MAY_DIFFER = frozenset({"dump", "timeout", "settings", "plan"})
-"""The fields that need not be equal on all ranks, or are, since rank 0 has read the plan."""
+"""The fields that need not be equal on all ranks, or are, since ranks have compared the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class CompileOptions:
     fsdp: Residency | None = None
     check_inputs: bool | int | None = None
     dispatch: Dispatch = "auto"
-    plan: PlanFile | None = None
+    plan: StoredPlan | None = None
     memory: str | int | Sequence[str | int] | None = None
     costs: Costs | None = None
     host_link: Link | None = None

@@ -234,8 +234,11 @@ class Programs:
         self._name = self.module.name
 
     def __repr__(self) -> str:
-        ops = sum(len(program.ops) for program in self.module.programs)
-        shape = f"{ops} ops on {self.module.world} ranks"
+        ranks = self.module.world
+        own = [rank for rank in range(ranks) if self._world.plays(rank)]
+        ops = sum(len(self.module.program_of(rank).ops) for rank in own)
+        where = f"{ranks} ranks" if len(own) == ranks else f"rank {own[0]} of {ranks}"
+        shape = f"{ops} ops on {where}"
         if len(self.variants) > 1:
             shape += f", the first of {len(self.variants)} signatures"
         driven = "" if self._driver is None else f", driven from rank {self._driver}"

@@ -123,9 +123,9 @@ def _called(module: Module, world: World) -> list[Function]:
     """The functions that programs of this process call."""
     names = dict.fromkeys(
         op.fn.name
-        for program in module.programs
-        if world.plays(program.rank or 0)
-        for op in program.ops
+        for rank in range(module.world)
+        if world.plays(rank)
+        for op in module.program_of(rank).ops
         if isinstance(op, Call)
     )
     return [module.functions[name] for name in names]

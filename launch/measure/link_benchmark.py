@@ -115,6 +115,6 @@ def _ping_pong(world: World, edge: tuple[int, int], nbytes: int) -> Module:
         ops.append(Call(ball, (value,), fn=Symbol(name)))
         ball = (value,)
     ops.append(Return(ball, at=Place.of(edge[_MESSAGES % 2])))
-    module.programs.append(Program("edge", [], ops))
+    module.programs = [Program("edge", [], ops)]
     PassManager(default_pipeline(fabrics=fabrics_of(world))).run(module)
     return module

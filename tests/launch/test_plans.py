@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import cg
+from cg.backends.failures.flight import FlightRecord, Position
 from cg.backends.virtual.world import VirtualWorld
+from cg.ir.ops import Recv
+from cg.ir.text.plan_file import PlanFile
+from cg.ir.text.stored_plan import StoredPlan
 from cg.launch.tools import opt
 from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
@@ -65,10 +69,17 @@ def test_ranks_of_mpi_run_a_plan_that_one_process_has_saved(
     text = saved.file.read_text()
     for rank, stage in enumerate(saved.training.stages):
         text = re.sub(rf"\b{stage.name}\b", f"stage{rank}", text)
-    file = reproven(text, tmp_path)
-    job = launch(2, "planned.py", str(file), warm=True)
+    file, changed = reproven(text, tmp_path), tmp_path / "changed.plan"
+    # In the program of rank 1, which rank 0 does not read.
+    before, program, after = file.read_text().partition("  program @1(")
+    changed.write_text(before + program + after.replace("slot = 0", "slot = 1", 1))
+    assert changed.read_text() != file.read_text()
+    job = launch(2, "planned.py", str(file), str(changed), warm=True)
     assert job.finish() == 0, job.output
-    assert job.output.count(f"losses={saved.losses}\n") == 2, job.output
+    for rank in range(2):
+        own = rf"ops on rank {rank} of 2> read \[{rank}\] losses={re.escape(str(saved.losses))}\n"
+        assert re.search(own, job.output), job.output
+        assert f"refused on rank {rank}: {changed} was changed since its programs" in job.output
 
 
 def test_another_step_is_refused_with_what_differs(saved: Saved) -> None:
@@ -139,6 +150,29 @@ def test_an_edited_plan_runs_once_it_is_proven(saved: Saved, tmp_path: Path) -> 
     assert moved in file.read_text()
     assert file.read_text() != saved.file.read_text()
     assert saved.load(file) == saved.losses
+
+
+def test_programs_with_an_error_are_refused_whoever_has_made_the_digests(
+    saved: Saved, tmp_path: Path
+) -> None:
+    text = re.sub(r"(recv\(\) {chan = \d+, .*?peer = )\d", r"\g<1>1", saved.file.read_text())
+    (tmp_path / "made.plan").write_text(str(PlanFile.of(text, "made.plan")))
+    with pytest.raises(cg.PlanFileError, match=r"has programs with an error; .*\n.*with peer 1"):
+        saved.load(tmp_path / "made.plan")
+
+
+def test_where_ranks_are_is_said_of_a_plan_whose_file_has_changed(
+    saved: Saved, tmp_path: Path
+) -> None:
+    file = tmp_path / "step.plan"
+    file.write_text(saved.file.read_text())
+    module = StoredPlan.open(file).module
+    waiting = next(i for i, op in enumerate(module.program_of(0).ops) if isinstance(op, Recv))
+    positions = [Position(0, 0, waiting, awaited=waiting), Position(1, 0, 0)]
+    file.write_text("somebody has written into it")
+    lines = FlightRecord(module, positions).describe().splitlines()
+    assert re.fullmatch(r"  rank 1 is at op 0 of its program, but .*was changed since.*", lines[1])
+    assert len(lines) == 2
 
 
 def test_a_file_that_is_not_there(saved: Saved) -> None:

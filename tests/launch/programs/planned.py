@@ -1,10 +1,12 @@
-"""Trains a few steps by a plan: `python planned.py FILE`."""
+"""Trains a few steps by a plan, or says why not: `python planned.py FILE CHANGED-FILE`."""
 
 import sys
 
 import torch
 
 import cg
+from cg.ir.ops.module import Program
+from cg.ir.text import stored_plan
 
 
 @cg.actor
@@ -63,7 +65,25 @@ class Training:
         return [float(compiled(*self.batch)) for _ in range(3)]
 
 
+def count_programs() -> list[int | None]:
+    """The ranks whose programs are read from now on."""
+    parse, ranks = stored_plan.parse_program, []
+
+    def counted(*args: object) -> Program:
+        program = parse(*args)
+        ranks.append(program.rank)
+        return program
+
+    stored_plan.parse_program = counted
+    return ranks
+
+
 if __name__ == "__main__":
-    training = Training()
+    training, read = Training(), count_programs()
     loaded = cg.load_plan(training.lower(), sys.argv[1])
-    print(f"losses={training.losses(loaded)}\n", end="")
+    losses = training.losses(loaded)
+    print(f"{loaded!r} read {read} losses={losses}\n", end="")
+    try:
+        cg.load_plan(training.lower(), sys.argv[2])
+    except cg.PlanFileError as error:
+        print(f"refused on rank {cg.rank()}: {error}\n", end="")
