@@ -34,7 +34,8 @@ LONGEST = 40
 
 CAPITAL = re.compile(r"(?<=[\w,`)]) ([A-Z][a-z]\w*)")
 NAMES = re.compile(
-    "Ascend|AutoConfig|Compiled|DeepSpeed|Graphs|Jupyter|Llama|Perfetto|Python|PyTorch|Ray|Slurm"
+    "Ascend|AutoConfig|Compiled|DeepSpeed|Graphs|Jupyter|Kubernetes|Llama|Perfetto|Python|PyTorch|Ray|"
+    "Slurm"
 )
 """Words of headings with a capital letter; one after a colon, a dot or a number has one, too."""
 
