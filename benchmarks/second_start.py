@@ -2,8 +2,9 @@
 
     python benchmarks/second_start.py --rounds 3 examples/train_gpt.py --steps 1 --sample 0
 
-The time is that from the beginning of the first trace to the end of the first execution, of the
-slowest rank, in seconds; beside it the processor time of all ranks. Imports do not count.
+Times are in seconds, from the beginning of the first trace on, without imports: by the clock to
+the end of the first execution, of the slowest rank; and of processor, of all ranks, to there and
+to where the step is bound. Between these two ranks compute.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ def measured(script: str, arguments: list[str]) -> None:
     from cg.launch.api import compiled, step_function
 
     lower, call = step_function.Step.lower, compiled.Compiled.__call__
+    bind = compiled.Compiled.__init__
+    bound: list[float] = []
     began: list[tuple[float, float]] = []
     took: list[list[float]] = []
 
@@ -37,22 +41,29 @@ def measured(script: str, arguments: list[str]) -> None:
         began.append((time.perf_counter(), time.process_time()))
         return lower(self, *args, **kwargs)
 
+    def timed_bind(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        bind(self, *args, **kwargs)
+        bound.append(time.process_time() - began[0][1])
+
     def timed_call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         result = call(self, *args, **kwargs)
         if not took:
             wall, processor = began[0]
-            took.append([time.perf_counter() - wall, time.process_time() - processor])
+            seconds = time.perf_counter() - wall
+            took.append([seconds, time.process_time() - processor, bound[0]])
         return result
 
     step_function.Step.lower = timed_lower  # type: ignore[method-assign]
     compiled.Compiled.__call__ = timed_call  # type: ignore[method-assign]
+    compiled.Compiled.__init__ = timed_bind  # type: ignore[method-assign]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
     times = cg.allgather(took[0])
     if cg.rank() == 0:
-        walls, processors = zip(*times, strict=True)
-        print(f"\nMEASURED {json.dumps([max(walls), sum(processors)])}", flush=True)
+        walls, processors, bounds = zip(*times, strict=True)
+        figures = [max(walls), sum(processors), sum(bounds)]
+        print(f"\nMEASURED {json.dumps(figures)}", flush=True)
 
 
 def run(ranks: int, command: list[str], cache: str, out: Path) -> list[float]:
@@ -88,13 +99,15 @@ def main() -> None:
                 used = "" if arm == "no cache" else cache
                 samples[arm].append(run(args.n, args.command, used, out))
     for arm, times in samples.items():
-        walls, processors = (list(column) for column in zip(*times, strict=True))
-        shown = " ".join(f"{wall:.2f}" for wall in walls)
-        also = " ".join(f"{processor:.2f}" for processor in processors)
-        print(
-            f"{arm:12} median {statistics.median(walls):6.2f} s ({shown}), "
-            f"processor {statistics.median(processors):6.2f} s ({also})"
-        )
+        columns = zip(("clock", "processor", "until bound"), zip(*times, strict=True), strict=True)
+        texts = (f"{name} {_shown(column)}" for name, column in columns)
+        print(f"{arm:12} {', '.join(texts)}")
+
+
+def _shown(seconds: Sequence[float]) -> str:
+    """The median, and all in brackets."""
+    listed = " ".join(f"{second:.2f}" for second in seconds)
+    return f"{statistics.median(seconds):.2f} s ({listed})"
 
 
 if __name__ == "__main__":

@@ -28,12 +28,18 @@ def is_random(op: object, args: Any, kwargs: Any) -> bool:
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded not in op.tags or op._schema.name.endswith("_backward"):
+    if not _may_draw(op):
         return False
     share = ("p",) if "dropout" in op._schema.name else ()
     rates = (argument_of(op, args, kwargs, name) for name in ("dropout_p", "dropout", *share))
     modes = (argument_of(op, args, kwargs, name) for name in ("train", "training"))
     return all(rate != 0.0 for rate in rates) and all(mode is not False for mode in modes)
+
+
+@functools.cache
+def _may_draw(op: torch._ops.OpOverload) -> bool:
+    tagged = torch.Tag.nondeterministic_seeded in op.tags
+    return tagged and not op._schema.name.endswith("_backward")
 
 
 def argument_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, name: str) -> Any:

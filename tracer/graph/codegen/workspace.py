@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -26,13 +27,14 @@ def workspace_of(piece: Subgraph) -> int:
     values = results(graph)
     outer = {memory_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     returned = {memory_of(node) for node in values[: len(piece.gives) + len(piece.rebinds)]}
-    last = _last_uses(graph)
+    memories = {node: _memories(node) for node in graph.nodes}
+    last = _last_uses(graph, memories)
     held: dict[int | None, int] = {}
     live = peak = done = 0
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        for key, size in () if node in added else _memories(node):
+        for key, size in () if node in added else memories[node]:
             if key not in outer and key not in held:
                 held[key] = size
                 live += size
@@ -44,21 +46,26 @@ def workspace_of(piece: Subgraph) -> int:
     return max(0, peak - done)
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, Sequence[int | None]]:
+Memories: TypeAlias = list[tuple[int, int]]
+"""The memory of each tensor of a node, and its bytes."""
+
+
+def _last_uses(
+    graph: fx.Graph, memories: Mapping[fx.Node, Memories]
+) -> dict[fx.Node, Sequence[int]]:
     """For each node the memory that no later one uses."""
-    seen: set[int | None] = set()
-    last: dict[fx.Node, Sequence[int | None]] = {}
+    seen: set[int] = set()
+    last: dict[fx.Node, Sequence[int]] = {}
     for node in reversed(graph.nodes):
         if node.op != "call_function":
             continue
-        used = dict.fromkeys(key for n in (node, *node.all_input_nodes) for key, _ in _memories(n))
+        used = dict.fromkeys(key for n in (node, *node.all_input_nodes) for key, _ in memories[n])
         last[node] = [key for key in used if key not in seen]
         seen.update(used)
     return last
 
 
-def _memories(node: fx.Node) -> list[tuple[int | None, int]]:
-    """The memory of each tensor of a node, and its bytes."""
+def _memories(node: fx.Node) -> Memories:
     tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
     keyed = [(storage_key(tensor), tensor) for tensor in tensors]
     return [(key, tensor.untyped_storage().nbytes()) for key, tensor in keyed if key is not None]

@@ -7,17 +7,14 @@ So the name `type` means something else in the user's modules while a method is 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...source import is_own_file
+from ...values.heap.variables import users_modules
 
 
 class _Type:
@@ -79,7 +76,7 @@ def real_kinds(kinds: Mapping[int, type], space: dict[str, Any]) -> Iterator[Non
         space: the globals of the traced function.
     """
     instead = _Type(kinds)
-    spaces = [names for names in (space, *_user_spaces()) if "type" not in names]
+    spaces = [names for names in (space, *map(vars, users_modules())) if "type" not in names]
     try:
         for names in spaces:
             names["type"] = instead
@@ -87,34 +84,3 @@ def real_kinds(kinds: Mapping[int, type], space: dict[str, Any]) -> Iterator[Non
     finally:
         for names in spaces:
             names.pop("type", None)
-
-
-class _UserSpaces:
-    """The globals of the user's modules, searched anew when modules have come or gone.
-
-    A process that has imported torch has thousands of modules. Looking up the file of each in every
-    trace takes a tenth of the time of tracing.
-    """
-
-    def __init__(self) -> None:
-        self._modules: list[ModuleType] = []
-        self._spaces: list[dict[str, Any]] = []
-
-    def __call__(self) -> list[dict[str, Any]]:
-        modules = list(sys.modules.values())
-        if len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
-            self._spaces = list(_spaces_of_the_user())
-            self._modules = modules
-        return self._spaces
-
-
-_user_spaces = _UserSpaces()
-
-
-def _spaces_of_the_user() -> Iterator[dict[str, Any]]:
-    for name, module in list(sys.modules.items()):
-        space = getattr(module, "__dict__", None)
-        file = space.get("__file__") if isinstance(space, dict) else None
-        own = isinstance(file, str) and is_own_file(file)
-        if isinstance(space, dict) and (own or name == "__main__"):
-            yield space

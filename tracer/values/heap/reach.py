@@ -11,7 +11,6 @@ import collections
 import enum
 import functools
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from .kinds import (
     slots_of,
 )
 from .snapshot import MISSING, ModuleNames, Snapshot, read_cell
-from .variables import closure_of, is_users, names_of
+from .variables import closure_of, is_users, names_of, users_modules
 
 NEAR = 3
 """How many containers deep `reach_near` looks."""
@@ -244,11 +243,8 @@ def reach_modules() -> Reach:
     reach = Reach()
     seen: set[int] = set()
     holds: dict[type, bool] = {}
-    for module in list(sys.modules.values()):
-        space = vars(module) if isinstance(module, ModuleType) else {}
-        file = space.get("__file__")
-        if file is None or not is_own_file(file):
-            continue
+    for module in users_modules():
+        space = vars(module)
         reach.containers.append((space, module.__name__))
         holders = []
         for name, value in list(space.items()):

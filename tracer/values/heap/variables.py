@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
+from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -106,4 +108,32 @@ def closure_of(function: Any) -> list[tuple[str, CellType]]:
 def is_users(module: ModuleType) -> bool:
     """True if a module is the user's own, and not of an installed package."""
     file = getattr(module, "__file__", None)
-    return file is not None and is_own_file(file)
+    return isinstance(file, str) and is_own_file(file)
+
+
+class _SearchedModules:
+    """The user's modules, searched anew when modules have come or gone.
+
+    A process that has imported torch has thousands of modules. Looking up the file of each in every
+    trace takes a tenth of the time of tracing.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[ModuleType] = []
+        self._users: list[ModuleType] = []
+
+    def __call__(self) -> list[ModuleType]:
+        """The modules that are the user's own, and that whose name is `__main__`."""
+        modules = list(sys.modules.items())
+        values = [module for _, module in modules]
+        if len(values) != len(self._all) or not all(map(is_, values, self._all)):
+            self._users = [
+                module
+                for name, module in modules
+                if isinstance(module, ModuleType) and (name == "__main__" or is_users(module))
+            ]
+            self._all = values
+        return self._users
+
+
+users_modules = _SearchedModules()
