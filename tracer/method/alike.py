@@ -8,7 +8,7 @@ matter only where they change the graph, and nobody has to list them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...ir.location import Location
 from ..error_translation import call_user, current_location
@@ -225,13 +225,18 @@ class _AlikeCall(Scene):
             if line is not None:
                 self._lines[entry.line] = line
 
+    def _run_kernel(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator of another library on fakes, though no other operator runs."""
+        with _disable_current_modes(), self.mode:
+            return function(*args, **kwargs)
+
     def _go_along(self, derivative: Wanted | None) -> list[Rebind]:
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(derivative is not None or torch.is_grad_enabled()):
             refusing = _NoOperators()
             with refusing:
                 log = self._joint.functions
-                rerun = Rerun(log.entries, log.number_of, see=self._see)
+                rerun = Rerun(log.entries, log.number_of, see=self._see, kernel=self._run_kernel)
                 calls = ModuleCalls(
                     self._blocks,
                     repeated_classes(self.call.state),

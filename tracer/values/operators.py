@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._library import simple_registry
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 
 class OperatorFunction(torch.autograd.Function):
@@ -90,3 +93,36 @@ def writes_in_secret(op: object, args: Any, kwargs: Any) -> bool:
         and not op._schema.is_mutable
         and any(value is not None for value in written_values(op, args, kwargs))
     )
+
+
+_DECOMPOSING = (
+    *("CompositeImplicitAutograd", "ADInplaceOrView", "Functionalize", "Autograd"),
+    *("AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1", "AutogradMeta", "AutogradOther"),
+    *("AutocastCPU", "AutocastCUDA"),
+)
+"""Keys whose kernels run other operators in the place of one, or something before it."""
+
+
+def plain_operator(function: object) -> torch._ops.OpOverload | None:
+    """The operator of another library that a function is, if a graph has its calls as they are.
+
+    It has one overload and no derivative, writes to nothing, gives no view, draws nothing, and
+    nothing decomposes it. So a call adds one node, whose type its fake kernel gives.
+    """
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        overload, *others = function.overloads()  # type: ignore[no-untyped-call]
+        function = None if others else getattr(function, overload)
+    if not isinstance(function, torch._ops.OpOverload) or function.py_kernels:
+        return None
+    schema = function._schema
+    aliases = [a.alias_info for a in (*schema.arguments, *schema.returns)]
+    if any(alias is not None for alias in aliases) or _may_draw(function):
+        return None
+    name = function.name()  # type: ignore[no-untyped-call]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if any(has_kernel(name, key) for key in _DECOMPOSING):
+        return None
+    rules = simple_registry.singleton.find(name).torch_dispatch_rules
+    if any(map(rules.find, (FakeTensorMode, ProxyTorchDispatchMode))):
+        return None
+    return function

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....ir.location import Location
 from ...torch_settings import settings_now
-from ...values.operators import OperatorFunction
+from ...values.operators import OperatorFunction, plain_operator
 
 Form: TypeAlias = tuple[Any, ...]
 """The key of arguments: equal arguments have equal keys. A tensor is its number in the log."""
@@ -119,6 +119,8 @@ class FunctionLog:
         try:
             arguments = self.form_of_call(function, args, kwargs)
             settings = torch_settings(self._depth)
+            if is_of_library(function) and _is_differentiated(args, kwargs):
+                raise Unlike  # what torch records for it depends on more than the operator
         except Unlike:
             self.complete = False
             return function(*args, **kwargs)
@@ -274,6 +276,8 @@ class Rerun:
         number_of: gives the numbers of tensors.
         result_of: gives what the call gets for a logged result.
         see: is called for each entry that the call has come to, while its line runs.
+        kernel: runs an operator of another library on fakes; its result has to be of the logged
+            types. None: it is not asked.
     """
 
     def __init__(
@@ -282,7 +286,9 @@ class Rerun:
         number_of: Numbers,
         result_of: Callable[[Any], Any] = lambda result: result,
         see: Callable[[LogEntry], None] = lambda entry: None,
+        kernel: Callable[..., Any] | None = None,
     ) -> None:
+        self._kernel = kernel
         self._next: Iterator[LogEntry] = iter(entries)
         self._number_of = number_of
         self._result_of = result_of
@@ -312,6 +318,10 @@ class Rerun:
         self._see(entry)
         if function in _SETTERS:
             return function(*args, **kwargs)
+        if self._kernel is not None and is_of_library(function):
+            types = _types(self._kernel(function, args, kwargs))
+            if types != _types(entry.result):
+                raise self.failure()
         result = self._result_of(entry.result)
         return list(result) if type(result) is list else result
 
@@ -328,6 +338,16 @@ class Rerun:
         """The exception to raise for a difference; every later function raises it, too."""
         self._failed = True
         return Unlike()
+
+
+def _types(result: Any) -> list[tuple[Any, ...]]:
+    """The types of the tensors of a result, in order, with what else a graph knows of them."""
+    return [
+        (value.dtype, value.shape, value.stride(), value.device, value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else (type(value), value)
+        for value in pytree.tree_leaves(result)
+    ]
 
 
 class OfGraph:
@@ -348,15 +368,27 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 def _is_of_torch(function: Any) -> bool:
     """True if a function is one of torch's own, which depends on its arguments and settings alone.
 
-    Functions of users can come through torch's modes as well.
+    Functions of users can come through torch's modes as well. cg's own operators are like torch's.
+    An operator of another library is known by its node, and `Rerun` asks its kernel for the type.
     """
     if isinstance(function, OfGraph):
         return True
     if isinstance(function, FunctionType):
         return str(function.__module__).partition(".")[0] == "torch"
     if isinstance(function, _OPERATORS):
-        return str(function).partition(".")[0] in ("aten", "prims")
+        return not is_of_library(function) or plain_operator(function) is not None
     return callable(function) and type(function).__module__ == "builtins"
+
+
+def is_of_library(function: Any) -> bool:
+    """True if a function is an operator that is neither torch's nor cg's."""
+    names = str(function).partition(".")[0]
+    return isinstance(function, _OPERATORS) and names not in ("aten", "prims", "cg")
+
+
+def _is_differentiated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    leaves = pytree.tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _has_python_backward(tensors: Iterable[torch.Tensor]) -> bool:

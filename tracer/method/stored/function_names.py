@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...values.operators import plain_operator
 from ..reuse.saving_functions import SavingMark
 from .plain_text import Damaged, NotStorable
 
@@ -46,6 +47,10 @@ def name_of(function: Any) -> str:
     """
     if isinstance(function, torch._ops.OpOverload):
         return operator_name(function)
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        operator = plain_operator(function)
+        if operator is not None:
+            return f"{_PACKET}{operator_name(operator)}"
     if isinstance(function, SavingMark):
         return f"{_MARK}{function.mark}"
     held = getattr(function, "__self__", None)
@@ -62,15 +67,21 @@ def name_of(function: Any) -> str:
     return name
 
 
-@functools.lru_cache(maxsize=4096)
 def function_named(name: str) -> Any:
     """The torch function with a name.
 
     Raises:
         Damaged: there is none.
     """
+    if name.startswith(_PACKET):
+        return operator_named(name.removeprefix(_PACKET)).overloadpacket
     if name.startswith(_OPERATOR):
         return operator_named(name)
+    return _plain_function(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_function(name: str) -> Any:
     if name.startswith(_MARK):
         return SavingMark(name.removeprefix(_MARK))
     function = _object_named(name)
@@ -80,40 +91,63 @@ def function_named(name: str) -> Any:
 
 
 _OPERATOR = "torch.ops."
+_PACKET = "packet "
 _NAMESPACES = ("aten", "prims", "cg")
-"""Namespaces of operators that a text may name: torch's and cg's own."""
+"""Namespaces of torch's operators and cg's own, whose versions say all about them."""
 
 
 def operator_name(operator: torch._ops.OpOverload) -> str:
-    """The name of an operator.
+    """The name of an operator; one of another library has its schema behind it.
 
     Raises:
-        NotStorable: it is neither of torch nor of cg.
+        NotStorable: it is of another library, and graphs do not have its calls as they are.
     """
     name = f"{_OPERATOR}{operator}"
-    if operator.namespace not in _NAMESPACES or operator_named(name) is not operator:
-        raise NotStorable(f"the operator {operator} is not of torch")
+    if operator.namespace not in _NAMESPACES:
+        if plain_operator(operator) is None:
+            raise NotStorable(
+                f"the operator {operator} is not of torch, and may be more than a node"
+            )
+        name = f"{name} {operator._schema}"
+    if operator_named(name) is not operator:
+        raise NotStorable(f"the operator {operator} cannot be found by its name")
     return name
 
 
-@functools.lru_cache(maxsize=4096)
 def operator_named(name: str) -> torch._ops.OpOverload:
     """The operator with a name.
 
     Raises:
-        Damaged: there is none, or it is neither of torch nor of cg.
+        Damaged: there is none; or it is of another library, and has become another.
     """
-    parts = name.removeprefix(_OPERATOR).split(".")
-    if len(parts) != 3 or parts[0] not in _NAMESPACES or not all(p.isidentifier() for p in parts):
-        raise Damaged(f"an operator {name[:80]}")
-    try:
-        packet = getattr(getattr(torch.ops, parts[0]), parts[1])
-        overload = getattr(packet, parts[2])
-    except AttributeError:
-        raise Damaged(f"there is no operator {name[:80]}") from None
-    if not isinstance(overload, torch._ops.OpOverload):
-        raise Damaged(f"{name[:80]} is no operator")
+    path, _, schema = name.removeprefix(_OPERATOR).partition(" ")
+    if path.startswith(tuple(f"{space}." for space in _NAMESPACES)):
+        return _known_operator(path)
+    overload = _operator_at(path)  # which may be another each time
+    if plain_operator(overload) is None or str(overload._schema) != schema:
+        raise Damaged(f"the operator {path} is another now")
     return overload
+
+
+def _operator_at(path: str) -> torch._ops.OpOverload:
+    """The operator with a namespace, a name and an overload.
+
+    Raises:
+        Damaged: there is none.
+    """
+    parts = path.split(".")
+    if len(parts) != 3 or not all(part.isidentifier() for part in parts):
+        raise Damaged(f"an operator {path[:80]}")
+    try:
+        overload = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+    except AttributeError:
+        raise Damaged(f"there is no operator {path[:80]}") from None
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise Damaged(f"{path[:80]} is no operator")
+    return overload
+
+
+_known_operator = functools.lru_cache(maxsize=4096)(_operator_at)
 
 
 def _searched(function: Any) -> str:
