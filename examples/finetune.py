@@ -131,10 +131,11 @@ class Stage(nn.Module):
         self.balance.correct(self.part, figures.get("counts"))
 
 
-TOKENS = (
-    "forward(moving)|forward(ids)|logits(moving)|logits(ids)|loss(moving)|loss(ids)|loss(labels)"
-)
+TOKENS = "forward(ids)|logits(ids)|loss(ids)|loss(labels)"
 """Arguments that are cut along the batch, and along the tokens of a window."""
+
+MOVING = "forward(moving)|logits(moving)|loss(moving)"
+"""What a stage takes of the one before, cut so, and with --sequence-parallel along --tp, too."""
 
 ROWS = "logits(at)|forward(positions)|loss(positions)"
 """Arguments that are cut along the batch alone. Masks need the positions of all tokens."""
@@ -194,10 +195,14 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
     lent = "forward(lent)|logits(lent)|loss(lent)"
     rows, copies = cg.cut(0, "dp", "ep"), cg.cut(0, "dp", "ep", "cp")
     tokens = rows & cg.cut(1, "cp", order=args.cp_order) if args.cp > 1 else rows
-    shardings = {TOKENS: tokens, ROWS: rows, "lend(rows)": copies, lent: cg.whole}
+    order = args.cp_order if args.cp > 1 else "rows"
+    moving = tokens & cg.cut(1, "tp", order=order) if args.sequence_parallel else tokens
+    shardings = {TOKENS: tokens, MOVING: moving, ROWS: rows, "lend(rows)": copies, lent: cg.whole}
     plan = cg.plan(shardings, attention=args.cp_form)
     if args.tp > 1 or args.ep > 1:
-        plan = plan | cg.plans.hf(model.whole, batch=None, experts="ep" if args.ep > 1 else None)
+        experts = "ep" if args.ep > 1 else None
+        sequence = "tp" if args.sequence_parallel else None
+        plan = plan | cg.plans.hf(model.whole, batch=None, experts=experts, sequence=sequence)
     store = copies if args.fsdp else cg.whole
     store = (store, args.store) if args.store else store
     layers = float8_layers(model.whole, args.float8)

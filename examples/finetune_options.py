@@ -45,6 +45,11 @@ def parse(description: str) -> argparse.Namespace:
     )
     add("--tp", type=int, default=1, help="ranks of a group that share weights")
     add(
+        "--sequence-parallel",
+        action="store_true",
+        help="with --tp: between layers whose weights they share, each has tokens of its own",
+    )
+    add(
         "--fsdp",
         choices=("auto", "step", "task"),
         help="weights in pieces along --dp, --ep and --cp; gathered ones stay for a step or a task",
@@ -120,8 +125,8 @@ def parse(description: str) -> argparse.Namespace:
         )
     if args.length < args.cp:
         parser.error(f"--length {args.length}: give each rank of --cp {args.cp} a token or more")
-    if args.cp > 1 and args.ep > 1:
-        parser.error("--cp with --ep: experts take windows whole; use --dp, --tp or --pp with --cp")
+    if args.sequence_parallel and args.tp == 1:
+        parser.error("--sequence-parallel cuts tokens along --tp: give --tp above 1")
     if args.cp > 1 and args.attention == "eager":
         parser.error("--cp with --attention eager: sdpa alone works on tokens that ranks share")
     if args.lora and args.tp > 1:

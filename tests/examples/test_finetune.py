@@ -172,6 +172,8 @@ def test_each_label_counts_once(
         pytest.param(3, "--pp 1 --cp 3", marks=SLOW),
         pytest.param(2, "--pp 1 --cp 2 --fsdp step", marks=SLOW),
         pytest.param(4, "--pp 1 --cp 2 --tp 2", marks=SLOW),
+        (4, "--pp 1 --cp 2 --tp 2 --sequence-parallel --cp-order zigzag"),
+        pytest.param(8, "--pp 2 --dp 2 --tp 2 --sequence-parallel --schedule zb-h1", marks=SLOW),
         (4, "--pp 2 --cp 2 --cp-form ring --cp-order zigzag --schedule zb-h1"),
         pytest.param(4, "--pp 2 --cp 2 --schedule zb-h1", marks=SLOW),
     ],
@@ -703,7 +705,7 @@ def test_options_that_do_not_fit(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--cp 2 --ep 2", "--cp with --ep: experts take windows whole"),
+        ("--cp 4 --sequence-parallel", "cuts tokens along --tp: give --tp above 1"),
         ("--cp 4 --attention eager", "--cp with --attention eager: sdpa alone works on tokens"),
         ("--cp 4 --length 3", "--length 3: give each rank of --cp 4 a token or more"),
     ],

@@ -187,6 +187,12 @@ BALANCED = {
         1.0,
         (0.3, 0.05, 0.0),
     ),
+    "a cut sequence": (
+        "Qwen3Moe",
+        "--dp 1 --ep 2 --cp 2 --pp 1 --capacity 0.8 --z-loss 0.05",
+        0.8,
+        (0.3, 0.05, 0.0),
+    ),
 }
 """For each the family, options, and for the reference the capacity, and its `train`'s numbers."""
 

@@ -126,6 +126,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
                 *(joint, group.place, layouts, group.inputs),
                 pins=pins,
                 attention=None if actor is None else actor.plan.attention,
+                sequence=() if actor is None else actor.plan.sequence,
             )
             return SectionCutter(joint, propagation, self._ranks, layers)
         except LayoutError as error:

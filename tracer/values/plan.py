@@ -142,7 +142,11 @@ def _both(first: Cut, second: Cut, sizes: Mapping[str, int], tensor_name: str, d
     return replace(first or second, axes=axes) if axes else WHOLE
 
 
-def plan(shardings: Mapping[str, Sharding], attention: AttentionForm | None = None) -> ShardingPlan:
+def plan(
+    shardings: Mapping[str, Sharding],
+    attention: AttentionForm | None = None,
+    sequence: str | Iterable[str] = (),
+) -> ShardingPlan:
     """Make a sharding plan: which tensors and arguments of an actor on a mesh are cut, and how.
 
     Args:
@@ -153,12 +157,16 @@ def plan(shardings: Mapping[str, Sharding], attention: AttentionForm | None = No
         attention: the form of attention whose sequence is cut: "gather" of keys and values, "heads"
             for rows, or "ring", in which keys and values travel while others are computed with.
             None: for each op the one that is expected to be the fastest.
+        sequence: axes that cut weights, and that are to cut tokens between the layers of these
+            weights, too (sequence parallelism). Sums that a product with a weight leaves over them
+            are reduced to tokens, and tokens are gathered where a weight's outputs are cut.
 
     Raises:
         TypeError: a value is no sharding.
         ValueError: there is no such form of attention.
     """
-    return ShardingPlan.of(shardings, attention=attention)
+    axes = (sequence,) if isinstance(sequence, str) else tuple(sequence)
+    return ShardingPlan.of(shardings, attention=attention, sequence=axes)
 
 
 whole = Sharding()
@@ -240,7 +248,8 @@ class ShardingPlan:
 
     A pattern is the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as
     in file names, or an argument of a method (`forward(x)`), or several of these with `|` between.
-    `attention` is the form of attention whose sequence is cut; None: the fastest.
+    `attention` is the form of attention whose sequence is cut; None: the fastest. Axes of
+    `sequence` cut tokens between the layers whose weights they cut.
     """
 
     items: tuple[tuple[str, Sharding], ...] = ()
@@ -249,6 +258,7 @@ class ShardingPlan:
     notes: tuple[str, ...] = field(default=(), repr=False)
     float8: tuple[Float8Layers, ...] = ()
     attention: AttentionForm | None = None
+    sequence: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -256,6 +266,7 @@ class ShardingPlan:
         optional: str | None = None,
         notes: tuple[str, ...] = (),
         attention: AttentionForm | None = None,
+        sequence: tuple[str, ...] = (),
     ) -> ShardingPlan:
         """Make a plan.
 
@@ -264,7 +275,7 @@ class ShardingPlan:
             optional: the model whose plan this is. An actor may have a part of the model, so some
                 patterns may match nothing, but not all of them.
             notes: what stays whole, and why.
-            attention: as `plan` takes it.
+            attention, sequence: as `plan` takes them.
 
         Raises:
             TypeError: a value is no sharding.
@@ -286,7 +297,9 @@ class ShardingPlan:
             for alternative in pattern.split("|")
         )
         optional_plans = () if optional is None else ((optional, frozenset(shardings)),)
-        return ShardingPlan(items, alternatives, optional_plans, notes, attention=attention)
+        return ShardingPlan(
+            *(items, alternatives, optional_plans, notes), attention=attention, sequence=sequence
+        )
 
     def __or__(self, other: ShardingPlan) -> ShardingPlan:
         """Both; where both name a tensor or an argument, this one counts."""
@@ -297,12 +310,15 @@ class ShardingPlan:
             self.notes + other.notes,
             self.float8 + other.float8,
             self.attention or other.attention,
+            self.sequence or other.sequence,
         )
 
     def __str__(self) -> str:
         """Python that makes the plan, with its notes as comments."""
         lines = [f"    {_quoted(pattern)}: {sharding}," for pattern, sharding in self.items]
         form = "" if self.attention is None else f", attention={_quoted(self.attention)}"
+        if self.sequence:
+            form += f", sequence=[{', '.join(map(_quoted, self.sequence))}]"
         float8 = [f"| {layers}" for layers in self.float8]
         notes = (f"# {note}" for note in self.notes)
         return "\n".join(["cg.plan({", *lines, f"}}{form})", *float8, *notes])

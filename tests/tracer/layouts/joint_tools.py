@@ -66,6 +66,7 @@ def compare(
     tolerance: float,
     allowed: frozenset[Change] = DEFAULT,
     attention: str | None = None,
+    sequence: Sequence[str] = (),
 ) -> Run:
     """Forward and backward on all ranks equal eager: results, gradients of inputs and state."""
     wanted = tuple(i for i, value in enumerate(args) if value.is_floating_point())
@@ -75,6 +76,7 @@ def compare(
         *(joint, place, state, [layout(text) for text in given]),
         allowed=allowed,
         attention=attention,
+        sequence=sequence,
     )
     cut = partition(propagation)
     sources = [value.detach().clone().requires_grad_(i in wanted) for i, value in enumerate(args)]

@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import cg
 from cg.ir.layout import Cut
 from cg.tracer.graph.autodiff.recomputation import Recompute
-from cg.tracer.graph.layouts.attention_blocks import block_products
-from cg.tracer.graph.layouts.attention_forms import Sizes, best, estimates
-from cg.tracer.graph.layouts.attention_ring import BACKWARDS, FORWARDS
+from cg.tracer.graph.layouts.attention.attention_blocks import block_products
+from cg.tracer.graph.layouts.attention.attention_forms import Sizes, best, estimates
+from cg.tracer.graph.layouts.attention.attention_ring import BACKWARDS, FORWARDS
 from cg.tracer.graph.layouts.propagation.partition import Partition, partition
 from cg.tracer.graph.layouts.propagation.propagate import propagate
 from cg.tracer.graph.layouts.propagation.sections import SectionCutter

@@ -94,7 +94,7 @@ def hf(
     axis: str | tuple[str, str] = "tp",
     batch: str | None = "dp",
     experts: str | None = None,
-    sequence: str | None = None,
+    sequence: str | tuple[str, ...] | None = None,
     attention: AttentionForm | None = None,
 ) -> ShardingPlan:
     """Make a plan for a model of transformers from the tensor parallel plan that it brings.
@@ -120,7 +120,9 @@ def hf(
             None: each rank has all experts.
         sequence: the axis that cuts the tokens of `input_ids` and `inputs_embeds`, and with them
             all that the model computes of them. Masks, positions and labels stay whole along it:
-            each rank has them, and needs what is beyond its own tokens. None: no axis.
+            each rank has them, and needs what is beyond its own tokens. An axis that cuts weights
+            cuts tokens between their layers (sequence parallelism): there it leaves `input_ids`
+            whole. Several axes, the major one first: those of weights last. None: no axis.
         attention: as `cg.plan` takes it.
 
     Returns:
@@ -148,7 +150,7 @@ def hf(
     shardings = of_quantized(shardings, quantized, partial(_generic, model))
     notes = [f"{_within_base(model, key)}: each rank has all experts" for key in modules]
     stay = tuple(notes) if experts is None else ()
-    arguments = _ArgumentCuts(batch, experts, sequence)
+    arguments = _ArgumentCuts.of(batch, experts, sequence, axes)
     return _plan(model, shardings, arguments, stay, attention)
 
 
@@ -157,7 +159,7 @@ def derived(
     axis: str | tuple[str, str] = "tp",
     batch: str | None = "dp",
     experts: str | None = None,
-    sequence: str | None = None,
+    sequence: str | tuple[str, ...] | None = None,
     attention: AttentionForm | None = None,
     *,
     example: Mapping[str, Any] | None = None,
@@ -197,7 +199,8 @@ def derived(
     own = {_within_base(model, path): sharding for path, sharding in shardings.items()}
     own = of_quantized(own, quantized, partial(_generic, model))
     notes = tuple(f"whole: {reason}" for reason in reasons)
-    return _plan(model, own, _ArgumentCuts(batch, experts, sequence), notes, attention)
+    arguments = _ArgumentCuts.of(batch, experts, sequence, axes)
+    return _plan(model, own, arguments, notes, attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +209,41 @@ class _ArgumentCuts:
 
     Attributes:
         batch, experts: those that cut rows.
-        sequence: the one that cuts tokens.
+        tokens: those that cut tokens, and no weights.
+        between: those that cut tokens between the layers whose weights they cut.
     """
 
     batch: str | None
     experts: str | None
-    sequence: str | None
+    tokens: tuple[str, ...]
+    between: tuple[str, ...]
 
-    def of(self, name: str) -> Sharding:
+    @staticmethod
+    def of(
+        batch: str | None,
+        experts: str | None,
+        sequence: str | tuple[str, ...] | None,
+        axes: tuple[str, ...],
+    ) -> _ArgumentCuts:
+        """The axes of a plan whose weights are cut along `axes`; the others are as `hf` takes them.
+
+        Raises:
+            ValueError: an axis that cuts weights stands in front of one that does not.
+        """
+        names = (sequence,) if isinstance(sequence, str) else tuple(sequence or ())
+        tokens = tuple(axis for axis in names if axis not in axes)
+        between = tuple(axis for axis in names if axis in axes)
+        if names != (*tokens, *between):
+            order = ", ".join(f"'{axis}'" for axis in (*tokens, *between))
+            raise ValueError(f"axes of sequence= that cut weights stand last: give ({order})")
+        return _ArgumentCuts(batch, experts, tokens, between)
+
+    def sharding(self, name: str) -> Sharding:
         """The cuts of an argument."""
         rows = [axis for axis in (self.batch, self.experts) if axis is not None]
         sharding = cut(0, *rows) if rows else whole
-        if self.sequence is not None and name in _TOKENS:
-            sharding = sharding & cut(1, self.sequence)
-        return sharding
+        axes = self.tokens if name == "input_ids" else (*self.tokens, *self.between)
+        return sharding & cut(1, *axes) if axes and name in _TOKENS else sharding
 
 
 def _plan(
@@ -233,10 +257,12 @@ def _plan(
     if arguments.experts is not None:
         shardings = {**shardings, **_of_experts(model, arguments.experts)}
     patterns = {f"*{path}": sharding for path, sharding in shardings.items()}
-    cuts = {f"forward({name})": arguments.of(name) for name in _ROWS}
+    cuts = {f"forward({name})": arguments.sharding(name) for name in _ROWS}
     patterns |= {key: sharding for key, sharding in cuts.items() if sharding != whole}
     name = type(model).__name__
-    return ShardingPlan.of(patterns, optional=name, notes=notes, attention=attention)
+    return ShardingPlan.of(
+        patterns, optional=name, notes=notes, attention=attention, sequence=arguments.between
+    )
 
 
 def _of_experts(model: nn.Module, axis: str) -> dict[str, Sharding]:

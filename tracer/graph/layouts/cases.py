@@ -80,6 +80,8 @@ class Operand:
         dtype: the type of its elements.
         layout: its layout.
         routing: the ranks that have its rows, if it is a sum over them.
+        is_weight: whether it follows from weights alone.
+        is_gradient: whether it follows from a cotangent.
     """
 
     node: fx.Node
@@ -87,6 +89,8 @@ class Operand:
     dtype: torch.dtype
     layout: Layout
     routing: Routing | None = None
+    is_weight: bool = False
+    is_gradient: bool = False
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -112,6 +116,8 @@ class Case:
         loc: the user's line.
         stays_a_sum: whether the result is a term of gradients alone, which may be summands.
         attention: the form of attention that the plan asks for; None: the best one.
+        sequence: axes that cut tokens between layers whose weights they cut.
+        end: the cuts in which the result ends if it is a gradient of state; None: it is none.
     """
 
     target: torch._ops.OpOverload
@@ -123,6 +129,8 @@ class Case:
     loc: Location | None = None
     stays_a_sum: bool = False
     attention: str | None = None
+    sequence: frozenset[str] = frozenset()
+    end: tuple[Cut, ...] | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -210,6 +218,7 @@ class Answer:
         is_late: whether the op begins behind the start of all exchanges that could begin with it,
             so that they go on while it computes. Its `dispatched` operands then also travel on
             behind the part ahead of it, and not before.
+        passing: operands that are gathered for this op; a backward that takes them gathers again.
         why: the reason for it in words, if there were others.
     """
 
@@ -224,6 +233,7 @@ class Answer:
     routing: Routing | None = None
     summed: ExpertRows | None = None
     is_late: bool = False
+    passing: frozenset[int] = frozenset()
     why: str = ""
 
 

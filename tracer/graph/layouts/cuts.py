@@ -54,6 +54,12 @@ def is_packed(cut: Cut) -> bool:
     return cut.blocks > 1 or isinstance(cut, CutProduct)
 
 
+def factor_sizes(size: int, *cuts: Cut) -> tuple[int, ...]:
+    """The sizes of the factors that one of some cuts of a dimension is a product of."""
+    products = [cut for cut in cuts if isinstance(cut, CutProduct)]
+    return tuple(length for length, _ in products[0].parts) if products else (size,)
+
+
 def is_interval(cut: Cut) -> bool:
     """True if each piece is one run of indices."""
     return not is_packed(cut) and not cut.zigzag
@@ -74,6 +80,15 @@ def _chunks(cut: Cut, axes: Mapping[str, int]) -> int:
     return count(cut, axes) * (2 if cut.zigzag else 1)
 
 
+def refines(cut: Cut, coarser: Cut) -> bool:
+    """True if a cut has the pieces of a coarser one, cut along further axes."""
+    if isinstance(cut, CutProduct) or isinstance(coarser, CutProduct) or not coarser:
+        return False
+    return cut.axes[: len(coarser.axes)] == coarser.axes and coarser == replace(
+        cut, axes=coarser.axes
+    )
+
+
 def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
     """The same cut of a dimension of `size`, in a form in which equal cuts are equal."""
     if not cut or isinstance(cut, CutProduct):
@@ -82,19 +97,45 @@ def canonical(cut: Cut, size: int, axes: Mapping[str, int]) -> Cut:
     return replace(cut, unit=1) if units % _chunks(cut, axes) == 0 else cut
 
 
-def without(cut: Cut, axes: Collection[str]) -> Cut:
-    """The coarser cut along the other axes; a product of cuts becomes whole."""
-    if isinstance(cut, CutProduct):
-        return WHOLE
+def without(cut: Cut, size: int, axes: Collection[str], sizes: Mapping[str, int]) -> Cut:
+    """The coarser cut of a dimension of `size` along the other axes.
+
+    Args:
+        cut: the cut.
+        size: the size of the dimension.
+        axes: those that no longer cut.
+        sizes: the sizes of the mesh's axes.
+    """
+    parts = cut.parts if isinstance(cut, CutProduct) else _parts_by_axes(cut, size, axes, sizes)
+    if parts:
+        coarser = [without(part, length, axes, sizes) for length, part in parts]
+        return join(coarser, [length for length, _ in parts], sizes)
     kept = tuple(axis for axis in cut.axes if axis not in axes)
     if len(kept) == len(cut.axes):
         return cut
     return replace(cut, axes=kept, shift=0) if kept else WHOLE
 
 
-def without_axes(layout: Layout, axes: Collection[str]) -> Layout:
-    """The coarser layout along the other axes; summands stay."""
-    return replace(layout, cuts=tuple(without(cut, axes) for cut in layout.cuts))
+def _parts_by_axes(
+    cut: Cut, size: int, axes: Collection[str], sizes: Mapping[str, int]
+) -> tuple[tuple[int, Cut], ...]:
+    """Two factors of a cut dimension, if minor axes stay: the major one has pieces of 1."""
+    dropped = [number for number, axis in enumerate(cut.axes, 1) if axis in axes]
+    if not dropped or dropped[-1] == len(cut.axes) or cut.zigzag or cut.shift:
+        return ()
+    first = Cut(cut.axes[: dropped[-1]], cut.blocks)
+    major = count(first, sizes) * cut.blocks
+    if not size or size % major:
+        return ()
+    return ((major, first), (size // major, Cut(cut.axes[dropped[-1] :], 1, cut.unit)))
+
+
+def without_axes(
+    layout: Layout, shape: Sequence[int], axes: Collection[str], sizes: Mapping[str, int]
+) -> Layout:
+    """The coarser layout of a tensor of `shape` along the other axes; summands stay."""
+    pairs = zip(layout.cuts, shape, strict=True)
+    return replace(layout, cuts=tuple(without(cut, size, axes, sizes) for cut, size in pairs))
 
 
 def spread(cut: Cut, sizes: Sequence[int], axes: Mapping[str, int]) -> tuple[Cut, ...] | None:

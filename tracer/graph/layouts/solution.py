@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from ....ir.attributes import ReduceOp
 from ....ir.layout import WHOLE, Cut, Layout
 from .cases import Answer, Case, Local, Operand
-from .cuts import canonical, count, join, spread, without
+from .cuts import canonical, count, join, refines, spread, without
 from .factors import Dims, Factor, Factors
 from .routes import Routes
+from .tokens import gathered_factor
 
 
 def solve(
@@ -20,6 +21,7 @@ def solve(
     sizes: Mapping[str, int] | None = None,
     local: Local | None = None,
     free: Mapping[int, Factor] | None = None,
+    tokens: Factor | None = None,
 ) -> Answer:
     """Lay an op out by its factors.
 
@@ -31,11 +33,12 @@ def solve(
         factors: its dimensions.
         sizes, local: as in `Answer`.
         free: dimensions of the first result that could be cut at no cost, with their factors.
+        tokens: the factor of tokens that the op needs of all ranks; None: see `gathered_factor`.
 
     Returns:
         The layouts in which the op takes its operands and gives its results.
     """
-    solution = _Solution(case, factors)
+    solution = _Solution(case, factors, tokens)
     if case.asked is not None:
         solution.ask(case.asked, free or {})
     return solution.answer(sizes or {}, local, frozenset(free or {}))
@@ -47,7 +50,7 @@ class _Solution:
     Experts that are cut have the first claim: rows go to them, and not their weights to the rows.
     """
 
-    def __init__(self, case: Case, factors: Factors) -> None:
+    def __init__(self, case: Case, factors: Factors, tokens: Factor | None) -> None:
         self.case = case
         self.factors = factors
         self.keep = dict(factors.keep)
@@ -57,6 +60,8 @@ class _Solution:
         self._asked: dict[Factor, Cut] = {}
         self._dispatched: set[int] = set()
         self._routes = Routes.of(case, factors)
+        self._tokens = gathered_factor(case, factors) if tokens is None else tokens
+        self._again: set[int] = set()
 
     def ask(self, cuts: tuple[Cut, ...], free: Mapping[int, Factor]) -> None:
         self._asked = {free[dim]: cut for dim, cut in enumerate(cuts) if cut and dim in free}
@@ -85,6 +90,7 @@ class _Solution:
             dispatched=dispatched,
             routing=routing,
             summed=self._routes.summed(result_layouts),
+            passing=frozenset(self._again),
         )
 
     def _claim(self) -> None:
@@ -131,17 +137,24 @@ class _Solution:
         held, sizes = self.cuts.get(factor), self.case.sizes
         if held == cut:
             return
-        if self._routes.axes.intersection(cut.axes):
+        yields = self._routes.axes.intersection(cut.axes)
+        if factor == self._tokens and (tokens := self.case.sequence.intersection(cut.axes)):
+            yields |= tokens
+            self._again.add(index)
+        if yields:
             self._dispatched.add(index)
             self._cannot(
                 index,
                 f"dimension {number} of {_name(operand)} is cut along {cut}, whose ranks have rows "
                 "by expert",
             )
-            cut = canonical(without(cut, self._routes.axes), self.factors.sizes[factor], sizes)
+            size = self.factors.sizes[factor]
+            cut = canonical(without(cut, size, yields, sizes), size, sizes)
             if not cut or cut == held:
                 return
-        if held is not None:
+        if held is not None and refines(held, cut):  # a part of this operand is taken
+            return
+        if held is not None and not refines(cut, held):
             holder = _name(self.by[factor]) if factor in self.by else "its result"
             self._cannot(
                 index,
@@ -149,7 +162,7 @@ class _Solution:
                 f"{holder}",
             )
             return
-        taken = {axis: f for f, claimed in self.cuts.items() for axis in claimed.axes}
+        taken = {a: f for f, held in self.cuts.items() if f != factor for a in held.axes}
         twice = [axis for axis in cut.axes if axis in taken]
         if twice:
             owner = self.by.get(taken[twice[0]])

@@ -101,6 +101,7 @@ class Propagation:
         transfers: the transfers, in the order in which ops need them.
         outputs: the outputs of the graph; None for an output that is no tensor.
         locations: the user's line of each node.
+        passing: versions that are gathered for one op; a backward gathers them again.
     """
 
     graph: fx.Graph
@@ -112,6 +113,7 @@ class Propagation:
     transfers: tuple[LayoutTransfer, ...]
     outputs: tuple[Version | None, ...]
     locations: Mapping[fx.Node, Location]
+    passing: frozenset[Version] = frozenset()
 
     def layout(self, node: fx.Node) -> Layout:
         """The layout in which a node of the copied graph computes its tensor."""

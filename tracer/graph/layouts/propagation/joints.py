@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -25,6 +25,7 @@ def propagate_joint(
     pins: Mapping[fx.Node, Layout] | None = None,
     allowed: frozenset[Change] = DEFAULT,
     attention: str | None = None,
+    sequence: Collection[str] = (),
 ) -> Propagation:
     """Lay out a method and its derivative.
 
@@ -40,7 +41,7 @@ def propagate_joint(
         state: layouts of parameters and buffers, by path; those without one are copies.
         inputs: layouts of the method's inputs; None: copies.
         outputs: ends of the method's outputs, as `propagate` takes them.
-        pins, allowed, attention: as `propagate` takes them.
+        pins, allowed, attention, sequence: as `propagate` takes them.
 
     Returns:
         The joint graph with a layout for each value.
@@ -71,7 +72,15 @@ def propagate_joint(
         allowed=allowed,
         locations=locations,
         attention=attention,
+        sequence=sequence,
+        weights=[node for node, _ in joint.state] + [n for n in joint.inputs if _is_matrix(n)],
     )
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    """True if an input may be a weight, such as one that another stage lends."""
+    fake = node.meta["val"]
+    return fake.dim() == 2 and bool(fake.is_floating_point())
 
 
 def _like(layouts: Mapping[fx.Node, Layout], node: fx.Node) -> Layout:

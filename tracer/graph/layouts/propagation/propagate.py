@@ -8,7 +8,7 @@ Anything more is an error, unless the caller allows it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,8 @@ from ..routes import still_true
 from ..rules.table import rule_of
 from ..versions import End, Propagation, Version, rewire
 from .refusals import check_given, check_in_place, gradient_refusal
-from .version_maker import Locations, VersionMaker
+from .version_maker import VersionMaker
+from .visited_nodes import Locations
 
 
 def propagate(
@@ -45,6 +46,8 @@ def propagate(
     allowed: frozenset[Change] = DEFAULT,
     locations: Locations | None = None,
     attention: str | None = None,
+    sequence: Collection[str] = (),
+    weights: Collection[fx.Node] = (),
 ) -> Propagation:
     """Lay out a graph of aten ops at logical shapes.
 
@@ -60,6 +63,8 @@ def propagate(
         locations: the user's line of nodes, by name.
         attention: the form of attention over a cut sequence: "gather", "heads" or "ring"; None: the
             one that is expected to be the fastest.
+        sequence: axes that cut tokens between layers whose weights they cut.
+        weights: the nodes of weights, which the axes of the sequence may cut.
 
     Returns:
         A copy of the graph with the layouts of its values, and the transfers between them.
@@ -71,6 +76,8 @@ def propagate(
         graph, place, input_layouts, like or {}, pins or {}, allowed, locations or {}, ends
     )
     run.attention = attention
+    run.weights = {run.copies[node] for node in weights}
+    run.sequence = frozenset(axis for axis in sequence if run.sizes.get(axis, 1) > 1)
     return run.all()
 
 
@@ -101,6 +108,7 @@ class _Propagator(VersionMaker):
             tuple(self.transfers),
             outputs,
             self.locations,
+            frozenset(self.passing),
         )
 
     def _visit(self, node: fx.Node) -> fx.Node:
@@ -126,6 +134,7 @@ class _Propagator(VersionMaker):
             if isinstance(answer, Expansion):
                 return self._expand(node, case, answer)
             self._take(node, case, answer)
+        self.note_kind(node)
         if node in self.pins:
             self._offer(node, self.pins[node])
         return node.next
@@ -146,6 +155,8 @@ class _Propagator(VersionMaker):
             free = frozenset(Change) if index in answer.dispatched else allowed
             rows = answer.dispatched.get(index)
             reads.append(self._version(operand.node, layout, node, reason, free, rows))
+            if index in answer.passing:
+                self.note_passing(reads[-1])
         check_in_place(case, answer, self.versions)
         self.routings = still_true(self.routings, node)
         self.summed = still_true(self.summed, node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -72,6 +72,7 @@ def refusal(
     user: fx.Node | None,
     reason: str,
     loc: Location | None,
+    sequence: Collection[str] = (),
 ) -> LayoutError:
     """The error that an op, or the result of a method, needs a value in another layout.
 
@@ -81,7 +82,9 @@ def refusal(
         user: the op; None: the result.
         reason: why the op cannot take the value as it is; may be empty.
         loc: the user's line.
+        sequence: axes that cut tokens between layers whose weights they cut.
     """
+    leave = "leave out sequence= in the plan, or " if {*before.layout.axes} & {*sequence} else ""
     who = str(user.target).removesuffix(".default") if user is not None else "the result"
     because = f": {reason}" if reason else ""
     return LayoutError(
@@ -89,7 +92,7 @@ def refusal(
         f"{_WORK[change]}{because}",
         loc=loc,
         remedy=_last_axis(before.layout, after.layout)
-        or "cut another dimension, or leave it whole; or ask for the layout that is needed "
+        or f"{leave}cut another dimension, or leave it whole; or ask for the layout that is needed "
         "in front of that line, as by x = cg.layout(x, cg.whole), which gathers it there",
     )
 

@@ -2,8 +2,8 @@
 
 Which node belongs to which section is decided as for a graph without layouts (`autodiff`). Values
 go from section to section as versions, in one of their layouts. The backward takes what the forward
-has exchanged, and does not exchange it again. Only blocks that travel around a ring do so again: a
-rank that kept them would hold the whole tensor.
+has exchanged, and does not exchange it again. Only two kinds of values travel again, since a rank
+that kept them would hold the whole tensor: blocks of a ring, and tokens gathered for a weight.
 """
 
 from __future__ import annotations
@@ -162,9 +162,10 @@ class SectionCutter:
         changing = {joint.state[index][0] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
         exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
-        # Gathered state is not kept for the backward, which gathers it again.
+        # Neither gathered state nor gathered tokens are kept for the backward.
+        again = self._propagation.passing
         transferred = (
-            [v for v in exchanged_versions if v.node not in state]
+            [v for v in exchanged_versions if v.node not in state and v not in again]
             if recomputation is not Recompute.ALL
             else ()
         )

@@ -3,49 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from itertools import chain
 
 import torch
 from torch import fx
 
 from .....ir.layout import WHOLE, Cut, Layout
-from .....ir.location import Location
-from .....ir.types import Place
 from ....values.operators import is_random
-from ..cases import (
-    Answer,
-    Case,
-    Expansion,
-    ExpertRows,
-    Operand,
-    Results,
-    Routing,
-    shapes,
-    tensors,
-)
+from ..cases import Expansion, ExpertRows
 from ..change import ORDER, Change, change_between
-from ..cuts import without_axes
-from ..expansions import copied
+from ..cuts import factor_sizes, spread, without_axes
 from ..expert_rows import experts_of, kept, moves_rows, summed_rows
-from ..functional import without_writes
 from ..rules.pointwise import is_pointwise
 from ..rules.table import LINEAR, VIEWS, rule_of
-from ..versions import End, LayoutTransfer, RowTransfer, Version
+from ..versions import LayoutTransfer, RowTransfer, Version
 from .refusals import refusal
-
-Locations: TypeAlias = Mapping[str, Location]
+from .visited_nodes import VisitedNodes
 
 _EVERYTHING = frozenset(Change)
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _EXPAND = torch.ops.aten.expand.default
+_RESHAPE = torch.ops.aten._unsafe_view.default
 _CHEAP = LINEAR | {_TO_COPY, torch.ops.aten.clone.default}
 """Ops that may be computed again, rather than that their results travel."""
-
-_TERMS = LINEAR | {_TO_COPY, torch.ops.aten.add.Tensor}
-"""Ops that lead from a term of a parameter's gradient to the gradient."""
 
 
 def _length(version: Version) -> int:
@@ -53,106 +35,8 @@ def _length(version: Version) -> int:
     return math.prod(version.node.meta["val"].shape)
 
 
-class VersionMaker:
-    """The layouts of the nodes that have been visited, and the versions of their values."""
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        place: Place,
-        input_layouts: Mapping[fx.Node, Layout],
-        like: Mapping[fx.Node, fx.Node],
-        pins: Mapping[fx.Node, Layout],
-        allowed: frozenset[Change],
-        names: Locations,
-        ends: Sequence[End],
-    ) -> None:
-        self.place, self.ends = place, ends
-        self.attention: str | None = None
-        self.why = ""
-        """The reason for the form of the op that is laid out; its first exchange has it."""
-        self.sizes = dict(place.axes)
-        self.allowed = allowed
-        self.graph, self.copies = copied(graph)
-        self.locations = {c: names[n.name] for n, c in self.copies.items() if n.name in names}
-        new = without_writes(self.graph).items()
-        self.locations |= {n: self.locations[w] for n, w in new if w in self.locations}
-        self.input_layouts = {self.copies[node]: layout for node, layout in input_layouts.items()}
-        self.like = {self.copies[node]: self.copies[source] for node, source in like.items()}
-        self.pins = {self.copies[node]: layout for node, layout in pins.items()}
-        self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
-        self.layouts: dict[fx.Node, Results] = {}
-        self.answers: dict[fx.Node, Answer] = {}
-        self.routings: dict[fx.Node, Routing] = {}
-        self.summed: dict[fx.Node, ExpertRows] = {}
-        """For sums over ranks of experts, the rows in which a rank's summand is not zero."""
-        self.reads: dict[fx.Node, tuple[Version, ...]] = {}
-        self.transfers: list[LayoutTransfer] = []
-        self.versions: dict[fx.Node, list[Version]] = {}
-        """The versions of each value that transfers start from; rules see the last one."""
-        self.dispatched: set[Version] = set()
-        """The versions of which ranks have gathered the rows of their experts."""
-        self.read_versions: dict[Version, Version] = {}
-        """For each version that was asked for, the version that is read in its place."""
-
-    def _lay_out(self, node: fx.Node, layouts: Results, routing: Routing | None = None) -> None:
-        self.layouts[node] = layouts
-        if routing is not None:
-            self.routings[node] = routing
-        if isinstance(node.meta.get("val"), torch.Tensor) and layouts[0] is not None:
-            self.versions[node] = [Version(node, layouts[0])]
-
-    def _case(self, node: fx.Node) -> Case:
-        target = node.target
-        loc = self.locations.get(node)
-        if not isinstance(target, torch._ops.OpOverload):
-            rule_of(target, loc)
-            raise AssertionError("only operators have rules")
-        asked = self.asked.get(node)
-        arguments: dict[str, Any] = {}
-        for index, argument in enumerate(target._schema.arguments):
-            default = argument.default_value
-            value = (
-                node.args[index]
-                if index < len(node.args)
-                else node.kwargs.get(argument.name, default)
-            )
-            arguments[argument.name] = fx.node.map_arg(value, self._operand)
-        operands = tuple(operand for value in arguments.values() for operand in tensors(value))
-        val = node.meta.setdefault("val", None)  # an op that only writes or checks has no result
-        stays = target is _TO_COPY and self._stays_a_sum(node)
-        dense = shapes(target, val, loc)
-        return Case(
-            target, arguments, operands, dense, self.sizes, asked, loc, stays, self.attention
-        )
-
-    def _stays_a_sum(self, node: fx.Node) -> bool:
-        """True if a value is a term of gradients alone, which may stay summands."""
-        for user in node.users:
-            if user.op == "output":
-                flat: list[fx.Node] = []
-                fx.node.map_arg(user.args, flat.append)
-                if not all(self._end_of(i).summands for i, n in enumerate(flat) if n is node):
-                    return False
-            elif user.target not in _TERMS or not self._stays_a_sum(user):
-                return False
-        return True
-
-    def _end_of(self, index: int) -> End:
-        return self.ends[index] if index < len(self.ends) else End()
-
-    def _operand(self, node: fx.Node) -> Any:
-        fake = node.meta["val"]
-        if node not in self.versions:
-            return fake
-        version = self.versions[node][-1]
-        shape = tuple(fake.shape)
-        return Operand(node, shape, fake.dtype, version.layout, self._routing(version))
-
-    def _routing(self, version: Version) -> Routing | None:
-        """The ranks that have the rows of a version, unless its rows have been added up."""
-        routing = self.routings.get(version.node)
-        return routing if routing and {*routing.cut.axes} <= {*version.layout.summands} else None
+class VersionMaker(VisitedNodes):
+    """Makes the versions of values of visited nodes."""
 
     def _version(
         self,
@@ -182,7 +66,7 @@ class VersionMaker:
             allowed = _EVERYTHING
         if change not in (self.allowed if allowed is None else allowed):
             loc = self.locations.get(node if user is None else user)
-            raise refusal(before, target, change, user, reason, loc)
+            raise refusal(before, target, change, user, reason, loc, self.sequence)
         moved = self._moved_rows(before, layout, change, rows)
         if moved is not None and change is Change.GATHER:
             target = replace(target, rows=rows)
@@ -195,6 +79,8 @@ class VersionMaker:
             instead = self._reduced_before(before, layout)
         elif change is Change.GATHER:
             instead = self._gathered_before(before, layout, target.rows)
+        if instead is None and change.communicates:
+            instead = self._moved_by_factors(before, layout)
         if instead is None:
             why = self.why if change.communicates else ""
             self.transfers.append(LayoutTransfer(before, target, change, moved, why))
@@ -216,7 +102,7 @@ class VersionMaker:
         rows = self.summed.get(before.node) if change is Change.REDUCE else needed
         if rows is None or not self.versions.get(rows.ids):
             return None
-        ids_layout = without_axes(self.versions[rows.ids][-1].layout, frozenset(rows.cut.axes))
+        ids_layout = self._without(self.versions[rows.ids][-1], frozenset(rows.cut.axes)).layout
         shape = tuple(before.node.meta["val"].shape)
         if not moves_rows(before.layout, layout, change, shape, rows, ids_layout):
             return None
@@ -298,9 +184,13 @@ class VersionMaker:
         Several such ops then need one reduction.
         """
         node, read = before.node, self._sum(before)
-        if read is None or before.layout.cuts != layout.cuts:
+        if read is None:
             return None
         reduced = Version(read.node, read.layout.keeping(layout.summands))
+        if before.layout.cuts != layout.cuts:  # entry by entry, it is cut as its result is
+            if not self.sequence or read.node.meta["val"].shape != node.meta["val"].shape:
+                return None
+            reduced = Version(read.node, Layout(layout.cuts).keeping(()))
         is_longer = read.node.meta["val"].numel() > node.meta["val"].numel()
         if is_longer and not self._is_there(reduced):
             return None
@@ -325,12 +215,12 @@ class VersionMaker:
         some rows of it are needed, the same rows of operands are gathered.
         """
         axes = frozenset(before.layout.axes).difference(layout.axes)
-        is_coarser = layout == without_axes(before.layout, axes)
+        is_coarser = layout == self._without(before, axes).layout
         most = _length(before) - (before.node.target not in VIEWS)
         if not is_coarser or self._gathered(before, axes) > most:
             return None
         sources = self.reads[before.node]
-        reads = tuple(replace(r, layout=without_axes(r.layout, axes)) for r in sources)
+        reads = tuple(self._without(r, axes) for r in sources)
         own = [rows and kept(before.node, index, rows) for index in range(len(reads))]
         if rows is not None and any(
             some is None and read != source
@@ -340,15 +230,72 @@ class VersionMaker:
         ids = None if rows is None else rows.ids
         again = self._again(before.node, reads, layout, None, ids)
         if again is not None:
+            self.again.add(again.node)
             self.reads[again.node] = tuple(
                 self._version(read.node, read.layout, before.node, "", _EVERYTHING, some)
                 for read, some in zip(reads, own, strict=True)
             )
         return again
 
+    def _moved_by_factors(self, before: Version, layout: Layout) -> Version | None:
+        """A value with a dimension that is a product of cut factors, moved as these factors.
+
+        No type of a transfer has such a product. None if there is none.
+        """
+        shape, sizes = tuple(before.node.meta["val"].shape), self.sizes
+        by_dim = [
+            factor_sizes(size, *cuts)
+            for size, *cuts in zip(shape, before.layout.cuts, layout.cuts, strict=True)
+        ]
+        if all(len(factors) == 1 for factors in by_dim):
+            return None
+        split = [
+            [spread(cut, factors, sizes) for cut, factors in zip(cuts, by_dim, strict=True)]
+            for cuts in (before.layout.cuts, layout.cuts)
+        ]
+        if any(cuts is None for own in split for cuts in own):
+            return None
+        old, new = (tuple(cut for cuts in own for cut in cuts or ()) for own in split)
+        apart = self._viewed(before, [*chain(*by_dim)], replace(before.layout, cuts=old))
+        if apart is None:
+            return None
+        moved = replace(layout, cuts=new)
+        after = Version(apart.node, moved)
+        if after not in self.read_versions:
+            self.read_versions[after] = after
+            change = change_between(apart.layout, moved, (*chain(*by_dim),), self.place)
+            self.transfers.append(LayoutTransfer(apart, after, change, None, self.why))
+            self.why = ""
+        return self._viewed(after, [*shape], layout)
+
+    def _viewed(self, source: Version, shape: list[int], layout: Layout) -> Version | None:
+        """A value in another shape, if it has this layout there."""
+        with self.graph.inserting_after(source.node):
+            node = self.graph.call_function(_RESHAPE, (source.node, shape))
+        node.meta["val"] = source.node.meta["val"].reshape(shape)
+        if source.node in self.locations:
+            self.locations[node] = self.locations[source.node]
+        case = self._case(node)
+        (operand,) = (replace(o, layout=source.layout) for o in case.operands)
+        arguments = {**case.arguments, "self": operand}
+        answer = rule_of(_RESHAPE, case.loc)(
+            replace(case, arguments=arguments, operands=(operand,))
+        )
+        if isinstance(answer, Expansion) or answer.results[0] != layout:
+            self.graph.erase_node(node)
+            return None
+        self.answers[node], self.reads[node] = answer, (source,)
+        self._lay_out(node, answer.results)
+        return Version(node, layout)
+
+    def _without(self, version: Version, axes: frozenset[str]) -> Version:
+        """A value in the coarser layout that these axes do not cut."""
+        shape = tuple(version.node.meta["val"].shape)
+        return replace(version, layout=without_axes(version.layout, shape, axes, self.sizes))
+
     def _gathered(self, version: Version, axes: frozenset[str], depth: int = 8) -> int:
         """The entries that are exchanged at least to have a value that these axes do not cut."""
-        target = replace(version, layout=without_axes(version.layout, axes))
+        target = self._without(version, axes)
         if target in self.read_versions or target in self.versions[version.node]:
             return 0
         reads = self.reads.get(version.node, ()) if version.node.target in _CHEAP else ()

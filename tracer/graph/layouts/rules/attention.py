@@ -32,9 +32,9 @@ import torch
 
 from .....ir.layout import WHOLE, Cut, Layout, volume
 from ..asked import ASKED, text_of_cuts
-from ..attention_blocks import PADDED, PADDING, backward_of_rows, forward_of_rows
-from ..attention_forms import Sizes, best
-from ..attention_ring import (
+from ..attention.attention_blocks import PADDED, PADDING, backward_of_rows, forward_of_rows
+from ..attention.attention_forms import Sizes, best
+from ..attention.attention_ring import (
     ADD,
     BACKWARDS,
     FORWARDS,

@@ -21,6 +21,7 @@ from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
 from ..cuts import is_interval
 from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly, letters, sizes_of
 from ..solution import solve
+from ..tokens import reduced_to_tokens, rows_of_matrix
 from ..values.ids import CHECKED_IDS
 from .creation import zeros
 from .decomposed import rule as rule_of_others
@@ -62,8 +63,17 @@ _DECLARED: dict[torch._ops.OpOverload, tuple[str, str]] = {}
 """Letters of each op, and those that may be cut. One for a process, like torch's operators."""
 
 
-def _product(text: str, case: Case) -> Answer:
-    return solve(case, _einsum(case, text))
+def _product(text: str, case: Case) -> Answer | Expansion:
+    return _to_tokens(case, solve(case, _einsum(case, text)))
+
+
+def _to_tokens(case: Case, answer: Answer) -> Answer | Expansion:
+    """A product with a weight; a sum over axes that cut tokens is reduced to tokens."""
+    layout = answer.results[0]
+    if layout is None or len(case.shape()) != 2 or case.sequence.isdisjoint(layout.summands):
+        return answer
+    rows = rows_of_matrix(case.operands[0].node)
+    return reduced_to_tokens(case, answer, rows) or answer
 
 
 def _sum_with_product(
@@ -159,7 +169,7 @@ def _stacked(text: str, free: str, linear: Linear, case: Case) -> Answer | Expan
     return solve(case, Factors(dims, result_dims, sizes, linear, keep), local=_local)
 
 
-def _float8_product(case: Case) -> Answer:
+def _float8_product(case: Case) -> Answer | Expansion:
     """Scales by row are cut as the rows are; those of a whole tensor are copies."""
     operands, results = letters("mk,nk->mn")
     dims = [
@@ -168,7 +178,7 @@ def _float8_product(case: Case) -> Answer:
     ]
     shapes = [operand.shape for operand in case.operands[:2]]
     factors = Factors((*operands, *dims), results, sizes_of(operands, shapes), each(0, 1))
-    return solve(case, factors)
+    return _to_tokens(case, solve(case, factors))
 
 
 _SCALES = ("left_scale", "right_scale")

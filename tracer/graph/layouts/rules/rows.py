@@ -19,10 +19,11 @@ from torch import fx
 from .....ir.layout import Intervals, Region, length, shape_of, whole
 from ....values.operators import written_values
 from ...autodiff.subgraphs import is_view
-from ..cases import Answer, Case, LocalOp, Rule, dim_of
+from ..cases import Answer, Case, Expansion, LocalOp, Rule, dim_of
 from ..cuts import is_packed
 from ..factors import Factors, each
 from ..solution import solve
+from ..tokens import reduced_to_tokens
 from ..values.ids import CHECKED_IDS
 from .creation import zeros
 from .pointwise import pointwise
@@ -165,7 +166,7 @@ def _local_checked(op: LocalOp) -> Any:
     return op.run(first=first_entry(op.operands[0]))
 
 
-def _embedding(case: Case) -> Answer:
+def _embedding(case: Case) -> Answer | Expansion:
     """If the vocabulary is cut, a rank looks up its own rows, and takes zeros for the others.
 
     So an id beyond the vocabulary would get zeros on all ranks. Each rank checks ids itself.
@@ -176,7 +177,8 @@ def _embedding(case: Case) -> Answer:
     operands = ((("v",), ("d",)), inner)
     keep = {"v": "is packed"} if is_packed(case["weight"].cuts[0]) else {}
     factors = Factors(operands, ((*inner, ("d",)),), sizes, each(0), keep)
-    return solve(case, factors, local=partial(_local_embedding, sizes["v"]))
+    answer = solve(case, factors, local=partial(_local_embedding, sizes["v"]))
+    return reduced_to_tokens(case, answer, case["indices"].shape) or answer
 
 
 def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
@@ -207,7 +209,9 @@ def _embedding_backward(case: Case) -> Answer:
     operands = ((*inner, ("d",)), inner)
     # Not declared linear: summands have fewer rows before the op, of tokens, than behind it.
     factors = Factors(operands, ((("v",), ("d",)),), sizes, (), keep)
-    return solve(case, factors, local=_local_embedding_backward, free={0: "v"})
+    is_cut = case.end is not None and not case.sequence.isdisjoint(case.end[0].axes)
+    tokens = f"i{len(inner) - 1}" if is_cut and inner else None
+    return solve(case, factors, local=_local_embedding_backward, free={0: "v"}, tokens=tokens)
 
 
 def _local_embedding_backward(op: LocalOp) -> Any:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ....ir.layout import Region
-from .cases import LocalOp, Shape
-from .values.accumulation import accumulated
+from .....ir.layout import Region
+from ..cases import LocalOp, Shape
+from ..values.accumulation import accumulated
 
 _ATEN = torch.ops.aten
 _ROWS = 2

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....ir.layout import Interval, Intervals, Region, length, shape_of
-from .cases import LocalOp
-from .values.accumulation import accumulation_type
+from .....ir.layout import Interval, Intervals, Region, length, shape_of
+from ..cases import LocalOp
+from ..values.accumulation import accumulation_type
 
 _ATEN = torch.ops.aten
 _ROWS = 2

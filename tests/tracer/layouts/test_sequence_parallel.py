@@ -1,0 +1,109 @@
+"""Tokens that are cut by the axis of the weights: values, gradients, bytes and what is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cg.tracer.graph.layouts.versions import text_of
+
+from .joint_tools import compare
+from .simulation import Run, mesh
+
+WIDTH, HEADS, VOCABULARY = 8, 4, 12
+
+
+class RowNorm(nn.Module):
+    """A root mean square norm, as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Block(nn.Module):
+    """A layer of a transformer, float64.
+
+    Args:
+        norm: "layer", or "rows" for the mean square.
+        bias: whether layers have biases.
+        packed: whether queries, keys and values are one product of a matrix of rows.
+        post: whether results of layers are normed before they are added.
+    """
+
+    def __init__(self, norm: str, bias: bool, packed: bool, post: bool, drop: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms = {"layer": lambda: nn.LayerNorm(WIDTH), "rows": RowNorm}
+        self.norms = nn.ModuleList(norms[norm]() for _ in range(4 if post else 2))
+        self.qkv = nn.ModuleList(
+            nn.Linear(WIDTH, 3 * WIDTH // n, bias=bias) for n in ([1] if packed else [3, 3, 3])
+        )
+        self.o = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=bias) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        self.drop = nn.Dropout(drop)
+        self.post = self.norms[2:]
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        if len(self.qkv) == 1:
+            rows = self.qkv[0](y.view(-1, WIDTH)).view(*y.shape[:-1], -1)
+            q, k, v = rows.chunk(3, -1)
+        else:
+            q, k, v = (layer(y) for layer in self.qkv)
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (q, k, v))
+        h = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = h.transpose(1, 2).flatten(2)
+        if len(self.qkv) == 1:
+            h = self.o(h.view(-1, WIDTH)).view(h.shape)
+        else:
+            h = self.o(h)
+        x = x + self.drop(self.post[0](h) if self.post else h)
+        y = self.norms[1](x)
+        h = self.down(functional.silu(self.gate(y)) * self.up(y))
+        return x + self.drop(self.post[1](h) if self.post else h)
+
+
+PLAN = {
+    "qkv.0.weight": "tp,-", "qkv.*.weight": "tp,-", "qkv.*.bias": "tp",
+    "gate.weight": "tp,-", "up.weight": "tp,-", "gate.bias": "tp", "up.bias": "tp",
+    "o.weight": "-,tp", "down.weight": "-,tp",
+}  # fmt: skip
+
+
+def plan_of(packed: bool) -> dict[str, str]:
+    if not packed:
+        return PLAN
+    return {"qkv.0.weight": "3*tp,-", "qkv.0.bias": "3*tp"} | PLAN | {"qkv.0.weight": "3*tp,-"}
+
+
+def moved(run: Run) -> list[tuple[str, str]]:
+    return [
+        (t.change.value, text_of(t.before) + " -> " + text_of(t.after))
+        for t in run.propagation.transfers
+        if t.change.communicates
+    ]
+
+
+@pytest.mark.parametrize("norm", ["layer", "rows"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("post", [False, True])
+def test_a_layer(norm: str, bias: bool, packed: bool, post: bool) -> None:
+    block = Block(norm, bias, packed, post)
+    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    run = compare(
+        *(block, "forward", plan_of(packed), mesh(tp=2), [x], ["-,tp,-"]),
+        tolerance=1e-10,
+        sequence=["tp"],
+    )
+    for kind, text in moved(run):
+        print(kind, text)
+    assert len(moved(run)) == 8
