@@ -38,7 +38,9 @@ class ProgramWork:
     its first use. A *late* collective takes received values, as a gather at the end of a transfer
     to a group does. It is issued just before its first use, since its ranks wait for the messages
     there. A send of a received value, as in a ring, follows the call ahead of it in its microbatch:
-    to issue it, the rank waits for the value, and it is to work while the value comes. All other
+    to issue it, the rank waits for the value, and it is to work while the value comes. So does a
+    collective of a backward that takes what the forward has saved follow the call ahead of it in
+    its task: its result is large, and is not to be there before it is needed. All other
     ops go with an op of these kinds: a receive with its send, a wait with its future.
 
     Attributes:
@@ -94,6 +96,10 @@ def sort_work(module: Module) -> ProgramWork:
             before = (*before, sends[op.chan, op.seq])
         task = op.task
         forward = task is not None and task.action is Action.FORWARD
+        is_backward = isinstance(op, Collective) and task is not None and not forward
+        if is_backward and _is_saved(program.ops, edges, before, task):
+            own = (i for i in _called_ahead(op, ahead) if program.ops[i].task == task)
+            before = (*before, *own)
         round_ = rounds.enter(op, before, forward)
         if task is not None and forward:
             groups.enter(task.stage, op, module.functions, round_)
@@ -129,12 +135,24 @@ def _is_received(
     )
 
 
-def _called_ahead(send: Send, ahead: Mapping[tuple[int, int | None], int]) -> Iterator[int]:
-    """The last call ahead of a send on its rank, in its microbatch if it is of one."""
-    place = send.operands[0].type.place
+def _is_saved(
+    ops: Sequence[Op], edges: Sequence[tuple[int, ...]], before: Sequence[int], task: Task | None
+) -> bool:
+    """True if other tasks have made what some ops of a task give, or what it is a part of."""
+    return all(
+        _is_saved(ops, edges, edges[i], task)
+        if isinstance(ops[i], (Slice, Assemble, View))
+        else ops[i].task != task
+        for i in before
+    )
+
+
+def _called_ahead(op: Op, ahead: Mapping[tuple[int, int | None], int]) -> Iterator[int]:
+    """The last call ahead of an op on each of its ranks, in its microbatch if it is of one."""
+    place = op.operands[0].type.place
     for rank in place.ranks if place is not None else ():
-        if (rank, send.mb) in ahead:
-            yield ahead[rank, send.mb]
+        if (rank, op.mb) in ahead:
+            yield ahead[rank, op.mb]
 
 
 def _find_stored(work: ProgramWork, module: Module) -> None:

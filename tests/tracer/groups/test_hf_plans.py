@@ -200,6 +200,18 @@ def test_a_sequence_is_cut_where_a_token_is_enough() -> None:
     assert hf(Model(), batch=None, sequence="cp").of_argument("forward", "labels") in (None, whole)
 
 
+def test_an_axis_of_weights_cuts_tokens_between_their_layers() -> None:
+    plan = hf(Model(), sequence=("cp", "tp"))
+    assert plan.sequence == ("tp",)
+    assert plan.of_argument("forward", "input_ids") == cut(0, "dp") & cut(1, "cp")
+    assert plan.of_argument("forward", "inputs_embeds") == cut(0, "dp") & cut(1, "cp", "tp")
+    assert str(plan).splitlines()[-1] == '}, sequence=["tp"])'
+    assert eval(str(plan), {"cg": cg}).sequence == ("tp",)
+    assert (cg.plan({}) | plan).sequence == ("tp",)
+    with pytest.raises(ValueError, match=r"cut weights stand last: give \('cp', 'tp'\)"):
+        hf(Model(), sequence=("tp", "cp"))
+
+
 def test_a_plan_is_printed_as_python() -> None:
     plan = hf(Model(), batch=None)
     text = str(plan)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cg.tracer.graph.layouts.versions import text_of
+from cg.ir.types import Mesh
+from cg.tracer.graph.layouts.change import Change
 
 from .joint_tools import compare
 from .simulation import Run, mesh
@@ -84,26 +85,34 @@ def plan_of(packed: bool) -> dict[str, str]:
     return {"qkv.0.weight": "3*tp,-", "qkv.0.bias": "3*tp"} | PLAN | {"qkv.0.weight": "3*tp,-"}
 
 
-def moved(run: Run) -> list[tuple[str, str]]:
-    return [
-        (t.change.value, text_of(t.before) + " -> " + text_of(t.after))
-        for t in run.propagation.transfers
-        if t.change.communicates
-    ]
+def run(block: Block, place: Mesh, length: int, cut: str) -> Run:
+    x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    plan = plan_of(len(block.qkv) == 1)
+    return compare(*(block, "forward", plan, place, [x], [cut]), tolerance=1e-10, sequence=["tp"])
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("norm", ["layer", "rows"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("post", [False, True])
-def test_a_layer(norm: str, bias: bool, packed: bool, post: bool) -> None:
-    block = Block(norm, bias, packed, post)
-    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    run = compare(
-        *(block, "forward", plan_of(packed), mesh(tp=2), [x], ["-,tp,-"]),
-        tolerance=1e-10,
-        sequence=["tp"],
-    )
-    for kind, text in moved(run):
-        print(kind, text)
-    assert len(moved(run)) == 8
+@pytest.mark.parametrize("length", [6, 7])
+def test_a_layer(norm: str, bias: bool, packed: bool, post: bool, length: int) -> None:
+    """Two gathers and two reductions in the forward, and the same in the backward."""
+    made = run(Block(norm, bias, packed, post), mesh(tp=2), length, "-,tp,-")
+    kinds = [t.change for t in made.propagation.transfers if t.change.communicates]
+    assert kinds.count(Change.GATHER) == kinds.count(Change.REDUCE) == 4, kinds
+    shapes = {str(t.after.layout) for t in made.propagation.transfers if t.before.layout.summands}
+    assert len(shapes) == 1, "sums are reduced to tokens alone"
+    assert len(made.propagation.passing) == 4
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cut", ["-,cp.tp,-", "-,cp.tp~,-", "cp,tp,-"])
+def test_beside_another_axis(packed: bool, cut: str) -> None:
+    run(Block("rows", True, packed, True), mesh(cp=2, tp=2), 9, cut)
+
+
+def test_dropout_draws_what_one_process_draws() -> None:
+    run(Block("layer", True, False, False, drop=0.4), mesh(tp=2), 7, "-,tp,-")

@@ -19,8 +19,8 @@ from ...autodiff.subgraphs import has_effect, memory_of
 from ..cases import LayoutError
 from ..versions import LayoutTransfer, Propagation, Version
 from .local_writes import LocalWrites
-from .part_order import is_plain_view, is_product, last_of_buckets
-from .rank_graphs import Graphs, Name, build_all, kind
+from .part_order import behind_part_ahead, is_plain_view, is_product, last_of_buckets
+from .rank_graphs import Graphs, Name, build_all, kind, numbered
 from .writes import StateWrites
 
 
@@ -131,6 +131,7 @@ class _Partitioner:
         self.stored = stored
         self.opened: dict[str, int] = {}
         self.held: dict[Version, int] = {}
+        self.put_off: dict[Version, int] = {}
         self.transferred = frozenset(transferred)
         self.ranks = ranks
         self.state = frozenset(state)
@@ -168,6 +169,8 @@ class _Partitioner:
             if node in ends:
                 earliest = following
         self._put_off(writes)
+        passing = self.propagation.passing.intersection(self.transfers)
+        self.put_off = behind_part_ahead(passing, {n: self.reads(n) for n in self.ops}, self.level)
         writes.move_views(self.level)
         writes.check(self.outputs, (v for t in self.transfers.values() for v in t.takes))
         memories = frozenset(map(memory_of, self.state))
@@ -281,6 +284,7 @@ class _Partitioner:
         if self.is_gather(transfer):
             return self.opened.get(self.stored[version.node], 0)
         at = max(self.available(transfer.before), self.held.get(transfer.before, 0))
+        at = max(at, self.put_off.get(version, 0))
         if transfer.rows is not None:
             at = max(at, self._known(transfer.rows.ids))
         return at + transfer.change.communicates
@@ -378,7 +382,7 @@ class _Partitioner:
     def _part(self, level: int, nodes: Sequence[fx.Node], graphs: dict[str, Graphs]) -> Part:
         outputs = tuple(self.needed.get(level, {}))
         inputs = tuple(self._inputs(level, nodes, outputs))
-        names = _names(inputs, nodes)
+        names = numbered((*(v.node for v in inputs), *nodes))
         key = self._key(names, inputs, nodes, outputs)
         if key not in graphs:
             graphs[key] = build_all(self.propagation, self.ranks, inputs, nodes, outputs)
@@ -440,11 +444,3 @@ class _Partitioner:
 
 
 _NO_LAYOUT: Any = None
-
-
-def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """Numbers for the nodes of a part."""
-    names: dict[fx.Node, str] = {}
-    for node in (*(v.node for v in inputs), *nodes):
-        names.setdefault(node, f"%{len(names)}")
-    return names

@@ -148,3 +148,11 @@ def _text(graph: fx.Graph) -> str:
         f"{fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)} {kind(node)}"
         for node in graph.nodes
     )
+
+
+def numbered(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Numbers for the nodes of a part, each once."""
+    names: dict[fx.Node, str] = {}
+    for node in nodes:
+        names.setdefault(node, f"%{len(names)}")
+    return names

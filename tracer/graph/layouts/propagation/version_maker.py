@@ -303,6 +303,23 @@ class VersionMaker(VisitedNodes):
             return _length(version)
         return min(_length(version), sum(self._gathered(r, axes, depth - 1) for r in reads))
 
+    def _preferred(self, node: fx.Node) -> Version:
+        """The version that rules see: a gradient in tokens, if what it is made of is there so."""
+        version = super()._preferred(node)
+        read = self._sum(version) if node in self.gradients else None
+        if read is None or self.sequence.isdisjoint(read.layout.summands):
+            return version
+        if read.node.meta["val"].shape != node.meta["val"].shape:
+            return version
+        layouts = (v.layout for v in self.versions[read.node])
+        tokens = next((own for own in layouts if self._has_tokens(own)), None)
+        return version if tokens is None else self._version(node, tokens, None, "")
+
+    def _has_tokens(self, layout: Layout) -> bool:
+        """True if axes of the sequence cut a value, which is no sum."""
+        axes = [axis for cut in layout.cuts for axis in cut.axes]
+        return not layout.summands and not self.sequence.isdisjoint(axes)
+
     def _is_there(self, version: Version) -> bool:
         """True if a reduced value is there, or follows from a sum that has been reduced."""
         node, layout = version.node, version.layout

@@ -149,10 +149,14 @@ class VisitedNodes:
         fake = node.meta["val"]
         if node not in self.versions:
             return fake
-        version = self.versions[node][-1]
+        version = self._preferred(node)
         shape = tuple(fake.shape)
         kinds = (node in self.weights, node in self.gradients)
         return Operand(node, shape, fake.dtype, version.layout, self._routing(version), *kinds)
+
+    def _preferred(self, node: fx.Node) -> Version:
+        """The version of a value that rules see."""
+        return self.versions[node][-1]
 
     def note_passing(self, version: Version) -> None:
         """Write down that a version, or what it is made of, is gathered for one op."""
