@@ -4,6 +4,7 @@
     mpirun -n 8 python examples/finetune.py --model DIR --pp 2 --dp 2 --tp 2 --schedule zb-h1
     mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --dp 2 --lora 8 --data notes.jsonl
     mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --cp 2 --length 8192 --pack
+    mpirun -n 4 python examples/finetune.py --model DIR --pp 2 --tp 2 --sequence-parallel
     mpirun -n 2 python examples/finetune.py --model DIR --dp 2 --pp 1 --fsdp step --float8 --bf16
     python -m cg.launch -n 2 examples/finetune.py --model DIR --resume --steps 200
     CG_RANKS=2 python examples/finetune.py --model DIR --pp 2     # one process plays the ranks

@@ -53,6 +53,9 @@ def _with(command: Command, sizes: dict[str, int]) -> Command:
 def _is_refused(command: Command) -> bool:
     """Whether the program does not take what is left of its axes."""
     copies = [command.option(axis) or "1" for axis in ("--dp", "--cp")]
+    has_tokens = "--sequence-parallel" in command.arguments
+    if has_tokens and (command.option("--tp") or "1") == "1":
+        return True
     return "--fsdp" in command.arguments and copies == ["1", "1"]
 
 

@@ -55,6 +55,9 @@ TOLERANCE, TOLERANCE_BF16 = 1e-3, 2e-2
 WITHOUT_EFFECT = ("--schedule", "--backend", "--fuse", "--pp", "--dp", "--ep", "--cp", "--tp")
 """Options of trainings that do not change what is computed."""
 
+FLAGS_WITHOUT_EFFECT = ("--sequence-parallel", "--fsdp", "auto", "step", "task")
+"""Further words of such options."""
+
 
 @dataclass(frozen=True)
 class Played:
@@ -161,7 +164,7 @@ def reference(case: Case) -> Case:
     if command.name in ("train_gpt", "finetune"):
         for option in WITHOUT_EFFECT:
             command = command.without(option)
-        words = tuple(w for w in command.arguments if w not in ("--fsdp", "auto", "step", "task"))
+        words = tuple(w for w in command.arguments if w not in FLAGS_WITHOUT_EFFECT)
         return replace(case, command=replace(command, variables=(), arguments=words))
     ranks = dict(case.command.variables).get("CG_RANKS", str(case.command.ranks))
     return replace(case, command=replace(command, variables=(("CG_RANKS", ranks),)))

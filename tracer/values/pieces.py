@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...ir.layout import Intervals, Layout, Region, shape_of
 from ...ir.types import Mesh
 from .actor_state import StateTensor, collect
+from .mesh import describe
 from .optimizer_state import kept_by_optimizers
 from .plan import Sharding, ShardingPlan, whole
 
@@ -51,10 +52,16 @@ def lay_out(
         mesh: the ranks that hold it.
 
     Raises:
-        ValueError: a layout does not fit the tensor or the mesh; two names of one tensor have
-            different shardings; or a tensor that is cut, or what an optimizer keeps for it, shares
-            memory with another.
+        ValueError: a layout does not fit the tensor or the mesh; the mesh lacks an axis of the
+            plan's sequence; two names of one tensor have different shardings; or a tensor that is
+            cut, or what an optimizer keeps for it, shares memory with another.
     """
+    unknown = [axis for axis in plan.sequence if axis not in dict(mesh.grid)]
+    if unknown:
+        raise ValueError(
+            f"the plan's sequence= names '{unknown[0]}', but {describe(mesh)} has none; name an "
+            "axis that cuts weights, or leave it out"
+        )
     state = collect(instance)
     optimizer_tensors = [
         (entry.parameter.path, entry.tensor) for entry in kept_by_optimizers(state)

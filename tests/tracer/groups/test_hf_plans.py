@@ -208,6 +208,8 @@ def test_an_axis_of_weights_cuts_tokens_between_their_layers() -> None:
     assert str(plan).splitlines()[-1] == '}, sequence=["tp"])'
     assert eval(str(plan), {"cg": cg}).sequence == ("tp",)
     assert (cg.plan({}) | plan).sequence == ("tp",)
+    with pytest.raises(ValueError, match=r"sequence= names 'tp', but the mesh dp=2 .* has none"):
+        lay_out(nn.Linear(2, 2), cg.plan({}, sequence="tp"), whole, mesh(dp=2))
     with pytest.raises(ValueError, match=r"cut weights stand last: give \('cp', 'tp'\)"):
         hf(Model(), sequence=("tp", "cp"))
 

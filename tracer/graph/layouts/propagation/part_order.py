@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -39,7 +39,7 @@ def is_product(node: fx.Node, propagation: Propagation) -> bool:
 
 def behind_part_ahead(
     passing: Collection[Version],
-    reads: Mapping[fx.Node, Sequence[Version]],
+    reads: Mapping[fx.Node, Iterable[Version]],
     level: Mapping[fx.Node, int],
 ) -> dict[Version, int]:
     """The part behind which each version is gathered for the ops that read it, and not before.

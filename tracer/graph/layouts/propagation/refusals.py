@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from .....ir.layout import Layout
@@ -14,6 +15,11 @@ from ..cases import Answer, Case, LayoutError
 from ..change import Change
 from ..versions import Version, text_of, text_of_cuts
 
+_SORTS = (torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
+_OF_EXPERTS = (
+    "if a model of transformers sorts the experts of tokens there, take it in one part, "
+    "cg.cut_layers(model, 1).part(0), which computes them without a sort"
+)
 _WORK = {Change.GATHER: "gathered", Change.RESHARD: "moved between ranks"}
 """The changes that may be refused, in words."""
 
@@ -85,6 +91,8 @@ def refusal(
         sequence: axes that cut tokens between layers whose weights they cut.
     """
     leave = "leave out sequence= in the plan, or " if {*before.layout.axes} & {*sequence} else ""
+    if user is not None and user.target in _SORTS:
+        leave = f"{_OF_EXPERTS}; or {leave}"
     who = str(user.target).removesuffix(".default") if user is not None else "the result"
     because = f": {reason}" if reason else ""
     return LayoutError(
