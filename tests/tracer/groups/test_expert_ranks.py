@@ -236,10 +236,10 @@ def test_uneven_tokens_are_not_exchanged() -> None:
 
 
 def test_the_order_of_axes_that_cut_tokens() -> None:
-    """The error names the order that works."""
-    place, rows = {"dp": 2, "ep": 2}, batch(16)
+    """Any order trains; where tokens do not divide, the error names the order that works."""
+    place = {"dp": 2, "ep": 2}
 
-    def losses(tokens: Any) -> list[Tensor]:
+    def losses(tokens: Any, rows: tuple[Tensor, Tensor]) -> list[Tensor]:
         with use_world(VirtualWorld(4)):
             plan = EXPERT_CUTS | {"loss(x)|loss(y)": tokens}
             actor = cg.actor(Mixture).on(cg.mesh(**place), plan=plan)(0)
@@ -254,15 +254,16 @@ def test_the_order_of_axes_that_cut_tokens() -> None:
             return [step(*rows) for _ in range(3)]
 
     with pytest.raises(cg.LayoutError, match=r"cut along dp, but along ep\.dp") as error:
-        losses(cg.cut(0, "ep", "dp"))
+        losses(cg.cut(0, "ep", "dp"), batch(13))
     remedy = 'cut dimension 0 along ep last, in the plan and in arguments: cg.cut(0, "dp", "ep")'
     assert remedy in str(error.value)
-    model, wanted = Mixture(0), []
+    model, wanted, rows = Mixture(0), [], batch(16)
     for _ in range(3):
         wanted.append(model.loss(rows[0], torch.zeros(()).double(), rows[1]))
         wanted[-1].backward()
         model.update()
-    torch.testing.assert_close(losses(cg.cut(0, "dp", "ep")), wanted, rtol=1e-9, atol=1e-9)
+    for tokens in (cg.cut(0, "dp", "ep"), cg.cut(0, "ep", "dp")):
+        torch.testing.assert_close(losses(tokens, rows), wanted, rtol=1e-9, atol=1e-9)
 
 
 def removals(module: Module, kind: type[Op]) -> Iterator[None]:

@@ -125,7 +125,7 @@ def _parts_by_axes(
         return ()
     first = Cut(cut.axes[: dropped[-1]], cut.blocks)
     major = count(first, sizes) * cut.blocks
-    if not size or size % major:
+    if not size or size % (major * cut.unit):
         return ()
     return ((major, first), (size // major, Cut(cut.axes[dropped[-1] :], 1, cut.unit)))
 

@@ -138,16 +138,14 @@ class _Solution:
         if held == cut:
             return
         yields = self._routes.axes.intersection(cut.axes)
+        why = "whose ranks have rows by expert"
         if factor == self._tokens and (tokens := self.case.sequence.intersection(cut.axes)):
             yields |= tokens
+            why = "which cuts the weight, too"
             self._again.add(index)
         if yields:
             self._dispatched.add(index)
-            self._cannot(
-                index,
-                f"dimension {number} of {_name(operand)} is cut along {cut}, whose ranks have rows "
-                "by expert",
-            )
+            self._cannot(index, f"dimension {number} of {_name(operand)} is cut along {cut}, {why}")
             size = self.factors.sizes[factor]
             cut = canonical(without(cut, size, yields, sizes), size, sizes)
             if not cut or cut == held:

@@ -70,11 +70,13 @@ def reduced_to_tokens(case: Case, answer: Answer, rows: Shape) -> Expansion | No
     is_gradient = any(operand.is_gradient for operand in case.operands)
     if layout is None or case.asked is not None or is_gradient or not is_of_weight:
         return None
+    if not rows or rows[-1] == 1:  # there are no tokens to cut
+        return None
     axes = tuple(a for a in case.sizes if a in case.sequence and a in layout.summands)
     shape = case.shape()
     dims = next(n for n in range(len(shape) + 1) if math.prod(shape[:n]) == math.prod(rows))
     cuts = spread(layout.cuts[0], rows, case.sizes) if dims == 1 else layout.cuts[:dims]
-    if not axes or rows[-1] == 1 or cuts is None or isinstance(cuts[-1], CutProduct):
+    if not axes or cuts is None or isinstance(cuts[-1], CutProduct):
         return None
     last = replace(cuts[-1], axes=(*cuts[-1].axes, *axes)) if cuts[-1] else Cut(axes)
     text = text_of_cuts([*enumerate((*cuts[:-1], last, *layout.cuts[dims:]))])
