@@ -9,7 +9,8 @@ happens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall, result_spec
 from ..values.operators import storage_key
 from ..values.specs import Static, Tree
+from .attention.flex_calls import flex_attention_traced
 from .binding import explain_misfit
 from .call_fakes import input_fakes, state_fakes
 from .float8.linear import in_float8
@@ -216,17 +218,23 @@ class _JointTrace(Scene):
 
     def trace(self) -> Joint:
         # Nobody calls the module that comes out, so its code is not generated.
-        with self.fakes_in_place(self.calls.compares), _use_lazy_graph_module(True):
+        with self._scene(), _use_lazy_graph_module(True):
             owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
         return self._joint(owner)
 
     def run(self) -> OpLog:
         """Run the call again without a graph, in a third of the time."""
-        with self.fakes_in_place(self.calls.compares), disable_autocast_cache():
+        with self._scene(), disable_autocast_cache():
             self._traced(self.state, self.inputs)
         for change in self.initial:
             raise change.refusal()
         return self.recorder.log
+
+    @contextmanager
+    def _scene(self) -> Iterator[None]:
+        compares = self.calls.compares
+        with self.fakes_in_place(compares), flex_attention_traced(self.call.shown):
+            yield
 
     def _traced(
         self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]

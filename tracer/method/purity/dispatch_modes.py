@@ -254,6 +254,15 @@ def run_plainly(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return function(*args, **kwargs)
 
 
+def run_noted(function: Any, args: Sequence[Any]) -> Any:
+    """Call a function; a method that is traced, or compared with a trace, notes it."""
+    count = torch._C._len_torch_function_stack()
+    guard: Any = torch._C._get_function_stack_at(count - 1) if count else None
+    if isinstance(guard, FunctionGuard):
+        return guard.run(function, args, {})
+    return function(*args)
+
+
 _DISTRIBUTIONS = os.path.join(os.path.dirname(torch.__file__), "distributions") + os.sep
 _T = torch.Tensor
 _GRAD: Any = torch.Tensor.grad

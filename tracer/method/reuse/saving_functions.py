@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from ..purity.dispatch_modes import FunctionGuard
+from ..purity.dispatch_modes import run_noted
 from ..purity.function_log import OfGraph
 
 KEEP = "keep"
@@ -47,8 +46,4 @@ class SavingMark(OfGraph):
 
 def noted(mark: SavingMark, value: torch.Tensor) -> torch.Tensor:
     """Mark a value; a method that is traced, or compared with a trace, notes it."""
-    count = torch._C._len_torch_function_stack()
-    guard: Any = torch._C._get_function_stack_at(count - 1) if count else None
-    if isinstance(guard, FunctionGuard):
-        return guard.run(mark, (value,), {})  # type: ignore[no-any-return]
-    return mark(value)
+    return run_noted(mark, (value,))  # type: ignore[no-any-return]

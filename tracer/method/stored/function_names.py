@@ -92,7 +92,7 @@ def _plain_function(name: str) -> Any:
 
 _OPERATOR = "torch.ops."
 _PACKET = "packet "
-_NAMESPACES = ("aten", "prims", "cg")
+_NAMESPACES = ("aten", "prims", "cg", "flex_lib")
 """Namespaces of torch's operators and cg's own, whose versions say all about them."""
 
 

@@ -8,6 +8,7 @@ import torch
 
 from .....ir.location import Location
 from .. import asked, recurrences
+from ..attention import flex_rules
 from ..cases import LayoutError, Rule
 from ..functional import other_form
 from . import (
@@ -29,6 +30,7 @@ from . import (
 
 _FAMILIES = (
     asked,
+    flex_rules,
     recurrences,
     *(
         attention,
