@@ -56,19 +56,10 @@ _OWN_OPERATOR = (
     "register_autograd, whose results have shapes that do not depend on values"
 )
 
-_NESTED = "using FX to symbolically trace a dynamo-optimized function"
-"""Torch's message when `make_fx` meets a function of `torch.compile`."""
-
 _OR_OPAQUE = (
     "or, where no gradient flows through the method, mark it with @cg.opaque to call it as it is"
 )
 _KNOWN: tuple[tuple[str, str, str], ...] = (
-    (
-        _NESTED,
-        "it calls what torch.compile has made",
-        "leave torch.compile away from what is traced: compile(fuse='inductor') of the step makes "
-        f"fused kernels of it; {_OR_OPAQUE}",
-    ),
     (
         "Mixing fake modes",
         "it uses a tensor that another trace has left behind, or a copy of a module of the actor, "

@@ -7,13 +7,13 @@ hosts.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.attention.flex_attention as of_torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _cast
@@ -66,7 +66,8 @@ def flex_attention_traced(shown: str) -> Iterator[None]:
     Args:
         shown: the traced call in words.
     """
-    names: dict[str, Any] = vars(of_torch)
+    # Imported here, since TorchDynamo comes with it, and sympy.
+    names: dict[str, Any] = vars(importlib.import_module("torch.nn.attention.flex_attention"))
 
     def attention(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _traced(shown, *operands)
@@ -122,7 +123,7 @@ def _traced(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *score.captured)):
         joint = joint_text(score, example, [t.requires_grad for t in score.captured])
     sizes = (query.shape[0], query.shape[1], query.shape[2])
-    has_blocks = query.device.type != "cpu" and block_mask[-3] != of_torch._LARGE_SPARSE_BLOCK_SIZE
+    has_blocks = query.device.type != "cpu" and block_mask[-3] != ONE_BLOCK[0]
     form = FlexForm(
         *(score.text, joint, mask.text, float(scale), json.dumps(options)),
         tuple(map(int, block_mask[:2] if has_blocks else (1, 1))),

@@ -8,6 +8,7 @@ operators and plain data, and is compared, stored and cut over ranks as any othe
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import operator
 from collections.abc import Callable, Sequence
@@ -16,11 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo._trace_wrapped_higher_order_op import (
-    ModIndex,
-    TransformGetItemToIndex,
-    mod_index,
-)
 from torch._higher_order_ops.flex_attention import create_fw_bw_graph
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -86,13 +82,21 @@ def recorded(function: Callable[..., Any], score: Tensor | None, mode: FakeTenso
         indices = [_index(device) for _ in range(_INDICES)]
         examples = indices if score is None else [score, *indices]
         recorder = _Recorder(examples)
-        with recorder, TransformGetItemToIndex():
+        with recorder, _indexing().TransformGetItemToIndex():
             result = function(*examples)
     if not isinstance(result, Tensor):
         raise NotRecordable(f"gives a {type(result).__name__}, not a tensor", "give a tensor")
     _refuse_python_backward(result)
     graph = recorder.finish(result)
     return Modification(text_of(graph), tuple(recorder.captured))
+
+
+def _indexing() -> Any:
+    """Torch's module in which tensors are indexed by single indices.
+
+    It is imported when a function is recorded: TorchDynamo comes with it, and sympy.
+    """
+    return importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
 
 
 def _index(device: torch.device) -> Tensor:
@@ -218,8 +222,8 @@ def _refuse_python_backward(result: Tensor) -> None:
         node = pending.pop()
         if node is None:
             continue
-        kind = getattr(node, "_forward_cls", ModIndex)
-        if kind is not ModIndex:
+        kind = getattr(node, "_forward_cls", None)
+        if kind not in (None, _indexing().ModIndex):
             raise NotRecordable(
                 f"uses {kind.__name__}, a torch.autograd.Function",
                 "use operators that torch differentiates",
@@ -330,7 +334,7 @@ def _module(text: str, takes_score: bool, rank: RankRuns, differentiable: bool) 
             shape = args[0] if target is _ATEN.index.Tensor else list(rank.shapes[captured])
             args = (shape, places, *args[2:])
         if differentiable and target is _ATEN.index.Tensor:
-            target = mod_index  # its gradient is of a shape that scores do not add to
+            target = _indexing().mod_index  # its gradient is of a shape that scores do not add to
         nodes.append(graph.call_function(target, args, kwargs))
     return fx.GraphModule({}, graph)
 

@@ -15,8 +15,8 @@ from ...values.heap.reach import Reach, reach_modules
 from ...values.heap.snapshot import Snapshot
 from ...values.interface import TracedCall
 from ..recurrence.whole_loops import WholeLoops
+from .as_eager import checkpoints_as_eager, compiled_as_eager
 from .changes import Initialization
-from .checkpoints import checkpoints_as_eager
 from .fake_types import real_kinds
 from .module_paths import (
     averages_over_all_batches,
@@ -120,6 +120,7 @@ class Scene:
             without_fused_recurrence(state),
             averages_over_all_batches(state),
             checkpoints_as_eager(),
+            compiled_as_eager(),
             WholeLoops(),
         ):
             yield
