@@ -133,7 +133,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordable("draws random numbers", "draw them outside of it, and index them")
         if any(value is not None for value in written_values(func, args, kwargs)):
             raise NotRecordable(f"writes in place ({func})", "make a new tensor: x = x + y")
-        result = func(*args, **kwargs)
         if func in _LIFTS:
             node = self._constant(args[0])
         else:
@@ -143,6 +142,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise NotRecordable(f"uses {error}", "use torch's own operators") from error
             own_args, own_kwargs = self._mapped(func, args), self._mapped(func, kwargs)
             node = self._graph.call_function(func, own_args, own_kwargs)
+        result = func(*args, **kwargs)
         self._note(result, node)
         return result
 

@@ -22,7 +22,8 @@ from ....method.attention.flex_operators import (
     ONE_BLOCK,
     FlexForm,
 )
-from ..cases import Answer, Case, LocalOp, Operand, Rule, Shape, tensors
+from ..asked import ASKED, text_of_cuts
+from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, tensors
 from ..factors import Dim, Dims, Factors, Linear, jointly
 from ..solution import solve
 
@@ -52,13 +53,34 @@ def _forward(case: Case) -> Answer:
     return _solved(case, (_OUT, _STATISTICS, _STATISTICS), ())
 
 
-def _backward(case: Case) -> Answer:
+def _backward(case: Case) -> Answer | Expansion:
     of_captured = [dims for dims, _ in _captured_dims(case, "captured")]
     pairs = zip(of_captured, case["needs"], strict=True)
     gradients = [dims for dims, is_needed in pairs if is_needed]
     given = [case[name] for name in ("grad_out", "grad_logsumexp")]
     count = sum(isinstance(gradient, Operand) for gradient in given)
-    return _solved(case, (_QUERY, _KEY, _VALUE, *gradients), jointly(*range(count)))
+    results = (_QUERY, _KEY, _VALUE, *gradients)
+    answer = _solved(case, results, jointly(*range(count)))
+    if case.asked is not None or not _has_cut_rows(case):
+        return answer
+    return _reduced(case, answer)
+
+
+def _reduced(case: Case, answer: Answer) -> Expansion:
+    """The op, whose summands of the gradients of keys and values are reduced to pieces."""
+    layouts = [layout for layout in answer.results if layout is not None]
+    texts = []
+    for name, layout in zip(("key", "value"), layouts[1:3], strict=True):
+        cuts = list(layout.cuts)
+        cuts[_ROWS] = case[name].cuts[_ROWS]
+        texts.append(text_of_cuts([*enumerate(cuts)]))
+
+    def function(**arguments: Any) -> Any:
+        query, *own = case.target(**arguments)
+        reduced = [ASKED(gradient, text) for gradient, text in zip(own, texts, strict=False)]
+        return (query, *reduced, *own[len(texts) :])
+
+    return Expansion(function, {case.target: layouts[0].cuts})
 
 
 def _solved(case: Case, results: tuple[Dims, ...], linear: Linear) -> Answer:
