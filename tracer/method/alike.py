@@ -29,7 +29,7 @@ from ..values.operators import storage_key
 from ..values.specs import static_key
 from .call_fakes import is_plain
 from .float8.linear import in_float8
-from .attention.flex_calls import flex_attention_traced
+from .attention.varlen_calls import attention_traced
 from .joint import Joint, Wanted, ends
 from .purity.changes import Rebind, sort_changes
 from .purity.dispatch_modes import FunctionGuard
@@ -209,7 +209,7 @@ class _AlikeCall(Scene):
         Raises:
             Unlike: the call is not like the traced one. Any other error means the same.
         """
-        attention = flex_attention_traced(self.call.shown)
+        attention = attention_traced(self.call.shown)
         with self.fakes_in_place(compares=True), attention, disable_autocast_cache():
             rebinds = self._go_along(wanted)
         if self.initial:

@@ -30,7 +30,7 @@ from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall, result_spec
 from ..values.operators import storage_key
 from ..values.specs import Static, Tree
-from .attention.flex_calls import flex_attention_traced
+from .attention.varlen_calls import attention_traced
 from .binding import explain_misfit
 from .call_fakes import input_fakes, state_fakes
 from .float8.linear import in_float8
@@ -233,7 +233,7 @@ class _JointTrace(Scene):
     @contextmanager
     def _scene(self) -> Iterator[None]:
         compares = self.calls.compares
-        with self.fakes_in_place(compares), flex_attention_traced(self.call.shown):
+        with self.fakes_in_place(compares), attention_traced(self.call.shown):
             yield
 
     def _traced(

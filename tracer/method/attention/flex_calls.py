@@ -70,7 +70,7 @@ def flex_attention_traced(shown: str) -> Iterator[None]:
     names: dict[str, Any] = vars(importlib.import_module("torch.nn.attention.flex_attention"))
 
     def attention(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _traced(shown, *operands)
+        return attend(shown, *operands)
 
     own = {
         "flex_attention_hop": attention,
@@ -85,7 +85,7 @@ def flex_attention_traced(shown: str) -> Iterator[None]:
         names.update(before)
 
 
-def _traced(
+def attend(
     shown: str,
     query: Tensor,
     key: Tensor,
@@ -95,7 +95,23 @@ def _traced(
     scale: float,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if options["BACKEND"] == "FLASH":
+    """Attention as torch's higher-order operator takes it, by the operators of `flex_operators`.
+
+    Args:
+        shown: the traced call in words.
+        query, key, value: as `flex_attention` takes them.
+        score_mod: takes a score and its four indices.
+        block_mask: lengths, tensors of blocks, the sizes of a block, and `mask_mod`.
+        scale: the factor of products.
+        options: of torch's kernel.
+
+    Returns:
+        The result, and of each row the logarithm, to base 2, of its sum, and its largest score.
+
+    Raises:
+        TraceError: a graph cannot keep what the functions do.
+    """
+    if options.get("BACKEND") == "FLASH":
         raise refusal_here(
             shown,
             "flex_attention is asked for BACKEND='FLASH', whose statistics are in other units",
