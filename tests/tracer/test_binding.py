@@ -214,7 +214,13 @@ def test_hooks_may_change_the_arguments_of_a_module() -> None:
         assert step(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_what_torch_compile_has_made_is_not_traced() -> None:
-    with pytest.raises(cg.TraceError, match=r"calls what torch\.compile has made") as caught:
-        traced(lambda a, x: a.compiled(x), torch.ones(2))
-    assert "compile(fuse='inductor')" in caught.value.remedy
+def test_what_torch_compile_has_made_is_looked_into() -> None:
+    assert traced(lambda a, x: a.compiled(x), torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_a_compiled_module_is_looked_into() -> None:
+    with use_world(VirtualWorld(1)):
+        actor = Methods.on(0)()
+        actor.local.compile(backend="eager")
+        step = cg.trace(lambda x: actor(x))
+        assert step(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -27,9 +27,9 @@ from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall
 from ..values.operators import storage_key
 from ..values.specs import static_key
+from .attention.varlen_calls import attention_traced
 from .call_fakes import is_plain
 from .float8.linear import in_float8
-from .attention.varlen_calls import attention_traced
 from .joint import Joint, Wanted, ends
 from .purity.changes import Rebind, sort_changes
 from .purity.dispatch_modes import FunctionGuard

@@ -24,7 +24,7 @@ from .training import HEADS, HOMES, WIDTH, Model, RecordingStage, train
 class Flexible(RecordingStage):
     """Self-attention within documents, with a trained slope for each head.
 
-    Torch has no derivative of `flex_attention` on hosts, so the plain instance computes the formula.
+    Torch has no derivative of `flex_attention` on hosts, so plain instances compute the formula.
     """
 
     def __init__(self, seed: int, optimizer: str = "adam") -> None:

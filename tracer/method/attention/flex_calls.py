@@ -52,8 +52,9 @@ class FlexAttention(OfGraph):
         """
         counts = (len(captured), len(mask_captured))
         others = (*captured, *mask_captured, *blocks)
+        results: tuple[Tensor, Tensor, Tensor]
         results = FlexAttentionFunction.apply(form, counts, *operands, *others)  # type: ignore[no-untyped-call]
-        return results  # type: ignore[no-any-return]
+        return results
 
 
 FLEX = FlexAttention()

@@ -392,7 +392,7 @@ def aligned_dimensions(
     first = int(takes_score)
     count = sum(not row for row in rows)
     uses: list[list[set[int | None]]] = [[set() for _ in tensor.shape] for tensor in captured]
-    for number, row in enumerate(rows):
+    for row in rows:
         for source, tensor in enumerate(captured, count - len(captured)):
             own = uses[source - count + len(captured)]
             if not row or not _refers(row[1:] if len(row) > 1 else row, source):
@@ -404,9 +404,7 @@ def aligned_dimensions(
                 which = place - first if type(place) is int else None
                 is_aligned = which in range(len(lengths)) and lengths[which] == size
                 own[dim].add(which if is_aligned else None)
-    return tuple(
-        tuple(next(iter(dim)) if len(dim) == 1 else None for dim in dims) for dims in uses
-    )
+    return tuple(tuple(next(iter(dim)) if len(dim) == 1 else None for dim in dims) for dims in uses)
 
 
 def reads_index(text: str, number: int) -> bool:

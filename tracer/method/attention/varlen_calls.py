@@ -1,8 +1,8 @@
 """Let traced methods call `torch.nn.attention.varlen.varlen_attn` on hosts.
 
 Torch has a kernel for GPUs alone, which stays there. On hosts it is attention with a mask of
-documents: a token sees those of its own document. Documents may be empty, so a tensor of as many
-borders as there can be, and a bound for `max_q` and `max_k`, make shapes that do not depend on data.
+documents: a token sees those of its own document. Documents may be empty. So a tensor of as many
+borders as there can be, and bounds for `max_q` and `max_k`, make shapes that do not depend on data.
 """
 
 from __future__ import annotations

@@ -280,6 +280,12 @@ def _takes_value(how: str) -> tuple[str, str]:
     return f"{how} needs the value of a tensor, which is not known while tracing", OPAQUE_REMEDY
 
 
+_NUMBER_REMEDY = (
+    f"{OPAQUE_REMEDY}. Where it is a bound, such as the longest length in max_q of varlen_attn, "
+    "give a number that is never exceeded, such as the number of tokens"
+)
+
+
 _SHOWS = (
     "it prints or formats a tensor, whose value is not known while tracing",
     "print its shape and dtype, return the tensor and print it outside the step, or mark the "
@@ -290,7 +296,7 @@ _ADDRESS = (
     OPAQUE_REMEDY,
 )
 _REFUSED: dict[Any, tuple[str, str]] = {
-    _T.item: _takes_value("Tensor.item() or Tensor.tolist()"),
+    _T.item: (_takes_value("Tensor.item() or Tensor.tolist()")[0], _NUMBER_REMEDY),
     _T.tolist: _takes_value("Tensor.item() or Tensor.tolist()"),
     _T.__bool__: (
         "a Python condition (if, while, assert, and, or, not) depends on the value of a tensor, "
@@ -298,7 +304,7 @@ _REFUSED: dict[Any, tuple[str, str]] = {
         "use torch.where, decide by a static (plain Python) value, or mark the method with "
         "@cg.opaque",
     ),
-    _T.__int__: _takes_value("int(tensor)"),
+    _T.__int__: (_takes_value("int(tensor)")[0], _NUMBER_REMEDY),
     _T.__float__: _takes_value("float(tensor)"),
     _T.__complex__: _takes_value("complex(tensor)"),
     _T.__index__: _takes_value("a tensor as a Python index"),
