@@ -8,6 +8,9 @@ from pathlib import Path
 
 import cg
 
+ATTENTION = ("sdpa", "flex_attention", "eager")
+"""The implementations of attention that can be traced; with --cp, the first two."""
+
 
 def parse(description: str) -> argparse.Namespace:
     """Read the command line.
@@ -68,7 +71,7 @@ def parse(description: str) -> argparse.Namespace:
         help="products of linear layers in float8, with a scale for a tensor, or for a row",
     )
     add("--lora", type=int, default=0, help="train adapters of this rank alone")
-    add("--attention", default="sdpa", choices=("sdpa", "eager"), help="what can be traced")
+    add("--attention", default="sdpa", choices=ATTENTION, help="what can be traced")
     add(
         "--dispatch",
         choices=("auto", "gather", "exchange"),
@@ -128,7 +131,9 @@ def parse(description: str) -> argparse.Namespace:
     if args.sequence_parallel and args.tp == 1:
         parser.error("--sequence-parallel cuts tokens along --tp: give --tp above 1")
     if args.cp > 1 and args.attention == "eager":
-        parser.error("--cp with --attention eager: sdpa alone works on tokens that ranks share")
+        parser.error(
+            "--cp with --attention eager: give sdpa or flex_attention, for tokens that ranks share"
+        )
     if args.lora and args.tp > 1:
         parser.error(
             "--lora with --tp: the plans of models do not say how adapters are cut; use --dp, "

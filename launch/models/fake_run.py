@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
+from ...tracer.method.attention.varlen_calls import attention_traced
+from ...tracer.method.purity.as_eager import compiled_as_eager
 from ...tracer.source import traceback_location
 from ...tracer.values.actor_state import reach
 from ...tracer.values.heap.snapshot import Snapshot
@@ -70,6 +72,8 @@ class FakeRun:
                 _replaced(self.model, parameter, self.fake),
                 torch.no_grad(),
                 self.mode,
+                compiled_as_eager(),
+                attention_traced(type(self.model).__name__),
                 watcher,
             ):
                 return self.model(**inputs)

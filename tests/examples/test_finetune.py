@@ -176,6 +176,7 @@ def test_each_label_counts_once(
         pytest.param(8, "--pp 2 --dp 2 --tp 2 --sequence-parallel --schedule zb-h1", marks=SLOW),
         (4, "--pp 2 --cp 2 --cp-form ring --cp-order zigzag --schedule zb-h1"),
         pytest.param(4, "--pp 2 --cp 2 --schedule zb-h1", marks=SLOW),
+        pytest.param(4, "--pp 2 --cp 2 --attention flex_attention --schedule zb-h1", marks=SLOW),
     ],
 )
 def test_documents_are_packed_with_borders(
@@ -683,7 +684,7 @@ def test_more_tokens_than_positions_that_are_computed(
     [
         ("--pp 2", "--pp 2 x --dp 1 x --ep 1 x --cp 1 x --tp 1 are 2 ranks, and there are 1"),
         ("--batch 6", "--batch 6 does not divide into 4 microbatches"),
-        ("--attention flex_attention", "invalid choice: 'flex_attention'"),
+        ("--attention flash_attention_2", "invalid choice: 'flash_attention_2'"),
         ("--data no.txt", "--data: there is no file no.txt"),
         ("--steps 0", "--steps must be at least 1"),
         ("--pp 1 --fsdp step", "ranks of --dp, --ep and --cp: give one above 1"),
@@ -706,7 +707,7 @@ def test_options_that_do_not_fit(
     ("given", "message"),
     [
         ("--cp 4 --sequence-parallel", "cuts tokens along --tp: give --tp above 1"),
-        ("--cp 4 --attention eager", "--cp with --attention eager: sdpa alone works on tokens"),
+        ("--cp 4 --attention eager", "--cp with --attention eager: give sdpa or flex_attention"),
         ("--cp 4 --length 3", "--length 3: give each rank of --cp 4 a token or more"),
     ],
 )

@@ -51,7 +51,7 @@ FLEX_ATTENTION_BACKWARD = torch.ops.cg.flex_attention_backward.default
 
 @dataclass(frozen=True)
 class FlexForm:
-    """What attention computes with its tensors.
+    """The computation of attention: functions of scores, their derivative, and numbers.
 
     Attributes:
         score: the text of `score_mod`.
@@ -319,7 +319,7 @@ _FUSED = {FLEX_ATTENTION: _fused_forward, FLEX_ATTENTION_BACKWARD: _fused_backwa
 
 
 def fused_form(node: fx.Node) -> Callable[..., Any] | None:
-    """What computes an operator in a graph that is fused; None if it is the operator itself.
+    """The function that replaces an operator in a graph that is fused; None if nothing does.
 
     On GPUs it is torch's higher-order operator, whose kernel TorchInductor makes.
     """

@@ -280,7 +280,7 @@ def text_of(graph: fx.Graph) -> str:
 
 @dataclass(frozen=True)
 class RankRuns:
-    """What a rank has of attention.
+    """The indices and pieces of attention that a rank has.
 
     Attributes:
         runs: the indices of the batch, the heads, the queries and the keys.
