@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -98,9 +99,14 @@ def _world() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("order", ["rows", "zigzag"])
-@pytest.mark.parametrize("name", MESHES)
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param(name, order, marks=() if (name, order) == ("cp2-tp2", "zigzag") else SLOW)
+    for name, order in itertools.product(MESHES, ("rows", "zigzag"))
+]
+
+
+@pytest.mark.parametrize(("name", "order"), CASES)
 def test_training(name: str, order: str) -> None:
     places = MESHES[name]()
     model = Model([(Flexible, (seed,)) for seed in range(len(places))])
@@ -108,8 +114,9 @@ def test_training(name: str, order: str) -> None:
     train(model, stages, 4, 2, "zb-h1" if len(places) > 1 else None, "reals", steps=2)
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=() if name == "1f1b" else SLOW) for name in names()]
+)
 def test_schedules(schedule: str) -> None:
     homes = HOMES.get(schedule, (0, 1))
     meshes = cg.mesh(pp=2, dp=1, cp=2, tp=1).unbind("pp")
@@ -118,7 +125,7 @@ def test_schedules(schedule: str) -> None:
     train(model, stages, 8, 4, schedule, "reals", steps=1)
 
 
-@pytest.mark.slow
+@SLOW
 def test_fused() -> None:
     model = Model([(Flexible, (0,))])
     stages = model.on(MESHES["cp2"](), plans=[plan_of("rows")])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, TypeAlias
 
@@ -42,6 +42,11 @@ for _schema in _SCHEMAS:
 
 ONE_BLOCK = (1 << 30, 1 << 30)
 """The rows and columns of a block that all scores are in, as torch has it."""
+
+_DENSE: Any = sdpa_dense
+_DENSE_BACKWARD: Any = sdpa_dense_backward
+_HIGHER_ORDER: Any = flex_attention
+_HIGHER_ORDER_BACKWARD: Any = flex_attention_backward
 
 Aligned: TypeAlias = tuple[tuple[int | None, ...], ...]
 
@@ -86,9 +91,10 @@ class FlexForm:
     @functools.lru_cache(maxsize=1024)
     def read(text: str) -> FlexForm:
         """The form of a text."""
-        *parts, lengths, block, unset, aligned, masked = json.loads(text)
-        dims = [tuple(map(tuple, tensors)) for tensors in (aligned, masked)]
-        return FlexForm(*parts, tuple(lengths), tuple(block), unset, *dims)
+        score, joint, mask, scale, options, lengths, block, unset, *dims = json.loads(text)
+        aligned, masked = (tuple(map(tuple, tensors)) for tensors in dims)
+        sizes = (tuple(lengths), tuple(block), unset)
+        return FlexForm(score, joint, mask, scale, options, *sizes, aligned, masked)
 
     @property
     def masks_nothing(self) -> bool:
@@ -130,8 +136,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     own = FlexForm.read(form)
     score, _, mask = own.functions(captured, mask_captured, indices)
-    operands = (query, key, value, score, own.block_mask(blocks, mask), own.scale, {})
-    return sdpa_dense(*operands, tuple(captured), tuple(mask_captured))  # type: ignore[no-any-return]
+    options: dict[str, Any] = {}
+    operands = (query, key, value, score, own.block_mask(blocks, mask), own.scale, options)
+    results: tuple[Tensor, Tensor, Tensor]
+    results = _DENSE(*operands, tuple(captured), tuple(mask_captured))
+    return results
 
 
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -163,7 +172,7 @@ def _backward(
         for tensor, is_needed in zip(captured, needs, strict=True)
     )
     operands = (query, key, value, out, logsumexp, grad_out, grad_logsumexp, score, joint)
-    *gradients, of_captured = sdpa_dense_backward(
+    *gradients, of_captured = _DENSE_BACKWARD(
         *operands, own.block_mask(blocks, mask), own.scale, {}, buffers, tuple(mask_captured)
     )
     return [*gradients, *(gradient.detach() for gradient in of_captured if gradient is not None)]
@@ -278,7 +287,7 @@ def _fused_forward(
     score, _, mask = own.functions(captured, mask_captured, indices)
     block_mask = own.block_mask(blocks or _one_block(query), mask)
     operands = (query, key, value, score, block_mask, own.scale, json.loads(own.options))
-    return flex_attention(*operands, tuple(captured), tuple(mask_captured))
+    return _HIGHER_ORDER(*operands, tuple(captured), tuple(mask_captured))
 
 
 def _fused_backward(
@@ -301,7 +310,7 @@ def _fused_backward(
     block_mask = own.block_mask(blocks or _one_block(query), mask)
     operands = (query, key, value, out, logsumexp, grad_out, grad_logsumexp, score, joint)
     options = json.loads(own.options)
-    *gradients, of_captured = flex_attention_backward(
+    *gradients, of_captured = _HIGHER_ORDER_BACKWARD(
         *operands, block_mask, own.scale, options, tuple(captured), tuple(mask_captured)
     )
     pairs = zip(of_captured, needs, strict=True)
@@ -315,7 +324,10 @@ def _one_block(like: Tensor) -> list[Tensor | None]:
     return [count, indices, None, None] * 2
 
 
-_FUSED = {FLEX_ATTENTION: _fused_forward, FLEX_ATTENTION_BACKWARD: _fused_backward}
+_FUSED: Mapping[Any, Callable[..., Any]] = {
+    FLEX_ATTENTION: _fused_forward,
+    FLEX_ATTENTION_BACKWARD: _fused_backward,
+}
 
 
 def fused_form(node: fx.Node) -> Callable[..., Any] | None:
@@ -323,6 +335,6 @@ def fused_form(node: fx.Node) -> Callable[..., Any] | None:
 
     On GPUs it is torch's higher-order operator, whose kernel TorchInductor makes.
     """
+    fused = _FUSED.get(node.target)
     operands = (argument for argument in node.args if isinstance(argument, fx.Node))
-    first = next(operands, None)
-    return None if first is None or not first.meta["val"].is_cuda else _FUSED.get(node.target)  # type: ignore[arg-type]
+    return fused if fused is not None and next(operands).meta["val"].is_cuda else None

@@ -204,7 +204,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         with _disable_current_modes():
             number = value.item()
-        options = {"dtype": value.dtype, "device": value.device}
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         return self._graph.call_function(_ATEN.scalar_tensor.default, (number,), options)
 
 
@@ -252,9 +252,10 @@ def joint_text(score: Modification, example: Tensor, needs: Sequence[bool]) -> s
             for tensor, is_needed in zip(score.captured, needs, strict=True)
         ]
         forward = _module(score.text, True, RankRuns(), differentiable=True)
-        _, joint = create_fw_bw_graph(forward, (first, *indices), tuple(captured))
-    joint.graph.eliminate_dead_code()
-    return text_of(joint.graph)
+        make: Any = create_fw_bw_graph
+        graph: fx.Graph = make(forward, (first, *indices), tuple(captured))[1].graph
+    graph.eliminate_dead_code()
+    return text_of(graph)
 
 
 def text_of(graph: fx.Graph) -> str:
@@ -402,8 +403,8 @@ def aligned_dimensions(
             for dim, size in enumerate(tensor.shape):
                 place = places[dim] if dim < len(places) else None
                 which = place - first if type(place) is int else None
-                is_aligned = which in range(len(lengths)) and lengths[which] == size
-                own[dim].add(which if is_aligned else None)
+                is_known = which is not None and 0 <= which < len(lengths)
+                own[dim].add(which if is_known and lengths[which or 0] == size else None)
     return tuple(tuple(next(iter(dim)) if len(dim) == 1 else None for dim in dims) for dims in uses)
 
 

@@ -110,10 +110,10 @@ def _traced(
             sees = sees & (distance <= left)
         return sees & (distance >= -right) if right >= 0 else sees
 
-    operands = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     mask = (1, 1, *[None] * 8, *ONE_BLOCK, within)
-    out, logsumexp, _ = attend(shown, *operands, _same, mask, factor, {})
+    out, logsumexp, _ = attend(shown, q, k, v, _same, mask, factor, {})
     return out.squeeze(0).transpose(0, 1), logsumexp.squeeze(0) * math.log(2), None
 
 
