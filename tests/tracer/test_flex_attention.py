@@ -203,6 +203,7 @@ REFUSED: dict[str, tuple[Attend, str]] = {
     "value": (scored(lambda x: lambda s, b, h, i, j: s if i > j else -s), "Python condition"),
     "function": (scored(lambda x: lambda s, *indices: Doubled.apply(s)), r"Doubled, a torch\.auto"),
     "whole": (scored(lambda x: lambda s, *indices: s * x.temperature.sum()), "without an index"),
+    "unused": (scored(lambda x: lambda s, b, h, i, j: x.bias[h, j * 0]), "no score goes into"),
     "flash": (
         lambda x: flex_attention(
             *(x.q, x.k, x.v), enable_gqa=True, kernel_options={"BACKEND": "FLASH"}
@@ -242,7 +243,7 @@ def test_a_scalar_is_trained_with_an_index() -> None:
 
     def attend(x: Any) -> Any:
         scalar = x.temperature
-        return scored(lambda x: lambda s, b, h, i, j: s * scalar[b * 0])(x)
+        return scored(lambda x: lambda s, b, h, i, j: s * 0 + s * scalar[b * 0])(x)
 
     def plain(x: Any) -> Tensor:
         k, v = (t.repeat_interleave(2, 1) for t in (x.k, x.v))

@@ -138,7 +138,8 @@ def attend(
         )
     joint = ""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *score.captured)):
-        joint = joint_text(score, example, [t.requires_grad for t in score.captured])
+        needs = [tensor.requires_grad for tensor in score.captured]
+        joint = _in_words(shown, "score_mod", lambda: joint_text(score, example, needs))
     sizes = (query.shape[0], query.shape[1], query.shape[2])
     has_blocks = query.device.type != "cpu" and block_mask[-3] != ONE_BLOCK[0]
     form = FlexForm(
@@ -164,7 +165,12 @@ def _under_autocast(tensor: Tensor) -> Tensor:
 def _recorded(
     shown: str, name: str, function: Callable[..., Tensor], score: Tensor | None, mode: Any
 ) -> Modification:
+    return _in_words(shown, name, lambda: recorded(function, score, mode))
+
+
+def _in_words(shown: str, name: str, make: Callable[[], Any]) -> Any:
+    """The result of `make`, which works on a function of scores that the call names so."""
     try:
-        return recorded(function, score, mode)  # type: ignore[no-any-return]
+        return make()
     except NotRecordable as error:
         raise refusal_here(shown, f"{name} {error.reason}", error.remedy) from error

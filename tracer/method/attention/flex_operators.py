@@ -1,6 +1,6 @@
 """The operators of `flex_attention` as they stand in graphs: the forward, and its gradient.
 
-On hosts they are torch's own eager formula, which has all scores in memory. Where a graph for GPUs
+They compute torch's eager formula, which has all scores in memory. Where a graph for GPUs
 is fused, they become torch's higher-order operators again, of which TorchInductor makes its kernel.
 """
 
@@ -18,13 +18,12 @@ from torch._higher_order_ops.flex_attention import (
     _permute_strides,
     flex_attention,
     flex_attention_backward,
-    sdpa_dense,
-    sdpa_dense_backward,
 )
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from ...values.operators import OperatorFunction
+from .dense_attention import DenseAttention
 from .modifications import WHOLE_RUNS, RankRuns, modification, reads_index
 
 _LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -43,8 +42,6 @@ for _schema in _SCHEMAS:
 ONE_BLOCK = (1 << 30, 1 << 30)
 """The rows and columns of a block that all scores are in, as torch has it."""
 
-_DENSE: Any = sdpa_dense
-_DENSE_BACKWARD: Any = sdpa_dense_backward
 _HIGHER_ORDER: Any = flex_attention
 _HIGHER_ORDER_BACKWARD: Any = flex_attention_backward
 
@@ -136,11 +133,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     own = FlexForm.read(form)
     score, _, mask = own.functions(captured, mask_captured, indices)
-    options: dict[str, Any] = {}
-    operands = (query, key, value, score, own.block_mask(blocks, mask), own.scale, options)
-    results: tuple[Tensor, Tensor, Tensor]
-    results = _DENSE(*operands, tuple(captured), tuple(mask_captured))
-    return results
+    return DenseAttention(query, key, value, own.scale, mask, mask_captured).forward(
+        score, captured
+    )
 
 
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -167,15 +162,12 @@ def _backward(
 ) -> list[Tensor]:
     own = FlexForm.read(form)
     score, joint, mask = own.functions(captured, mask_captured, indices)
-    buffers = tuple(
-        tensor.detach().requires_grad_() if is_needed else tensor
-        for tensor, is_needed in zip(captured, needs, strict=True)
-    )
-    operands = (query, key, value, out, logsumexp, grad_out, grad_logsumexp, score, joint)
-    *gradients, of_captured = _DENSE_BACKWARD(
-        *operands, own.block_mask(blocks, mask), own.scale, {}, buffers, tuple(mask_captured)
-    )
-    return [*gradients, *(gradient.detach() for gradient in of_captured if gradient is not None)]
+    assert joint is not None
+    gradients, of_captured = DenseAttention(
+        query, key, value, own.scale, mask, mask_captured
+    ).backward(score, joint, captured, (out, logsumexp), (grad_out, grad_logsumexp))
+    pairs = zip(captured, of_captured, needs, strict=True)
+    return [*gradients, *(g.to(x.dtype).contiguous() for x, g, is_needed in pairs if is_needed)]
 
 
 def _backward_fake(

@@ -242,6 +242,9 @@ def joint_text(score: Modification, example: Tensor, needs: Sequence[bool]) -> s
     Returns:
         Of a function that takes a score, its indices, the gradient of what `score` gives, and the
         captured tensors. It gives the gradients of all but the gradient.
+
+    Raises:
+        NotRecordable: the function does not use the score.
     """
     mode = example.fake_mode  # type: ignore[attr-defined]
     with _disable_current_modes(), mode, torch.enable_grad():
@@ -254,6 +257,8 @@ def joint_text(score: Modification, example: Tensor, needs: Sequence[bool]) -> s
         forward = _module(score.text, True, RankRuns(), differentiable=True)
         make: Any = create_fw_bw_graph
         graph: fx.Graph = make(forward, (first, *indices), tuple(captured))[1].graph
+    if graph.output_node().args[0][0] is None:  # type: ignore[index]
+        raise NotRecordable("gives what no score goes into", "give score * 0 + x instead of x")
     graph.eliminate_dead_code()
     return text_of(graph)
 

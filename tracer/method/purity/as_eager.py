@@ -36,6 +36,6 @@ def compiled_as_eager() -> Iterator[None]:
     """Let functions of `torch.compile` run as they were before, inside the `with` block."""
     # Sympy comes with it, which makes 0.4 s of the time that a process takes to import cg.
     config: Any = importlib.import_module("torch._dynamo.config")
-    stance: Any = torch.compiler.set_stance("force_eager")
-    with config.patch(error_on_nested_fx_trace=False), stance:
+    compiler: Any = torch.compiler
+    with config.patch(error_on_nested_fx_trace=False), compiler.set_stance("force_eager"):
         yield
