@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from .function_tools import check_equal, trace, trace_vjp
 from .test_functions import Block, mlp
@@ -52,3 +53,26 @@ def test_gradients_live_on_the_device() -> None:
     (grad,) = vjp.second.only_body(*result[1:], torch.ones(5, 8, device="cuda"))
     assert grad.is_cuda
     assert all(p.grad is not None and p.grad.is_cuda for p in net.parameters())
+
+
+class NearKeys(nn.Module):
+    """Attention that prefers near keys, by a trained slope for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slopes, length = self.slopes, x.shape[2]
+        mask = create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, length, length, device=x.device
+        )
+        result = flex_attention(
+            *(x, x, x, lambda s, b, h, i, j: s + (j - i) * slopes[h]), block_mask=mask
+        )
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def test_functions_of_scores() -> None:
+    check_equal(NearKeys().cuda(), "forward", rand(2, 4, 256, 16), tolerance=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
 from cg.passes.schedules import names
+from cg.tracer.values.plan import AttentionForm
 
+from ..test_models import causal_lm
 from .training import HEADS, HOMES, WIDTH, Model, RecordingStage, train
 
 
@@ -130,3 +133,62 @@ def test_fused() -> None:
     model = Model([(Flexible, (0,))])
     stages = model.on(MESHES["cp2"](), plans=[plan_of("rows")])
     train(model, stages, 4, 2, None, "reals", steps=1, fuse="inductor")
+
+
+@pytest.mark.parametrize("form", ["ring", "heads"])
+def test_keys_are_gathered_alone(form: AttentionForm) -> None:
+    tokens = {"forward(x)|loss(h)|loss(y)": cg.cut(1, "cp")}
+    x = torch.randn(2, 3, WIDTH)
+
+    def step_by(attention: AttentionForm | None) -> Any:
+        actor = Flexible.on(cg.mesh(cp=2), plan=cg.plan(tokens, attention=attention))(0)
+        return cg.trace(lambda x: actor.forward(x))
+
+    with pytest.raises(cg.LayoutError, match=f"by {form}, and flex_attention gathers") as caught:
+        step_by(form)(x)
+    assert "leave out attention=" in caught.value.remedy
+    torch.testing.assert_close(step_by(None)(x).cpu(), Flexible(0).forward(x))
+
+
+class Tuned(nn.Module):
+    """A model of transformers, by the loss of rows of documents."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        self.model = causal_lm("llama", num_key_value_heads=2, attn_implementation=attention)
+
+    def loss(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Tensor:
+        output = self.model(input_ids=input_ids, labels=labels, use_cache=False, **others)
+        loss: Tensor = output.loss
+        return loss
+
+    def gradients(self) -> list[Tensor | None]:
+        return [self.model.lm_head.weight.grad, self.model.model.norm.weight.grad]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_documents_of_a_collator(attention: str) -> None:
+    """Its borders of documents are those of positions; labels are those of the next tokens."""
+    transformers = pytest.importorskip("transformers")
+    rows = [torch.randint(30, (size,)).tolist() for size in (5, 8, 3)]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = dict(collate([{"input_ids": row} for row in rows]))
+    plain = Tuned("sdpa")
+    total = torch.zeros(())
+    for row in rows:
+        ids = torch.tensor([row])
+        total = total + plain.loss(ids, ids) * (len(row) - 1)
+    expected = total / sum(len(row) - 1 for row in rows)
+    expected.backward()
+    plan = cg.plans.hf(plain.model, sequence="cp")
+    actor = cg.actor(Tuned).on(cg.mesh(cp=2, tp=2), plan=plan)(attention)
+
+    @cg.trace
+    def step(batch: Any) -> Any:
+        loss = actor.loss(**batch)
+        cg.backward(loss)
+        return loss, actor.gradients()
+
+    loss, gradients = step(batch)
+    torch.testing.assert_close(loss.cpu(), expected.detach())
+    torch.testing.assert_close(gradients[1].cpu(), plain.gradients()[1])

@@ -118,7 +118,9 @@ class DenseAttention:
         return torch.repeat_interleave(tensor, self.query.shape[1] // tensor.shape[1], dim=1)
 
     def _by_group(self, gradient: Tensor) -> Tensor:
-        return gradient.unflatten(1, (self.key.shape[1], -1)).sum(2)
+        rows, heads, *others = gradient.shape
+        groups = self.key.shape[1]
+        return gradient.view(rows, groups, heads // groups, *others).sum(2)
 
 
 def _hidden(scores: Tensor) -> Tensor:

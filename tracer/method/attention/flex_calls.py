@@ -165,7 +165,8 @@ def _under_autocast(tensor: Tensor) -> Tensor:
 def _recorded(
     shown: str, name: str, function: Callable[..., Tensor], score: Tensor | None, mode: Any
 ) -> Modification:
-    return _in_words(shown, name, lambda: recorded(function, score, mode))
+    modification: Modification = _in_words(shown, name, lambda: recorded(function, score, mode))
+    return modification
 
 
 def _in_words(shown: str, name: str, make: Callable[[], Any]) -> Any:

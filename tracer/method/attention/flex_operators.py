@@ -167,7 +167,7 @@ def _backward(
         query, key, value, own.scale, mask, mask_captured
     ).backward(score, joint, captured, (out, logsumexp), (grad_out, grad_logsumexp))
     pairs = zip(captured, of_captured, needs, strict=True)
-    return [*gradients, *(g.to(x.dtype).contiguous() for x, g, is_needed in pairs if is_needed)]
+    return [*gradients, *(g.to(x.dtype) for x, g, needed in pairs if needed and g is not None)]
 
 
 def _backward_fake(
