@@ -81,7 +81,7 @@ def recorded(function: Callable[..., Any], score: Tensor | None, mode: FakeTenso
     with _disable_current_modes(), mode:
         indices = [_index(device) for _ in range(_INDICES)]
         examples = indices if score is None else [score, *indices]
-        recorder = _Recorder(examples)
+        recorder = _ScoreRecorder(examples)
         with recorder, _indexing().TransformGetItemToIndex():
             result = function(*examples)
     if not isinstance(result, Tensor):
@@ -103,7 +103,7 @@ def _index(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int32, device=device)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ScoreRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes the operators of a function into a graph.
 
     Attributes:
