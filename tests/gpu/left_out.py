@@ -44,6 +44,7 @@ RULES = (
     Rule("works on files, on hosts alone: tests/text runs it", text="cg-(opt|sim) "),
     Rule("shows or writes a file: tests/test_docs.py runs it", text="(cat|grep|sed|ls|echo) ?"),
     Rule("waits for ranks of Slurm", inside="SLURM"),
+    Rule("needs a cluster: tests/examples/test_kubernetes.py", text="(docker|kubectl) "),
     Rule("needs several machines: tests/mpi/test_hosts.py", inside="-(hosts|hostfile) "),
     Rule("starts again what has failed: tests/launch/test_restarts.py", inside="--restarts "),
     Rule("asks a server, as tests/gpu/test_serving.py does", text="((until )?curl|lm_eval) "),

@@ -24,7 +24,7 @@ LEAST = 16
 """The fewest inputs of a tile, for such a product."""
 INPUTS, INPUTS_OF_WORDS = 128, 64
 """The most inputs of a tile; the second where a word has levels of several outputs."""
-OUTPUTS, WORDS = 64, 16
+OUTPUTS, WORDS = 64, 8
 """The outputs of a tile, or the words with levels of several outputs."""
 INNER = 4
 """The most tiles whose sums are multiplied by a scale together."""
@@ -35,7 +35,7 @@ BYTES = 16
 """Levels of a byte that are one unit: what a thread reads at once."""
 PROGRAMS = 1024
 """As many as keep the memory of a device busy."""
-STEPS, STEPS_OF_WORDS = 2, 4
+STEPS, STEPS_OF_WORDS = 2, 8
 """The fewest steps of a program. A step has the tiles of one scale."""
 MOST_SUMMANDS = 16
 FLOAT8 = (8, 9)
