@@ -148,7 +148,7 @@ class PagedCache(Cache):
     def __init__(self, pages: Pages, layers: CacheLayers | None = None) -> None:
         super().__init__(layers=CacheLayers(pages.slots) if layers is None else layers)
         self.pages = pages
-        self.written: tuple[Tensor, int] | None = None
+        self.written: tuple[Tensor, Tensor, int] | None = None
         self.is_asked = False
         self._causal: list[Tensor] = []
         self._repeated: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -157,8 +157,15 @@ class PagedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.pages.write(key_states, value_states, layer_idx)
-        self.written = keys, layer_idx
+        self.written = keys, values, layer_idx
         return keys, values
+
+    def layer_of(self, key: Tensor, value: Tensor) -> int | None:
+        """The layer whose pool has these keys and values; None if a model has changed them."""
+        if self.written is None:
+            return None
+        keys, values, layer = self.written
+        return layer if key is keys and value is values else None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The keys that a row is shown beside its own; it may have fewer."""
@@ -340,14 +347,12 @@ def attend(
     groups = key.shape[1]
     shared = heads // groups
     if cache is not None and cache.pages.tables.numel():
-        pages, written = cache.pages, cache.written
-        is_there = written is not None and written[0] is key and value.shape[-1] == width
-        own = None if cache.is_causal(mask) else mask
-        if is_there and paged.is_served(query.device, shared * tokens, own):
-            assert written is not None
-            pool = pages.pool(written[1]).unflatten(-1, (2, width))
+        pages, own = cache.pages, None if cache.is_causal(mask) else mask
+        layer = cache.layer_of(key, value) if value.shape[-1] == width else None
+        if layer is not None and paged.is_served(query.device, shared * tokens, own):
+            pool = pages.pool(layer).unflatten(-1, (2, width))
             grouped = query.reshape(rows, groups, shared * tokens, width)
-            exponents = pages.exponents_of(written[1])
+            exponents = pages.exponents_of(layer)
             pools = (pool,) if exponents is None else (pool, exponents)
             seen = grouped, *pools, pages.blocks, pages.positions.flatten()
             mixed = paged.operator(exponents is not None, own is not None)(

@@ -201,6 +201,11 @@ def test_products_of_one_input_are_joined() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_values_that_a_model_changes_behind_its_cache() -> None:
+    """Diffllama joins values of heads, and leaves their keys as they are."""
+    open_model(config_of("diffllama")).build(range(2), torch.float32, Ways())
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8, 40])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights(rows: int, bias: bool) -> None:
