@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,91 @@ def test_a_failed_update_loses_no_state(device: FakeDevice) -> None:
             layer.local.zero_grad()
         training.run(compiled, 2)
     assert same(plain.values, resting.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_tensor_at_rest_is_saved_by_itself(device: FakeDevice, dtype: torch.dtype) -> None:
+    def adamw_of_two_types(parameters: Any) -> torch.optim.Optimizer:
+        other = nn.Parameter(torch.zeros(3, dtype=dtype))
+        other.grad = torch.ones_like(other)
+        return adamw([*parameters, other])
+
+    training = Training("host", adamw_of_two_types, layers=1)
+    training.run(training.lowered.compile(), 1)
+    optimizer = training.layers[0].local.optimizer
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)  # refuses a storage that has two types
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in training.kept)
+    file.seek(0)
+    loaded = torch.load(file, map_location="cpu")["state"]
+    assert same([kept["exp_avg"] for kept in loaded.values()][:-1], training.kept[::2])
+
+
+def test_steps_lowered_before_and_while_parameters_are_frozen(device: FakeDevice) -> None:
+    both = []
+    for store in (None, "host"):
+        training = Training(store)
+        compiled = training.lowered.compile()
+        training.run(compiled, 1)
+        frozen = training.layers[0].local.up
+        frozen.requires_grad_(False)
+        other = training.step.lower(training.x).compile()
+        training.run(other, 1)
+        frozen.requires_grad_(True)
+        training.run(compiled, 1)
+        training.run(training.step.lower(training.x).compile(), 1)
+        training.run(compiled, 1)
+        both.append(training.values)
+    assert same(*both)
+
+
+def test_a_step_from_before_state_came_to_rest_is_lowered_again(device: FakeDevice) -> None:
+    training = Training("host", lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    before = training.lowered.compile()
+    for layer in training.layers:
+        layer.local.optimizer.param_groups[0]["momentum"] = 0.9
+    training.run(training.step.lower(training.x).compile(), 2)
+    assert {value.device.type for value in training.kept} == {"cpu"}
+    with pytest.raises(RuntimeError, match=r"come to rest on the host; .* Lower it again"):
+        before(training.x)
+    training.run(training.step.lower(training.x).compile(), 1)
+
+
+class Hooked(Layer):
+    """Updates a parameter as soon as its gradient is there."""
+
+    def __init__(self, seed: int, optimizer: Callable[..., Any]) -> None:
+        super().__init__(seed, optimizer)
+        self.optimizer = optimizer([self.down.weight])
+        self.down.weight.register_post_accumulate_grad_hook(lambda _: Layer.update(self))
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_updated", [False, True])
+def test_hooks_of_parameters_use_state_that_rests(device: FakeDevice, is_updated: bool) -> None:
+    both = []
+    for more in ({}, {"store": "host"}):
+        layer: Any = cg.actor(Hooked).on(0, **more)(0, adamw)
+
+        @cg.trace
+        def step(x: Tensor, layer: Any = layer) -> Tensor:
+            loss = layer.forward(x).square().mean()
+            cg.backward(loss)
+            if is_updated:
+                layer.update()
+            return loss
+
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
+        compiled = step.lower(x).compile()
+        for _ in range(3):
+            compiled(x)
+        (kept,) = layer.local.optimizer.state.values()
+        assert kept["exp_avg"].device.type == ("cpu" if more else "fake")
+        weight = layer.local.down.weight.detach()
+        both.append([value.cpu() for value in (weight, kept["exp_avg"], kept["exp_avg_sq"])])
+    assert same(*both)
 
 
 def test_an_actor_on_a_mesh_says_both(device: FakeDevice) -> None:

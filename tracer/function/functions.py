@@ -54,6 +54,7 @@ from .opaque_calls import (
     opaque_results,
     refuse_tensors,
     resting_bytes,
+    resting_guard,
     strictly,
 )
 from .rank_functions import GraphPieces, RankFunctions
@@ -261,7 +262,8 @@ class Functions:
             watch = OperatorWatch(target.group, name)
             body, strict = watch.around(body), watch.around(strict)
         state = host_state_of(target) if declaration.resting else {}
-        return TracedFunction(declaration, results, (), body, None, strict, host_state=state)
+        guard = resting_guard(target)
+        return TracedFunction(declaration, results, (), body, guard, strict, host_state=state)
 
 
 def _call_of(target: Target, signature: Tree, loc: Location | None) -> TracedCall:

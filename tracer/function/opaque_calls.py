@@ -16,6 +16,7 @@ from ..errors import TraceError, Verbatim
 from ..values.interface import (
     Bodies,
     Body,
+    Guard,
     MethodTarget,
     RankBodies,
     Target,
@@ -101,8 +102,8 @@ def resting_bytes(target: Target, call: TracedCall) -> int:
     Raises:
         TraceError: another actor holds the optimizer; or as `RestingState.prepare` does.
     """
-    if not isinstance(target, MethodTarget) or target.function is not None:
-        return 0  # functions of cg look at gradients alone
+    if not isinstance(target, MethodTarget):
+        return 0
     size = max((state.prepare() for state in target.resting.values()), default=0)
     for state in target.resting.values():
         for other in target.shared:
@@ -114,6 +115,20 @@ def resting_bytes(target: Target, call: TracedCall) -> int:
                     remedy='let one actor hold it, or leave store="host" out',
                 )
     return size
+
+
+def resting_guard(target: Target) -> Guard | None:
+    """The guard of a call that finds all state on the device: none has come to rest since."""
+    states = tuple(target.resting.values()) if isinstance(target, MethodTarget) else ()
+    if not states or any(state.size for state in states):
+        return None
+
+    def check() -> str | None:
+        if not any(state.size for state in states):
+            return None
+        return f"{target.name}: state of optimizers that was not there has come to rest on the host"
+
+    return check
 
 
 def host_state_of(target: Target) -> dict[str, Bodies]:

@@ -89,7 +89,7 @@ class MethodTarget:
         use: notes what its functions do to its memory.
         group: the ranks that call it together; None where one rank calls it.
         float8: the actor's linear layers that compute in float8, if any.
-        resting: state that rests on the host, by rank, if the actor has any.
+        resting: state that rests on the host, by rank, if the method may use any.
     """
 
     actor: str

@@ -107,11 +107,16 @@ class _StatePlace:
     like: torch.Tensor
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in a memory, u8[n]."""
+        """The tensor in a memory, u8[n], from its beginning.
+
+        Its storage is that part of the memory: `torch.save` writes storages as a whole, and none
+        that has tensors of several types.
+        """
         like = self.like
-        size = like.numel() * like.element_size()
-        elements = memory[self.start : self.start + size].view(like.dtype)
-        return elements.as_strided(like.shape, like.stride())
+        start = memory.storage_offset() + self.start
+        part = memory.untyped_storage()[start : start + like.numel() * like.element_size()]
+        empty = torch.empty(0, dtype=like.dtype, device=memory.device)
+        return empty.set_(part, 0, like.shape, like.stride())
 
 
 class RestingState:
@@ -129,6 +134,7 @@ class RestingState:
 
     Attributes:
         optimizers: of the instance, when it was prepared last.
+        size: the bytes of the memory that was prepared last.
     """
 
     def __init__(self, name: str, instance: object, pinned: PinnedMemory) -> None:
@@ -136,8 +142,9 @@ class RestingState:
         self._instance = instance
         self._pinned = pinned
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.size = 0
         self._places: dict[tuple[int, int, str], _StatePlace] = {}
-        self._expected: dict[int, dict[torch.Tensor, dict[str, Any]]] = {}
+        self._expected: dict[tuple[int, str], dict[torch.Tensor, dict[str, Any]]] = {}
         self._memory: torch.Tensor | None = None
 
     def prepare(self) -> int:
@@ -162,7 +169,7 @@ class RestingState:
                 end += -(-size // _ALIGNED) * _ALIGNED
         if self._memory is None or _outline(places) != _outline(self._places):
             self._memory = self._pinned(end)  # what lies in another goes over at its next use
-        self._places = places
+        self._places, self.size = places, end
         return end
 
     def _kept(
@@ -170,12 +177,12 @@ class RestingState:
     ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
         """Each parameter with the key and the outline of what is kept for it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in parameters if p.requires_grad]
-        new = [p for p in trained if not optimizer.state.get(p)]
-        fakes = self._expected.get(id(optimizer), {})
+        new = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
+        known = id(optimizer), settings_of(optimizer)
+        fakes = self._expected.get(known, {})
         if any(parameter not in fakes for parameter in new):
-            fakes = self._expected[id(optimizer)] = _after_step(optimizer, new, self._name)
-        for parameter in trained:
+            fakes = self._expected[known] = _after_step(optimizer, new, self._name)
+        for parameter in parameters:  # a frozen one may have state, which another step uses
             kept = optimizer.state.get(parameter) or fakes.get(parameter, {})
             for key, value in kept.items():
                 if _rests(key, value, parameter):
