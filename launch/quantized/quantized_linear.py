@@ -88,8 +88,11 @@ class QuantizedLinear(nn.Linear):
         tensors: dict[str, Tensor] = {}
         for name, shape in shapes.items():
             several, along = [each.tensors[name] for each in layers], own.dims(name, shape).outputs
+            is_of_run = name in (own.scale, own.zero) and own.outputs_per_scale > 0
             if along is not None:
                 tensors[name] = torch.cat([each.data for each in several], along)
+            elif is_of_run:  # the outputs of this layer are one, and those of all are several
+                return None
             elif name in own.kept or all(torch.equal(several[0], each) for each in several):
                 tensors[name] = several[0].data
             else:

@@ -204,6 +204,13 @@ def test_joined_layers_have_the_outputs_of_each(name: str) -> None:
         assert first.joined([second]) is None
 
 
+def test_layers_of_one_run_that_shares_a_scale_are_not_joined() -> None:
+    """Even if scales are equal: a kernel takes one for each run of outputs."""
+    plain = nn.Linear(2 * SIZE, SIZE)
+    first, second = (layer_of(FORMS["fp8"], plain)[0] for _ in range(2))
+    assert first.joined([second]) is None
+
+
 def folder_of(tmp_path: Path, name: str, **changes: Any) -> Path:
     """A folder of a tiny Llama, with other settings if there are any."""
     write(model_of("Llama", 1), tmp_path, replace(FORMS[name]))
