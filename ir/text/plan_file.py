@@ -44,7 +44,7 @@ TRACED = "}\n// traced\n"
 PARTS = "// parts\n"
 INDEX_DIGITS = 12
 _HEADER = re.compile(
-    r"// cg plan (?P<version>\d+)\n// facts (?P<facts>\{[^\n]*\})\n"
+    r"// cg plan (?P<version>[0-9]{1,9})\n// facts (?P<facts>\{[^\n]*\})\n"
     r"// devices (?P<devices>\{[^\n]*\})\n"
     r"// digest (?P<digest>[0-9a-f]{64})\n"
 )
@@ -88,7 +88,7 @@ class PlanHead:
             )
         try:
             facts, devices = json.loads(match["facts"]), json.loads(match["devices"])
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanFileError(f"{file} is damaged: {error}; save it again") from error
         return PlanHead(facts, devices, match["digest"], match.end())
 

@@ -61,7 +61,8 @@ class _PlanParts:
         if end is None:
             raise self.changed()
         length = int(end[1])
-        listed = self._read(size - _END_LENGTH - length, length).decode("utf-8", errors="replace")
+        start = size - _END_LENGTH - length
+        listed = self._read(start, length).decode("utf-8", errors="replace")
         self.digest = plan_digest(self.head.facts, self.head.devices, listed)
         if self.digest != self.head.digest:
             raise self.changed()
@@ -72,6 +73,8 @@ class _PlanParts:
         ]
         if starts[-1] + len(PARTS) + length + _END_LENGTH != size or len(entries) < 3:
             raise self.changed()
+        if self._read(start - len(PARTS), len(PARTS)) != PARTS.encode():
+            raise not_a_plan(self.file)
 
     def changed(self) -> PlanFileError:
         """The error for a file of which something is not as it was written."""

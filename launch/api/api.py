@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 from ...backends.agreement.gather import gather
 from ...ir.pipeline.costs import Costs
+from ...ir.text.plan_file import PlanFileError
 from ...ir.types import Place
 from ...passes.simulate.residency import AUTO, KEEPS, Residency
 from ...tracer.record.actors.factory import ActorFactory
@@ -182,7 +183,10 @@ def load_plan(
         )
     driven = lowered._step.driver is not None
     plan = read_plan(file, lowered._world, len(lowered.traces), driven)
-    facts = PlanFacts(**plan.facts)
+    try:
+        facts = PlanFacts(**plan.facts)
+    except TypeError as error:
+        raise PlanFileError(f"{file} has facts of another version of cg: save it again") from error
     options = CompileOptions(
         fuse=facts.fuse,
         max_inflight=facts.max_inflight,

@@ -112,6 +112,10 @@ def test_programs_are_written_by_rank(file: Path) -> None:
         (SCHEDULED, "step.plan is no plan"),
         (str(PLAN).replace("cg plan 2", "cg plan 1"), "a plan of version 1, and this cg reads"),
         (str(PLAN).replace('{"fuse"', "{fuse"), "step.plan is damaged: .*; save it again"),
+        (str(PLAN).replace("// parts\n", "// Parts\n"), "step.plan is no plan"),
+        (str(PLAN).replace("null", "[" * 20_000), "step.plan is damaged: .*; save it again"),
+        (str(PLAN).replace("null", "1" * 5000), "step.plan is damaged: .*; save it again"),
+        (str(PLAN).replace("plan 2", "plan " + "2" * 5000), "step.plan is no plan"),
         (str(replace(PLAN, module=parse_module(TRACED))), "has programs that are not scheduled"),
     ],
 )

@@ -175,6 +175,13 @@ def test_where_ranks_are_is_said_of_a_plan_whose_file_has_changed(
     assert len(lines) == 2
 
 
+def test_facts_of_another_version_are_refused(saved: Saved, tmp_path: Path) -> None:
+    text = saved.file.read_text().replace('"max_inflight"', '"most_in_flight"')
+    (tmp_path / "other.plan").write_text(str(PlanFile.of(text, "other.plan")))
+    with pytest.raises(cg.PlanFileError, match="facts of another version of cg: save it again"):
+        saved.load(tmp_path / "other.plan")
+
+
 def test_a_file_that_is_not_there(saved: Saved) -> None:
     with pytest.raises(OSError, match=r"rank 0 could not read /nowhere/x\.plan"):
         saved.load(Path("/nowhere/x.plan"))
