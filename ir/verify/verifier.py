@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..attributes import Stream
 from ..ops import Call, Communication, CopyStart, Free, Op, Return, Slice, Value, Wait
-from ..ops.alike_programs import OF_RANKS, groups_alike
 from ..ops.module import Function, FunctionKind, Module, Program, Vjp
 from ..ops.rules import CheckContext, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..text.diagnostics import Diagnostic, IRError
 from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType, is_on_host
+from .alike_programs import OF_RANKS, groups_alike
 from .batch_rules import check_batches
 from .body_rules import check_bodies
 from .channel_rules import check_channel, check_channel_op, unmatched

@@ -124,6 +124,11 @@ class CompileOptions:
         return self.settings.given_timeout if self.timeout is None else self.timeout
 
     @property
+    def tasks_at_first(self) -> int:
+        """The tasks that a rank has in flight before their number is chosen."""
+        return self.tasks_in_flight if isinstance(self.tasks_in_flight, int) else 1
+
+    @property
     def in_flight(self) -> int:
         """The most executions that are in flight; 0 where nothing drives the step."""
         return self.max_inflight or 0

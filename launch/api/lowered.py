@@ -317,7 +317,7 @@ class Lowered:
             seed=options.seed,
             timeout=options.timeout,
             dispatch=options.dispatch,
-            tasks_in_flight=_number(options.tasks_in_flight),
+            tasks_in_flight=options.tasks_at_first,
         )
         with compiled:
             undo.remember()
@@ -417,7 +417,7 @@ class Lowered:
             fuse=options.fuse,
             prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
             dispatch=options.dispatch,
-            tasks_in_flight=_number(options.tasks_in_flight),
+            tasks_in_flight=options.tasks_at_first,
             offload=Offload(costs=options.host_costs),
         )
 
@@ -448,8 +448,3 @@ class Lowered:
             more = self._step.name, loc, facts, self._world, driver is not None
             variants.append(make_variant(fit, chosen, pipeline_of, *more))
         return Compiled(variants, self._world, options, driver, numbering)
-
-
-def _number(tasks_in_flight: int | Costs | str) -> int:
-    """The tasks of a rank in flight before any are chosen."""
-    return tasks_in_flight if isinstance(tasks_in_flight, int) else 1

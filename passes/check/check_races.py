@@ -25,11 +25,11 @@ from ...ir.ops import (
     View,
     Wait,
 )
-from ...ir.ops.alike_programs import groups_alike
 from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError
 from ...ir.types import TensorType
+from ...ir.verify.alike_programs import groups_alike
 from ..analysis.happens_before import Clocks, HappensBefore, Line
 from ..analysis.liveness import LiveStorage, Storages
 from ..base import Pass

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.synthetic_groups import GroupSteps, group_module
 from cg.ir.attributes import Stream
 from cg.ir.ops import Call, Collective, Free, Recv, Slice, Wait
-from cg.ir.ops.alike_programs import groups_alike
 from cg.ir.ops.module import Module, Program
 from cg.ir.text.diagnostics import IRError
+from cg.ir.verify.alike_programs import groups_alike
 from cg.ir.verify.verifier import verify
 from cg.passes.check.check_races import CheckRaces
 from cg.passes.manager.manager import PassManager

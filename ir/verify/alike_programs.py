@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from . import OP_CLASSES, Collective, Op, PointToPoint, Slice, Value, attribute_names
-from .module import Channel, Program
+from ..ops import OP_CLASSES, Collective, Op, PointToPoint, Slice, Value, attribute_names
+from ..ops.module import Channel, Program
 
 _OF_RANKS = frozenset({"chan", "group", "peer", "region"})
 """Attributes that tell ranks, and may differ between programs that are alike."""
