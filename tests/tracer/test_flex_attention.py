@@ -203,6 +203,7 @@ REFUSED: dict[str, tuple[Attend, str]] = {
     "value": (scored(lambda x: lambda s, b, h, i, j: s if i > j else -s), "Python condition"),
     "function": (scored(lambda x: lambda s, *indices: Doubled.apply(s)), r"Doubled, a torch\.auto"),
     "whole": (scored(lambda x: lambda s, *indices: s * x.temperature.sum()), "without an index"),
+    "part": (scored(lambda x: lambda s, b, h, i, j: s + x.bias[h][j % 3]), "with 1 of 2 indices"),
     "unused": (scored(lambda x: lambda s, b, h, i, j: x.bias[h, j * 0]), "no score goes into"),
     "flash": (
         lambda x: flex_attention(

@@ -140,7 +140,8 @@ class _ScoreRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 operator_name(func)
             except NotStorable as error:
                 raise NotRecordable(f"uses {error}", "use torch's own operators") from error
-            own_args, own_kwargs = self._mapped(func, args), self._mapped(func, kwargs)
+            count = len(args[1]) if func is _ATEN.index.Tensor else 0
+            own_args, own_kwargs = self._mapped(count, args), self._mapped(count, kwargs)
             node = self._graph.call_function(func, own_args, own_kwargs)
         result = func(*args, **kwargs)
         self._note(result, node)
@@ -148,17 +149,17 @@ class _ScoreRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self, result: Tensor) -> fx.Graph:
         """The graph of the function that gives this result."""
-        self._graph.output(self._node(None, result))
+        self._graph.output(self._node(0, result))
         self._graph.eliminate_dead_code()
         return self._graph
 
-    def _mapped(self, func: torch._ops.OpOverload, values: Any) -> Any:
+    def _mapped(self, count: int, values: Any) -> Any:
         if isinstance(values, Tensor):
-            return self._node(func, values)
+            return self._node(count, values)
         if isinstance(values, dict):
-            return {name: self._mapped(func, value) for name, value in values.items()}
+            return {name: self._mapped(count, value) for name, value in values.items()}
         if isinstance(values, (tuple, list)):
-            return type(values)(self._mapped(func, value) for value in values)
+            return type(values)(self._mapped(count, value) for value in values)
         return values
 
     def _note(self, result: Any, node: fx.Node) -> None:
@@ -169,8 +170,11 @@ class _ScoreRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for index, part in enumerate(result):
                 self._note(part, self._graph.call_function(operator.getitem, (node, index)))
 
-    def _node(self, func: torch._ops.OpOverload | None, tensor: Tensor) -> fx.Node:
-        """The node of a tensor, which is an input if the function has taken it from outside."""
+    def _node(self, count: int, tensor: Tensor) -> fx.Node:
+        """The node of a tensor, which is an input if the function has taken it from outside.
+
+        So many indices are given with it. Torch adds up gradients of single numbers alone.
+        """
         node = self._nodes.get(id(tensor))
         if node is None:
             if not isinstance(tensor, FakeTensor):
@@ -185,11 +189,12 @@ class _ScoreRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 node = self._last = self._graph.placeholder("captured")
             self.captured.append(tensor)
             self._note(tensor, node)
-        if tensor.requires_grad and node in self._inputs() and func is not _ATEN.index.Tensor:
+        is_number = 0 < count == tensor.dim()
+        if tensor.requires_grad and node in self._inputs() and not is_number:
+            how = f"with {count} of {tensor.dim()} indices" if count else "without an index"
             raise NotRecordable(
-                f"takes a tensor that requires a gradient, shape {tuple(tensor.shape)}, without "
-                "an index",
-                "index it by tensors: give a scalar one dimension, and take scalar[b * 0]",
+                f"takes a tensor that requires a gradient, shape {tuple(tensor.shape)}, {how}",
+                "give all indices at once, bias[h, i]; and a scalar a dimension, scalar[b * 0]",
             )
         return node
 
