@@ -85,10 +85,13 @@ def plan_of(packed: bool) -> dict[str, str]:
     return {"qkv.0.weight": "3*tp,-", "qkv.0.bias": "3*tp"} | PLAN | {"qkv.0.weight": "3*tp,-"}
 
 
-def run(block: Block, place: Mesh, length: int, cut: str) -> Run:
+def run(
+    block: Block, place: Mesh, length: int, cut: str, sequence: tuple[str, ...] = ("tp",)
+) -> Run:
     x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1)).double()
     plan = plan_of(len(block.qkv) == 1)
-    return compare(*(block, "forward", plan, place, [x], [cut]), tolerance=1e-10, sequence=["tp"])
+    operands = (block, "forward", plan, place, [x], [cut])
+    return compare(*operands, tolerance=1e-10, sequence=sequence)
 
 
 @pytest.mark.grid(1)
@@ -110,8 +113,14 @@ def test_a_layer(norm: str, bias: bool, packed: bool, post: bool, length: int) -
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cut", ["-,cp.tp,-", "-,cp.tp~,-", "cp,tp,-"])
-def test_beside_another_axis(packed: bool, cut: str) -> None:
-    run(Block("rows", True, packed, True), mesh(cp=2, tp=2), 9, cut)
+@pytest.mark.parametrize("sequence", [("tp",), ("cp", "tp")])
+def test_beside_another_axis(packed: bool, cut: str, sequence: tuple[str, ...]) -> None:
+    """An axis that cuts no weight cuts tokens as it does without `sequence=`."""
+    made, other = (
+        run(Block("rows", True, packed, True), mesh(cp=2, tp=2), 9, cut, axes)
+        for axes in (sequence, ("tp",))
+    )
+    assert len(made.propagation.transfers) == len(other.propagation.transfers)
 
 
 def test_dropout_draws_what_one_process_draws() -> None:

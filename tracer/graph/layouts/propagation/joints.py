@@ -62,6 +62,9 @@ def propagate_joint(
     paths = [tensor.path for tensor, _ in joint.state_grads]
     ends += [End(_like(layouts, by_path[path]), summands=True, path=path) for path in paths]
     locations = joint.locations
+    weights = [node for node, _ in joint.state] + [n for n in joint.inputs if _is_matrix(n)]
+    computed = layouts | {**(pins or {})}
+    cut = {a for n in weights if n in computed for c in computed[n].cuts for a in c.axes}
     return propagate(
         joint.graph,
         place,
@@ -72,8 +75,8 @@ def propagate_joint(
         allowed=allowed,
         locations=locations,
         attention=attention,
-        sequence=sequence,
-        weights=[node for node, _ in joint.state] + [n for n in joint.inputs if _is_matrix(n)],
+        sequence=[axis for axis in sequence if axis in cut],  # others cut nothing but tokens
+        weights=weights,
     )
 
 
