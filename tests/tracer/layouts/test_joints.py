@@ -37,6 +37,10 @@ class MLP(nn.Module):
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         return self(self.norm(x)).square().mean()
 
+    def weighted(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows one by one, with numbers that torch makes tensors of."""
+        return torch.vmap(lambda row: row * (row.sum() * 2 - 1))(self(x))
+
 
 class Attention(nn.Module):
     def __init__(self, heads: int = 4) -> None:
@@ -72,6 +76,10 @@ def integers(actor: nn.Module) -> nn.Module:
         for parameter in actor.parameters():
             parameter.copy_(ints(*parameter.shape))
     return actor
+
+
+def test_numbers_of_vmap() -> None:
+    compare(*(MLP(), "weighted", COLUMN_ROW, GRID, [ints(4, 6)], ["dp,-"]), tolerance=0)
 
 
 @pytest.mark.parametrize(("axes", "rows"), [((2, 2), 4), ((2, 2), 3), ((3, 2), 2), ((1, 3), 4)])

@@ -95,6 +95,8 @@ def _cast(case: Case) -> Linear:
     the type. The summands of a parameter's gradient are cast: they are added up in the parameter's
     type, over all microbatches. Of rows of experts one summand is the sum.
     """
+    if not case.operands:  # torch.vmap casts a number that is a factor of a value
+        return NOT_LINEAR
     (operand,) = case.operands
     to: torch.dtype = case["dtype"] or operand.dtype
     if not operand.is_floating or not (to.is_floating_point or to.is_complex):
