@@ -80,23 +80,31 @@ def test_they_go_from_part_to_part_as_factors(rows: int) -> None:
         torch.testing.assert_close(loss, right.detach())
 
 
-@pytest.mark.parametrize(
-    ("method", "message", "remedy"),
-    [
-        ("joined", "is an output, and a dimension of it is cut", "return it without viewing"),
-        ("scattered", "is exchanged to be .*24/dp.tp.* and a dimension", "keep the factors apart"),
-    ],
-)
-def test_no_type_has_them(method: str, message: str, remedy: str) -> None:
+@pytest.mark.parametrize("rows", [6, 5])
+def test_they_are_exchanged_as_factors(rows: int) -> None:
+    x = X[:rows]
     with use_world(VirtualWorld(4)):
         actor = on_a_mesh()
 
         @cg.trace
         def step(x: torch.Tensor) -> torch.Tensor:
-            called: torch.Tensor = getattr(actor, method)(x)
-            return called
+            scattered: torch.Tensor = actor.scattered(x)
+            return scattered
 
+        torch.testing.assert_close(step(x), Heads().scattered(x))
+
+
+def test_no_type_has_them() -> None:
+    with use_world(VirtualWorld(4)):
+        actor = on_a_mesh()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            joined: torch.Tensor = actor.joined(x)
+            return joined
+
+        message = "is an output, and a dimension of it is cut"
         with pytest.raises(TraceError, match=message) as caught:
             step.lower(X)
-    assert remedy in str(caught.value)
+    assert "return it without viewing" in str(caught.value)
     assert f"{__file__}:" in str(caught.value)
